@@ -1,0 +1,46 @@
+"""One short file a family: what is special about its attention. All of them run on the generic path."""
+
+if not __name__.startswith("turbo_hf."):
+    raise ImportError("Import this package as turbo_hf.patches: under another name it would exist twice.")
+
+from turbo_hf.patches import (
+    gemma2,
+    gemma3,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from turbo_hf.patches.generic import Family, is_attention, lost_to_bias, obstacle
+
+__all__ = ["FAMILIES", "Family", "family_of", "is_attention", "lost_to_bias", "obstacle"]
+
+FAMILIES: tuple[Family, ...] = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    mixtral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+    phi3.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    gpt_oss.FAMILY,
+    olmo2.FAMILY,
+    granite.FAMILY,
+)
+"""The families that the tests cover."""
+
+
+def family_of(model_type: str) -> Family | None:
+    """The tested family of a `config.model_type`; None: the generic path, untested."""
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    return None

@@ -1,0 +1,8 @@
+"""Attention on a compressed KV cache for Hugging Face Transformers: `turbo_hf.patch(model)`."""
+
+from turbo_hf.cache import TurboCache
+from turbo_hf.config import PRESETS, TurboConfig
+from turbo_hf.patching import Handle, patch
+
+__all__ = ["PRESETS", "Handle", "TurboCache", "TurboConfig", "patch"]
+__version__ = "0.1.0"

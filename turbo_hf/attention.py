@@ -1,0 +1,235 @@
+"""The one attention function that a patched model calls, and the hook that brings it the cache layer."""
+
+import logging
+import math
+import sys
+import warnings
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from turbo_hf.cache import TurboCache
+from turbo_hf.config import TurboConfig
+from turbo_hf.layer import TurboLayer
+from turbo_hf.layout import AttentionOutput
+from turbo_hf.masks import dense_mask
+from turbo_hf.ops.decode import decode
+from turbo_hf.ops.prefill import prefill
+
+NAME = "turbo_hf"
+"""What `config._attn_implementation` says on a patched model."""
+
+Strict = Literal["raise", "warn", "fallback"]
+logger = logging.getLogger(__name__)
+
+HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "token_type_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "labels",
+        "num_items_in_batch",
+    }
+)
+"""Keywords that pass through a model to its attention and change nothing there."""
+
+
+class Unsupported(ValueError):
+    """Something that compressed attention cannot do; the message says what to do instead."""
+
+
+class TurboCall(NamedTuple):
+    """What the hook adds to one call of an attention module, as the keyword `turbo`."""
+
+    cache: TurboCache | None
+    layer: TurboLayer | None
+    window: int | None
+    strict: Strict
+
+
+def complain(strict: Strict, message: str) -> None:
+    """Raise, warn, or (fallback) note in the log, as the user chose."""
+    if strict == "raise":
+        raise Unsupported(message)
+    if strict == "warn":
+        warnings.warn(message, stacklevel=3)
+    else:
+        logger.info(message)
+
+
+def turbo_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    turbo: TurboCall | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the compressed cache; over full-precision keys and values where there is none.
+
+    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
+    Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+    """
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = turbo or TurboCall(None, None, sliding_window, "raise")
+    reason = _refusal(attention_mask, causal, kwargs) if call.layer is not None else None
+    if call.layer is not None and call.cache is not None and reason is None:
+        key, value = _pending(call.layer, key, value)
+        out = _compressed(call.cache, call.layer, query, key, value, attention_mask, scale, softcap, s_aux)
+        return out.out.transpose(1, 2).contiguous(), None
+    if call.layer is not None:
+        complain(call.strict, f"layer {call.layer.index}: {reason}")
+        key, value = call.layer.update_dense(*_pending(call.layer, key, value))
+    options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
+    return _dense(module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
+
+
+def _refusal(mask: torch.Tensor | None, causal: bool, kwargs: dict[str, Any]) -> str | None:
+    """Why this call cannot run on the compressed cache; None if it can."""
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
+    if unknown:
+        return (
+            f"the model passes {', '.join(unknown)} to its attention, which the compressed cache does not know. "
+            "Generate without it, or without the patch."
+        )
+    if not causal:
+        return "attention is not causal here. Run this model without the patch."
+    if mask is not None and mask.dim() != 2:
+        return (
+            "the attention mask is no causal or sliding-window mask (packed sequences, prefix or image blocks, chunks, "
+            "or a 4D mask). Pass a 2D mask [batch, tokens], or run without the patch."
+        )
+    return None
+
+
+def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new keys and values, which must be the very tensors that the cache was given."""
+    pending, layer.pending = layer.pending, None
+    if pending is None or pending[0] is not key or pending[1] is not value:
+        raise Unsupported(
+            f"layer {layer.index}: this attention class changes keys or values after the cache has seen them, so its "
+            f"cache cannot be compressed. Leave it dense: TurboConfig(dense_layers=({layer.index},))."
+        )
+    return key, value
+
+
+def _compressed(
+    cache: TurboCache,
+    layer: TurboLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> AttentionOutput:
+    chunk = cache.chunk(mask, layer, query.shape[2])
+    q, k, v = (chunk.align(x) for x in (query, key, value))
+    starts = None if chunk.starts is None else torch.tensor(chunk.starts, device=q.device)
+    mode, block, window = layer.config.attention, layer.config.block_size, layer.window
+    threshold = sas_threshold(layer.config, layer.seen + chunk.tokens)
+    with torch.no_grad():
+        if layer.is_decoding(chunk.tokens):
+            layer.append(k, v, chunk)
+            result = decode(
+                q,
+                layer.store(),
+                scaling=scaling,
+                starts=starts,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                mode=mode,
+                sas_threshold=threshold,
+            )
+        else:
+            result = prefill(
+                q,
+                k,
+                v,
+                scaling=scaling,
+                past=layer.store() if layer.seen else None,
+                starts=starts,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                mode=mode,
+                sas_threshold=threshold,
+                block=block,
+            )
+            layer.append(k, v, chunk)
+        layer.commit()
+        out = chunk.restore(result.out)
+    if torch.is_grad_enabled() and query.requires_grad:
+        out = _NoGradient.apply(query, out)
+    return AttentionOutput(out, result.lse)
+
+
+def sas_threshold(config: TurboConfig, tokens: int) -> float | None:
+    """SAS threshold for a context of `tokens`; None without SAS. The default keeps the dropped mass at e^-6 a 1024."""
+    if not config.sas or config.sas_threshold is not None:
+        return config.sas_threshold
+    return -(6 + math.log(max(tokens, 1024) / 1024))
+
+
+class _NoGradient(torch.autograd.Function):
+    """Quantized attention has no gradient: say so in backward, rather than return a wrong one."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "turbo_hf: attention over a compressed cache has no gradient. For gradients, call the model without a "
+            "TurboCache (use_cache=False) or remove the patch."
+        )
+
+
+def _dense(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    window: int | None,
+    causal: bool,
+    options: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Hugging Face's own attention: no cache, or a cache that is not ours, or a pattern that we do not compress."""
+    queries, keys = query.shape[2], key.shape[2]
+    uses_sdpa = options["softcap"] is None and options["s_aux"] is None
+    # without a mask SDPA can take its flash kernel, whose own causal flag is right for a square of scores only
+    flash = uses_sdpa and mask is None and window is None and causal and queries == keys
+    if not flash and (mask is None or mask.dim() == 2):
+        mask = dense_mask(mask, queries, keys, causal=causal, window=window, device=query.device)
+    if uses_sdpa:
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        kept = {name: options[name] for name in ("dropout", "scaling")}
+        out, _ = sdpa(module, query, key, value, mask, is_causal=flash, **kept, **kwargs)
+    else:
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        if mask is not None and mask.dtype == torch.bool:
+            low = torch.finfo(query.dtype).min
+            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, low)
+        given = {name: option for name, option in options.items() if option is not None}
+        out, _ = eager(module, query, key, value, mask, **given, **kwargs)
+    return torch.as_tensor(out)

@@ -1,0 +1,103 @@
+"""The open part of one layer's cache: the newest tokens of each row, in INT8 with one scale a token and head."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tokens(NamedTuple):
+    """INT8 tokens with one scale each. k, v: int8 [..., H, N, D]; k_scale, v_scale: float32 [..., H, N]."""
+
+    k: torch.Tensor
+    k_scale: torch.Tensor
+    v: torch.Tensor
+    v_scale: torch.Tensor
+
+
+GRAIN = 16
+"""Tokens by which the buffer grows."""
+
+
+class OpenBuffer:
+    """Open tokens of all rows, each row from slot 0 (shapes: `turbo_hf.layout`)."""
+
+    def __init__(self, rows: int, heads: int, dim: int, device: torch.device):
+        self.length = [0] * rows
+        self.k = torch.empty(rows, heads, 0, dim, dtype=torch.int8, device=device)
+        self.v = torch.empty(rows, heads, dim, 0, dtype=torch.int8, device=device)
+        self.k_scale = torch.empty(rows, heads, 0, dtype=torch.float32, device=device)
+        self.v_scale = torch.empty(rows, heads, 0, dtype=torch.float32, device=device)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row has room for."""
+        return self.k.shape[2]
+
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.k.nbytes + self.v.nbytes + self.k_scale.nbytes + self.v_scale.nbytes
+
+    def append(self, new: Tokens, starts: list[int] | None) -> None:
+        """Add tokens [B, H, M, ...]; row r from column `starts[r]` on."""
+        k, k_scale, v, v_scale = new
+        rows, _, tokens, _ = k.shape
+        counts = [tokens] * rows if starts is None else [tokens - start for start in starts]
+        after = [held + count for held, count in zip(self.length, counts, strict=True)]
+        if max(after) > self.capacity:
+            self._resize(max(after), [0] * rows)
+        if starts is None and len(set(self.length)) == 1:
+            to = slice(self.length[0], after[0])
+            self.k[:, :, to], self.k_scale[:, :, to] = k, k_scale
+            self.v[:, :, :, to], self.v_scale[:, :, to] = v.mT, v_scale
+        else:
+            begin = torch.tensor([tokens - count for count in counts], device=k.device)
+            held = torch.tensor(self.length, device=k.device)
+            row, source = (torch.arange(tokens, device=k.device) >= begin[:, None]).nonzero().unbind(-1)
+            target = held[row] + source - begin[row]
+            self.k[row, :, target] = k[row, :, source]
+            self.v[row, :, :, target] = v[row, :, source]
+            self.k_scale[row, :, target] = k_scale[row, :, source]
+            self.v_scale[row, :, target] = v_scale[row, :, source]
+        self.length = after
+
+    def blocks(self, rows: list[int], first: list[int], block: int) -> Tokens:
+        """Blocks of tokens, one an entry [len(rows), H, block, ...]: row `rows[i]` from slot `first[i]`."""
+        device = self.k.device
+        row = torch.tensor(rows, device=device)[:, None]
+        slot = torch.tensor(first, device=device)[:, None] + torch.arange(block, device=device)
+        k, v = self.k[row, :, slot], self.v[row, :, :, slot]
+        scales = (self.k_scale[row, :, slot], self.v_scale[row, :, slot])
+        return Tokens(k.transpose(1, 2), scales[0].transpose(1, 2), v.transpose(1, 2), scales[1].transpose(1, 2))
+
+    def drop_front(self, counts: list[int]) -> None:
+        """Forget the oldest `counts[row]` tokens of each row, and give back the memory."""
+        self.length = [held - count for held, count in zip(self.length, counts, strict=True)]
+        self._resize(max(self.length), counts)
+
+    def drop_back(self, counts: list[int]) -> None:
+        """Forget the newest `counts[row]` tokens of each row."""
+        self.length = [held - count for held, count in zip(self.length, counts, strict=True)]
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Row i becomes what row `rows[i]` was."""
+        self.length = [self.length[row] for row in rows.tolist()]
+        index = rows.to(self.k.device)
+        self.k, self.v = self.k[index], self.v[index]
+        self.k_scale, self.v_scale = self.k_scale[index], self.v_scale[index]
+
+    def _resize(self, tokens: int, skip: list[int]) -> None:
+        """Room for `tokens` a row, rounded up to the grain; row r begins at its old slot `skip[r]`."""
+        capacity = -(-tokens // GRAIN) * GRAIN
+        device, old = self.k.device, self.capacity
+        kept = min(capacity, old)
+        slot = torch.tensor(skip, device=device)[:, None] + torch.arange(kept, device=device)
+        slot = slot.clamp(max=max(old - 1, 0))[:, None]
+        grown = []
+        for x, dim in ((self.k, 2), (self.v, 3), (self.k_scale, 2), (self.v_scale, 2)):
+            shape = list(x.shape)
+            shape[dim] = capacity
+            new = x.new_empty(shape)
+            pick = {(2, 4): slot[..., None], (3, 4): slot[:, :, None], (2, 3): slot}[dim, x.dim()]
+            new.narrow(dim, 0, kept).copy_(torch.take_along_dim(x, pick, dim))
+            grown.append(new)
+        self.k, self.v, self.k_scale, self.v_scale = grown

@@ -1,0 +1,108 @@
+"""`TurboCache`: the compressed KV cache as a `transformers.Cache`."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+
+from turbo_hf.chunk import Chunk, chunk_from_mask
+from turbo_hf.config import TurboConfig, at_8_bit, resolve_config
+from turbo_hf.layer import TurboLayer
+
+COMPRESSED_TYPES = ("full_attention", "sliding_attention")
+
+
+def layer_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
+    """(layer type, window or None) of each decoder layer, as Transformers' own caches see them."""
+    return [(kind, kwargs.get("sliding_window")) for kind, kwargs in _layer_types(config)]
+
+
+def _layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    types, kwargs = get_layer_types_and_kwargs(config)
+    # one dict for all layers up to transformers 5.17, one a layer from 5.23 on
+    each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
+    return list(zip(types, each, strict=True))
+
+
+class TurboCache(Cache):
+    """A KV cache in INT8, 4, 3 or 2 bit. `turbo_hf.patch` makes one a `generate`; make one for a loop of your own.
+
+    On a patched model attention reads the compressed values. On any other model the cache works too: it returns
+    dequantised keys and values, which is correct and slower. Such a model does not show it the padding: pass
+    `attention_mask` here, or padding is stored as tokens.
+
+    Args:
+        model_config: the model's config (`model.config`).
+        config: a preset's name or a `TurboConfig`.
+        attention_mask: [B, columns], nonzero at real tokens; only for models that are not patched.
+        int8_layers, dense_layers: layers at 8 bit and layers in full precision, besides those that `config` names.
+
+    Raises:
+        ValueError: an unknown preset, or a layer index that the model does not have.
+    """
+
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        config: str | TurboConfig = "turbo4",
+        *,
+        attention_mask: torch.Tensor | None = None,
+        int8_layers: Iterable[int] = (),
+        dense_layers: Iterable[int] = (),
+    ):
+        self.turbo_config = resolve_config(config)
+        text_config = model_config.get_text_config(decoder=True)
+        own = self.turbo_config.int8_layers
+        int8 = {*int8_layers, *(() if isinstance(own, str) else own)}
+        dense = {*dense_layers, *self.turbo_config.dense_layers}
+        types = _layer_types(text_config)
+        for name, chosen in (("int8_layers", int8), ("dense_layers", dense)):
+            outside = sorted(i for i in chosen if i >= len(types))
+            if outside:
+                raise ValueError(f"{name} names layers {outside}; the model has layers 0 to {len(types) - 1}.")
+        layers: list[Any] = []
+        for index, (kind, kwargs) in enumerate(types):
+            if kind in COMPRESSED_TYPES and index not in dense:
+                chosen_config = at_8_bit(self.turbo_config) if index in int8 else self.turbo_config
+                layers.append(TurboLayer(chosen_config, kwargs.get("sliding_window"), index))
+            else:
+                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
+        super().__init__(layers=layers)
+        if attention_mask is not None:
+            for layer in self.turbo_layers():
+                layer.padding = attention_mask
+        self._planned: tuple[torch.Tensor, int, int, int, Chunk] | None = None
+
+    def turbo_layers(self) -> list[TurboLayer]:
+        """The compressed layers."""
+        return [layer for layer in self.layers if isinstance(layer, TurboLayer)]
+
+    def chunk(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> Chunk:
+        """How the new columns of this pass are aligned. Planned once a pass: its layers share one mask."""
+        if mask is None:
+            return Chunk(tokens)
+        planned = self._planned
+        key = (layer.seen, tokens, mask._version)
+        if planned is None or planned[0] is not mask or planned[1:4] != key:
+            columns = layer.columns if layer.is_initialized else None
+            columns = None if columns is None else columns.to(mask.device)
+            planned = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
+            self._planned = planned
+        return planned[4]
+
+    def reset(self) -> None:
+        """Forget every token; the cache can then take another batch."""
+        self._planned = None
+        super().reset()
+
+    @staticmethod
+    def layer_bytes(layer: Any) -> dict[str, int]:
+        """Allocated bytes of a layer by kind: "codes", "scales", "open"; "dense" for one that is not compressed."""
+        if isinstance(layer, TurboLayer):
+            return layer.nbytes()
+        held = list(vars(layer).values())
+        # layers with recurrent states keep them in dicts of tensors
+        held += [x for d in held if isinstance(d, dict) for x in d.values()]
+        return {"dense": sum(x.nbytes for x in held if isinstance(x, torch.Tensor))}

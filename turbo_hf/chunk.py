@@ -1,0 +1,74 @@
+"""Which columns of a forward pass hold tokens, and how rows of different length are aligned."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Chunk(NamedTuple):
+    """The new columns of one forward pass, [B, M].
+
+    valid: bool [B, M] on the device, or None when every column of every row is a token.
+    starts: for each row, the column at which its tokens begin once they stand at the end; None with `valid`.
+    gather: int64 [B, M], the column that each aligned place takes; None when rows are aligned already (left padding).
+    """
+
+    tokens: int
+    valid: torch.Tensor | None = None
+    starts: list[int] | None = None
+    gather: torch.Tensor | None = None
+
+    def counts(self, rows: int) -> list[int]:
+        """Real tokens of each row."""
+        return [self.tokens] * rows if self.starts is None else [self.tokens - start for start in self.starts]
+
+    def align(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, H, M, D] with each row's tokens at its end."""
+        return x if self.gather is None else torch.take_along_dim(x, self.gather[:, None, :, None], 2)
+
+    def restore(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `align`."""
+        if self.gather is None:
+            return x
+        return torch.take_along_dim(x, self.gather.argsort(-1)[:, None, :, None], 2)
+
+
+def chunk_of(valid: torch.Tensor) -> Chunk:
+    """The `Chunk` of a mask bool [B, M]; one read from the device."""
+    tokens = valid.shape[1]
+    counts = valid.sum(-1)
+    aligned = torch.arange(tokens, device=valid.device) >= (tokens - counts)[:, None]
+    stats = torch.cat((counts, (aligned != valid).any()[None])).tolist()
+    starts = [tokens - count for count in stats[:-1]]
+    if not any(starts):
+        return Chunk(tokens)
+    # a stable sort moves the padding before the tokens and keeps the order of both
+    gather = valid.to(torch.uint8).argsort(dim=-1, stable=True) if stats[-1] else None
+    return Chunk(tokens, valid, starts, gather)
+
+
+def chunk_from_mask(mask: torch.Tensor, seen: int, tokens: int, columns: torch.Tensor | None) -> Chunk:
+    """The `Chunk` that a model's 2D attention mask describes.
+
+    Args:
+        mask: [B, seen + tokens], nonzero at real tokens.
+        seen: columns of earlier passes. tokens: columns of this one.
+        columns: bool [B, seen], which of the earlier columns the cache stored; None: all.
+
+    Raises:
+        ValueError: another width, or a mask that hides or shows a token of an earlier pass which it did not before.
+    """
+    if mask.shape[1] != seen + tokens:
+        raise ValueError(
+            f"attention_mask has {mask.shape[1]} columns; the cache holds {seen} and this pass brings {tokens}. "
+            "Pass a mask over all of them, [batch, cached + new], or none."
+        )
+    mask = mask.bool()
+    past = mask[:, :seen]
+    stored = past.all() if columns is None else (past == columns).all()
+    if not bool(stored):
+        raise ValueError(
+            "attention_mask differs from the one under which the cached tokens were stored. Padding is not cached, so "
+            "it cannot change later: keep the mask of earlier columns, or start a new cache."
+        )
+    return chunk_of(mask[:, seen:])

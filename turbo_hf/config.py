@@ -1,0 +1,118 @@
+"""What a user may choose: `TurboConfig` and its presets."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from turbo_hf.layout import BITS, BLOCK_SIZES
+
+HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
+ATTENTION_MODES = ("turbo", "exact")
+BUFFER_SCALES = ("token", "universal")
+BACKENDS = ("auto", "reference")
+
+
+def _one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
+    # type, too: True == 1 and 4.0 == 4 would pass a plain membership test
+    if not any(value == a and type(value) is type(a) for a in allowed):
+        raise ValueError(f"TurboConfig.{field} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurboConfig:
+    """How keys and values are stored, and how attention is computed on them.
+
+    Args:
+        bits: width of a stored code: 8, 4, 3 or 2 (TurboAttention sec. 3.1; 8 is stage 1 alone).
+        low_bits: width of the heads of lowest priority, where `low_heads` is not 0.
+        low_heads: share of each layer's KV heads stored at `low_bits`, 0 to 1 (TurboAttention sec. 3.2, n_h / Hkv).
+        head_metric: what ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority", "entropy",
+            "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first block.
+        block_size: tokens in a block: 32, 64 or 128.
+        buffer_scale: scale of the INT8 decode buffer: "token", one a token and head, or "universal", one a row and
+            head from the prompt's range, clamped to it (TurboAttention sec. 3.3). With "token" the cache's bits do not
+            depend on how a prompt was cut into chunks.
+        attention: "turbo" computes attention on the INT8 values (TurboAttention alg. 1, 2); "exact" computes it in
+            the model's precision on the dequantised cache.
+        sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
+        sas_threshold: scores further than this below the row maximum are dropped by SAS; a negative number.
+            None lowers it with the length N: -(6 + ln(max(N, 1024) / 1024)).
+        int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
+        dense_layers: layers left to Hugging Face, in full precision.
+        backend: "reference" is plain torch; "auto" takes the fastest that this machine has.
+    """
+
+    bits: int = 4
+    low_bits: int = 2
+    low_heads: float = 0.0
+    head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
+    block_size: int = 64
+    buffer_scale: Literal["token", "universal"] = "token"
+    attention: Literal["turbo", "exact"] = "turbo"
+    sas: bool = False
+    sas_threshold: float | None = None
+    int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
+    dense_layers: tuple[int, ...] = ()
+    backend: Literal["auto", "reference"] = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("bits", self.bits, BITS)
+        _one_of("low_bits", self.low_bits, BITS)
+        _one_of("head_metric", self.head_metric, HEAD_METRICS)
+        _one_of("block_size", self.block_size, BLOCK_SIZES)
+        _one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES)
+        _one_of("attention", self.attention, ATTENTION_MODES)
+        _one_of("sas", self.sas, (True, False))
+        _one_of("backend", self.backend, BACKENDS)
+        share = self.low_heads
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"TurboConfig.low_heads must be a share from 0 to 1; got {share!r}.")
+        if share and self.low_bits >= self.bits:
+            raise ValueError(
+                f"TurboConfig.low_bits must be below bits ({self.bits}) when low_heads is not 0; got {self.low_bits}."
+            )
+        threshold = self.sas_threshold
+        if threshold is not None and (isinstance(threshold, bool) or not -80 <= threshold < 0):
+            raise ValueError(
+                f"TurboConfig.sas_threshold must be None or a number from -80 to below 0 (natural log units); "
+                f"got {threshold!r}."
+            )
+        if threshold is not None and not self.sas:
+            raise ValueError(f"TurboConfig.sas_threshold has no effect without sas=True; got {threshold!r}.")
+        if self.int8_layers != "auto":
+            _layer_indices("int8_layers", self.int8_layers, ' or "auto"')
+        _layer_indices("dense_layers", self.dense_layers, "")
+
+    def head_groups(self, kv_heads: int) -> tuple[tuple[int, int], ...]:
+        """(bits, number of heads) of each group of a layer's `kv_heads` heads, widest first."""
+        low = round(self.low_heads * kv_heads)
+        groups = ((self.bits, kv_heads - low), (self.low_bits, low))
+        return tuple((bits, heads) for bits, heads in groups if heads)
+
+
+def _layer_indices(field: str, value: object, also: str) -> None:
+    good = isinstance(value, tuple) and all(type(i) is int and i >= 0 for i in value)
+    if not good:
+        raise ValueError(f"TurboConfig.{field} must be a tuple of layer indices{also}; got {value!r}.")
+
+
+PRESETS: dict[str, TurboConfig] = {
+    "int8": TurboConfig(bits=8),
+    "turbo4": TurboConfig(bits=4),
+    "turbo-mixed": TurboConfig(bits=4, low_bits=2, low_heads=0.5),
+    "turbo2": TurboConfig(bits=2),
+}
+"""By intent: INT8; 4 bit (the default); 4 bit with half of the heads at 2 bit; 2 bit (experimental)."""
+
+
+def resolve_config(config: "str | TurboConfig") -> TurboConfig:
+    """A preset's name or a `TurboConfig` -> `TurboConfig`. ValueError names the presets."""
+    if isinstance(config, TurboConfig):
+        return config
+    if isinstance(config, str) and config in PRESETS:
+        return PRESETS[config]
+    raise ValueError(f"config must be a TurboConfig or one of the presets {', '.join(PRESETS)}; got {config!r}.")
+
+
+def at_8_bit(config: TurboConfig) -> TurboConfig:
+    """The same choices for a layer that is kept at 8 bit."""
+    return replace(config, bits=8, low_heads=0.0)

@@ -1,0 +1,351 @@
+"""One layer of the compressed cache, as Transformers and the attention function see it."""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from turbo_hf.buffer import OpenBuffer, Tokens
+from turbo_hf.chunk import Chunk, chunk_of
+from turbo_hf.config import TurboConfig
+from turbo_hf.layout import KVStore
+from turbo_hf.ops.quantize import dequantize, head_scores, quantize_tokens
+from turbo_hf.pages import PagePool
+
+DECODE_TOKENS = 16
+"""At most this many new tokens over a past count as decoding: they join the cache before attention reads it."""
+
+
+class TurboLayer(CacheLayerMixin):
+    """Keys and values of one attention layer: sealed pages and an open INT8 buffer, one length a row.
+
+    Padding is not stored: each row begins at its first real token, so that its blocks and scales are the same alone
+    and in any batch. `seen` counts columns, padding included, because that is what Transformers asks for.
+
+    Args:
+        config: widths, block size, buffer scale.
+        window: tokens that a query sees, itself included; None: all. Older whole blocks are dropped.
+        index: the layer's number, for messages.
+    """
+
+    is_croppable = True
+
+    def __init__(self, config: TurboConfig, window: int | None = None, index: int = 0):
+        super().__init__()
+        self.config, self.window, self.index = config, window, index
+        self.is_sliding = window is not None
+        self.record_past = False
+        self.claimed = False
+        self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.padding: torch.Tensor | None = None
+        self.seen = 0
+
+    # --- state -------------------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take batch, heads, head dim, dtype and device from the first keys."""
+        if key_states.shape != value_states.shape:
+            raise ValueError(
+                f"layer {self.index}: keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} differ in "
+                "shape; only attention with one head dim is compressed. Leave the layer dense "
+                "(TurboConfig.dense_layers)."
+            )
+        self.rows, self.heads, _, self.dim = key_states.shape
+        self.dtype, self.device = key_states.dtype, key_states.device
+        groups = self.config.head_groups(self.heads)
+        self.pool = PagePool(self.rows, groups, self.dim, self.config.block_size, self.device)
+        self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device)
+        self.order = torch.arange(self.heads, device=self.device).repeat(self.rows, 1)
+        self.ordered = [len(groups) == 1] * self.rows
+        self.dropped = [0] * self.rows
+        self.columns: torch.Tensor | None = None
+        self.universal: torch.Tensor | None = None
+        self.is_initialized = True
+
+    def reset(self) -> None:
+        """Forget every token and give the memory back; the layer can then take another batch."""
+        for name in ("pool", "buffer", "order", "ordered", "dropped", "columns", "universal", "rows"):
+            self.__dict__.pop(name, None)
+        self.is_initialized, self.seen, self.claimed, self.pending = False, 0, False, None
+        self.padding = None
+
+    def lengths(self) -> list[int]:
+        """Tokens held by each row (older ones may have left a sliding window)."""
+        block = self.config.block_size
+        return [n * block + m for n, m in zip(self.pool.sealed, self.buffer.length, strict=True)]
+
+    def get_seq_length(self) -> int:
+        """Columns seen, padding included."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """The window of a sliding layer; -1: no limit."""
+        return -1 if self.window is None else self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(columns, first column) that a mask for `query_length` new tokens covers."""
+        past = self.seen if self.window is None else min(self.seen, self.window - 1)
+        return past + query_length, self.seen - past
+
+    def activate_past_recording(self) -> None:
+        """Wait for `crop` after each pass before sealing a block or leaving a window (assisted decoding)."""
+        self.record_past = True
+
+    # --- what the attention function calls ---------------------------------------------------------------------
+
+    def is_decoding(self, tokens: int) -> bool:
+        """Whether `tokens` new tokens join the cache before attention reads it."""
+        return self.seen > 0 and tokens <= DECODE_TOKENS
+
+    def store(self) -> KVStore:
+        """The layer as an op sees it; views, not copies."""
+        pool, buffer = self.pool, self.buffer
+        sealed, length = (torch.tensor(x, device=self.device) for x in (pool.sealed, buffer.length))
+        return KVStore(
+            pool.heads,
+            self.order,
+            pool.device_table(),
+            sealed,
+            buffer.k,
+            buffer.v,
+            buffer.k_scale,
+            buffer.v_scale,
+            length,
+            pool.block,
+        )
+
+    @torch.no_grad()
+    def append(self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk) -> None:
+        """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`."""
+        if not self.is_initialized:
+            self.lazy_initialization(k, v)
+        if k.shape[0] != self.rows or k.shape[1:2] != (self.heads,):
+            raise ValueError(
+                f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads; this pass brings "
+                f"{k.shape[0]} of {k.shape[1]}. Use a new TurboCache, or reset() this one."
+            )
+        if chunk.starts is not None:
+            # real tokens only: what lies under padding may be anything, and must not reach a scale
+            begin = torch.tensor(chunk.starts, device=k.device)
+            hidden = (torch.arange(chunk.tokens, device=k.device) < begin[:, None])[:, None, :, None]
+            k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+        tokens = self._quantize(k, v)
+        if not bool(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all()):
+            raise ValueError(
+                f"layer {self.index}: keys or values hold NaN or Inf, which no quantized cache can store. Look for the "
+                "cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
+            )
+        self.buffer.append(tokens, chunk.starts)
+        self._see(chunk)
+
+    def _quantize(self, k: torch.Tensor, v: torch.Tensor) -> Tokens:
+        own = Tokens(*quantize_tokens(k), *quantize_tokens(v))
+        if self.config.buffer_scale == "token":
+            return own
+        if self.universal is not None and self.is_decoding(k.shape[2]):
+            # a row that had no prompt has no range yet: its tokens keep their own scale
+            k_scale, v_scale = (
+                torch.where(span[..., None] > 0, span[..., None], scale)
+                for span, scale in zip(self.universal.unbind(-1), (own.k_scale, own.v_scale), strict=True)
+            )
+            return Tokens(*quantize_tokens(k, k_scale), *quantize_tokens(v, v_scale))
+        span = torch.stack((own.k_scale.amax(-1), own.v_scale.amax(-1)), -1)
+        self.universal = span if self.universal is None else torch.maximum(self.universal, span)
+        return own
+
+    def _see(self, chunk: Chunk) -> None:
+        if chunk.valid is not None and self.columns is None:
+            self.columns = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
+        if self.columns is not None:
+            new = chunk.valid
+            if new is None:
+                new = self.columns.new_ones(self.rows, chunk.tokens)
+            self.columns = torch.cat((self.columns, new.to(self.device)), 1)
+        self.seen += chunk.tokens
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Seal every whole block of open tokens, and drop what has left the window. Waits while `record_past`."""
+        if not self.record_past:
+            self._commit()
+
+    def _commit(self) -> None:
+        block, pool, buffer = self.config.block_size, self.pool, self.buffer
+        whole = [length // block for length in buffer.length]
+        leaving = self._leaving()
+        if not any(whole) and not any(leaving):
+            return
+        self._order_heads([row for row, n in enumerate(whole) if n and not self.ordered[row]])
+        old = [min(n, held) for n, held in zip(leaving, pool.sealed, strict=True)]
+        skip = [min(n - o, w) for n, o, w in zip(leaving, old, whole, strict=True)]
+        if any(old):
+            pool.drop_front(old)
+        jobs = [(row, n) for row in range(self.rows) for n in range(skip[row], whole[row])]
+        if jobs:
+            rows = [row for row, _ in jobs]
+            pool.append(rows, buffer.blocks(rows, [n * block for _, n in jobs], block), self.order)
+        if any(whole):
+            buffer.drop_front([n * block for n in whole])
+        self.dropped = [d + (o + s) * block for d, o, s in zip(self.dropped, old, skip, strict=True)]
+
+    def _leaving(self) -> list[int]:
+        """Whole blocks of each row that no later query of a sliding layer will see."""
+        if self.window is None:
+            return [0] * self.rows
+        return [max(0, length - (self.window - 1)) // self.config.block_size for length in self.lengths()]
+
+    def _order_heads(self, rows: list[int]) -> None:
+        """Rank the heads of rows that seal their first block. One block decides, however the prompt was cut."""
+        if not rows:
+            return
+        k, k_scale, v, v_scale = self.buffer.blocks(rows, [0] * len(rows), self.config.block_size)
+        score = head_scores(k * k_scale[..., None], v * v_scale[..., None], self.config.head_metric)
+        self.order[torch.tensor(rows, device=self.device)] = score.argsort(dim=-1, descending=True, stable=True)
+        for row in rows:
+            self.ordered[row] = True
+
+    # --- what Transformers calls -------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Claimed by the attention hook: hand the new tokens on, the attention function will store them.
+
+        Otherwise store them, and return full-precision keys and values of every column: always correct, slower.
+        """
+        if self.claimed:
+            self.claimed, self.pending = False, (key_states, value_states)
+            return key_states, value_states
+        return self.update_dense(key_states, value_states)
+
+    def update_dense(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens; return dense keys and values [B, Hkv, columns, D], 0 at padding."""
+        tokens = k.shape[2]
+        chunk = Chunk(tokens)
+        if self.padding is not None:
+            chunk = chunk_of(self.padding[:, self.seen : self.seen + tokens].to(k.device).bool())
+        columns, _ = self.get_mask_sizes(tokens)
+        if self.is_decoding(tokens):
+            self.append(chunk.align(k), chunk.align(v), chunk)
+            dense = self.dense(columns)
+        else:
+            past = self.dense(columns - tokens) if self.seen else (k[:, :, :0], v[:, :, :0])
+            self.append(chunk.align(k), chunk.align(v), chunk)
+            dense = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+        self.commit()
+        return dense
+
+    def dense(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The newest `columns` columns, dequantised: [B, Hkv, columns, D], 0 at padding."""
+        first = self.seen - min(columns, self.seen)
+        k, v = dequantize(self.store(), self.dtype)
+        token = torch.arange(first, self.seen, device=self.device).expand(self.rows, -1)
+        valid = torch.ones_like(token, dtype=torch.bool)
+        if self.columns is not None:
+            valid = self.columns[:, first:]
+            token = (self.columns.cumsum(-1) - 1)[:, first:]
+        token = token - torch.tensor(self.dropped, device=self.device)[:, None]
+        valid = (valid & (token >= 0))[:, None, :, None]
+        pick = token.clamp(min=0)[:, None, :, None]
+        k, v = (torch.take_along_dim(x, pick, 2).masked_fill(~valid, 0.0) for x in (k, v))
+        return k, v
+
+    @torch.no_grad()
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` columns (0 or negative), then seal what waited for this.
+
+        Raises:
+            ValueError: a positive number, more columns than there are, or tokens that a sliding window has dropped.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number; got {tokens_to_remove}.")
+        if not self.is_initialized:
+            return
+        if -tokens_to_remove > self.seen:
+            raise ValueError(f"crop({tokens_to_remove}): the cache holds only {self.seen} columns.")
+        if tokens_to_remove:
+            self._remove(-tokens_to_remove)
+        self._commit()
+
+    def _remove(self, columns: int) -> None:
+        counts = [columns] * self.rows
+        if self.columns is not None:
+            counts = self.columns[:, self.seen - columns :].sum(-1).tolist()
+            self.columns = self.columns[:, : self.seen - columns]
+        for row, (count, held) in enumerate(zip(counts, self.lengths(), strict=True)):
+            visible = min(held + self.dropped[row] - count, (self.window or 1) - 1)
+            if held - count < visible:
+                raise ValueError(
+                    f"layer {self.index}: crop(-{columns}) needs tokens that have left the sliding window of "
+                    f"{self.window}. Call activate_past_recording() before the pass to be rolled back."
+                )
+        self.seen -= columns
+        reopened = [max(0, count - held) for count, held in zip(counts, self.buffer.length, strict=True)]
+        self.buffer.drop_back([min(count, held) for count, held in zip(counts, self.buffer.length, strict=True)])
+        if any(reopened):
+            self._reopen(reopened)
+
+    def _reopen(self, counts: list[int]) -> None:
+        """Remove `counts[row]` tokens from sealed blocks; what is left of a cut block goes to the buffer, exact."""
+        block = self.config.block_size
+        cut = [-(-count // block) for count in counts]
+        left = [n * block - count for n, count in zip(cut, counts, strict=True)]
+        most = max(left)
+        shape = (self.rows, self.heads, most, self.dim)
+        codes, scale = (
+            torch.zeros(shape, dtype=torch.int8, device=self.device),
+            torch.zeros(shape[:3], device=self.device),
+        )
+        tokens = Tokens(codes, scale, codes.clone(), scale.clone())
+        for row, keep in enumerate(left):
+            if keep:
+                parts = self.pool.block_tokens(row, self.pool.sealed[row] - cut[row], self.order)
+                for x, part in zip(tokens, parts, strict=True):
+                    x[row, :, most - keep :] = part[:, :keep]
+        self.pool.drop_back(cut)
+        for row, sealed in enumerate(self.pool.sealed):
+            if not sealed and not self.dropped[row]:
+                self.ordered[row] = len(self.pool.groups) == 1
+        if most:
+            self.buffer.append(tokens, [most - keep for keep in left])
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i continues what row `beam_idx[i]` was. Sealed pages are shared, not copied."""
+        if self.is_initialized:
+            self._select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, side by side."""
+        if self.is_initialized:
+            self._select_rows(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` (numbers, or a bool mask)."""
+        if self.is_initialized:
+            self._select_rows(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def _select_rows(self, index: torch.Tensor) -> None:
+        rows, on_device = index.tolist(), index.to(self.device)
+        self.pool.select_rows(rows)
+        self.buffer.select_rows(index)
+        self.order = self.order[on_device]
+        self.ordered = [self.ordered[row] for row in rows]
+        self.dropped = [self.dropped[row] for row in rows]
+        self.columns = None if self.columns is None else self.columns[on_device]
+        self.universal = None if self.universal is None else self.universal[on_device]
+        self.padding = None if self.padding is None else self.padding[index.to(self.padding.device)]
+        self.rows = len(rows)
+
+    def full_precision_bytes(self) -> int:
+        """What the tokens held now would take in the model's dtype."""
+        if not self.is_initialized:
+            return 0
+        return 2 * self.heads * self.dim * self.dtype.itemsize * sum(self.lengths())
+
+    def nbytes(self) -> dict[str, int]:
+        """Allocated bytes by kind: sealed codes, what explains them (scales, steps, table), open tokens."""
+        if not self.is_initialized:
+            return {"codes": 0, "scales": 0, "open": 0}
+        codes, scales = self.pool.nbytes()
+        columns = 0 if self.columns is None else self.columns.nbytes
+        return {"codes": codes, "scales": scales + self.order.nbytes + columns, "open": self.buffer.nbytes()}

@@ -1,0 +1,157 @@
+"""Where each bit of the compressed cache lies. Drawn here once; the reference and the kernels point to this page.
+
+Letters: `B` rows of the batch, `Hq` query heads, `Hkv` key/value heads, `D` head dim, `b` tokens in a block (64),
+`P` pages, `S` heads of one bit width ("slots"), `w` bits of one code.
+
+A *page* is one sealed block of `b` tokens of one row, for every KV head. Pages of all rows lie in one pool, and
+`table[row, n]` names the page of the row's n-th block, so that rows of different length cost what they hold, beams
+share a prompt, and a kernel's work list is a list of pages. Heads of equal width stand together (`PagedHeads`);
+`order[row, slot]` names the head that a slot holds.
+
+One page of one slot::
+
+    k      uint8 [b, D*w/8]     keys, one token a line, channels packed by half-split
+    v      uint8 [D, b*w/8]     values, one channel a line, tokens (in VALUE_ORDER) packed by half-split
+    meta   int8  [4, D]         stage 2, a channel: key step, key zero, value step, value zero   (absent at 8 bit)
+    scale  fp32  [2]            stage 1: key scale, value scale
+
+Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p, ..., lowest first, with p = 8/w::
+
+    4 bit   byte j = c[j] | c[j + n/2] << 4
+    2 bit   byte j = c[j] | c[j + n/4] << 2 | c[j + n/2] << 4 | c[j + 3n/4] << 6
+    3 bit   a 2-bit plane of the low bits (n/4 bytes), then a 1-bit plane of the high bits (n/8 bytes)
+    8 bit   not packed: the stage 1 code itself, int8
+
+so that a mask and a shift of whole words unpack it, with no interleaving.
+
+Dequantisation (TurboAttention sec. 3, stage 2 then stage 1)::
+
+    x[token, channel] = clamp(code * step[channel] + zero[channel], -127, 127) * scale
+
+VALUE_ORDER: within each 16 tokens the values stand in the order in which a thread of an 8-bit tensor-core
+instruction holds the probabilities that it has just computed, so that P feeds P V without a shuffle.
+
+Open tokens, the fewer than `b` newest of each row that fill no block yet, are INT8 codes with one fp32 scale a token
+and head, in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
+"""
+
+from typing import NamedTuple
+
+import torch
+
+CODE_MAX = 119
+"""Largest stage 1 code. 119, not 127: stage 2 rounds its step, and the headroom keeps `code * step + zero` in INT8."""
+
+BITS = (8, 4, 3, 2)
+BLOCK_SIZES = (32, 64, 128)
+HEAD_DIM_MULTIPLE = 16
+
+VALUE_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+"""Stored position p of a group of 16 value tokens holds token VALUE_ORDER[p]."""
+
+PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
+"""Widths of the bit planes of a packed code, lowest bits first."""
+
+
+class PagedHeads(NamedTuple):
+    """Pages of the KV heads that share one bit width (drawing above).
+
+    k: uint8 [P, S, b, D*bits/8], int8 [P, S, b, D] at 8 bit. v: uint8 [P, S, D, b*bits/8], int8 [P, S, D, b] at 8 bit.
+    meta: int8 [P, S, 4, D], [P, S, 0, D] at 8 bit. scale: float32 [P, S, 2].
+    """
+
+    bits: int
+    k: torch.Tensor
+    v: torch.Tensor
+    meta: torch.Tensor
+    scale: torch.Tensor
+
+
+class KVStore(NamedTuple):
+    """One layer's compressed cache, as an op sees it.
+
+    heads: one `PagedHeads` a bit width, in slot order. order: int64 [B, Hkv], the head in each slot.
+    table: int64 [B, blocks], the page of each sealed block, 0 past a row's end. sealed: int64 [B], sealed blocks a row.
+    k_open: int8 [B, Hkv, cap, D]. v_open: int8 [B, Hkv, D, cap]. k_scale, v_scale: float32 [B, Hkv, cap].
+    open_len: int64 [B], open tokens a row. block: tokens in a block.
+    Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
+    """
+
+    heads: tuple[PagedHeads, ...]
+    order: torch.Tensor
+    table: torch.Tensor
+    sealed: torch.Tensor
+    k_open: torch.Tensor
+    v_open: torch.Tensor
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+    open_len: torch.Tensor
+    block: int
+
+
+class AttentionOutput(NamedTuple):
+    """out: [B, Hq, M, D] in the query's dtype. lse: float32 [B, Hq, M], natural log of the softmax denominator."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+def packed_bytes(codes: int, bits: int) -> int:
+    """Bytes of `codes` codes of `bits` bits."""
+    return codes * bits // 8
+
+
+def page_bytes(head_dim: int, bits: int, block: int = 64) -> int:
+    """Bytes of one sealed block of one KV head: codes of K and V, stage 2 steps and zeros, stage 1 scales."""
+    meta = 0 if bits == 8 else 4 * head_dim
+    return 2 * packed_bytes(block * head_dim, bits) + meta + 8
+
+
+def open_token_bytes(head_dim: int) -> int:
+    """Bytes of one open token of one KV head: INT8 codes and a float32 scale, for K and for V."""
+    return 2 * (head_dim + 4)
+
+
+def empty_pages(bits: int, pages: int, slots: int, head_dim: int, block: int, device: torch.device) -> PagedHeads:
+    """Uninitialised pages for `slots` heads of width `bits` (shapes: `PagedHeads`)."""
+    code = torch.int8 if bits == 8 else torch.uint8
+    k = torch.empty(pages, slots, block, packed_bytes(head_dim, bits), dtype=code, device=device)
+    v = torch.empty(pages, slots, head_dim, packed_bytes(block, bits), dtype=code, device=device)
+    meta = torch.empty(pages, slots, 0 if bits == 8 else 4, head_dim, dtype=torch.int8, device=device)
+    scale = torch.empty(pages, slots, 2, dtype=torch.float32, device=device)
+    return PagedHeads(bits, k, v, meta, scale)
+
+
+def value_order(block: int, device: torch.device) -> torch.Tensor:
+    """int64 [block]: the token that each stored position of a block's values holds."""
+    group = torch.tensor(VALUE_ORDER, device=device)
+    return (torch.arange(0, block, 16, device=device)[:, None] + group).flatten()
+
+
+def half_split(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack codes of `bits` bits along the last dimension. uint8 [..., n] -> uint8 [..., n*bits/8]; exact."""
+    planes, done = [], 0
+    for width in PLANES[bits]:
+        per = 8 // width
+        lanes = ((codes >> done) & ((1 << width) - 1)).unflatten(-1, (per, codes.shape[-1] // per))
+        byte = lanes[..., 0, :]
+        for lane in range(1, per):
+            byte = byte | (lanes[..., lane, :] << (lane * width))
+        planes.append(byte)
+        done += width
+    return torch.cat(planes, -1)
+
+
+def half_merge(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpack what `half_split` packed. uint8 [..., n*bits/8] -> uint8 [..., n]; exact."""
+    n = packed.shape[-1] * 8 // bits
+    out, done, start = None, 0, 0
+    for width in PLANES[bits]:
+        per = 8 // width
+        byte = packed[..., start : start + n // per]
+        lanes = [(byte >> (lane * width)) & ((1 << width) - 1) for lane in range(per)]
+        plane = torch.cat(lanes, -1) << done
+        out = plane if out is None else out | plane
+        done, start = done + width, start + n // per
+    assert out is not None
+    return out

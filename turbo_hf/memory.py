@@ -1,0 +1,95 @@
+"""Bytes of a cache: measured on one that exists, or computed for one that a config would make."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from turbo_hf.cache import COMPRESSED_TYPES, TurboCache, layer_windows
+from turbo_hf.config import TurboConfig
+from turbo_hf.layer import TurboLayer
+from turbo_hf.layout import HEAD_DIM_MULTIPLE, page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one cache.
+
+    layers: bytes of each layer by kind: "codes", "scales", "open" (INT8 tokens that fill no block yet), or "dense".
+    tokens: tokens of all rows, padding not counted. full_precision: what the compressed layers' tokens would take in
+    the model's dtype.
+    """
+
+    layers: tuple[dict[str, int], ...]
+    tokens: int
+    full_precision: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all layers."""
+        return sum(sum(layer.values()) for layer in self.layers)
+
+    @property
+    def by_kind(self) -> dict[str, int]:
+        """Bytes of all layers by kind."""
+        kinds = {kind for layer in self.layers for kind in layer}
+        return {kind: sum(layer.get(kind, 0) for layer in self.layers) for kind in sorted(kinds)}
+
+    @property
+    def compression(self) -> float:
+        """Full-precision bytes over compressed bytes, for the compressed layers; 1.0 for an empty cache."""
+        stored = sum(n for layer in self.layers for kind, n in layer.items() if kind != "dense")
+        return self.full_precision / stored if stored else 1.0
+
+
+def measure(layers: list[Any]) -> Memory:
+    """What the layers of a `TurboCache` have allocated now."""
+    turbo = [layer for layer in layers if isinstance(layer, TurboLayer) and layer.is_initialized]
+    return Memory(
+        tuple(TurboCache.layer_bytes(layer) for layer in layers),
+        sum(turbo[0].lengths()) + sum(turbo[0].dropped) if turbo else 0,
+        sum(layer.full_precision_bytes() for layer in turbo),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Bytes that one layer's cache takes: `per_token` for each token, up to `window` tokens; None: no limit."""
+
+    per_token: float
+    window: int | None
+
+
+def layer_costs(model_config: PreTrainedConfig, config: TurboConfig | None, itemsize: int = 2) -> list[LayerCost]:
+    """Cost of each attention layer, sealed blocks only; `config` None: full precision of `itemsize` bytes a number.
+
+    Layers that keep no keys (linear attention, convolutions) and head dims that stay dense are counted as what they
+    are: nothing, or full precision.
+    """
+    text = model_config.get_text_config(decoder=True)
+    costs = []
+    for index, (kind, window) in enumerate(layer_windows(text)):
+        if kind not in (*COMPRESSED_TYPES, "chunked_attention"):
+            continue
+        layer = text.per_layer_config[index] if hasattr(text, "per_layer_config") else text
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        dense = (
+            config is None or kind not in COMPRESSED_TYPES or dim % HEAD_DIM_MULTIPLE or index in config.dense_layers
+        )
+        if dense:
+            costs.append(LayerCost(2.0 * heads * dim * itemsize, window))
+            continue
+        assert config is not None
+        groups = config.head_groups(heads)
+        if config.int8_layers != "auto" and index in config.int8_layers:
+            groups = ((8, heads),)
+        page = sum(slots * page_bytes(dim, bits, config.block_size) for bits, slots in groups)
+        rounded = None if window is None else window + config.block_size
+        costs.append(LayerCost(page / config.block_size, rounded))
+    return costs
+
+
+def cache_bytes(costs: list[LayerCost], tokens: int) -> float:
+    """Bytes of a row of `tokens` tokens."""
+    return sum(c.per_token * (tokens if c.window is None else min(tokens, c.window)) for c in costs)

@@ -1,0 +1,59 @@
+"""Attention of the newest tokens over the compressed cache that holds them."""
+
+import torch
+
+from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.ops.prefill import check_queries
+from turbo_hf.reference import decode as reference
+
+
+def decode(
+    q: torch.Tensor,
+    store: KVStore,
+    *,
+    scaling: float,
+    starts: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
+) -> AttentionOutput:
+    """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
+
+    Args:
+        q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified).
+        store: one layer's cache, the M tokens included; Hq a multiple of its Hkv.
+        scaling: factor on q . k.
+        starts: int64 [B], the first column of q that holds a token of the row; None: all do.
+        window: tokens that a query sees, itself included; None: all.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: float [Hq], one more logit a head in the denominator, without a value.
+        mode: "turbo" computes on the INT8 values with q in INT8, one scale a token and head; "exact" on the
+            dequantised ones.
+        sas_threshold: SAS softmax that drops scores this far below the running maximum; None: the exponential.
+
+    Returns:
+        out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, sinks
+        included, -inf where a row has no token.
+
+    Raises:
+        ValueError: shapes or devices that do not agree, an unknown mode.
+
+    Source: TurboAttention alg. 2 (P with one scale a query row and key block; exact exponential for the rescaling).
+    """
+    batch, kv_heads, _, dim = store.k_open.shape
+    check_queries(q, kv_heads, dim, mode, starts, sinks)
+    if q.shape[0] != batch or q.device != store.k_open.device:
+        raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
+    return reference.decode(
+        q,
+        store,
+        scaling=scaling,
+        starts=starts,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        mode=mode,
+        sas_threshold=sas_threshold,
+    )

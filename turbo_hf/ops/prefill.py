@@ -1,0 +1,89 @@
+"""Attention of a prompt, or of a chunk of one over a compressed past."""
+
+import torch
+
+from turbo_hf.config import ATTENTION_MODES
+from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.ops.quantize import check_float
+from turbo_hf.reference import prefill as reference
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scaling: float,
+    past: KVStore | None = None,
+    starts: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
+    block: int = 64,
+) -> AttentionOutput:
+    """Attention of M new tokens over a compressed past, which may be missing, and over themselves.
+
+    Args:
+        q: float [B, Hq, M, D]. k, v: float [B, Hkv, M, D], not yet in the cache; Hq a multiple of Hkv.
+        scaling: factor on q . k.
+        past: the cache of the tokens before these.
+        starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
+        causal: query i sees no key after it; its own place follows the past.
+        window: tokens that a query sees, itself included; None: all.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: float [Hq], one more logit a head in the denominator, without a value.
+        mode: "turbo" computes on INT8 Q, K, P and V, Q and K and V with one scale a block; "exact" on the values.
+        sas_threshold: SAS softmax that drops scores this far below the running maximum; None: the exponential.
+        block: tokens in a block of Q, K and V.
+
+    Returns:
+        out [B, Hq, M, D] in q's dtype, 0 at padding; lse float32 [B, Hq, M], natural log, sinks included,
+        -inf at padding.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not agree, an unknown mode.
+
+    Source: TurboAttention alg. 1 (P with one scale a query row and key block; exact exponential for the rescaling).
+    """
+    check_queries(q, k.shape[1], k.shape[3], mode, starts, sinks)
+    for name, x in (("k", k), ("v", v)):
+        check_float(name, x)
+        if x.shape != k.shape or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
+            raise ValueError(
+                f"{name} must be [B, Hkv, M, D] with B, M and D of q {tuple(q.shape)}; got {tuple(x.shape)}."
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(f"{name} must be {q.dtype} on {q.device} like q; got {x.dtype} on {x.device}.")
+    return reference.prefill(
+        q,
+        k,
+        v,
+        scaling=scaling,
+        past=past,
+        starts=starts,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        mode=mode,
+        sas_threshold=sas_threshold,
+        block=block,
+    )
+
+
+def check_queries(
+    q: torch.Tensor, kv_heads: int, dim: int, mode: str, starts: torch.Tensor | None, sinks: torch.Tensor | None
+) -> None:
+    """ValueError unless q, starts and sinks fit `kv_heads` heads of `dim` channels."""
+    check_float("q", q)
+    if q.shape[1] % kv_heads or q.shape[3] != dim:
+        raise ValueError(f"q must be [B, Hq, M, {dim}] with Hq a multiple of {kv_heads}; got {tuple(q.shape)}.")
+    if mode not in ATTENTION_MODES:
+        raise ValueError(f"mode must be one of {', '.join(ATTENTION_MODES)}; got {mode!r}.")
+    if starts is not None and starts.shape != q.shape[:1]:
+        raise ValueError(f"starts must be [B] = [{q.shape[0]}]; got {tuple(starts.shape)}.")
+    if sinks is not None and sinks.shape != q.shape[1:2]:
+        raise ValueError(f"sinks must be [Hq] = [{q.shape[1]}]; got {tuple(sinks.shape)}.")

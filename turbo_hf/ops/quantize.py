@@ -1,0 +1,161 @@
+"""FlashQ: full precision to INT8 codes, INT8 codes to sealed blocks, and back."""
+
+import torch
+
+from turbo_hf.config import HEAD_METRICS
+from turbo_hf.layout import BITS, BLOCK_SIZES, HEAD_DIM_MULTIPLE, KVStore, PagedHeads
+from turbo_hf.reference import quantize as reference
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_float(name: str, x: torch.Tensor) -> None:
+    """ValueError unless x is a floating tensor [B, H, M, D] whose D the layout can hold."""
+    if x.dtype not in FLOATS:
+        raise ValueError(f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}.")
+    if x.dim() != 4:
+        raise ValueError(f"{name} must be [B, H, M, D]; got shape {tuple(x.shape)}.")
+    if x.shape[-1] % HEAD_DIM_MULTIPLE or not x.shape[-1]:
+        raise ValueError(
+            f"{name} has head dim {x.shape[-1]}; packed blocks need a multiple of {HEAD_DIM_MULTIPLE}. "
+            "Leave such layers dense (TurboConfig.dense_layers)."
+        )
+
+
+def _check_block(block: int) -> None:
+    if block not in BLOCK_SIZES:
+        raise ValueError(f"block must be one of {', '.join(map(str, BLOCK_SIZES))} tokens; got {block}.")
+
+
+def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 codes with one scale a token and head; the form of the decode buffer.
+
+    Args:
+        x: float [B, H, M, D].
+        scale: float32 [B, H, M] to use instead of the token's own max|x| / 119; codes are then clamped to +-119.
+
+    Returns:
+        codes int8 [B, H, M, D] in [-119, 119] and scale float32 [B, H, M], with x ~ codes * scale.
+
+    Raises:
+        ValueError: wrong dtype, rank, head dim or scale shape.
+
+    Source: INT-FlashAttention alg. 1 (token-level scales); TurboAttention sec. 3.3 (given, universal scale).
+    """
+    check_float("x", x)
+    if scale is not None and scale.shape != x.shape[:3]:
+        raise ValueError(f"scale must be [B, H, M] = {tuple(x.shape[:3])}; got {tuple(scale.shape)}.")
+    return reference.quantize_tokens(x, scale)
+
+
+def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stage 1: INT8 codes with one scale a head and block of tokens.
+
+    Args:
+        x: float [B, H, M, D].
+        block: tokens in a block; the last one may be short.
+
+    Returns:
+        codes int8 [B, H, M, D] in [-119, 119] and scale float32 [B, H, ceil(M / block)].
+
+    Raises:
+        ValueError: wrong dtype, rank, head dim or block.
+
+    Source: TurboAttention eq. 4, alg. 1.
+    """
+    check_float("x", x)
+    _check_block(block)
+    return reference.quantize_blocks(x, block)
+
+
+def seal_blocks(
+    k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
+) -> PagedHeads:
+    """Whole blocks of INT8 tokens to pages of `bits` bit, packed as `turbo_hf.layout` draws them.
+
+    Args:
+        k, v: int8 [P, S, b, D], one block a page and head, tokens in time order.
+        k_scale, v_scale: float32 [P, S, b], one a token and head.
+        bits: 8, 4, 3 or 2.
+
+    Returns:
+        PagedHeads of P pages.
+
+    Raises:
+        ValueError: wrong bits, dtype, block or shapes that do not agree.
+
+    Source: TurboAttention eq. 4-6, alg. 1. The stage 2 zero is centred so that both ends of the range share the
+    rounding of the step: 4 % less error at 4 bit on trained keys than zero = min, and less than a step rounded up.
+    """
+    if bits not in BITS:
+        raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}; got {bits}.")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != torch.int8 or x.dim() != 4 or x.shape != k.shape:
+            raise ValueError(f"{name} must be int8 [P, S, b, D] like k; got {x.dtype} {tuple(x.shape)}.")
+    _check_block(k.shape[2])
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale.shape != k.shape[:3]:
+            raise ValueError(f"{name} must be [P, S, b] = {tuple(k.shape[:3])}; got {tuple(scale.shape)}.")
+    return reference.seal_blocks(k, k_scale, v, v_scale, bits)
+
+
+def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
+    """The INT8 tokens of sealed blocks: stage 2 undone, stage 1 scales (`pages.scale`) still to be applied.
+
+    Args:
+        pages: P pages of S heads.
+
+    Returns:
+        k and v, int8 [P, S, b, D] in [-127, 127], tokens in time order.
+
+    Raises:
+        ValueError: bits that no layout has.
+
+    Source: TurboAttention alg. 2 (K_q1 = K_q2 * s + z).
+    """
+    if pages.bits not in BITS:
+        raise ValueError(f"pages.bits must be one of {', '.join(map(str, BITS))}; got {pages.bits}.")
+    return reference.unpack_blocks(pages)
+
+
+def dequantize(store: KVStore, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every cached token in full precision, rows beginning at slot 0.
+
+    Args:
+        store: one layer's cache.
+        dtype: of the result.
+
+    Returns:
+        k and v, dtype [B, Hkv, T, D]; T is the longest row, rounded up; zeros past a row's end.
+
+    Raises:
+        ValueError: dtype is no floating type.
+
+    Source: TurboAttention sec. 3 (stage 2, then stage 1).
+    """
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got {dtype}.")
+    return reference.dequantize(store, dtype)
+
+
+def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:
+    """How much a KV head needs its bits: the heads of lowest score get the low width.
+
+    Args:
+        k, v: float [B, Hkv, N, D], the tokens that decide.
+        metric: "priority" (range times the deviation of the channel gaps), "entropy" (of the channel gaps; flat gaps
+            score low), "min_max" (range) or "variation" (deviation of the channel gaps).
+
+    Returns:
+        float32 [B, Hkv]: the product of the key's and the value's score, free of their units.
+
+    Raises:
+        ValueError: unknown metric, wrong dtype or rank.
+
+    Source: TurboAttention eq. 11, 12 and the ablation of sec. 5.
+    """
+    check_float("k", k)
+    check_float("v", v)
+    if metric not in HEAD_METRICS:
+        raise ValueError(f"metric must be one of {', '.join(HEAD_METRICS)}; got {metric!r}.")
+    return reference.head_scores(k, v, metric)

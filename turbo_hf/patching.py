@@ -1,0 +1,339 @@
+"""`patch()`: put a model on the compressed cache, and take it off again."""
+
+import functools
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, get_args
+
+import torch
+import transformers
+from packaging.version import Version
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from turbo_hf.attention import NAME, Strict, TurboCall, Unsupported, complain, turbo_attention
+from turbo_hf.cache import COMPRESSED_TYPES, TurboCache, layer_windows
+from turbo_hf.config import TurboConfig, resolve_config
+from turbo_hf.layer import TurboLayer
+from turbo_hf.masks import turbo_mask
+from turbo_hf.memory import Memory, measure
+from turbo_hf.patches import family_of, is_attention, lost_to_bias, obstacle
+
+OLDEST, NEWEST = Version("5.17"), Version("5.23")
+"""Transformers versions between which the tests run."""
+
+BIAS_STEP = 0.5
+"""Key bias at which a layer is kept at 8 bit: its INT8 step exceeds half a standard deviation of a typical channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """What was done with one layer: storage as people say it ("4 bit", "8 bit", "dense"), its window, and why."""
+
+    index: int
+    storage: str
+    window: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `patch` did. `str()` gives it as a table."""
+
+    model: str
+    family: str
+    config: TurboConfig
+    layers: tuple[LayerReport, ...]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} ({self.family})"]
+        for at in self.layers:
+            window = f", window {at.window}" if at.window else ""
+            lines.append(f"  layer {at.index}: {at.storage}{window}{'; ' + at.reason if at.reason else ''}")
+        return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
+
+
+class _Spec(NamedTuple):
+    """What the hook of one attention module knows."""
+
+    layer: int
+    window: int | None
+    compress: bool
+    strict: Strict
+
+
+@dataclass(slots=True)
+class _Maker:
+    """Makes the caches of a patched model, and remembers the newest for `Handle.memory`."""
+
+    config: TurboConfig
+    int8_layers: tuple[int, ...]
+    dense_layers: tuple[int, ...]
+    newest: "weakref.ref[TurboCache] | None" = None
+    measured: Memory | None = None
+
+    def make(self, model_config: PreTrainedConfig) -> TurboCache:
+        cache = TurboCache(model_config, self.config, int8_layers=self.int8_layers, dense_layers=self.dense_layers)
+        self.newest = weakref.ref(cache)
+        # the layers outlive the cache for one call, so that its last state can be measured
+        weakref.finalize(cache, self._measure, cache.layers).atexit = False
+        return cache
+
+    def _measure(self, layers: list[Any]) -> None:
+        self.measured = measure(layers)
+
+    def memory(self) -> Memory:
+        cache = self.newest() if self.newest is not None else None
+        if cache is not None:
+            return measure(cache.layers)
+        return self.measured or Memory((), 0, 0)
+
+
+@dataclass(slots=True)
+class Handle:
+    """A patch that is on. `remove()` takes it off; leaving a `with` block does too."""
+
+    _model: PreTrainedModel
+    _report: Report
+    _maker: _Maker
+    _hooks: list[RemovableHandle]
+    _previous: str | dict[str, str]
+    _active: bool = field(default=True)
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the patch off: hooks gone, attributes the objects they were. A second call does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        for hook in self._hooks:
+            hook.remove()
+        for name in ("_prepare_cache_for_generation", "init_continuous_batching"):
+            self._model.__dict__.pop(name, None)
+        self._model.set_attn_implementation(self._previous)
+
+    def report(self) -> Report:
+        """What was patched, what was left, and why."""
+        return self._report
+
+    def memory(self) -> Memory:
+        """Bytes by layer and kind of the newest cache: as it is, or as it was when it was given up."""
+        return self._maker.memory()
+
+    def new_cache(self) -> TurboCache:
+        """An empty cache like those of `generate`, for a loop of your own: `model(ids, past_key_values=cache)`."""
+        return self._maker.make(self._model.config)
+
+
+def patch(model: PreTrainedModel, config: str | TurboConfig = "turbo4", *, strict: Strict = "raise") -> Handle:
+    """Put `model.generate` on a compressed KV cache. Nothing else of the model changes, and `remove()` undoes it.
+
+    Args:
+        model: a decoder-only Transformers model, loaded.
+        config: a preset ("int8", "turbo4", "turbo-mixed", "turbo2") or a `TurboConfig`.
+        strict: what happens with a layer, version or call that compressed attention cannot serve: "raise" an error,
+            "warn" and leave that part to Hugging Face, or "fallback" to it with no more than a line in the log.
+
+    Returns:
+        Handle: `remove()`, `report()`, `memory()`, `new_cache()`; a context manager.
+
+    Raises:
+        ValueError: unknown preset or strict; a model that is patched already, or (strict "raise") not supported.
+        TypeError: no Transformers model.
+    """
+    if strict not in get_args(Strict):
+        raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
+    chosen = resolve_config(config)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel; got {type(model).__name__}.")
+    text = model.config.get_text_config(decoder=True)
+    if text._attn_implementation == NAME:
+        raise ValueError("This model is patched already. Call remove() on the first handle, then patch again.")
+    notes: list[str] = []
+    _check_version(strict, notes)
+    if model.config.is_encoder_decoder:
+        raise Unsupported(f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported.")
+    modules: dict[int, Any] = {}
+    for module in model.modules():
+        if is_attention(module) and getattr(module, "config", None) is text:
+            found: Any = module
+            modules[found.layer_idx] = found
+    layers = [
+        _inspect(index, kind, window, modules.get(index), chosen, strict, notes)
+        for index, (kind, window) in enumerate(layer_windows(text))
+    ]
+    if not any(at.storage != "dense" for at in layers):
+        raise Unsupported(
+            f"no layer of {type(model).__name__} ({text.model_type}) can be compressed: "
+            f"{layers[0].reason if layers else 'it has no attention layer'}."
+        )
+    for index in (*chosen.dense_layers, *(chosen.int8_layers if chosen.int8_layers != "auto" else ())):
+        if index >= len(layers):
+            raise ValueError(f"TurboConfig names layer {index}; the model has layers 0 to {len(layers) - 1}.")
+    return _apply(model, text, chosen, strict, modules, layers, notes)
+
+
+def _check_version(strict: Strict, notes: list[str]) -> None:
+    version = Version(transformers.__version__)
+    if not OLDEST <= Version(f"{version.major}.{version.minor}") <= NEWEST:
+        message = (
+            f"transformers {version} is outside the tested range {OLDEST} to {NEWEST}. "
+            f'Install one of those, or pass strict="warn" to go on.'
+        )
+        complain(strict, message)
+        notes.append(message)
+
+
+def _inspect(
+    index: int,
+    kind: str,
+    window: int | None,
+    module: Any,
+    config: TurboConfig,
+    strict: Strict,
+    notes: list[str],
+) -> LayerReport:
+    """What will be done with one layer."""
+    if kind not in COMPRESSED_TYPES:
+        return LayerReport(index, "dense", window, f"{kind} keeps no keys that could be compressed")
+    if index in config.dense_layers:
+        return LayerReport(index, "dense", window, "asked for by dense_layers")
+    if module is None:
+        reason: str | None = "its attention class does not use Transformers' AttentionInterface with a Cache"
+    else:
+        reason = obstacle(module)
+    if reason is not None:
+        message = f"layer {index} cannot be compressed: {reason}."
+        if "shares its keys" not in reason:
+            complain(
+                strict, message + f' Pass strict="warn" or TurboConfig(dense_layers=({index},)) to leave it dense.'
+            )
+            notes.append(message)
+        return LayerReport(index, "dense", window, reason)
+    asked = config.int8_layers != "auto" and index in config.int8_layers
+    steps = lost_to_bias(module) if config.int8_layers == "auto" else 0.0
+    if steps > BIAS_STEP and config.bits < 8:
+        message = (
+            f"layer {index}: its key bias alone makes an INT8 step of {steps:.1f} standard deviations of a key "
+            "channel; it is kept at 8 bit, and may still lose accuracy. Evaluate, or leave it dense "
+            "(TurboConfig.dense_layers)."
+        )
+        warnings.warn(message, stacklevel=4)
+        notes.append(message)
+        return LayerReport(index, "8 bit", window, "key bias")
+    if asked:
+        return LayerReport(index, "8 bit", window, "asked for by int8_layers")
+    heads = getattr(module.config, "num_key_value_heads", None) or module.config.num_attention_heads
+    return LayerReport(index, " + ".join(f"{n} x {bits} bit" for bits, n in config.head_groups(heads)), window, "")
+
+
+def _apply(
+    model: PreTrainedModel,
+    text: PreTrainedConfig,
+    config: TurboConfig,
+    strict: Strict,
+    modules: Mapping[int, torch.nn.Module],
+    layers: list[LayerReport],
+    notes: list[str],
+) -> Handle:
+    AttentionInterface.register(NAME, turbo_attention)
+    AttentionMaskInterface.register(NAME, turbo_mask)
+    key = next((k for k in model.config.sub_configs if getattr(model.config, k, None) is text), None)
+    # a plain string would also switch the vision tower of a multimodal model
+    previous = text._attn_implementation if key is None else {key: text._attn_implementation}
+    model.set_attn_implementation(NAME if key is None else {key: NAME})
+    if text._attn_implementation != NAME:
+        raise Unsupported(
+            f"{type(model).__name__} does not let its attention implementation be set (remote code that does not use "
+            "AttentionInterface). It cannot be patched."
+        )
+    hooks = []
+    for index, module in modules.items():
+        at = layers[index]
+        hook = functools.partial(_bring_layer, _Spec(index, at.window, at.storage != "dense", strict))
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    int8 = tuple(at.index for at in layers if at.storage == "8 bit")
+    dense = tuple(at.index for at in layers if at.storage == "dense")
+    maker = _Maker(config, int8, dense)
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model.__dict__["_prepare_cache_for_generation"] = types.MethodType(
+            functools.partial(_prepare_cache, maker), model
+        )
+        model.__dict__["init_continuous_batching"] = types.MethodType(_refuse_continuous_batching, model)
+    family = family_of(text.model_type)
+    name = family.name if family else f"{text.model_type}: generic path, no test of its own"
+    report = Report(type(model).__name__, name, config, tuple(layers), tuple(notes))
+    return Handle(model, report, maker, hooks, previous)
+
+
+def _bring_layer(
+    spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of an attention module: claim the cache layer, and send it to the attention function."""
+    if module.config._attn_implementation != NAME:
+        return None
+    cache = kwargs.get("past_key_values")
+    layer: TurboLayer | None = None
+    if isinstance(cache, TurboCache) and spec.compress:
+        held = cache.layers[spec.layer]
+        layer = held if isinstance(held, TurboLayer) else None
+    if layer is not None:
+        if module.training:
+            raise Unsupported(
+                "the model is in training mode, and a compressed cache has no gradients. Call model.eval() to "
+                "generate, or train without a TurboCache (use_cache=False)."
+            )
+        layer.claimed = True
+    call = TurboCall(cache if layer is not None else None, layer, spec.window, spec.strict)
+    return args, {**kwargs, "turbo": call}
+
+
+def _prepare_cache(
+    maker: _Maker, model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `_prepare_cache_for_generation`: `generate` gets a TurboCache unless the caller chose a cache."""
+    given = model_kwargs.get("past_key_values")
+    named = generation_config.cache_implementation
+    if given is None and generation_config.use_cache is not False and named is None:
+        _check_rows(model_kwargs.get("attention_mask"))
+        cache = maker.make(model.config)
+        model_kwargs["past_key_values"] = cache
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        return None
+    if given is not None and not isinstance(given, TurboCache):
+        warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
+    elif given is None and named is not None:
+        warnings.warn(
+            f"turbo_hf: cache_implementation={named!r} asks for Hugging Face's own cache, so this call is not "
+            "compressed. Set model.generation_config.cache_implementation = None to compress it.",
+            stacklevel=4,
+        )
+    original: Callable[..., Any] = type(model)._prepare_cache_for_generation
+    return original(model, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _check_rows(mask: Any) -> None:
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1]:
+        empty = (~mask.bool().any(-1)).nonzero().flatten().tolist()
+        if empty:
+            raise ValueError(
+                f"rows {empty} of attention_mask are all padding: there is no prompt to continue. Remove these rows."
+            )
+
+
+def _refuse_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    raise Unsupported(
+        "generate_batch (continuous batching) keeps keys and values in a paged cache of its own, which cannot be "
+        "compressed. Use generate, or remove the patch."
+    )

@@ -1,0 +1,50 @@
+"""Attention of the newest tokens over the compressed cache that holds them, in plain torch (TurboAttention alg. 2)."""
+
+import torch
+
+from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.reference.quantize import quantize_tokens
+from turbo_hf.reference.softmax import Operand, flash
+from turbo_hf.reference.store import expand
+
+
+def decode(
+    q: torch.Tensor,
+    store: KVStore,
+    *,
+    scaling: float,
+    starts: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
+) -> AttentionOutput:
+    acc = torch.promote_types(q.dtype, torch.float32)
+    batch, _, tokens, _ = q.shape
+    k, k_scale, v, v_scale, index = expand(store)
+    length = store.sealed * store.block + store.open_len
+    # the queries are the row's last tokens, so they end where the row ends
+    column = torch.arange(tokens, device=q.device).expand(batch, tokens)
+    query = column + length[:, None] - tokens
+    padding = column < (0 if starts is None else starts[:, None])
+    query = query.masked_fill(padding, -1)
+    if mode == "exact":
+        codes, q_scale = q, q.new_ones(q.shape[:3], dtype=acc)
+    else:
+        codes, q_scale = quantize_tokens(q.masked_fill(padding[:, None, :, None], 0.0))
+    out, lse = flash(
+        Operand(codes.to(acc), q_scale.to(acc), query),
+        Operand(k.to(acc), k_scale.to(acc), index),
+        Operand(v.to(acc), v_scale.to(acc), index),
+        scaling=scaling,
+        causal=True,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        mode=mode,
+        sas_threshold=sas_threshold,
+        block=store.block,
+    )
+    out = out.masked_fill(padding[:, None, :, None], 0.0)
+    return AttentionOutput(out.to(q.dtype), lse.masked_fill(padding[:, None], -torch.inf).float())

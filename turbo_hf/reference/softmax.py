@@ -1,0 +1,131 @@
+"""The flash loop shared by prefill and decode, and its exponential (TurboAttention alg. 1, 2, sec. 4)."""
+
+from typing import NamedTuple
+
+import torch
+
+from turbo_hf.layout import CODE_MAX, AttentionOutput
+
+TILE_ELEMENTS = 1 << 22
+"""Scores held at a time: bounds the memory of the loop over query tiles."""
+
+
+class Operand(NamedTuple):
+    """Codes and scales of a run of tokens. x: [B, H, T, D]; scale: [B, H, T]; a plain tensor has scale 1.
+
+    place: int64 [B, T], the token's place in its row; -1 where there is none.
+    """
+
+    x: torch.Tensor
+    scale: torch.Tensor
+    place: torch.Tensor
+
+
+def sas_exp(x: torch.Tensor, threshold: float) -> torch.Tensor:
+    """exp(x) for x <= 0 by a table and a cubic; 0 below `threshold`. TurboAttention sec. 4, eq. 13-15, alg. 3."""
+    whole = torch.floor(-x.clamp(min=threshold))
+    fraction = -x.clamp(min=threshold) - whole
+    cubic = ((-0.1025 * fraction + 0.4626) * fraction - 0.9922) * fraction + 0.9996
+    return torch.where(x < threshold, 0.0, torch.exp(-whole) * cubic)
+
+
+def flash(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    *,
+    scaling: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    mode: str,
+    sas_threshold: float | None,
+    block: int,
+    chunk_start: int | None = None,
+) -> AttentionOutput:
+    """Attention of q over k and v, the query tiles in a loop, the key blocks of each side by side.
+
+    The running maximum over key blocks is a cumulative maximum, so that each block sees the maximum that the
+    sequential loop would show it. P gets one scale a query row and key block. Output float32 (float64 for float64).
+    `chunk_start`: the slot of k at which the queries' own keys begin, where they stand in the same order; a causal
+    tile then leaves out the keys behind it.
+    """
+    batch, heads, rows, _ = q.x.shape
+    per_row = batch * heads * k.x.shape[2]
+    tile = max(1, min(rows, TILE_ELEMENTS // max(per_row, 1)))
+    outs, lses = [], []
+    for start in range(0, rows, tile):
+        end = min(start + tile, rows)
+        part = Operand(q.x[:, :, start:end], q.scale[:, :, start:end], q.place[:, start:end])
+        seen = k.x.shape[2]
+        if causal and chunk_start is not None:
+            seen = min(seen, chunk_start + -(-end // block) * block)
+        near_k, near_v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (k, v))
+        out, lse = _tile(part, near_k, near_v, scaling, causal, window, softcap, sinks, mode, sas_threshold, block)
+        outs.append(out)
+        lses.append(lse)
+    return AttentionOutput(torch.cat(outs, 2), torch.cat(lses, 2))
+
+
+def _tile(
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    scaling: float,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    mode: str,
+    sas_threshold: float | None,
+    block: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, rows, dim = q.x.shape
+    kv_heads, tokens = k.x.shape[1:3]
+    group = heads // kv_heads
+    # the query heads of a KV head stand below each other, so that K and V are never repeated
+    grouped = q.x.reshape(batch, kv_heads, group * rows, dim)
+    score = (grouped @ k.x.mT).unflatten(2, (group, rows))
+    score = score * (q.scale.reshape(batch, kv_heads, group, rows)[..., None] * scaling)
+    score = score * k.scale[:, :, None, None, :]
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    allowed = _allowed(q.place, k.place, causal, window)
+    score = score.masked_fill(~allowed[:, None, None], -torch.inf).unflatten(-1, (tokens // block, block))
+
+    running = score.amax(-1).cummax(-1).values
+    # a row that has seen no key yet has a maximum of -inf: use 0, its probabilities are 0 anyway
+    base = running.masked_fill(running == -torch.inf, 0.0)
+    shifted = score - base[..., None]
+    p = torch.exp(shifted) if sas_threshold is None else sas_exp(shifted, sas_threshold)
+
+    last = running[..., -1]
+    if sinks is not None:
+        sink = sinks.to(last.dtype).reshape(1, kv_heads, group, 1)
+        last = torch.maximum(last, sink)
+    top = last.masked_fill(last == -torch.inf, 0.0)
+    rescale = torch.exp(running - top[..., None])
+    total = (p.sum(-1) * rescale).sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sink - top)
+
+    weight = p * v.scale[:, :, None, None].unflatten(-1, (-1, block))
+    if mode == "turbo":
+        p_scale = weight.amax(-1, keepdim=True) / CODE_MAX
+        weight = torch.round(weight / torch.where(p_scale > 0, p_scale, 1.0)) * p_scale
+    weight = (weight * rescale[..., None]).flatten(-2).flatten(2, 3)
+    out = (weight @ v.x).unflatten(2, (group, rows))
+    out = out / torch.where(total > 0, total, 1.0)[..., None]
+    return out.flatten(1, 2), (top + torch.log(total)).flatten(1, 2)
+
+
+def _allowed(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+    """bool [B, M, T]: which keys each query sees."""
+    q, k = query[:, :, None], key[:, None, :]
+    allowed = (k >= 0) & (q >= 0)
+    if causal:
+        allowed = allowed & (k <= q)
+    if window is not None:
+        allowed = allowed & (k > q - window)
+    return allowed

@@ -1,0 +1,72 @@
+"""The compressed cache laid out as one run of tokens a row, for the reference attention."""
+
+import torch
+
+from turbo_hf.layout import KVStore, PagedHeads, half_merge, value_order
+
+
+def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Integer-valued keys and values of every cached token, with their scales.
+
+    Returns k float32 [B, Hkv, T, D], k_scale float32 [B, Hkv, T], the same for v, and index int64 [B, T]: the token's
+    place in its row, -1 where the row has no token. T is a multiple of the block size. Scales there are 0.
+    """
+    batch, heads, cap, dim = store.k_open.shape
+    block, blocks = store.block, store.table.shape[1]
+    total = blocks * block + -(-cap // block) * block
+    k, v = (store.k_open.new_zeros(batch, heads, total, dim) for _ in range(2))
+    k_scale, v_scale = (store.k_scale.new_zeros(batch, heads, total) for _ in range(2))
+    if blocks:
+        sealed = slice(0, blocks * block)
+        k[:, :, sealed], k_scale[:, :, sealed], v[:, :, sealed], v_scale[:, :, sealed] = _sealed(store)
+    if cap:
+        slot = store.sealed[:, None] * block + torch.arange(cap, device=k.device)
+        wide = slot[:, None, :, None].expand(batch, heads, cap, dim)
+        k.scatter_(2, wide, store.k_open)
+        v.scatter_(2, wide, store.v_open.mT)
+        k_scale.scatter_(2, wide[..., 0], store.k_scale)
+        v_scale.scatter_(2, wide[..., 0], store.v_scale)
+    length = store.sealed * block + store.open_len
+    index = torch.arange(total, device=k.device).expand(batch, total)
+    valid = index < length[:, None]
+    # pages beyond a row's end are another row's or uninitialised: their scales must not reach a product
+    k_scale = torch.where(valid[:, None], k_scale, 0.0)
+    v_scale = torch.where(valid[:, None], v_scale, 0.0)
+    return k.float(), k_scale, v.float(), v_scale, torch.where(valid, index, -1)
+
+
+def _sealed(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sealed blocks of every row, heads in the model's order: k, k_scale, v, v_scale."""
+    keys, values, scales = [], [], []
+    for pages in store.heads:
+        k, v = unpack_blocks(pages)
+        keys.append(k[store.table])
+        values.append(v[store.table])
+        scales.append(pages.scale[store.table])
+    slot_of_head = store.order.argsort(-1)[:, None, :]
+    k, v, scale = (torch.cat(parts, 2) for parts in (keys, values, scales))
+    if len(store.heads) > 1:
+        pick = slot_of_head[..., None, None].expand(-1, k.shape[1], -1, 1, 1)
+        k, v = (torch.take_along_dim(x, pick, 2) for x in (k, v))
+        scale = torch.take_along_dim(scale, slot_of_head[..., None], 2)
+    # [B, blocks, Hkv, block, D] -> [B, Hkv, tokens, D]
+    k, v = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))
+    k_scale, v_scale = scale.transpose(1, 2).repeat_interleave(store.block, 2).unbind(-1)
+    return k, k_scale, v, v_scale
+
+
+def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8 keys and values of each page, tokens in time order: int8 [P, S, b, D] twice. Inverse of `seal_blocks`."""
+    block = pages.k.shape[-2]
+    k, v = pages.k, pages.v
+    if pages.bits != 8:
+        k_step, k_zero, v_step, v_zero = pages.meta.to(torch.int16).unbind(-2)
+        k = _from_stage2(half_merge(k, pages.bits), k_step[..., None, :], k_zero[..., None, :])
+        v = _from_stage2(half_merge(v, pages.bits), v_step[..., :, None], v_zero[..., :, None])
+    tokens = torch.empty_like(v)
+    tokens[..., value_order(block, v.device)] = v
+    return k, tokens.mT
+
+
+def _from_stage2(code: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return (code.to(torch.int16) * step + zero).clamp(-127, 127).to(torch.int8)
