@@ -5,4 +5,3 @@ from turbo_hf.config import PRESETS, TurboConfig
 from turbo_hf.patching import Handle, patch
 
 __all__ = ["PRESETS", "Handle", "TurboCache", "TurboConfig", "patch"]
-__version__ = "0.1.0"

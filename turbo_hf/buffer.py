@@ -15,7 +15,7 @@ class Tokens(NamedTuple):
 
 
 GRAIN = 16
-"""Tokens by which the buffer grows."""
+"""Tokens by which the buffer grows. It has room for one grain at least, so that no op sees a cache without slots."""
 
 
 class OpenBuffer:
@@ -23,10 +23,10 @@ class OpenBuffer:
 
     def __init__(self, rows: int, heads: int, dim: int, device: torch.device):
         self.length = [0] * rows
-        self.k = torch.empty(rows, heads, 0, dim, dtype=torch.int8, device=device)
-        self.v = torch.empty(rows, heads, dim, 0, dtype=torch.int8, device=device)
-        self.k_scale = torch.empty(rows, heads, 0, dtype=torch.float32, device=device)
-        self.v_scale = torch.empty(rows, heads, 0, dtype=torch.float32, device=device)
+        self.k = torch.empty(rows, heads, GRAIN, dim, dtype=torch.int8, device=device)
+        self.v = torch.empty(rows, heads, dim, GRAIN, dtype=torch.int8, device=device)
+        self.k_scale = torch.empty(rows, heads, GRAIN, dtype=torch.float32, device=device)
+        self.v_scale = torch.empty(rows, heads, GRAIN, dtype=torch.float32, device=device)
 
     @property
     def capacity(self) -> int:
@@ -87,11 +87,11 @@ class OpenBuffer:
 
     def _resize(self, tokens: int, skip: list[int]) -> None:
         """Room for `tokens` a row, rounded up to the grain; row r begins at its old slot `skip[r]`."""
-        capacity = -(-tokens // GRAIN) * GRAIN
+        capacity = max(GRAIN, -(-tokens // GRAIN) * GRAIN)
         device, old = self.k.device, self.capacity
         kept = min(capacity, old)
         slot = torch.tensor(skip, device=device)[:, None] + torch.arange(kept, device=device)
-        slot = slot.clamp(max=max(old - 1, 0))[:, None]
+        slot = slot.clamp(max=old - 1)[:, None]
         grown = []
         for x, dim in ((self.k, 2), (self.v, 3), (self.k_scale, 2), (self.v_scale, 2)):
             shape = list(x.shape)

@@ -84,7 +84,8 @@ class TurboCache(Cache):
         if mask is None:
             return Chunk(tokens)
         planned = self._planned
-        key = (layer.seen, tokens, mask._version)
+        # tensors made in inference mode keep no version; generate makes a new mask for each pass
+        key = (layer.seen, tokens, 0 if mask.is_inference() else mask._version)
         if planned is None or planned[0] is not mask or planned[1:4] != key:
             columns = layer.columns if layer.is_initialized else None
             columns = None if columns is None else columns.to(mask.device)

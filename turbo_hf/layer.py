@@ -1,6 +1,7 @@
 """One layer of the compressed cache, as Transformers and the attention function see it."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -14,6 +15,14 @@ from turbo_hf.pages import PagePool
 
 DECODE_TOKENS = 16
 """At most this many new tokens over a past count as decoding: they join the cache before attention reads it."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _storing(method: Callable[P, R]) -> Callable[P, R]:
+    """No gradients, and ordinary tensors also under `torch.inference_mode`: a cache may be written again outside it."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class TurboLayer(CacheLayerMixin):
@@ -114,7 +123,7 @@ class TurboLayer(CacheLayerMixin):
             pool.block,
         )
 
-    @torch.no_grad()
+    @_storing
     def append(self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk) -> None:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`."""
         if not self.is_initialized:
@@ -129,19 +138,19 @@ class TurboLayer(CacheLayerMixin):
             begin = torch.tensor(chunk.starts, device=k.device)
             hidden = (torch.arange(chunk.tokens, device=k.device) < begin[:, None])[:, None, :, None]
             k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-        tokens = self._quantize(k, v)
+        tokens = Tokens(*quantize_tokens(k), *quantize_tokens(v))
         if not bool(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all()):
             raise ValueError(
                 f"layer {self.index}: keys or values hold NaN or Inf, which no quantized cache can store. Look for the "
                 "cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
             )
+        if self.config.buffer_scale == "universal":
+            tokens = self._universal_scale(k, v, tokens)
         self.buffer.append(tokens, chunk.starts)
         self._see(chunk)
 
-    def _quantize(self, k: torch.Tensor, v: torch.Tensor) -> Tokens:
-        own = Tokens(*quantize_tokens(k), *quantize_tokens(v))
-        if self.config.buffer_scale == "token":
-            return own
+    def _universal_scale(self, k: torch.Tensor, v: torch.Tensor, own: Tokens) -> Tokens:
+        """Tokens of a prompt as they are, and their range noted; later ones on the scale of that range."""
         if self.universal is not None and self.is_decoding(k.shape[2]):
             # a row that had no prompt has no range yet: its tokens keep their own scale
             k_scale, v_scale = (
@@ -163,7 +172,7 @@ class TurboLayer(CacheLayerMixin):
             self.columns = torch.cat((self.columns, new.to(self.device)), 1)
         self.seen += chunk.tokens
 
-    @torch.no_grad()
+    @_storing
     def commit(self) -> None:
         """Seal every whole block of open tokens, and drop what has left the window. Waits while `record_past`."""
         if not self.record_past:
@@ -223,7 +232,9 @@ class TurboLayer(CacheLayerMixin):
         tokens = k.shape[2]
         chunk = Chunk(tokens)
         if self.padding is not None:
-            chunk = chunk_of(self.padding[:, self.seen : self.seen + tokens].to(k.device).bool())
+            told = self.padding[:, self.seen : self.seen + tokens].to(k.device).bool()
+            # what is generated lies behind the mask of the prompt, and is no padding
+            chunk = chunk_of(torch.nn.functional.pad(told, (0, tokens - told.shape[1]), value=True))
         columns, _ = self.get_mask_sizes(tokens)
         if self.is_decoding(tokens):
             self.append(chunk.align(k), chunk.align(v), chunk)
@@ -250,7 +261,7 @@ class TurboLayer(CacheLayerMixin):
         k, v = (torch.take_along_dim(x, pick, 2).masked_fill(~valid, 0.0) for x in (k, v))
         return k, v
 
-    @torch.no_grad()
+    @_storing
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns (0 or negative), then seal what waited for this.
 
@@ -271,7 +282,6 @@ class TurboLayer(CacheLayerMixin):
         counts = [columns] * self.rows
         if self.columns is not None:
             counts = self.columns[:, self.seen - columns :].sum(-1).tolist()
-            self.columns = self.columns[:, : self.seen - columns]
         for row, (count, held) in enumerate(zip(counts, self.lengths(), strict=True)):
             visible = min(held + self.dropped[row] - count, (self.window or 1) - 1)
             if held - count < visible:
@@ -280,6 +290,7 @@ class TurboLayer(CacheLayerMixin):
                     f"{self.window}. Call activate_past_recording() before the pass to be rolled back."
                 )
         self.seen -= columns
+        self.columns = None if self.columns is None else self.columns[:, : self.seen].clone()
         reopened = [max(0, count - held) for count, held in zip(counts, self.buffer.length, strict=True)]
         self.buffer.drop_back([min(count, held) for count, held in zip(counts, self.buffer.length, strict=True)])
         if any(reopened):
@@ -324,6 +335,7 @@ class TurboLayer(CacheLayerMixin):
         if self.is_initialized:
             self._select_rows(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
+    @_storing
     def _select_rows(self, index: torch.Tensor) -> None:
         rows, on_device = index.tolist(), index.to(self.device)
         self.pool.select_rows(rows)
@@ -347,5 +359,5 @@ class TurboLayer(CacheLayerMixin):
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        columns = 0 if self.columns is None else self.columns.nbytes
-        return {"codes": codes, "scales": scales + self.order.nbytes + columns, "open": self.buffer.nbytes()}
+        scales += sum(x.nbytes for x in (self.order, self.columns, self.universal) if x is not None)
+        return {"codes": codes, "scales": scales, "open": self.buffer.nbytes()}

@@ -22,6 +22,7 @@ from turbo_hf.layer import TurboLayer
 from turbo_hf.masks import turbo_mask
 from turbo_hf.memory import Memory, measure
 from turbo_hf.patches import family_of, is_attention, lost_to_bias, obstacle
+from turbo_hf.selfcheck import compare, probe
 
 OLDEST, NEWEST = Version("5.17"), Version("5.23")
 """Transformers versions between which the tests run."""
@@ -135,7 +136,9 @@ class Handle:
         return self._maker.make(self._model.config)
 
 
-def patch(model: PreTrainedModel, config: str | TurboConfig = "turbo4", *, strict: Strict = "raise") -> Handle:
+def patch(
+    model: PreTrainedModel, config: str | TurboConfig = "turbo4", *, strict: Strict = "raise", check: bool = False
+) -> Handle:
     """Put `model.generate` on a compressed KV cache. Nothing else of the model changes, and `remove()` undoes it.
 
     Args:
@@ -143,12 +146,14 @@ def patch(model: PreTrainedModel, config: str | TurboConfig = "turbo4", *, stric
         config: a preset ("int8", "turbo4", "turbo-mixed", "turbo2") or a `TurboConfig`.
         strict: what happens with a layer, version or call that compressed attention cannot serve: "raise" an error,
             "warn" and leave that part to Hugging Face, or "fallback" to it with no more than a line in the log.
+        check: compare the logits of a short random text before and after; an error takes the patch off again.
 
     Returns:
         Handle: `remove()`, `report()`, `memory()`, `new_cache()`; a context manager.
 
     Raises:
-        ValueError: unknown preset or strict; a model that is patched already, or (strict "raise") not supported.
+        ValueError: unknown preset or strict; a model that is patched already, or (strict "raise") not supported; a
+            check that failed.
         TypeError: no Transformers model.
     """
     if strict not in get_args(Strict):
@@ -160,7 +165,10 @@ def patch(model: PreTrainedModel, config: str | TurboConfig = "turbo4", *, stric
     if text._attn_implementation == NAME:
         raise ValueError("This model is patched already. Call remove() on the first handle, then patch again.")
     notes: list[str] = []
-    _check_version(strict, notes)
+    outdated = check_version()
+    if outdated is not None:
+        complain(strict, outdated)
+        notes.append(outdated)
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported.")
     modules: dict[int, Any] = {}
@@ -180,18 +188,28 @@ def patch(model: PreTrainedModel, config: str | TurboConfig = "turbo4", *, stric
     for index in (*chosen.dense_layers, *(chosen.int8_layers if chosen.int8_layers != "auto" else ())):
         if index >= len(layers):
             raise ValueError(f"TurboConfig names layer {index}; the model has layers 0 to {len(layers) - 1}.")
-    return _apply(model, text, chosen, strict, modules, layers, notes)
+    reference = probe(model) if check else None
+    handle = _apply(model, text, chosen, strict, modules, layers, notes)
+    if reference is not None:
+        found = compare(probe(model, handle.new_cache()), reference)
+        if not found.passed:
+            handle.remove()
+            raise Unsupported(
+                f"self-check failed: the logits differ by {found.error:.0%} from the unpatched model's. The patch is "
+                "off again; try a preset with more bits, or TurboConfig(dense_layers=...)."
+            )
+    return handle
 
 
-def _check_version(strict: Strict, notes: list[str]) -> None:
+def check_version() -> str | None:
+    """What is wrong with the installed Transformers version; None: it is in the tested range."""
     version = Version(transformers.__version__)
-    if not OLDEST <= Version(f"{version.major}.{version.minor}") <= NEWEST:
-        message = (
-            f"transformers {version} is outside the tested range {OLDEST} to {NEWEST}. "
-            f'Install one of those, or pass strict="warn" to go on.'
-        )
-        complain(strict, message)
-        notes.append(message)
+    if OLDEST <= Version(f"{version.major}.{version.minor}") <= NEWEST:
+        return None
+    return (
+        f"transformers {version} is outside the tested range {OLDEST} to {NEWEST}. "
+        'Install one of those, or pass strict="warn" to go on.'
+    )
 
 
 def _inspect(

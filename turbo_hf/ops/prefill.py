@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.config import ATTENTION_MODES
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.quantize import check_float
+from turbo_hf.ops.quantize import check_block, check_float
 from turbo_hf.reference import prefill as reference
 
 
@@ -44,19 +44,28 @@ def prefill(
         -inf at padding.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not agree, an unknown mode.
+        ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block.
 
     Source: TurboAttention alg. 1 (P with one scale a query row and key block; exact exponential for the rescaling).
     """
+    check_float("k", k)
+    check_float("v", v)
     check_queries(q, k.shape[1], k.shape[3], mode, starts, sinks)
+    check_block(block)
     for name, x in (("k", k), ("v", v)):
-        check_float(name, x)
         if x.shape != k.shape or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
             raise ValueError(
                 f"{name} must be [B, Hkv, M, D] with B, M and D of q {tuple(q.shape)}; got {tuple(x.shape)}."
             )
         if x.dtype != q.dtype or x.device != q.device:
             raise ValueError(f"{name} must be {q.dtype} on {q.device} like q; got {x.dtype} on {x.device}.")
+    if past is not None:
+        held = past.k_open
+        if (held.shape[:2], held.shape[3], held.device) != (k.shape[:2], k.shape[3], k.device):
+            raise ValueError(
+                f"past must hold B, Hkv and D of k {tuple(k.shape)} on {k.device}; it holds {held.shape[0]} rows of "
+                f"{held.shape[1]} heads of {held.shape[3]} channels on {held.device}."
+            )
     return reference.prefill(
         q,
         k,

@@ -22,7 +22,8 @@ def check_float(name: str, x: torch.Tensor) -> None:
         )
 
 
-def _check_block(block: int) -> None:
+def check_block(block: int) -> None:
+    """ValueError unless the layout has blocks of this many tokens."""
     if block not in BLOCK_SIZES:
         raise ValueError(f"block must be one of {', '.join(map(str, BLOCK_SIZES))} tokens; got {block}.")
 
@@ -64,7 +65,7 @@ def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
     Source: TurboAttention eq. 4, alg. 1.
     """
     check_float("x", x)
-    _check_block(block)
+    check_block(block)
     return reference.quantize_blocks(x, block)
 
 
@@ -92,7 +93,7 @@ def seal_blocks(
     for name, x in (("k", k), ("v", v)):
         if x.dtype != torch.int8 or x.dim() != 4 or x.shape != k.shape:
             raise ValueError(f"{name} must be int8 [P, S, b, D] like k; got {x.dtype} {tuple(x.shape)}.")
-    _check_block(k.shape[2])
+    check_block(k.shape[2])
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale.shape != k.shape[:3]:
             raise ValueError(f"{name} must be [P, S, b] = {tuple(k.shape[:3])}; got {tuple(scale.shape)}.")

@@ -56,9 +56,9 @@ def _stage2(q1: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, to
     low, high = q1.amin(-2).float(), q1.amax(-2).float()
     step = torch.round((high - low) / levels).clamp(min=1)
     # a rounded step covers a little more or less than the range: share the difference between both ends
-    zero = low + torch.floor((high - low - levels * step) / 2)
+    zero = (low + torch.floor((high - low - levels * step) / 2)).clamp(min=-128)
     code = torch.round((q1 - zero[..., None, :]) / step[..., None, :]).clamp(0, levels)
-    return code.to(torch.uint8), step.to(torch.int8), zero.clamp(-128, 127).to(torch.int8)
+    return code.to(torch.uint8), step.to(torch.int8), zero.to(torch.int8)
 
 
 def dequantize(store: KVStore, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,7 +79,9 @@ def _head_score(x: torch.Tensor, metric: str) -> torch.Tensor:
         return span
     if metric == "variation":
         return gaps.std(-1, correction=0)
-    share = gaps / gaps.sum(-1, keepdim=True).clamp(min=torch.finfo(gaps.dtype).tiny)
+    total = gaps.sum(-1, keepdim=True)
+    # no gaps at all are flat gaps
+    share = torch.where(total > 0, gaps / total, 1 / gaps.shape[-1])
     # flat gaps have the highest entropy and quantize best, so the score falls with it
     entropy: torch.Tensor = torch.special.entr(share).sum(-1)
     return 1 / (1 + entropy)

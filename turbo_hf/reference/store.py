@@ -45,10 +45,9 @@ def _sealed(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, t
         scales.append(pages.scale[store.table])
     slot_of_head = store.order.argsort(-1)[:, None, :]
     k, v, scale = (torch.cat(parts, 2) for parts in (keys, values, scales))
-    if len(store.heads) > 1:
-        pick = slot_of_head[..., None, None].expand(-1, k.shape[1], -1, 1, 1)
-        k, v = (torch.take_along_dim(x, pick, 2) for x in (k, v))
-        scale = torch.take_along_dim(scale, slot_of_head[..., None], 2)
+    pick = slot_of_head[..., None]
+    k, v = (torch.take_along_dim(x, pick[..., None], 2) for x in (k, v))
+    scale = torch.take_along_dim(scale, pick, 2)
     # [B, blocks, Hkv, block, D] -> [B, Hkv, tokens, D]
     k, v = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))
     k_scale, v_scale = scale.transpose(1, 2).repeat_interleave(store.block, 2).unbind(-1)

@@ -1,0 +1,132 @@
+"""The demonstration: the same prompts through the unpatched model and through each preset, side by side."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from turbo_hf.eval.needle import Needle
+from turbo_hf.patching import Handle, patch
+
+BASELINE = "baseline"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method's figures. Bytes are what the caches had allocated when `generate` returned, open buffers included."""
+
+    method: str
+    needle_right: int
+    needle_total: int
+    tokens_equal_pct: float
+    kv_bytes_per_token: float
+    compression: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Replies and sizes of one method over all prompts."""
+
+    replies: list[list[int]]
+    kv_bytes_per_token: float
+    seconds: float
+
+
+def run_method(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[Needle],
+    handle: Handle | None,
+    batch: int,
+    new_tokens: int,
+    advance: Callable[[int], None],
+) -> Run:
+    """Greedy replies to all prompts, in left-padded batches; `handle` None: the unpatched model."""
+    replies: list[list[int]] = []
+    stored, cached, seconds = 0.0, 0, 0.0
+    for at in range(0, len(prompts), batch):
+        texts = [p.prompt for p in prompts[at : at + batch]]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
+        start = time.perf_counter()
+        out = model.generate(
+            **inputs,
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            return_dict_in_generate=True,
+        )
+        new = out.sequences[:, inputs.input_ids.shape[1] :].tolist()
+        seconds += time.perf_counter() - start
+        if handle is None:
+            # a dense cache stores padding; counting columns does not hold that against it
+            stored += sum(x.nbytes for layer in out.past_key_values.layers for x in (layer.keys, layer.values))
+            cached += len(texts) * out.past_key_values.get_seq_length()
+        else:
+            memory = handle.memory()
+            stored += memory.total
+            cached += memory.tokens
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+        replies += [_until(row, ends) for row in new]
+        advance(len(texts))
+    return Run(replies, stored / cached, seconds)
+
+
+def _until(tokens: list[int], ends: set[int]) -> list[int]:
+    stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:stop]
+
+
+def demo(
+    model: Any,
+    tokenizer: Any,
+    prompts: list[Needle],
+    methods: list[str],
+    *,
+    batch: int = 8,
+    new_tokens: int = 16,
+    advance: Callable[[str, int], None] = lambda method, done: None,
+) -> Iterator[tuple[Row, list[str]]]:
+    """Run the baseline, then each preset in `methods`; yields each one's row and its replies as text.
+
+    Args:
+        model, tokenizer: loaded; the tokenizer pads left.
+        prompts: from `needles`.
+        methods: presets, in order.
+        batch: prompts a batch. new_tokens: the longest reply.
+        advance: told the method and how many prompts it has just finished.
+    """
+    base: Run | None = None
+    for method in [BASELINE, *methods]:
+        patched: AbstractContextManager[Handle | None] = (
+            nullcontext(None) if method == BASELINE else patch(model, method)
+        )
+        with torch.inference_mode(), patched as handle:
+            run = run_method(model, tokenizer, prompts, handle, batch, new_tokens, partial(advance, method))
+        base = base or run
+        texts = tokenizer.batch_decode(run.replies, skip_special_tokens=True)
+        yield _row(method, prompts, texts, run, base), texts
+
+
+def _row(method: str, prompts: list[Needle], texts: list[str], run: Run, base: Run) -> Row:
+    pairs = list(zip(run.replies, base.replies, strict=True))
+    same = sum(a == b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=False))
+    longest = sum(max(len(mine), len(theirs)) for mine, theirs in pairs)
+    return Row(
+        method=method,
+        needle_right=sum(p.found_in(text) for p, text in zip(prompts, texts, strict=True)),
+        needle_total=len(prompts),
+        tokens_equal_pct=round(100 * same / longest, 2),
+        kv_bytes_per_token=round(run.kv_bytes_per_token, 1),
+        compression=round(base.kv_bytes_per_token / run.kv_bytes_per_token, 2),
+        tokens_per_s=round(sum(map(len, run.replies)) / run.seconds, 1),
+    )
+
+
+def as_json(rows: list[Row], **facts: Any) -> dict[str, Any]:
+    """What `turbo-hf demo --json` prints."""
+    return {"rows": [asdict(row) for row in rows], **facts}

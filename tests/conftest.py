@@ -1,0 +1,48 @@
+"""Fixtures and settings of all tests: devices, seeds, no network, poisoned memory."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# before anything imports huggingface_hub: no test may need the network
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+settings.register_profile(
+    "turbo",
+    deadline=None,
+    derandomize=True,
+    max_examples=30,
+    # the fixtures that tests of this project share set a state and hold none, so examples may share them
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("turbo")
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+)
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device that an op runs on."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same random numbers whichever tests run."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fill what `torch.empty` returns: NaN in floats, the largest value in integers. A read of it then shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,368 @@
+"""What the tests share: an oracle of attention, budgets computed from it, and a builder of compressed caches.
+
+The oracle is dense softmax in float64, one row of the batch at a time, and shares no code with the package. No test
+types a tolerance: what an op may miss is computed from what plain low-precision attention misses on the same numbers
+(`float_budget`), and, where an op rounds to INT8, from the size of its rounding steps (`turbo_budget`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turbo_hf.layout import VALUE_ORDER, AttentionOutput, KVStore, PagedHeads, empty_pages
+from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
+
+SLACK = 3
+"""How many times the error of plain low-precision attention an op may have."""
+
+CODE_MAX = 119
+"""Largest INT8 code (TurboAttention sec. 3), said again so that a change of it in the package shows."""
+
+KeyValue = tuple[Tensor, Tensor]
+"""Keys and values of one row, [Hkv, T, D] each."""
+
+
+# --- oracle --------------------------------------------------------------------------------------------------------
+
+
+class Exact(NamedTuple):
+    """out: [B, Hq, M, D], 0 at padding; lse: [B, Hq, M], -inf at padding; probs: a row's [Hq, m, T], sinks included."""
+
+    out: Tensor
+    lse: Tensor
+    probs: list[Tensor]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scaling: float,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One row: q [Hq, M, D] are the last M of the T tokens whose k, v [Hkv, T, D] are given. Returns out, lse, probs.
+
+    In a half-precision `dtype` it is eager attention as models write it: products in that type, softmax in float32.
+    """
+    heads, m, _ = q.shape
+    group, t = heads // k.shape[0], k.shape[1]
+    q, k, v = (x.detach().to("cpu", dtype) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    score = (q @ k.mT) * scaling
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    query, key = torch.arange(t - m, t)[:, None], torch.arange(t)[None]
+    hidden = torch.zeros(m, t, dtype=torch.bool)
+    if causal:
+        hidden |= key > query
+    if window is not None:
+        hidden |= key <= query - window
+    logits = score.to(torch.promote_types(dtype, torch.float32)).masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.detach().to(logits)[:, None, None].expand(heads, m, 1)), -1)
+    probs = torch.softmax(logits, -1)[..., :t]
+    return probs.to(dtype) @ v, torch.logsumexp(logits, -1), probs
+
+
+def oracle(
+    q: Tensor,
+    rows: Sequence[KeyValue],
+    *,
+    starts: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Exact:
+    """`attend` of each row: q [B, Hq, M, D], whose columns before `starts[row]` are padding; rows: all keys, values."""
+    batch, heads, m, dim = q.shape
+    wide = torch.promote_types(dtype, torch.float32)
+    out = torch.zeros(batch, heads, m, dim, dtype=dtype)
+    lse = torch.full((batch, heads, m), -torch.inf, dtype=wide)
+    probs = []
+    for row, (k, v) in enumerate(rows):
+        start = 0 if starts is None else starts[row]
+        if start == m:
+            probs.append(torch.zeros(heads, 0, k.shape[1], dtype=wide))
+            continue
+        out[row, :, start:], lse[row, :, start:], p = attend(q[row, :, start:], k, v, dtype=dtype, **options)
+        probs.append(p)
+    return Exact(out, lse, probs)
+
+
+# --- budgets -------------------------------------------------------------------------------------------------------
+
+
+def largest(x: Tensor) -> float:
+    """max|x|, infinities left out; 0 of nothing."""
+    x = x.detach().double().abs()
+    return float(x[x.isfinite()].max()) if bool(x.isfinite().any()) else 0.0
+
+
+def float_budget(want: Tensor, eager: Tensor, magnitude: float, dtype: torch.dtype) -> float:
+    """SLACK times: what eager attention in `dtype` misses, and one rounding of a number of this magnitude."""
+    assert bool((eager.isfinite() == want.isfinite()).all()), "eager overflows here: no budget"
+    error = largest(torch.where(want.isfinite(), eager.double() - want, 0.0))
+    return SLACK * (error + torch.finfo(dtype).eps * magnitude)
+
+
+def check(name: str, got: Tensor, want: Tensor, budget: float | Tensor) -> None:
+    """Assert |got - want| <= budget, element by element, and the same infinities in the same places."""
+    got = got.detach().to("cpu", torch.float64)
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
+    infinite = want.isinf()
+    assert bool((got[infinite] == want[infinite]).all()), f"{name}: an infinity is missing"
+    error = torch.where(infinite, 0.0, got - want).abs()
+    worst = (error - budget).max() if error.numel() else torch.tensor(0.0)
+    # not (<=): a NaN must fail
+    assert bool((error <= budget).all()), f"{name}: error {float(error.max()):.3e} exceeds its budget by {worst:.3e}"
+
+
+def _score_size(q: Tensor, rows: Sequence[KeyValue], scaling: float) -> float:
+    """Size of the numbers that are summed to a score: a bound of |q| . |k| * scaling."""
+    q_norm = float(q.detach().double().norm(dim=-1).max())
+    k_norm = max((float(k.double().norm(dim=-1).max()) for k, _ in rows if k.shape[1]), default=0.0)
+    return q_norm * k_norm * scaling
+
+
+def check_exact(
+    got: AttentionOutput, q: Tensor, rows: Sequence[KeyValue], *, starts: Sequence[int] | None = None, **options: Any
+) -> None:
+    """Assert that an op in mode "exact" is attention of q over these keys and values, to eager's own precision."""
+    assert got.out.dtype == q.dtype
+    assert got.lse.dtype == torch.float32
+    want = oracle(q, rows, starts=starts, **options)
+    eager = oracle(q, rows, starts=starts, dtype=q.dtype, **options)
+    values = max((largest(v) for _, v in rows), default=0.0)
+    check("out", got.out, want.out, float_budget(want.out, eager.out, values, q.dtype))
+    scores = _score_size(q, rows, options["scaling"]) + largest(want.lse)
+    check("lse", got.lse, want.lse, float_budget(want.lse, eager.lse, scores, q.dtype))
+
+
+class Codes(NamedTuple):
+    """INT8 tokens of one row, float64: k, v [Hkv, T, D] integer-valued; k_scale, v_scale [Hkv, T].
+
+    tile: int64 [T], which tokens share one scale of P.
+    """
+
+    k: Tensor
+    k_scale: Tensor
+    v: Tensor
+    v_scale: Tensor
+    tile: Tensor
+
+    def values(self) -> KeyValue:
+        """What the codes stand for."""
+        return self.k * self.k_scale[..., None], self.v * self.v_scale[..., None]
+
+
+def int8(x: Tensor, run: int) -> tuple[Tensor, Tensor]:
+    """Symmetric INT8 of x [H, T, D] with one scale a head and `run` tokens: float64 codes [H, T, D], scales [H, T]."""
+    x = x.detach().cpu().float()
+    codes, scales = torch.zeros_like(x), torch.zeros(x.shape[:2])
+    for head in range(x.shape[0]):
+        for start in range(0, x.shape[1], run):
+            part = x[head, start : start + run]
+            scale = part.abs().max() / CODE_MAX
+            if scale > 0:
+                codes[head, start : start + run] = torch.round(part / scale)
+            scales[head, start : start + run] = scale
+    return codes.double(), scales.double()
+
+
+def as_int8(x: Tensor, run: int, starts: Sequence[int] | None = None) -> Tensor:
+    """x [B, H, M, D] rounded to INT8 and back, each row's runs counted from its first real column; 0 at padding."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row in range(x.shape[0]):
+        start = 0 if starts is None else starts[row]
+        if start < x.shape[2]:
+            codes, scale = int8(x[row, :, start:], run)
+            out[row, :, start:] = codes * scale[..., None]
+    return out
+
+
+def turbo_budget(probs: Tensor, row: Codes) -> tuple[Tensor, Tensor]:
+    """What rounding P to INT8 may do to out [Hq, m, D]: the largest error, and the expected mean square.
+
+    A tile's P (times the scale of V) is rounded to steps of its maximum / 119, so each of its values is off by half a
+    step at most, and by step**2 / 12 in the mean square.
+    """
+    group = probs.shape[0] // row.v.shape[0]
+    v, v_scale = row.v.repeat_interleave(group, 0), row.v_scale.repeat_interleave(group, 0)
+    bound = torch.zeros(*probs.shape[:2], v.shape[-1], dtype=torch.float64)
+    square = bound.clone()
+    for tile in row.tile.unique():
+        inside = row.tile == tile
+        weight = probs[..., inside] * v_scale[:, None, inside]
+        step = weight.amax(-1, keepdim=True) / CODE_MAX
+        seen = (weight > 0).double()
+        bound += step / 2 * (seen @ v[:, inside].abs())
+        square += step**2 / 12 * (seen @ v[:, inside] ** 2)
+    return bound, square
+
+
+def check_turbo(
+    got: AttentionOutput,
+    q: Tensor,
+    dtype: torch.dtype,
+    rows: Sequence[Codes],
+    *,
+    starts: Sequence[int] | None = None,
+    **options: Any,
+) -> None:
+    """Assert that an op in mode "turbo" is attention of INT8 q (float64, fake-quantized) over INT8 rows, P in INT8.
+
+    The only errors left are P's rounding, float32 arithmetic, and the rounding of the output to `dtype`. Where there
+    are enough outputs for a mean, their mean square must be that of P's rounding too, which is far below its bound.
+    """
+    assert got.out.dtype == dtype
+    assert got.lse.dtype == torch.float32
+    values = [row.values() for row in rows]
+    want = oracle(q, values, starts=starts, **options)
+    eager = oracle(q, values, starts=starts, dtype=torch.float32, **options)
+    noise = float_budget(want.out, eager.out, max((largest(v) for _, v in values), default=0.0), torch.float32)
+    bound, square = torch.zeros_like(want.out), torch.zeros_like(want.out)
+    for i, (probs, row) in enumerate(zip(want.probs, rows, strict=True)):
+        if probs.shape[1]:
+            bound[i, :, -probs.shape[1] :], square[i, :, -probs.shape[1] :] = turbo_budget(probs, row)
+    rounding = torch.finfo(dtype).eps * (want.out.abs() + bound)
+    check("out", got.out, want.out, bound + noise + rounding)
+    if want.out.numel() >= 512:
+        error = (got.out.detach().to("cpu", torch.float64) - want.out).square().mean().sqrt()
+        # all values of a tile at half a step, the worst case, are sqrt(3) times the mean square of a uniform error
+        expected = 2 * square.mean().sqrt() + noise + rounding.max()
+        assert bool(error <= expected), f"out: rms error {error:.3e} exceeds {expected:.3e}"
+    scores = _score_size(q, values, options["scaling"]) + largest(want.lse)
+    check("lse", got.lse, want.lse, float_budget(want.lse, eager.lse, scores, torch.float32))
+
+
+# --- compressed caches ---------------------------------------------------------------------------------------------
+
+
+def make_store(
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    *,
+    groups: tuple[tuple[int, int], ...] | None = None,
+    order: Tensor | None = None,
+    block: int = 64,
+    sealed: Sequence[int] | None = None,
+) -> KVStore:
+    """A cache whose row r holds the first `lengths[r]` tokens of k, v [B, Hkv, N, D].
+
+    groups: (bits, heads) of each width, default 4 bit for all. order: int64 [B, Hkv], the head in each slot; default
+    the model's order. sealed: sealed blocks of each row, default all whole ones. Pages lie in the pool in reverse,
+    between pages that no row owns, and open slots without a token stay uninitialised.
+    """
+    batch, heads, _, dim = k.shape
+    device = k.device
+    groups = groups or ((4, heads),)
+    order = torch.arange(heads, device=device).expand(batch, heads) if order is None else order.to(device)
+    sealed = [n // block for n in lengths] if sealed is None else list(sealed)
+    open_len = [n - s * block for n, s in zip(lengths, sealed, strict=True)]
+    cap = -(-max(open_len) // 16) * 16
+
+    pool = [empty_pages(bits, sum(sealed) + 2, n, dim, block, device) for bits, n in groups]
+    table = torch.zeros(batch, max(sealed), dtype=torch.int64)
+    k_open = torch.empty(batch, heads, cap, dim, dtype=torch.int8, device=device)
+    v_open = torch.empty(batch, heads, dim, cap, dtype=torch.int8, device=device)
+    k_scale, v_scale = (torch.empty(batch, heads, cap, dtype=torch.float32, device=device) for _ in range(2))
+    page = sum(sealed)
+    for row in range(batch):
+        tokens = (*quantize_tokens(k[row : row + 1]), *quantize_tokens(v[row : row + 1]))
+        codes_k, scale_k, codes_v, scale_v = (x[0] for x in tokens)
+        for n in range(sealed[row]):
+            at, slot = slice(n * block, (n + 1) * block), 0
+            for pages, (bits, count) in zip(pool, groups, strict=True):
+                own = order[row, slot : slot + count]
+                key, key_scale, value, value_scale = (x[own, at][None] for x in (codes_k, scale_k, codes_v, scale_v))
+                page_of = seal_blocks(key, key_scale, value, value_scale, bits)
+                for target, source in zip(pages[1:], page_of[1:], strict=True):
+                    target[page] = source[0]
+                slot += count
+            table[row, n] = page
+            page -= 1
+        rest, count = slice(sealed[row] * block, lengths[row]), open_len[row]
+        k_open[row, :, :count], k_scale[row, :, :count] = codes_k[:, rest], scale_k[:, rest]
+        v_open[row, :, :, :count], v_scale[row, :, :count] = codes_v[:, rest].mT, scale_v[:, rest]
+    counts = (torch.tensor(x, dtype=torch.int64, device=device) for x in (sealed, open_len))
+    sealed_count, open_count = counts
+    return KVStore(
+        tuple(pool), order, table.to(device), sealed_count, k_open, v_open, k_scale, v_scale, open_count, block
+    )
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Codes of the last dimension, one after the other as `turbo_hf.layout` draws them; int64."""
+    packed = packed.cpu().long()
+    if bits == 8:
+        return packed
+    n = packed.shape[-1] * 8 // bits
+    codes = []
+    for c in range(n):
+        if bits == 3:
+            low = packed[..., c % (n // 4)] >> 2 * (c // (n // 4)) & 3
+            high = packed[..., n // 4 + c % (n // 8)] >> c // (n // 8) & 1
+            codes.append(low + 4 * high)
+        else:
+            lane = n * bits // 8
+            codes.append(packed[..., c % lane] >> bits * (c // lane) & (2**bits - 1))
+    return torch.stack(codes, -1)
+
+
+def page_codes(pages: PagedHeads, page: int, slot: int) -> tuple[Tensor, Tensor]:
+    """INT8 keys and values of one page and slot, [b, D] int64 each, tokens in time order."""
+    k, v = unpack(pages.k[page, slot], pages.bits), unpack(pages.v[page, slot], pages.bits).T
+    if pages.bits != 8:
+        k_step, k_zero, v_step, v_zero = pages.meta[page, slot].cpu().long()
+        k, v = (k * k_step + k_zero).clamp(-127, 127), (v * v_step + v_zero).clamp(-127, 127)
+    tokens = torch.empty_like(v)
+    for position in range(v.shape[0]):
+        tokens[position // 16 * 16 + VALUE_ORDER[position % 16]] = v[position]
+    return k, tokens
+
+
+def store_codes(store: KVStore) -> list[Codes]:
+    """What each row of a cache holds, read token by token; P's tiles are its blocks, counted from the row's start."""
+    rows = []
+    for row, (sealed, count) in enumerate(zip(store.sealed.tolist(), store.open_len.tolist(), strict=True)):
+        heads, dim, split = store.k_open.shape[1], store.k_open.shape[3], sealed * store.block
+        k, v = (torch.zeros(heads, split + count, dim, dtype=torch.float64) for _ in range(2))
+        k_scale, v_scale = (torch.zeros(heads, split + count, dtype=torch.float64) for _ in range(2))
+        slots = [(pages, slot) for pages in store.heads for slot in range(pages.k.shape[1])]
+        for (pages, slot), head in zip(slots, store.order[row].tolist(), strict=True):
+            for n, page in enumerate(store.table[row, :sealed].tolist()):
+                at = slice(n * store.block, (n + 1) * store.block)
+                key, value = page_codes(pages, page, slot)
+                k[head, at], v[head, at] = key.double(), value.double()
+                k_scale[head, at], v_scale[head, at] = pages.scale[page, slot].double().cpu()
+        k[:, split:], k_scale[:, split:] = store.k_open[row, :, :count].cpu(), store.k_scale[row, :, :count].cpu()
+        v[:, split:], v_scale[:, split:] = store.v_open[row, :, :, :count].mT.cpu(), store.v_scale[row, :, :count].cpu()
+        rows.append(Codes(k, k_scale, v, v_scale, torch.arange(split + count) // store.block))
+    return rows
+
+
+def join(past: Codes, k: Tensor, v: Tensor, block: int) -> Codes:
+    """A row's past followed by a chunk k, v [Hkv, m, D], quantized block by block from the chunk's start."""
+    (k_codes, k_scale), (v_codes, v_scale) = int8(k, block), int8(v, block)
+    first = int(past.tile.max()) + 1 if past.tile.numel() else 0
+    tile = first + torch.arange(k.shape[1]) // block
+    return Codes(
+        torch.cat((past.k, k_codes), 1),
+        torch.cat((past.k_scale, k_scale), 1),
+        torch.cat((past.v, v_codes), 1),
+        torch.cat((past.v_scale, v_scale), 1),
+        torch.cat((past.tile, tile)),
+    )
+
+
+def no_past(heads: int, dim: int) -> Codes:
+    """The past of a prompt."""
+    empty, scale = torch.zeros(heads, 0, dim, dtype=torch.float64), torch.zeros(heads, 0, dtype=torch.float64)
+    return Codes(empty, scale, empty, scale, torch.zeros(0, dtype=torch.int64))

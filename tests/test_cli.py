@@ -1,0 +1,144 @@
+"""The command line, as a user types it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import lab_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from turbo_hf import PRESETS
+from turbo_hf.cli import app
+from turbo_hf.memory import LayerCost, cache_bytes
+from turbo_hf.plan import longest_context, parse_bytes, plan, weight_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+LAB = str(ROOT / "examples" / "lab-llama-4m")
+
+
+def run(*words: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == code, result.output
+    return result
+
+
+def last_json(result: Any) -> Any:
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
+    result = run("demo", "--prompts", "3", "--longest", "300", "--method", "turbo4", "--device", "cpu", "--json")
+    rows = last_json(result)["rows"]
+    assert [row["method"] for row in rows] == ["baseline", "turbo4"]
+    assert set(rows[0]) == {
+        "method",
+        "needle_right",
+        "needle_total",
+        "tokens_equal_pct",
+        "kv_bytes_per_token",
+        "compression",
+        "tokens_per_s",
+    }
+    for row in rows:
+        assert f"{row['needle_right']}/{row['needle_total']}" in result.stdout
+        assert f"{row['compression']:.2f} x" in result.stdout
+    assert "One of the prompts" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["demo", "--method", "turbo5"], "unknown method turbo5; presets are int8, turbo4, turbo-mixed, turbo2"),
+        (["demo", "--model", "no/such-folder"], "cannot load 'no/such-folder'"),
+        (["demo", "--device", "nowhere"], "cannot load .* on nowhere"),
+        (["demo", "--shortest", "20"], "has no room for the question"),
+        (["plan", "no/such-folder"], "no/such-folder"),
+        (["plan", LAB, "--gpu-memory", "much"], "expected an amount of memory like 80GB"),
+    ],
+    ids=["method", "model", "device", "short", "config", "memory"],
+)
+def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
+    result = run(*words, code=1)
+    assert "Traceback" not in result.output
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(" ".join(result.output.split()))
+
+
+def test_plan_prints_what_fits() -> None:
+    result = run("plan", LAB, "--context", "4096", "--batch", "2", "--gpu-memory", "1GB", "--json")
+    report = last_json(result)
+    rows = {row["method"]: row for row in report["rows"]}
+    assert set(rows) == {"fp16", *PRESETS}
+    assert rows["fp16"]["bytes_per_token"] == 3072
+    # 4 bit, d = 64: (2 * 64 * 64 / 2 + 4 * 64 + 8) / 64 bytes a token, 2 heads, 6 layers
+    assert rows["turbo4"]["bytes_per_token"] == pytest.approx(68.125 * 12)
+    assert rows["turbo4"]["cache_bytes"] == pytest.approx(2 * 4096 * 68.125 * 12)
+    assert rows["turbo4"]["longest_context"] > 3.7 * rows["fp16"]["longest_context"]
+    assert report["weight_bytes"] == weight_bytes(AutoConfig.from_pretrained(LAB))
+
+
+def test_plan_matches_what_a_model_weighs() -> None:
+    model, _ = lab_model()
+    assert weight_bytes(model.config) == sum(p.numel() * 2 for p in model.parameters())
+
+
+def test_plan_of_a_model_that_does_not_fit_and_of_one_with_windows() -> None:
+    config = AutoConfig.for_model("mistral", sliding_window=128, num_hidden_layers=2, hidden_size=256, vocab_size=100)
+    rows = plan(config, context=10**6, batch=1, gpu_bytes=10**9, weights=0)
+    assert all(row.longest_context == -1 for row in rows)
+    assert all(row.fits for row in rows)
+    full = AutoConfig.for_model("llama", num_hidden_layers=2, hidden_size=256, vocab_size=100)
+    for row in plan(full, context=1000, batch=1, gpu_bytes=10**9, weights=10**9):
+        assert (row.fits, row.longest_context, row.largest_batch) == (False, 0, 0)
+    with pytest.raises(ValueError, match="context and batch must be at least 1; got 0 and 1"):
+        plan(full, context=0, batch=1, gpu_bytes=1, weights=0)
+
+
+def test_longest_context_is_the_last_that_fits() -> None:
+    costs = [LayerCost(136.125, None), LayerCost(10.0, 64)]
+    longest = longest_context(costs, 1e6)
+    assert cache_bytes(costs, longest) <= 1e6 < cache_bytes(costs, longest + 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("80GB", 80e9), ("24 GiB", 24 * 2**30), ("512mb", 512e6), ("1.5TB", 1.5e12)]
+)
+def test_amounts_of_memory(text: str, expected: float) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "80", "infGB", "nanGB"])
+def test_other_amounts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected an amount of memory"):
+        parse_bytes(text)
+
+
+def test_doctor_on_the_carried_model() -> None:
+    result = run("doctor", LAB, "--device", "cpu", "--json")
+    report = last_json(result)
+    assert report["machine"]["versions"]["torch"] == torch.__version__
+    assert set(report["model"]["checks"]) == set(PRESETS)
+    assert report["model"]["refusal"] is None
+    errors = [report["model"]["checks"][name]["error"] for name in ("int8", "turbo4", "turbo2")]
+    assert errors == sorted(errors)
+    assert "Llama" in result.stdout
+
+
+def test_doctor_explains_a_refusal(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "llama",
+        num_hidden_layers=1,
+        hidden_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=24,
+        vocab_size=3072,
+        intermediate_size=32,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(LAB).save_pretrained(tmp_path)
+    result = run("doctor", str(tmp_path), "--device", "cpu", code=1)
+    assert "head dim 24 is no multiple of 16" in " ".join(result.stdout.split())

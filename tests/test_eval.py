@@ -1,0 +1,70 @@
+"""The needle generator and the demonstration."""
+
+from typing import Any
+
+import pytest
+from models import lab_model
+
+from turbo_hf.eval.demo import BASELINE, demo
+from turbo_hf.eval.needle import needles
+
+
+@pytest.fixture(scope="module")
+def lab() -> tuple[Any, Any]:
+    return lab_model()
+
+
+def test_needles_are_seeded_and_of_the_length_asked_for(lab: tuple[Any, Any]) -> None:
+    _, tokenizer = lab
+    first, again, other = (needles(tokenizer, 9, 256, 2048, seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    lengths = sorted(needle.tokens for needle in first)
+    # a prompt ends with the last whole sentence that fits, so it is at most one long sentence short
+    assert all(length <= asked for length, asked in zip(lengths, range(256, 2049, 224), strict=True))
+    assert lengths[0] > 128
+    assert lengths[-1] > 1800
+    for needle in first:
+        assert needle.prompt.count(needle.answer) == 1
+        assert needle.tokens == len(tokenizer(needle.prompt).input_ids)
+        assert needle.found_in(f" {needle.answer}.")
+        assert not needle.found_in(needle.answer[:-1])
+
+
+def test_needles_longer_than_the_carried_text(lab: tuple[Any, Any]) -> None:
+    _, tokenizer = lab
+    (needle,) = needles(tokenizer, 1, 20000, 20000)
+    assert 19500 < needle.tokens <= 20000
+
+
+@pytest.mark.parametrize("asked", [(0, 256, 512), (4, 512, 256)], ids=["none", "reversed"])
+def test_needles_refuse(lab: tuple[Any, Any], asked: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="wants count >= 1 and shortest <= longest"):
+        needles(lab[1], *asked)
+
+
+def test_needles_refuse_a_prompt_without_room(lab: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="has no room for the question"):
+        needles(lab[1], 1, 20, 20)
+
+
+def test_demo_on_the_carried_model(lab: tuple[Any, Any]) -> None:
+    model, tokenizer = lab
+    asked = needles(tokenizer, 6, 200, 500, seed=3)
+    done: list[tuple[str, int]] = []
+    rows = [
+        row
+        for row, _ in demo(
+            model, tokenizer, asked, ["int8", "turbo4"], batch=4, advance=lambda *step: done.append(step)
+        )
+    ]
+    base, int8, turbo4 = rows
+    assert [row.method for row in rows] == [BASELINE, "int8", "turbo4"]
+    assert done == [(name, n) for name in (BASELINE, "int8", "turbo4") for n in (4, 2)]
+    # bfloat16: 6 layers, 2 KV heads of 64, keys and values, 2 bytes
+    assert base.kv_bytes_per_token == 6 * 2 * 64 * 2 * 2
+    assert base.compression == 1.0
+    assert base.tokens_equal_pct == 100.0
+    assert base.needle_right == base.needle_total == 6
+    assert base.needle_right - turbo4.needle_right <= 1
+    assert turbo4.kv_bytes_per_token < int8.kv_bytes_per_token < base.kv_bytes_per_token

@@ -1,0 +1,152 @@
+"""The shape of the package: its public names, its layers, its size, and what an installation holds."""
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import turbo_hf
+
+ROOT = Path(__file__).resolve().parents[1]
+PUBLIC = {"PRESETS", "Handle", "TurboCache", "TurboConfig", "patch"}
+
+# who may be imported by whom: a module imports only from layers above it in this list
+LAYERS = [
+    {"turbo_hf.layout", "turbo_hf.config"},
+    {"turbo_hf.reference"},
+    {"turbo_hf.ops"},
+    {"turbo_hf.chunk", "turbo_hf.buffer", "turbo_hf.pages", "turbo_hf.layer", "turbo_hf.cache"},
+    {"turbo_hf.masks", "turbo_hf.attention", "turbo_hf.memory", "turbo_hf.selfcheck"},
+    {"turbo_hf.patches"},
+    {"turbo_hf.patching"},
+    {"turbo_hf.eval", "turbo_hf.plan", "turbo_hf.doctor"},
+    {"turbo_hf.cli"},
+]
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by name."""
+    found = {}
+    for folder, prefix in ((ROOT / "turbo_hf", "turbo_hf"), (ROOT / "patches", ""), (ROOT / "eval", "")):
+        base = prefix or f"turbo_hf.{folder.name}"
+        for path in folder.rglob("*.py"):
+            parts = path.relative_to(folder).with_suffix("").parts
+            if prefix and parts[0] in ("patches", "eval"):
+                continue
+            name = ".".join((base, *(p for p in parts if p != "__init__")))
+            found[name] = path
+    return found
+
+
+def rank(name: str) -> int:
+    """The layer of a module; the package itself and its entry point stand on top."""
+    for level, names in enumerate(LAYERS):
+        if any(name == n or name.startswith(n + ".") for n in names):
+            return level
+    assert name in ("turbo_hf", "turbo_hf.__main__"), f"{name} has no place in LAYERS"
+    return len(LAYERS)
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of turbo_hf that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "turbo_hf"}
+
+
+def test_public_names() -> None:
+    assert set(turbo_hf.__all__) == PUBLIC
+    assert all(hasattr(turbo_hf, name) for name in PUBLIC)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_point_down(name: str) -> None:
+    above = {target for target in imports(modules()[name]) if rank(target) > rank(name)}
+    assert not above, f"{name} imports from a layer above it: {sorted(above)}"
+
+
+def test_a_planted_upward_import_is_caught(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text("from turbo_hf.cache import TurboCache\n")
+    assert {t for t in imports(planted) if rank(t) > rank("turbo_hf.reference.decode")} == {"turbo_hf.cache"}
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_size(name: str) -> None:
+    source = modules()[name].read_text()
+    assert len(source.splitlines()) <= 400
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 100, f"{name}.{node.name} is too long"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "patches").glob("*.py")), ids=lambda p: p.stem)
+def test_patches_are_short(path: Path) -> None:
+    lines = len(path.read_text().splitlines())
+    assert lines <= 80
+    assert lines > 3
+
+
+def test_reference_imports_torch_and_layout_only() -> None:
+    for path in (ROOT / "turbo_hf" / "reference").glob("*.py"):
+        assert all(t == "turbo_hf.layout" or t.startswith("turbo_hf.reference") for t in imports(path)), path.name
+
+
+def test_ops_docstrings_say_shapes_errors_and_source() -> None:
+    for path in (ROOT / "turbo_hf" / "ops").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith(("_", "check_")):
+                words = ast.get_docstring(node) or ""
+                for part in ("Args:", "Returns:", "Raises:", "Source:", "["):
+                    assert part in words, f"{path.name}: {node.name} lacks {part}"
+
+
+def test_no_environment_variable_changes_results() -> None:
+    for name, path in modules().items():
+        assert "os.environ" not in path.read_text(), name
+
+
+def test_import_needs_no_triton_and_no_lm_eval_and_registers_nothing() -> None:
+    script = """
+import sys
+sys.modules["triton"] = None
+sys.modules["lm_eval"] = None
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+before = set(functions.valid_keys()), set(masks.valid_keys())
+import torch, turbo_hf, turbo_hf.patches, turbo_hf.eval.needle
+assert (set(functions.valid_keys()), set(masks.valid_keys())) == before
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("folder", ["patches", "eval"])
+def test_folders_refuse_a_second_name(folder: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {folder}"], check=False, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode != 0
+    assert f"Import this package as turbo_hf.{folder}" in done.stderr
+
+
+def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)],
+        check=True,
+        timeout=300,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    expected = {name.replace(".", "/") for name in modules()}
+    missing = {name for name in expected if not {f"{name}.py", f"{name}/__init__.py"} & inside}
+    assert not missing
+    assert {"turbo_hf/py.typed", "turbo_hf/eval/haystack.txt"} <= inside

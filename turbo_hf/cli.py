@@ -1,0 +1,226 @@
+"""The command line: `turbo-hf demo`, `plan`, `doctor`."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from turbo_hf.config import PRESETS
+from turbo_hf.doctor import Diagnosis, Machine, diagnose, machine, tested_range
+from turbo_hf.eval.demo import Row, as_json, demo
+from turbo_hf.eval.needle import Needle, needles
+from turbo_hf.plan import PlanRow, parse_bytes, plan, weight_bytes
+
+app = typer.Typer(help="Attention on a compressed KV cache for Hugging Face Transformers.", no_args_is_help=True)
+out = Console()
+err = Console(stderr=True)
+
+DEFAULT = "turbo4"
+CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON last.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the first GPU, if there is one.")]
+
+
+def _fail(message: str) -> typer.Exit:
+    err.print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+def _load(model: str, device: str) -> tuple[Any, Any]:
+    """Model and left-padding tokenizer; Exit with a sentence where they cannot be had."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        loaded = loaded.to(device).eval()
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        raise _fail(f"cannot load {model!r} on {device}: {error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return loaded, tokenizer
+
+
+@app.command("demo")
+def demo_command(
+    model: Annotated[str | None, typer.Option(help="A folder or a Hub id; default: the carried model.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="How many needles to look for.")] = 40,
+    shortest: Annotated[int, typer.Option(min=1, help="Tokens of the shortest prompt.")] = 256,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts a batch.")] = 8,
+    method: Annotated[list[str] | None, typer.Option(help="A preset; may be repeated. Default: all.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """Find needles with the unpatched model and with each preset: answers, tokens, bytes and speed side by side."""
+    if model is None and not CARRIED.is_dir():
+        raise _fail("the carried model is not beside this installation; pass --model, a folder or a Hub id.")
+    methods = method or list(PRESETS)
+    unknown = [name for name in methods if name not in PRESETS]
+    if unknown:
+        raise _fail(f"unknown method {', '.join(unknown)}; presets are {', '.join(PRESETS)}.")
+    name = model or str(CARRIED)
+    loaded, tokenizer = _load(name, device)
+    try:
+        asked = needles(tokenizer, prompts, shortest, longest, seed)
+        rows, example = _run_demo(loaded, tokenizer, asked, methods, batch)
+    except ValueError as error:
+        raise _fail(str(error)) from error
+    _print_example(asked[0], example)
+    _print_demo(rows, Path(name).name, asked)
+    if json_line:
+        facts = {"model": Path(name).name, "device": str(loaded.device), "dtype": str(loaded.dtype), "seed": seed}
+        print(json.dumps(as_json(rows, **facts)))  # noqa: T201
+
+
+def _run_demo(
+    model: Any, tokenizer: Any, asked: list[Needle], methods: list[str], batch: int
+) -> tuple[list[Row], dict[str, str]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    rows, example = [], {}
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("prompts", total=len(asked) * (1 + len(methods)))
+        runs = demo(
+            model,
+            tokenizer,
+            asked,
+            methods,
+            batch=batch,
+            advance=lambda name, done: progress.update(task, advance=done, description=name),
+        )
+        for row, replies in runs:
+            rows.append(row)
+            example[row.method] = replies[0]
+    return rows, example
+
+
+def _print_example(needle: Needle, replies: dict[str, str]) -> None:
+    text = needle.prompt
+    at = text.index(needle.answer)
+    shown = (text[:70], text[max(70, at - 130) : at + 60], text[-130:])
+    out.print(f"One of the prompts ({needle.tokens} tokens, the needle at {needle.depth:.0%}):", style="bold")
+    out.print(" [...] ".join(part.replace("\n", " ") for part in shown), markup=False, highlight=False)
+    for method, reply in replies.items():
+        out.print(f"  {method:12} ->{reply}", markup=False, highlight=False)
+    out.print(f"  right: {needle.answer}\n", highlight=False)
+
+
+def _print_demo(rows: list[Row], name: str, asked: list[Needle]) -> None:
+    lengths = [needle.tokens for needle in asked]
+    table = Table(title=f"{name}: {len(asked)} needles in {min(lengths)} to {max(lengths)} tokens")
+    for heading in ("method", "right", "tokens equal", "KV bytes/token", "ratio", "tokens/s"):
+        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=heading == "method")
+    for row in rows:
+        table.add_row(
+            row.method,
+            f"{row.needle_right}/{row.needle_total}",
+            f"{row.tokens_equal_pct:.1f} %",
+            f"{row.kv_bytes_per_token:.0f}",
+            f"{row.compression:.2f} x",
+            f"{row.tokens_per_s:.1f}",
+        )
+    out.print(table)
+    note = "Bytes are read off the caches; padding is not held against the baseline. Time includes the prompts."
+    out.print(note, style="dim")
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[str, typer.Argument(help="A folder, a config.json or a Hub id; weights are not loaded.")],
+    context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 131072,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    gpu_memory: Annotated[str, typer.Option(help="Memory of the GPU, such as 80GB or 24GiB.")] = "80GB",
+    json_line: Json = False,
+) -> None:
+    """Cache memory before and after, from a config alone: bytes a token, longest context, largest batch."""
+    try:
+        config = AutoConfig.from_pretrained(model)
+        weights = weight_bytes(config)
+        rows = plan(config, context=context, batch=batch, gpu_bytes=parse_bytes(gpu_memory), weights=weights)
+    except (OSError, ValueError) as error:
+        raise _fail(str(error)) from error
+    _print_plan(rows, f"{Path(model).name}: {context} tokens x {batch} on {gpu_memory}", context, batch, weights)
+    if json_line:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "weight_bytes": weights}))  # noqa: T201
+
+
+def _print_plan(rows: list[PlanRow], title: str, context: int, batch: int, weights: int) -> None:
+    table = Table(title=title)
+    headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=heading == "method")
+    for row in rows:
+        longest = "no limit" if row.longest_context < 0 else f"{row.longest_context:,}"
+        table.add_row(
+            row.method,
+            f"{row.bytes_per_token:,.0f}",
+            f"{row.compression:.2f} x",
+            f"{row.cache_bytes / 1e9:.2f} GB",
+            "yes" if row.fits else "no",
+            longest,
+            f"{row.largest_batch:,}",
+        )
+    out.print(table)
+    out.print(f"Weights take {weights / 1e9:.2f} GB; a tenth of the GPU is left for activations.", style="dim")
+
+
+@app.command("doctor")
+def doctor_command(
+    model: Annotated[str | None, typer.Argument(help="A folder or a Hub id to check; none: the machine only.")] = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """What this machine and model can do, why not otherwise, and whether the logits agree. Exit 1 on a problem."""
+    found = machine()
+    _print_machine(found)
+    diagnosis = None
+    if model is not None:
+        loaded, _ = _load(model, device)
+        diagnosis = diagnose(loaded)
+        _print_diagnosis(diagnosis)
+    if json_line:
+        facts: dict[str, Any] = {"machine": asdict(found)}
+        if diagnosis is not None:
+            facts["model"] = {
+                "refusal": diagnosis.refusal,
+                "checks": {name: asdict(check) for name, check in diagnosis.checks.items()},
+            }
+        print(json.dumps(facts))  # noqa: T201
+    # a coarser preset may be too coarse for a model; the default must not be
+    failed = diagnosis is not None and (diagnosis.refusal or not diagnosis.checks[DEFAULT].passed)
+    if found.problems or failed:
+        raise typer.Exit(1)
+
+
+def _print_machine(found: Machine) -> None:
+    table = Table(title="machine", show_header=False)
+    for name, value in found.versions.items():
+        table.add_row(name, f"{value} (tested: {tested_range()})" if name == "transformers" else value)
+    table.add_row("GPU", "\n".join(found.gpus) or "none")
+    table.add_row("attention", found.backend)
+    out.print(table)
+    for problem in found.problems:
+        out.print(f"problem: {problem}", style="bold red", markup=False)
+
+
+def _print_diagnosis(diagnosis: Diagnosis) -> None:
+    if diagnosis.refusal is not None:
+        out.print(f"problem: {diagnosis.refusal}", style="bold red", markup=False)
+        return
+    out.print(str(diagnosis.report), markup=False, highlight=False)
+    table = Table(title="self-check: logits against the unpatched model")
+    for heading in ("preset", "relative error", "same first choice", "verdict"):
+        table.add_column(heading, justify="left" if heading == "preset" else "right")
+    for preset, check in diagnosis.checks.items():
+        verdict = "ok" if check.passed else "too coarse for this model"
+        table.add_row(preset, f"{check.error:.1%}", f"{check.agreement:.0%} of {check.tokens}", verdict)
+    out.print(table)
+    out.print("On random tokens; accuracy is measured on your tasks, not here.", style="dim")

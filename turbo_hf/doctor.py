@@ -1,0 +1,71 @@
+"""What this machine and model can do, and why not otherwise."""
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from turbo_hf.config import PRESETS
+from turbo_hf.patching import NEWEST, OLDEST, Report, check_version, patch
+from turbo_hf.selfcheck import SelfCheck, compare, probe
+
+PACKAGES = ("turbo_hf", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Versions by package ("not installed" where it is), GPUs by name, and what stands in the way."""
+
+    versions: dict[str, str]
+    gpus: tuple[str, ...]
+    backend: str
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What patching one model did, and the self-check of each preset; `refusal` where it cannot be patched."""
+
+    report: Report | None
+    checks: dict[str, SelfCheck]
+    refusal: str | None
+
+
+def machine() -> Machine:
+    """Look at this machine."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = tuple(_gpu(i) for i in range(count))
+    problem = check_version()
+    return Machine(versions, gpus, "reference (plain torch, CPU and CUDA)", () if problem is None else (problem,))
+
+
+def _gpu(index: int) -> str:
+    found: Any = torch.cuda.get_device_properties(index)
+    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+
+
+def tested_range() -> str:
+    """Transformers versions that the tests cover."""
+    return f"{OLDEST} to {NEWEST}"
+
+
+def diagnose(model: Any) -> Diagnosis:
+    """Patch a loaded model with each preset, compare its logits with the unpatched model's, take the patch off."""
+    try:
+        reference = probe(model)
+        checks, report = {}, None
+        for preset in PRESETS:
+            with patch(model, preset) as handle:
+                report = handle.report()
+                checks[preset] = compare(probe(model, handle.new_cache()), reference)
+    except ValueError as error:
+        return Diagnosis(None, {}, str(error))
+    return Diagnosis(report, checks, None)

@@ -1,0 +1,58 @@
+"""Whether a patched model still computes what it computed: logits over a short text, prompt and decoding both."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+DECODED = 16
+"""Tokens that are fed one by one, so that attention reads the compressed cache."""
+
+PROMPT = 144
+"""Tokens of the prompt: two sealed blocks and an open one."""
+
+LOST = 0.5
+"""Relative error of the logits at which a check has failed: half of the signal is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheck:
+    """error: |logits - reference| / |reference|, mean taken off; agreement: share of equal most likely tokens."""
+
+    error: float
+    agreement: float
+    tokens: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the logits are finite and closer to the reference than `LOST`."""
+        return self.error < LOST  # false for NaN, too
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
+    """float32 logits [DECODED + 1, vocabulary] after a fixed random prompt: the prompt's, then token by token.
+
+    `cache` None: in one pass, without a cache.
+    """
+    call: Any = model
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, PROMPT + DECODED), generator=seeded).to(model.device)
+    if cache is None:
+        logits = call(ids, use_cache=False).logits[0, PROMPT - 1 :]
+    else:
+        parts = [ids[:, :PROMPT], *(ids[:, i : i + 1] for i in range(PROMPT, ids.shape[1]))]
+        logits = torch.cat([call(part, past_key_values=cache).logits[0, -1:] for part in parts])
+    return torch.as_tensor(logits).float()
+
+
+def compare(logits: torch.Tensor, reference: torch.Tensor) -> SelfCheck:
+    """The figures of `SelfCheck` for two results of `probe`."""
+    # a constant added to all logits of a place changes no probability
+    centred = reference - reference.mean(-1, keepdim=True)
+    difference = logits - logits.mean(-1, keepdim=True) - centred
+    error = (difference.norm() / centred.norm()).item()
+    agreement = (logits.argmax(-1) == reference.argmax(-1)).float().mean().item()
+    return SelfCheck(error, agreement, len(reference))
