@@ -10,6 +10,7 @@ import random
 import re
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,23 +134,24 @@ def main(
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     loaded = loaded.to(device).eval()
     items = load_items(data, tokenizer, longest)
-    runs, seconds = {}, {}
-    for name in ("baseline", "baseline again", *(method or PRESETS)):
-        start = time.perf_counter()
-        if name in PRESETS:
-            with patch(loaded, name):
-                runs[name] = answers(loaded, tokenizer, items, name)
-        else:
-            runs[name] = answers(loaded, tokenizer, items, name)
-        seconds[name] = round(time.perf_counter() - start, 1)
-    table = _table(items, runs)
     facts = {
+        "model": Path(model).name,
+        "device": _device_name(device),
         "torch": torch.__version__,
         "transformers": __version__,
-        "device": _device_name(device),
         "longest": longest,
     }
-    out.write_text(json.dumps({**facts, "model": Path(model).name, "seconds": seconds, "families": table}, indent=1))
+    runs: dict[str, list[bool]] = {}
+    seconds: dict[str, float] = {}
+    table: dict[str, Any] = {}
+    for name in ("baseline", "baseline again", *(method or PRESETS)):
+        start = time.perf_counter()
+        with patch(loaded, name) if name in PRESETS else nullcontext():
+            runs[name] = answers(loaded, tokenizer, items, name)
+        seconds[name] = round(time.perf_counter() - start, 1)
+        table = _table(items, runs)
+        # written after each method: a run that is cut short keeps what it has
+        out.write_text(json.dumps({**facts, "seconds": seconds, "families": table}, indent=1))
     _print(table)
 
 

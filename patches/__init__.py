@@ -6,6 +6,7 @@ if not __name__.startswith("turbo_hf."):
 from turbo_hf.patches import (
     gemma2,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     llama,
@@ -17,9 +18,9 @@ from turbo_hf.patches import (
     qwen3,
     qwen3_moe,
 )
-from turbo_hf.patches.generic import Family, is_attention, lost_to_bias, obstacle
+from turbo_hf.patches.generic import Family, is_attention, lost_to_bias, obstacle, shares_keys
 
-__all__ = ["FAMILIES", "Family", "family_of", "is_attention", "lost_to_bias", "obstacle"]
+__all__ = ["FAMILIES", "Family", "family_of", "is_attention", "lost_to_bias", "obstacle", "shares_keys"]
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -31,6 +32,7 @@ FAMILIES: tuple[Family, ...] = (
     phi3.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
+    gemma4.FAMILY,
     gpt_oss.FAMILY,
     olmo2.FAMILY,
     granite.FAMILY,

@@ -1,11 +1,16 @@
 """The generic path: which attention modules it takes, why not others, and what a family's file says."""
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from turbo_hf.layout import HEAD_DIM_MULTIPLE
+from turbo_hf.layout import CODE_MAX, HEAD_DIM_MULTIPLE
+
+PROBES = 65
+"""Random inputs by which a key projection is measured; the first is zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,11 +21,23 @@ class Family:
         name: as people say it.
         model_types: `config.model_type` of the text models.
         notes: what is special about its attention, in a few words; `doctor` prints it.
+        methods: methods of its modules, by name, in whose place others stand while the patch is on.
     """
 
     name: str
     model_types: tuple[str, ...]
     notes: str
+    methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+REFUSED = {
+    "diffllama": "its attention changes values after the cache has seen them",
+    "doge": "its attention joins the mask with weights of its own",
+    "hrm_text": "it runs its layers several times a token, each time with another layer of the cache",
+    "jetmoe": "its attention repeats keys and values after the cache has seen them",
+    "minimax": "it takes no cache but its own",
+}
+"""Model types whose classes look like the others and are not."""
 
 
 def is_attention(module: torch.nn.Module) -> bool:
@@ -40,26 +57,41 @@ def obstacle(module: torch.nn.Module) -> str | None:
         return "cross-attention"
     if hasattr(module, "kv_lora_rank"):
         return "multi-head latent attention (its cache is compressed already)"
-    if getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False):
-        return "shares its keys and values with other layers"
+    known = REFUSED.get(getattr(getattr(module, "config", None), "model_type", ""))
+    if known is not None:
+        return known
     head_dim = getattr(module, "head_dim", None)
     if not isinstance(head_dim, int):
         return "its class names no head_dim"
     if head_dim % HEAD_DIM_MULTIPLE:
         return f"head dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}"
+    value_dim = getattr(module, "v_head_dim", head_dim)
+    if value_dim != head_dim:
+        return f"its keys have {head_dim} channels a head and its values {value_dim}"
     return None
 
 
+def shares_keys(module: torch.nn.Module) -> bool:
+    """Whether other layers read the keys of this module, or it reads theirs: they must find them in full precision."""
+    return bool(getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False))
+
+
+@torch.no_grad()
 def lost_to_bias(module: torch.nn.Module) -> float:
     """INT8 step that the key bias alone forces, in standard deviations of a typical key channel; 0 without a bias.
 
-    Keys are W x + b with x of unit mean square after the norm, so a channel's deviation is about the norm of its row
-    of W. A bias far above it fills the INT8 range, and what tells keys apart is rounded away.
+    A bias far above what a key moves by fills the INT8 range, and what tells keys apart is rounded away. Both are
+    measured, for a norm feeds `k_proj` inputs of unit mean square: its weights may be packed, or on another device.
     """
     projection = getattr(module, "k_proj", None)
-    bias = getattr(projection, "bias", None)
-    if projection is None or bias is None or bias.is_meta:
+    bias, width = getattr(projection, "bias", None), getattr(projection, "in_features", None)
+    if projection is None or width is None or not isinstance(bias, torch.Tensor):
         return 0.0
-    spread = projection.weight.detach().float().norm(dim=-1).median()
-    step = bias.detach().float().abs().amax() / 119
-    return float(step / spread.clamp(min=torch.finfo(torch.float32).tiny))
+    # accelerate's hook brings weights that lie elsewhere; without it they are nowhere
+    if bias.is_meta and not hasattr(projection, "_hf_hook"):
+        return 0.0
+    x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0))
+    x[0] = 0
+    keys = projection(x.to("cpu" if bias.is_meta else bias.device, bias.dtype)).float()
+    spread = keys[1:].std(0).median()
+    return float(keys[0].abs().amax() / CODE_MAX / spread.clamp(min=torch.finfo(torch.float32).tiny))

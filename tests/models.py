@@ -1,4 +1,7 @@
-"""Tiny models for the tests: seeded random ones built from configs, and the carried trained one."""
+"""Tiny models for the tests: seeded random ones built from configs, and the carried trained one.
+
+Models and their inputs are `Any` here: Transformers annotates `generate` so that no call of it type-checks.
+"""
 
 import functools
 from pathlib import Path
@@ -12,8 +15,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 VOCABULARY = 100
@@ -37,20 +38,20 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def tiny_llama(**overrides: Any) -> LlamaForCausalLM:
+def tiny_llama(**overrides: Any) -> Any:
     """2 layers, 4 query heads on 2 KV heads of 16 channels, float32, eager, eval, without an end token."""
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **overrides})).eval()
 
 
-def tiny_mistral(window: int | None, **overrides: Any) -> MistralForCausalLM:
+def tiny_mistral(window: int | None, **overrides: Any) -> Any:
     """The same shape with a sliding window of `window` tokens in every layer; None: full attention."""
     torch.manual_seed(0)
     return MistralForCausalLM(MistralConfig(**{**SHAPE, "sliding_window": window, **overrides})).eval()
 
 
 @functools.cache
-def lab_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def lab_model() -> tuple[Any, Any]:
     """The trained model of examples/lab-llama-4m in float32 with eager attention, and its tokenizer (pads left)."""
     model = AutoModelForCausalLM.from_pretrained(LAB_MODEL, dtype=torch.float32, attn_implementation="eager")
     return model.eval(), AutoTokenizer.from_pretrained(LAB_MODEL)
@@ -62,7 +63,7 @@ def prompts(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (rows, tokens), generator=generator)
 
 
-def left_padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def left_padded(rows: list[torch.Tensor]) -> dict[str, Any]:
     """`input_ids` and `attention_mask` of 1D prompts, padded at the left with token 0."""
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])

@@ -55,7 +55,7 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["demo", "--model", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["demo", "--device", "nowhere"], "cannot load .* on nowhere"),
         (["demo", "--shortest", "20"], "has no room for the question"),
-        (["plan", "no/such-folder"], "no/such-folder"),
+        (["plan", "no/such-folder"], "cannot read a config from 'no/such-folder'"),
         (["plan", LAB, "--gpu-memory", "much"], "expected an amount of memory like 80GB"),
     ],
     ids=["method", "model", "device", "short", "config", "memory"],
@@ -82,7 +82,7 @@ def test_plan_prints_what_fits() -> None:
 
 def test_plan_matches_what_a_model_weighs() -> None:
     model, _ = lab_model()
-    assert weight_bytes(model.config) == sum(p.numel() * 2 for p in model.parameters())
+    assert weight_bytes(model.config) == sum(p.nbytes for p in model.parameters())
 
 
 def test_plan_of_a_model_that_does_not_fit_and_of_one_with_windows() -> None:

@@ -61,8 +61,8 @@ def test_demo_on_the_carried_model(lab: tuple[Any, Any]) -> None:
     base, int8, turbo4 = rows
     assert [row.method for row in rows] == [BASELINE, "int8", "turbo4"]
     assert done == [(name, n) for name in (BASELINE, "int8", "turbo4") for n in (4, 2)]
-    # bfloat16: 6 layers, 2 KV heads of 64, keys and values, 2 bytes
-    assert base.kv_bytes_per_token == 6 * 2 * 64 * 2 * 2
+    # 6 layers, 2 KV heads of 64, keys and values
+    assert base.kv_bytes_per_token == 6 * 2 * 64 * 2 * model.dtype.itemsize
     assert base.compression == 1.0
     assert base.tokens_equal_pct == 100.0
     assert base.needle_right == base.needle_total == 6

@@ -59,7 +59,7 @@ class TurboCache(Cache):
         dense = {*dense_layers, *self.turbo_config.dense_layers}
         types = _layer_types(text_config)
         for name, chosen in (("int8_layers", int8), ("dense_layers", dense)):
-            outside = sorted(i for i in chosen if i >= len(types))
+            outside = sorted(i for i in chosen if not 0 <= i < len(types))
             if outside:
                 raise ValueError(f"{name} names layers {outside}; the model has layers 0 to {len(types) - 1}.")
         layers: list[Any] = []
@@ -73,7 +73,7 @@ class TurboCache(Cache):
         if attention_mask is not None:
             for layer in self.turbo_layers():
                 layer.padding = attention_mask
-        self._planned: tuple[torch.Tensor, int, int, int, Chunk] | None = None
+        self._planned: tuple[torch.Tensor | None, int, int, int, Chunk] | None = None
 
     def turbo_layers(self) -> list[TurboLayer]:
         """The compressed layers."""
@@ -81,14 +81,13 @@ class TurboCache(Cache):
 
     def chunk(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> Chunk:
         """How the new columns of this pass are aligned. Planned once a pass: its layers share one mask."""
-        if mask is None:
+        columns = layer.columns if layer.is_initialized else None
+        if mask is None and columns is None:
             return Chunk(tokens)
         planned = self._planned
         # tensors made in inference mode keep no version; generate makes a new mask for each pass
-        key = (layer.seen, tokens, 0 if mask.is_inference() else mask._version)
+        key = (layer.seen, tokens, 0 if mask is None or mask.is_inference() else mask._version)
         if planned is None or planned[0] is not mask or planned[1:4] != key:
-            columns = layer.columns if layer.is_initialized else None
-            columns = None if columns is None else columns.to(mask.device)
             planned = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
             self._planned = planned
         return planned[4]

@@ -47,28 +47,32 @@ def chunk_of(valid: torch.Tensor) -> Chunk:
     return Chunk(tokens, valid, starts, gather)
 
 
-def chunk_from_mask(mask: torch.Tensor, seen: int, tokens: int, columns: torch.Tensor | None) -> Chunk:
+def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, columns: torch.Tensor | None) -> Chunk:
     """The `Chunk` that a model's 2D attention mask describes.
 
     Args:
-        mask: [B, seen + tokens], nonzero at real tokens.
+        mask: [B, seen + tokens], nonzero at real tokens; None: at all of them.
         seen: columns of earlier passes. tokens: columns of this one.
         columns: bool [B, seen], which of the earlier columns the cache stored; None: all.
 
     Raises:
-        ValueError: another width, or a mask that hides or shows a token of an earlier pass which it did not before.
+        ValueError: another shape, or a mask that hides or shows a token of an earlier pass which it did not before.
     """
-    if mask.shape[1] != seen + tokens:
+    if mask is None:
+        same = torch.ones(()) if columns is None else columns.all()
+    else:
+        if mask.shape[1] != seen + tokens:
+            raise ValueError(
+                f"attention_mask has {mask.shape[1]} columns; the cache holds {seen} and this pass brings {tokens}. "
+                "Pass a mask over all of them, [batch, cached + new], or none."
+            )
+        if columns is not None and len(mask) != len(columns):
+            raise ValueError(f"attention_mask has {len(mask)} rows; the cache holds {len(columns)}. Use a new cache.")
+        past = mask[:, :seen].bool()
+        same = past.all() if columns is None else (past == columns.to(mask.device)).all()
+    if not bool(same):
         raise ValueError(
-            f"attention_mask has {mask.shape[1]} columns; the cache holds {seen} and this pass brings {tokens}. "
-            "Pass a mask over all of them, [batch, cached + new], or none."
+            "attention_mask (none means all ones) differs from the one under which the cached tokens were stored. "
+            "Padding is not cached, so it cannot change later: keep the mask of earlier columns, or start a new cache."
         )
-    mask = mask.bool()
-    past = mask[:, :seen]
-    stored = past.all() if columns is None else (past == columns).all()
-    if not bool(stored):
-        raise ValueError(
-            "attention_mask differs from the one under which the cached tokens were stored. Padding is not cached, so "
-            "it cannot change later: keep the mask of earlier columns, or start a new cache."
-        )
-    return chunk_of(mask[:, seen:])
+    return Chunk(tokens) if mask is None else chunk_of(mask[:, seen:].bool())

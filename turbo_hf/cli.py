@@ -143,9 +143,12 @@ def plan_command(
     """Cache memory before and after, from a config alone: bytes a token, longest context, largest batch."""
     try:
         config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise _fail(f"cannot read a config from {model!r}: {error}") from error
+    try:
         weights = weight_bytes(config)
         rows = plan(config, context=context, batch=batch, gpu_bytes=parse_bytes(gpu_memory), weights=weights)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise _fail(str(error)) from error
     _print_plan(rows, f"{Path(model).name}: {context} tokens x {batch} on {gpu_memory}", context, batch, weights)
     if json_line:

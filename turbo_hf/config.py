@@ -8,7 +8,6 @@ from turbo_hf.layout import BITS, BLOCK_SIZES
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
 ATTENTION_MODES = ("turbo", "exact")
 BUFFER_SCALES = ("token", "universal")
-BACKENDS = ("auto", "reference")
 
 
 def _one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -24,7 +23,7 @@ class TurboConfig:
     Args:
         bits: width of a stored code: 8, 4, 3 or 2 (TurboAttention sec. 3.1; 8 is stage 1 alone).
         low_bits: width of the heads of lowest priority, where `low_heads` is not 0.
-        low_heads: share of each layer's KV heads stored at `low_bits`, 0 to 1 (TurboAttention sec. 3.2, n_h / Hkv).
+        low_heads: share of each layer's KV heads stored at `low_bits`, 0 to 1, rounded down (TurboAttention sec. 3.2, n_h / Hkv).
         head_metric: what ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority", "entropy",
             "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first block.
         block_size: tokens in a block: 32, 64 or 128.
@@ -38,7 +37,6 @@ class TurboConfig:
             None lowers it with the length N: -(6 + ln(max(N, 1024) / 1024)).
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
         dense_layers: layers left to Hugging Face, in full precision.
-        backend: "reference" is plain torch; "auto" takes the fastest that this machine has.
     """
 
     bits: int = 4
@@ -52,7 +50,6 @@ class TurboConfig:
     sas_threshold: float | None = None
     int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
     dense_layers: tuple[int, ...] = ()
-    backend: Literal["auto", "reference"] = "auto"
 
     def __post_init__(self) -> None:
         _one_of("bits", self.bits, BITS)
@@ -62,7 +59,6 @@ class TurboConfig:
         _one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES)
         _one_of("attention", self.attention, ATTENTION_MODES)
         _one_of("sas", self.sas, (True, False))
-        _one_of("backend", self.backend, BACKENDS)
         share = self.low_heads
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"TurboConfig.low_heads must be a share from 0 to 1; got {share!r}.")
@@ -71,7 +67,8 @@ class TurboConfig:
                 f"TurboConfig.low_bits must be below bits ({self.bits}) when low_heads is not 0; got {self.low_bits}."
             )
         threshold = self.sas_threshold
-        if threshold is not None and (isinstance(threshold, bool) or not -80 <= threshold < 0):
+        number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if threshold is not None and not (number and -80 <= threshold < 0):
             raise ValueError(
                 f"TurboConfig.sas_threshold must be None or a number from -80 to below 0 (natural log units); "
                 f"got {threshold!r}."
@@ -84,7 +81,7 @@ class TurboConfig:
 
     def head_groups(self, kv_heads: int) -> tuple[tuple[int, int], ...]:
         """(bits, number of heads) of each group of a layer's `kv_heads` heads, widest first."""
-        low = round(self.low_heads * kv_heads)
+        low = int(self.low_heads * kv_heads)  # rounded down: an odd head keeps its bits
         groups = ((self.bits, kv_heads - low), (self.low_bits, low))
         return tuple((bits, heads) for bits, heads in groups if heads)
 

@@ -232,6 +232,11 @@ class TurboLayer(CacheLayerMixin):
         tokens = k.shape[2]
         chunk = Chunk(tokens)
         if self.padding is not None:
+            if len(self.padding) != len(k):
+                raise ValueError(
+                    f"the attention_mask given to TurboCache has {len(self.padding)} rows; this pass brings {len(k)}. "
+                    "Give it one row for each row that runs (repeat rows for beams and returned sequences)."
+                )
             told = self.padding[:, self.seen : self.seen + tokens].to(k.device).bool()
             # what is generated lies behind the mask of the prompt, and is no padding
             chunk = chunk_of(torch.nn.functional.pad(told, (0, tokens - told.shape[1]), value=True))
@@ -268,6 +273,8 @@ class TurboLayer(CacheLayerMixin):
         Raises:
             ValueError: a positive number, more columns than there are, or tokens that a sliding window has dropped.
         """
+        # assisted decoding of transformers 5.17 passes a tensor, which must not become a part of `seen`
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number; got {tokens_to_remove}.")
         if not self.is_initialized:

@@ -1,10 +1,10 @@
 """`patch()`: put a model on the compressed cache, and take it off again."""
 
 import functools
-import types
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
@@ -21,7 +21,7 @@ from turbo_hf.config import TurboConfig, resolve_config
 from turbo_hf.layer import TurboLayer
 from turbo_hf.masks import turbo_mask
 from turbo_hf.memory import Memory, measure
-from turbo_hf.patches import family_of, is_attention, lost_to_bias, obstacle
+from turbo_hf.patches import family_of, is_attention, lost_to_bias, obstacle, shares_keys
 from turbo_hf.selfcheck import compare, probe
 
 OLDEST, NEWEST = Version("5.17"), Version("5.23")
@@ -33,12 +33,18 @@ BIAS_STEP = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """What was done with one layer: storage as people say it ("4 bit", "8 bit", "dense"), its window, and why."""
+    """What was done with one layer: storage as people say it ("2 x 4 bit", "8 bit", "dense"), its window, and why.
+
+    refused: it is dense because it cannot be compressed. bias_step: the INT8 step that its key bias forces, in
+    standard deviations of a key channel, where that is why it is kept at 8 bit; else 0.
+    """
 
     index: int
     storage: str
     window: int | None
     reason: str
+    refused: bool = False
+    bias_step: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,7 @@ class Handle:
     _report: Report
     _maker: _Maker
     _hooks: list[RemovableHandle]
+    _replaced: list[tuple[torch.nn.Module, str]]
     _previous: str | dict[str, str]
     _active: bool = field(default=True)
 
@@ -119,8 +126,8 @@ class Handle:
         self._active = False
         for hook in self._hooks:
             hook.remove()
-        for name in ("_prepare_cache_for_generation", "init_continuous_batching"):
-            self._model.__dict__.pop(name, None)
+        for module, name in self._replaced:
+            module.__dict__.pop(name, None)
         self._model.set_attn_implementation(self._previous)
 
     def report(self) -> Report:
@@ -171,34 +178,31 @@ def patch(
         notes.append(outdated)
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported.")
-    modules: dict[int, Any] = {}
-    for module in model.modules():
-        if is_attention(module) and getattr(module, "config", None) is text:
-            found: Any = module
-            modules[found.layer_idx] = found
-    layers = [
-        _inspect(index, kind, window, modules.get(index), chosen, strict, notes)
-        for index, (kind, window) in enumerate(layer_windows(text))
-    ]
-    if not any(at.storage != "dense" for at in layers):
+    if text is not model.config and _key_of(text, model.config) is None:
         raise Unsupported(
-            f"no layer of {type(model).__name__} ({text.model_type}) can be compressed: "
-            f"{layers[0].reason if layers else 'it has no attention layer'}."
+            f"the language model of {type(model).__name__} lies inside another of its parts. Patch that part "
+            "(for Qwen2.5-Omni: model.thinker)."
         )
-    for index in (*chosen.dense_layers, *(chosen.int8_layers if chosen.int8_layers != "auto" else ())):
-        if index >= len(layers):
-            raise ValueError(f"TurboConfig names layer {index}; the model has layers 0 to {len(layers) - 1}.")
+    layers, modules = _survey(model, text, chosen)
+    notes += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
     reference = probe(model) if check else None
     handle = _apply(model, text, chosen, strict, modules, layers, notes)
     if reference is not None:
-        found = compare(probe(model, handle.new_cache()), reference)
-        if not found.passed:
+        try:
+            _check(model, handle, reference)
+        except BaseException:
             handle.remove()
-            raise Unsupported(
-                f"self-check failed: the logits differ by {found.error:.0%} from the unpatched model's. The patch is "
-                "off again; try a preset with more bits, or TurboConfig(dense_layers=...)."
-            )
+            raise
     return handle
+
+
+def _check(model: PreTrainedModel, handle: Handle, reference: torch.Tensor) -> None:
+    found = compare(probe(model, handle.new_cache()), reference)
+    if not found.passed:
+        raise Unsupported(
+            f"self-check failed: the logits differ by {found.error:.0%} from the unpatched model's. The patch is "
+            "off again; try a preset with more bits, or TurboConfig(dense_layers=...)."
+        )
 
 
 def check_version() -> str | None:
@@ -212,47 +216,80 @@ def check_version() -> str | None:
     )
 
 
-def _inspect(
-    index: int,
-    kind: str,
-    window: int | None,
-    module: Any,
-    config: TurboConfig,
-    strict: Strict,
-    notes: list[str],
-) -> LayerReport:
-    """What will be done with one layer."""
+def _key_of(text: PreTrainedConfig, config: PreTrainedConfig) -> str | None:
+    """Under which name a multimodal config holds its text config."""
+    return next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
+
+
+def _survey(
+    model: PreTrainedModel, text: PreTrainedConfig, config: TurboConfig
+) -> tuple[list[LayerReport], dict[int, torch.nn.Module]]:
+    """What will be done with each layer, and the attention module of each that the hook is for."""
+    found: defaultdict[int, list[Any]] = defaultdict(list)
+    each: Iterable[Any] = model.modules()
+    for module in each:
+        if is_attention(module) and getattr(module, "config", None) is text:
+            found[module.layer_idx].append(module)
+    kinds = layer_windows(text)
+    layers = [_inspect(index, kind, window, found[index], config) for index, (kind, window) in enumerate(kinds)]
+    # of a layer of another kind the cache knows no window: its attention gets the model's own arguments
+    modules = {
+        index: found[index][0]
+        for index, (kind, _) in enumerate(kinds)
+        if kind in COMPRESSED_TYPES and len(found[index]) == 1
+    }
+    return layers, modules
+
+
+def _inspect(index: int, kind: str, window: int | None, modules: list[Any], config: TurboConfig) -> LayerReport:
+    """What will be done with one layer, whose attention modules these are."""
+    dense = functools.partial(LayerReport, index, "dense", window)
     if kind not in COMPRESSED_TYPES:
-        return LayerReport(index, "dense", window, f"{kind} keeps no keys that could be compressed")
+        return dense(f"{kind} is neither full nor sliding-window attention")
     if index in config.dense_layers:
-        return LayerReport(index, "dense", window, "asked for by dense_layers")
-    if module is None:
-        reason: str | None = "its attention class does not use Transformers' AttentionInterface with a Cache"
-    else:
-        reason = obstacle(module)
+        return dense("asked for by dense_layers")
+    if not modules:
+        return dense("its attention class does not use Transformers' AttentionInterface with a Cache", refused=True)
+    if len(modules) > 1:
+        return dense("it has more than one attention module (cross-attention)", refused=True)
+    module = modules[0]
+    if shares_keys(module):
+        return dense("it shares its keys and values with other layers")
+    reason = obstacle(module)
     if reason is not None:
-        message = f"layer {index} cannot be compressed: {reason}."
-        if "shares its keys" not in reason:
-            complain(
-                strict, message + f' Pass strict="warn" or TurboConfig(dense_layers=({index},)) to leave it dense.'
-            )
-            notes.append(message)
-        return LayerReport(index, "dense", window, reason)
-    asked = config.int8_layers != "auto" and index in config.int8_layers
-    steps = lost_to_bias(module) if config.int8_layers == "auto" else 0.0
-    if steps > BIAS_STEP and config.bits < 8:
-        message = (
-            f"layer {index}: its key bias alone makes an INT8 step of {steps:.1f} standard deviations of a key "
-            "channel; it is kept at 8 bit, and may still lose accuracy. Evaluate, or leave it dense "
-            "(TurboConfig.dense_layers)."
-        )
-        warnings.warn(message, stacklevel=4)
-        notes.append(message)
-        return LayerReport(index, "8 bit", window, "key bias")
-    if asked:
+        return dense(reason, refused=True)
+    if config.int8_layers != "auto" and index in config.int8_layers:
         return LayerReport(index, "8 bit", window, "asked for by int8_layers")
+    step = lost_to_bias(module) if config.int8_layers == "auto" and config.bits < 8 else 0.0
+    if step > BIAS_STEP:
+        return LayerReport(index, "8 bit", window, "key bias", bias_step=step)
     heads = getattr(module.config, "num_key_value_heads", None) or module.config.num_attention_heads
     return LayerReport(index, " + ".join(f"{n} x {bits} bit" for bits, n in config.head_groups(heads)), window, "")
+
+
+def _judge(layers: list[LayerReport], model: str, config: TurboConfig, strict: Strict) -> list[str]:
+    """Refuse what cannot be done; say the rest as warnings, and return them."""
+    named = (*config.dense_layers, *(config.int8_layers if config.int8_layers != "auto" else ()))
+    outside = [index for index in named if index >= len(layers)]
+    if outside:
+        raise ValueError(f"TurboConfig names layer {outside[0]}; the model has layers 0 to {len(layers) - 1}.")
+    refused = tuple(at.index for at in layers if at.refused)
+    if all(at.storage == "dense" for at in layers):
+        why = layers[refused[0] if refused else 0].reason if layers else "it has no attention layer"
+        raise Unsupported(f"no layer of {model} can be compressed: {why}.")
+    notes = []
+    if refused:
+        notes.append(f"layers {', '.join(map(str, refused))} cannot be compressed: {layers[refused[0]].reason}.")
+        complain(strict, f'{notes[0]} Pass strict="warn" or TurboConfig(dense_layers={refused}) to leave them dense.')
+    for at in layers:
+        if at.bias_step:
+            notes.append(
+                f"layer {at.index}: its key bias alone makes an INT8 step of {at.bias_step:.1f} standard deviations of "
+                "a key channel; it is kept at 8 bit, and may still lose accuracy. Evaluate, or leave it dense "
+                "(TurboConfig.dense_layers)."
+            )
+            warnings.warn(notes[-1], stacklevel=3)
+    return notes
 
 
 def _apply(
@@ -266,7 +303,7 @@ def _apply(
 ) -> Handle:
     AttentionInterface.register(NAME, turbo_attention)
     AttentionMaskInterface.register(NAME, turbo_mask)
-    key = next((k for k in model.config.sub_configs if getattr(model.config, k, None) is text), None)
+    key = _key_of(text, model.config)
     # a plain string would also switch the vision tower of a multimodal model
     previous = text._attn_implementation if key is None else {key: text._attn_implementation}
     model.set_attn_implementation(NAME if key is None else {key: NAME})
@@ -280,18 +317,24 @@ def _apply(
         at = layers[index]
         hook = functools.partial(_bring_layer, _Spec(index, at.window, at.storage != "dense", strict))
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-    int8 = tuple(at.index for at in layers if at.storage == "8 bit")
-    dense = tuple(at.index for at in layers if at.storage == "dense")
+    int8, dense = (tuple(at.index for at in layers if at.storage == kind) for kind in ("8 bit", "dense"))
     maker = _Maker(config, int8, dense)
-    if hasattr(model, "_prepare_cache_for_generation"):
-        model.__dict__["_prepare_cache_for_generation"] = types.MethodType(
-            functools.partial(_prepare_cache, maker), model
-        )
-        model.__dict__["init_continuous_batching"] = types.MethodType(_refuse_continuous_batching, model)
     family = family_of(text.model_type)
-    name = family.name if family else f"{text.model_type}: generic path, no test of its own"
-    report = Report(type(model).__name__, name, config, tuple(layers), tuple(notes))
-    return Handle(model, report, maker, hooks, previous)
+    methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
+        (model, "_prepare_cache_for_generation", functools.partial(_prepare_cache, maker)),
+        (model, "init_continuous_batching", _refuse_continuous_batching),
+    ]
+    if family is not None:
+        methods += [(module, name, method) for module in model.modules() for name, method in family.methods.items()]
+    # a model without a head generates nothing, and has no method to replace
+    methods = [(module, name, method) for module, name, method in methods if hasattr(type(module), name)]
+    for module, name, method in methods:
+        # not a bound method: a deep copy of the model takes a partial along with its maker of caches
+        module.__dict__[name] = functools.partial(method, module)
+    replaced = [(module, name) for module, name, _ in methods]
+    called = family.name if family else f"{text.model_type}: generic path, no test of its own"
+    report = Report(type(model).__name__, called, config, tuple(layers), tuple(notes))
+    return Handle(model, report, maker, hooks, replaced, previous)
 
 
 def _bring_layer(
@@ -301,10 +344,8 @@ def _bring_layer(
     if module.config._attn_implementation != NAME:
         return None
     cache = kwargs.get("past_key_values")
-    layer: TurboLayer | None = None
-    if isinstance(cache, TurboCache) and spec.compress:
-        held = cache.layers[spec.layer]
-        layer = held if isinstance(held, TurboLayer) else None
+    held = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
+    layer = held if isinstance(held, TurboLayer) else None
     if layer is not None:
         if module.training:
             raise Unsupported(

@@ -3,7 +3,7 @@
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.prefill import check_queries
+from turbo_hf.ops.prefill import check_queries, check_scores
 from turbo_hf.reference import decode as reference
 
 
@@ -25,7 +25,7 @@ def decode(
         q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified).
         store: one layer's cache, the M tokens included; Hq a multiple of its Hkv.
         scaling: factor on q . k.
-        starts: int64 [B], the first column of q that holds a token of the row; None: all do.
+        starts: int64 [B], the first column of q that holds a token of the row; None: those that the row is long enough for.
         window: tokens that a query sees, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: float [Hq], one more logit a head in the denominator, without a value.
@@ -38,12 +38,14 @@ def decode(
         included, -inf where a row has no token.
 
     Raises:
-        ValueError: shapes or devices that do not agree, an unknown mode.
+        ValueError: shapes or devices that do not agree, an unknown mode, a window below 1, a softcap or sas_threshold
+            of the wrong sign.
 
     Source: TurboAttention alg. 2 (P with one scale a query row and key block; exact exponential for the rescaling).
     """
     batch, kv_heads, _, dim = store.k_open.shape
     check_queries(q, kv_heads, dim, mode, starts, sinks)
+    check_scores(window, softcap, sas_threshold)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
     return reference.decode(

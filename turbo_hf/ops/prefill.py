@@ -44,13 +44,15 @@ def prefill(
         -inf at padding.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block.
+        ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a softcap
+            or sas_threshold of the wrong sign.
 
     Source: TurboAttention alg. 1 (P with one scale a query row and key block; exact exponential for the rescaling).
     """
     check_float("k", k)
     check_float("v", v)
     check_queries(q, k.shape[1], k.shape[3], mode, starts, sinks)
+    check_scores(window, softcap, sas_threshold)
     check_block(block)
     for name, x in (("k", k), ("v", v)):
         if x.shape != k.shape or x.shape[0] != q.shape[0] or x.shape[2] != q.shape[2]:
@@ -96,3 +98,13 @@ def check_queries(
         raise ValueError(f"starts must be [B] = [{q.shape[0]}]; got {tuple(starts.shape)}.")
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"sinks must be [Hq] = [{q.shape[1]}]; got {tuple(sinks.shape)}.")
+
+
+def check_scores(window: int | None, softcap: float | None, sas_threshold: float | None) -> None:
+    """ValueError unless each that is given leaves something to attend to."""
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, the query itself; got {window}.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be above 0; got {softcap}.")
+    if sas_threshold is not None and not sas_threshold < 0:
+        raise ValueError(f"sas_threshold must be below 0 (natural log units under the maximum); got {sas_threshold}.")

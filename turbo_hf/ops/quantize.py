@@ -127,7 +127,7 @@ def dequantize(store: KVStore, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
         dtype: of the result.
 
     Returns:
-        k and v, dtype [B, Hkv, T, D]; T is the longest row, rounded up; zeros past a row's end.
+        k and v, dtype [B, Hkv, T, D]; T is at least the longest row; zeros past a row's end.
 
     Raises:
         ValueError: dtype is no floating type.

@@ -27,7 +27,7 @@ def decode(
     # the queries are the row's last tokens, so they end where the row ends
     column = torch.arange(tokens, device=q.device).expand(batch, tokens)
     query = column + length[:, None] - tokens
-    padding = column < (0 if starts is None else starts[:, None])
+    padding = query < 0 if starts is None else (query < 0) | (column < starts[:, None])
     query = query.masked_fill(padding, -1)
     if mode == "exact":
         codes, q_scale = q, q.new_ones(q.shape[:3], dtype=acc)

@@ -63,7 +63,10 @@ def _stage2(q1: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 def dequantize(store: KVStore, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     k, k_scale, v, v_scale, _ = expand(store)
-    return (k * k_scale[..., None]).to(dtype), (v * v_scale[..., None]).to(dtype)
+    # stage 2 may round a code up to 127, and so a value near the end of float16's range past it
+    top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    k, v = ((x * scale[..., None]).clamp_(-top, top).to(dtype) for x, scale in ((k, k_scale), (v, v_scale)))
+    return k, v
 
 
 def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:

@@ -1,0 +1,135 @@
+"""`TurboConfig`: what it takes, what it refuses and in which words, and its presets."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from turbo_hf.config import PRESETS, TurboConfig, at_8_bit, resolve_config
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param({}, id="defaults"),
+        *(pytest.param({"bits": bits}, id=f"{bits}bit") for bits in (8, 4, 3, 2)),
+        *(pytest.param({"head_metric": m}, id=m) for m in ("priority", "entropy", "min_max", "variation")),
+        *(pytest.param({"block_size": b}, id=f"b{b}") for b in (32, 64, 128)),
+        *(pytest.param({"buffer_scale": s}, id=s) for s in ("token", "universal")),
+        *(pytest.param({"attention": a}, id=a) for a in ("turbo", "exact")),
+        pytest.param({"low_heads": 1}, id="all-low"),
+        pytest.param({"bits": 8, "low_bits": 4, "low_heads": 0.25}, id="mixed"),
+        pytest.param({"sas": True, "sas_threshold": -80}, id="lowest-threshold"),
+        pytest.param({"sas": True, "sas_threshold": -1e-3}, id="highest-threshold"),
+        pytest.param({"int8_layers": (), "dense_layers": (0, 5)}, id="layers"),
+    ],
+)
+def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
+    config = TurboConfig(**choices)
+    for name, value in choices.items():
+        assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        pytest.param({"bits": 5}, r"bits must be one of 8, 4, 3, 2; got 5", id="bits"),
+        pytest.param({"bits": 4.0}, r"bits must be one of 8, 4, 3, 2; got 4.0", id="bits-float"),
+        pytest.param({"bits": "4"}, r"bits must be one of 8, 4, 3, 2; got '4'", id="bits-text"),
+        pytest.param({"low_bits": 1}, r"low_bits must be one of 8, 4, 3, 2; got 1", id="low_bits"),
+        pytest.param({"head_metric": "range"}, r"head_metric must be one of 'priority', .*; got 'range'", id="metric"),
+        pytest.param({"block_size": 16}, r"block_size must be one of 32, 64, 128; got 16", id="block_size"),
+        pytest.param({"buffer_scale": None}, r"buffer_scale must be one of 'token', 'universal'; got None", id="scale"),
+        pytest.param({"attention": "flash"}, r"attention must be one of 'turbo', 'exact'; got 'flash'", id="attention"),
+        pytest.param({"sas": 1}, r"sas must be one of True, False; got 1", id="sas"),
+        pytest.param({"sas": True, "sas_threshold": "-6"}, r"sas_threshold must be None .*; got '-6'", id="sas-text"),
+        pytest.param({"low_heads": 1.5}, r"low_heads must be a share from 0 to 1; got 1.5", id="low_heads"),
+        pytest.param({"low_heads": -0.1}, r"low_heads must be a share from 0 to 1; got -0.1", id="low_heads-negative"),
+        pytest.param({"low_heads": math.nan}, r"low_heads must be a share from 0 to 1; got nan", id="low_heads-nan"),
+        pytest.param({"low_heads": True}, r"low_heads must be a share from 0 to 1; got True", id="low_heads-bool"),
+        pytest.param({"low_heads": "half"}, r"low_heads must be a share .*; got 'half'", id="low_heads-text"),
+        pytest.param(
+            {"bits": 2, "low_heads": 0.5}, r"low_bits must be below bits \(2\) when low_heads is not 0; got 2", id="low"
+        ),
+        pytest.param({"sas": True, "sas_threshold": 0}, r"from -80 to below 0 .*; got 0\.", id="threshold-0"),
+        pytest.param({"sas": True, "sas_threshold": -81.0}, r"from -80 to below 0 .*; got -81.0", id="threshold-low"),
+        pytest.param({"sas": True, "sas_threshold": math.nan}, r"from -80 to below 0 .*; got nan", id="threshold-nan"),
+        pytest.param({"sas": True, "sas_threshold": True}, r"from -80 to below 0 .*; got True", id="threshold-bool"),
+        pytest.param({"sas_threshold": -6.0}, r"sas_threshold has no effect without sas=True; got -6.0", id="no-sas"),
+        pytest.param({"int8_layers": "all"}, r'int8_layers must be a tuple .* or "auto"; got \'all\'', id="int8"),
+        pytest.param({"int8_layers": [0]}, r'int8_layers must be a tuple .* or "auto"; got \[0\]', id="int8-list"),
+        pytest.param(
+            {"dense_layers": "auto"}, r"dense_layers must be a tuple of layer indices; got 'auto'", id="dense"
+        ),
+        pytest.param({"dense_layers": (-1,)}, r"dense_layers must be a tuple .*; got \(-1,\)", id="dense-negative"),
+        pytest.param({"dense_layers": (True,)}, r"dense_layers must be a tuple .*; got \(True,\)", id="dense-bool"),
+        pytest.param({"dense_layers": (0.0,)}, r"dense_layers must be a tuple .*; got \(0.0,\)", id="dense-float"),
+    ],
+)
+def test_refuses(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=rf"^TurboConfig\..*{message}"):
+        TurboConfig(**choices)
+
+
+def test_is_frozen_and_takes_keywords_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(TurboConfig(), "bits", 2)  # noqa: B010 - an assignment would not pass the type checker
+    with pytest.raises(TypeError):
+        TurboConfig(4)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="bit"):
+        TurboConfig(bit=4)  # type: ignore[call-arg]
+
+
+@given(
+    heads=st.integers(1, 64),
+    share=st.floats(0, 1),
+    widths=st.sampled_from([(8, 4), (8, 3), (8, 2), (4, 3), (4, 2), (3, 2)]),
+)
+def test_head_groups_are_all_heads_widest_first(heads: int, share: float, widths: tuple[int, int]) -> None:
+    groups = TurboConfig(bits=widths[0], low_bits=widths[1], low_heads=share).head_groups(heads)
+    assert sum(n for _, n in groups) == heads
+    assert all(n > 0 for _, n in groups)
+    assert [bits for bits, _ in groups] == sorted({bits for bits, _ in groups}, reverse=True)
+    low = dict(groups).get(widths[1], 0)
+    assert abs(low - share * heads) <= 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        pytest.param("int8", ((8, 8),), id="int8"),
+        pytest.param("turbo4", ((4, 8),), id="turbo4"),
+        pytest.param("turbo-mixed", ((4, 4), (2, 4)), id="turbo-mixed"),
+        pytest.param("turbo2", ((2, 8),), id="turbo2"),
+    ],
+)
+def test_presets(name: str, groups: tuple[tuple[int, int], ...]) -> None:
+    config = resolve_config(name)
+    assert config is PRESETS[name]
+    assert config.head_groups(8) == groups
+
+
+def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
+    assert set(PRESETS) == {"int8", "turbo4", "turbo-mixed", "turbo2"}
+    assert PRESETS["turbo4"] == TurboConfig()
+
+
+def test_a_config_resolves_to_itself() -> None:
+    config = TurboConfig(bits=3)
+    assert resolve_config(config) is config
+
+
+@pytest.mark.parametrize("value", [pytest.param("turbo5", id="name"), pytest.param({"bits": 4}, id="dict")])
+def test_refuses_unknown_presets(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"one of the presets int8, turbo4, turbo-mixed, turbo2; got "):
+        resolve_config(value)
+
+
+def test_at_8_bit_keeps_all_else() -> None:
+    config = TurboConfig(bits=4, low_heads=0.5, block_size=32, attention="exact", buffer_scale="universal")
+    kept = at_8_bit(config)
+    assert kept.head_groups(8) == ((8, 8),)
+    assert dataclasses.replace(kept, bits=4, low_heads=0.5) == config

@@ -1,0 +1,584 @@
+"""`generate` on the compressed cache, on tiny random models and on the carried trained one.
+
+The oracle of "exact" attention is the model without the patch, whose own eager attention reads the same cache
+dequantised (`TurboCache` works there too): the tokens must be the same, because the numbers are.
+"""
+
+import copy
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import LAB_MODEL, VOCABULARY, lab_model, left_padded, prompts, tiny_llama, tiny_mistral
+from torch import Tensor
+from transformers import DynamicCache
+
+import turbo_hf
+from turbo_hf import TurboCache, TurboConfig
+
+EXACT = [
+    pytest.param(TurboConfig(attention="exact", bits=8), id="8bit"),
+    pytest.param(TurboConfig(attention="exact", bits=4), id="4bit"),
+    pytest.param(TurboConfig(attention="exact", bits=4, low_bits=2, low_heads=0.5), id="mixed"),
+    pytest.param(TurboConfig(attention="exact", bits=3, block_size=32), id="3bit-block32"),
+    pytest.param(TurboConfig(attention="exact", bits=2, buffer_scale="universal"), id="2bit-universal"),
+]
+EXACT4 = TurboConfig(attention="exact", bits=4)
+MODES = ["turbo", "exact"]
+RAGGED = [60, 125, 1, 64]
+"""Lengths of a batch: open tokens only, a seal while decoding, a single token, exactly one block."""
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """A tiny Llama, without a patch between tests."""
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def wide() -> Any:
+    """The same in float64, for what must be equal although numbers are summed in another order: no code can differ."""
+    return tiny_llama().double()
+
+
+@pytest.fixture(params=MODES)
+def config(request: pytest.FixtureRequest) -> TurboConfig:
+    """4 bit in both attention modes."""
+    return TurboConfig(attention=request.param)
+
+
+def ragged(lengths: list[int] | None = None) -> dict[str, Any]:
+    """A left-padded batch of random prompts."""
+    lengths = RAGGED if lengths is None else lengths
+    return left_padded([prompts(1, length, seed=row)[0] for row, length in enumerate(lengths)])
+
+
+def answer(model: Any, tokens: int = 24, **options: Any) -> Tensor:
+    """The new tokens of a `generate` call."""
+    result = model.generate(max_new_tokens=tokens, **options)
+    ids = result if isinstance(result, Tensor) else result.sequences
+    return ids[:, options["input_ids"].shape[1] :]
+
+
+def oracle(model: Any, config: TurboConfig, tokens: int = 24, expand: int = 1, **options: Any) -> Tensor:
+    """The same call without the patch: stock eager attention on the dequantised cache."""
+    assert model.config._attn_implementation == "eager"
+    mask = options.get("attention_mask")
+    cache = TurboCache(model.config, config, attention_mask=None if mask is None else mask.repeat_interleave(expand, 0))
+    return answer(model, tokens, past_key_values=cache, **options)
+
+
+def patched(model: Any, config: str | TurboConfig, tokens: int = 24, **options: Any) -> Tensor:
+    """The same call with the patch on."""
+    with turbo_hf.patch(model, config):
+        return answer(model, tokens, **options)
+
+
+# --- exact attention is stock attention on the dequantised cache ---------------------------------------------------
+
+
+@pytest.mark.parametrize("config", EXACT)
+def test_greedy_tokens_are_the_oracles(llama: Any, config: TurboConfig) -> None:
+    batch = ragged()
+    assert torch.equal(patched(llama, config, **batch), oracle(llama, config, **batch))
+
+
+@pytest.mark.parametrize("config", EXACT)
+def test_the_oracle_is_sensitive(llama: Any, config: TurboConfig) -> None:
+    batch = ragged()
+    want = oracle(llama, config, **batch)
+    assert not torch.equal(want, answer(llama, **batch)), "quantization changes no token"
+    shown = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["attention_mask"])}
+    assert not torch.equal(want, oracle(llama, config, **shown)), "padding changes no token"
+    if config.bits < 8:
+        padded = answer(llama, past_key_values=TurboCache(llama.config, config), **batch)
+        assert not torch.equal(want, padded), "where a block begins changes no token"
+
+
+@pytest.mark.parametrize("lengths", [[150, 150], [150, 126]], ids=["even", "padded"])
+@pytest.mark.parametrize("config", EXACT)
+def test_beam_search_finds_the_oracles_beams(llama: Any, config: TurboConfig, lengths: list[int]) -> None:
+    options: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 2, **ragged(lengths)}
+    assert torch.equal(patched(llama, config, **options), oracle(llama, config, expand=3, **options))
+
+
+@pytest.mark.parametrize("config", EXACT)
+def test_samples_are_the_oracles(llama: Any, config: TurboConfig) -> None:
+    options: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3, **ragged([70, 126])}
+    torch.manual_seed(5)
+    want = oracle(llama, config, expand=3, **options)
+    torch.manual_seed(5)
+    got = patched(llama, config, **options)
+    assert torch.equal(got, want)
+    assert len({tuple(row.tolist()) for row in got}) == 6
+
+
+@pytest.mark.parametrize("size", [5, 64, 100])
+def test_chunked_prefill_gives_the_oracles_tokens(llama: Any, size: int) -> None:
+    options: dict[str, Any] = {"prefill_chunk_size": size, **ragged()}
+    assert torch.equal(patched(llama, EXACT4, **options), oracle(llama, EXACT4, **options))
+
+
+@pytest.mark.parametrize("window", [1, 20, 64, 100])
+@pytest.mark.parametrize("size", [None, 50], ids=["whole", "chunked"])
+def test_a_sliding_window_gives_the_oracles_tokens(window: int, size: int | None) -> None:
+    model = tiny_mistral(window)
+    options: dict[str, Any] = {"prefill_chunk_size": size, **ragged([250, 60, 125])}
+    got = patched(model, EXACT4, **options)
+    assert torch.equal(got, oracle(model, EXACT4, **options))
+    # and at 8 bit of open tokens alone, it is what the model says without a compressed cache
+    assert not torch.equal(got, patched(tiny_mistral(None), EXACT4, **options))
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128])
+def test_prompts_at_the_edge_of_a_block(llama: Any, tokens: int) -> None:
+    ids = prompts(2, tokens)
+    assert torch.equal(patched(llama, EXACT4, input_ids=ids), oracle(llama, EXACT4, input_ids=ids))
+    assert patched(llama, EXACT4, tokens=1, input_ids=ids).shape == (2, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("mode", MODES)
+def test_half_precision_models_generate(dtype: torch.dtype, mode: Any) -> None:
+    model = tiny_llama().to(dtype)
+    with turbo_hf.patch(model, TurboConfig(attention=mode)):
+        out = model.generate(**ragged(), max_new_tokens=8, return_dict_in_generate=True, output_logits=True)
+    assert out.sequences.shape == (4, 125 + 8)
+    assert all(logits.isfinite().all() for logits in out.logits)
+    assert all(layer.dtype == dtype for layer in out.past_key_values.turbo_layers())
+
+
+# --- rows do not depend on each other ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_batch_answers_like_its_rows_alone(wide: Any, config: TurboConfig, rows: int) -> None:
+    lengths = [60, 125, 1, 64, 130][:rows]
+    batch = ragged(lengths)
+    together = patched(wide, config, **batch)
+    for row, length in enumerate(lengths):
+        alone = patched(wide, config, input_ids=batch["input_ids"][row : row + 1, -length:])
+        assert torch.equal(together[row], alone[0])
+
+
+def test_a_row_that_ends_early_does_not_disturb_the_others(wide: Any, config: TurboConfig) -> None:
+    batch = ragged([60, 125, 64])
+    free = patched(wide, config, **batch)
+    end = int(free[1, 5])
+    stopped = patched(wide, config, eos_token_id=end, pad_token_id=0, **batch)
+    for row, whole in enumerate(free.tolist()):
+        stop = whole.index(end) + 1 if end in whole else len(whole)
+        assert stopped[row, :stop].tolist() == whole[:stop]
+        assert not stopped[row, stop:].any()
+
+
+def test_input_embeddings_serve_as_a_prompt(wide: Any, config: TurboConfig) -> None:
+    batch = ragged()
+    want = patched(wide, config, **batch)
+    embeddings = wide.get_input_embeddings()(batch["input_ids"])
+    with turbo_hf.patch(wide, config):
+        got = wide.generate(inputs_embeds=embeddings, attention_mask=batch["attention_mask"], max_new_tokens=24)
+    assert torch.equal(got, want)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_passes_of_a_batch_are_those_of_its_rows_alone(wide: Any, data: st.DataObject) -> None:
+    mode = data.draw(st.sampled_from(MODES))
+    bits, low_heads, block = data.draw(st.sampled_from([(8, 0.0, 32), (4, 0.5, 32), (3, 0.0, 64), (2, 0.0, 64)]))
+    window = data.draw(st.sampled_from([None, None, 7, 40, 64]))
+    config = TurboConfig(attention=mode, bits=bits, low_heads=low_heads, block_size=block, sas=data.draw(st.booleans()))
+    model = wide if window is None else tiny_mistral(window).double()
+    rows = data.draw(st.integers(2, 3))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+    mask = torch.zeros(rows, 0, dtype=torch.int64)
+    with turbo_hf.patch(model, config) as handle, torch.no_grad():
+        batch, alone = handle.new_cache(), [handle.new_cache() for _ in range(rows)]
+        for _ in range(data.draw(st.integers(1, 5))):
+            change = data.draw(st.sampled_from(["none", "none", "reorder", "crop"]))
+            if change == "reorder" and mask.shape[1]:
+                index = data.draw(st.lists(st.integers(0, rows - 1), min_size=rows, max_size=rows))
+                batch.reorder_cache(torch.tensor(index))
+                alone, mask = [copy.deepcopy(alone[row]) for row in index], mask[index]
+            if change == "crop" and window is None:
+                kept = data.draw(st.integers(min(1, mask.shape[1]), mask.shape[1]))
+                gone = mask[:, kept:].sum(-1).tolist()
+                if bool(mask[:, :kept].any(-1).all()):
+                    batch.crop(kept - mask.shape[1])
+                    for cache, count in zip(alone, gone, strict=True):
+                        cache.crop(-count)
+                    mask = mask[:, :kept]
+            tokens = data.draw(st.sampled_from([1, 1, 5, 16, 17, 40, 70]))
+            valid = torch.rand(rows, tokens, generator=generator) < data.draw(st.sampled_from([0.3, 0.9, 1.0]))
+            side = data.draw(st.sampled_from(["left", "right", "holes"]))
+            valid = valid if side == "holes" else valid.sort(-1, descending=side == "right").values
+            # what runs as a prompt, or as tokens, must do so for each row alone
+            needed = 17 if tokens > 16 else 0 if mask.shape[1] else tokens
+            valid[:, tokens - needed :] = True
+            ids, mask = prompts(rows, tokens), torch.cat((mask, valid.long()), 1)
+            position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
+            logits = model(ids, attention_mask=mask, position_ids=position, past_key_values=batch).logits
+            for row, cache in enumerate(alone):
+                seen, count = cache.get_seq_length(), int(valid[row].sum())
+                if count:
+                    place = torch.arange(seen, seen + count)[None]
+                    own = model(ids[row : row + 1, valid[row]], position_ids=place, past_key_values=cache).logits[0]
+                    # far less than one INT8 step anywhere would make
+                    noise = torch.finfo(torch.float32).eps * own.abs().max()
+                    assert bool(((logits[row, valid[row]] - own).abs() < noise).all())
+
+
+# --- drafts --------------------------------------------------------------------------------------------------------
+
+
+def story() -> dict[str, Any]:
+    """A prompt for the trained model whose answer repeats parts of it."""
+    text = "Q: I have a cat, a dog, and a snake. How many animals do I have?\nA: Let's think step by step.\n"
+    return dict(lab_model()[1](text, return_tensors="pt"))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_prompt_lookup_gives_the_greedy_tokens(bits: Any, mode: Any) -> None:
+    model, _ = lab_model()
+    config = TurboConfig(bits=bits, attention=mode)
+    want = patched(model, config, tokens=60, **story())
+    assert want.shape[1] + story()["input_ids"].shape[1] > 64, "no block is sealed between drafts"
+    assert torch.equal(patched(model, config, tokens=60, prompt_lookup_num_tokens=4, **story()), want)
+
+
+@pytest.mark.parametrize("agrees", [True, False], ids=["good", "bad"])
+@pytest.mark.parametrize("assistant_patched", [True, False], ids=["patched", "plain"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_assistant_gives_the_greedy_tokens(agrees: bool, assistant_patched: bool, mode: Any) -> None:
+    model, _ = lab_model()
+    config = TurboConfig(attention=mode)
+    assistant = tiny_llama(vocab_size=model.config.vocab_size, eos_token_id=1)
+    if agrees:
+        assistant = copy.deepcopy(model)
+    want = patched(model, config, tokens=60, **story())
+    if assistant_patched:
+        turbo_hf.patch(assistant, config)
+    got = patched(model, config, tokens=60, assistant_model=assistant, **story())
+    assert torch.equal(got, want)
+
+
+def test_drafts_leave_a_cache_that_can_go_on(llama: Any) -> None:
+    ids = prompts(1, 60)
+    repeated = torch.cat((ids, ids, ids[:, :50]), 1)
+    with turbo_hf.patch(llama, EXACT4) as handle:
+        cache = handle.new_cache()
+        first = llama.generate(repeated, past_key_values=cache, max_new_tokens=40, prompt_lookup_num_tokens=5)
+        # everything but the newest token is cached, drafts that were refused are not
+        assert [layer.lengths() for layer in cache.turbo_layers()] == [[first.shape[1] - 1]] * 2
+        assert all(layer.pool.sealed == [(first.shape[1] - 1) // 64] for layer in cache.turbo_layers())
+        again = handle.new_cache()
+        llama(first[:, :-1], past_key_values=again)
+        for mine, other in zip(cache.turbo_layers()[:1], again.turbo_layers()[:1], strict=True):
+            got, want = mine.store(), other.store()
+            assert torch.equal(got.heads[0].k[got.table], want.heads[0].k[want.table])
+
+
+# --- one cache, several calls --------------------------------------------------------------------------------------
+
+
+def turns(model: Any, batch: dict[str, Any], then: dict[str, Any], cache: TurboCache | None) -> Tensor:
+    """Generate, append the second prompt, generate on. Returns the second answer."""
+    options: dict[str, Any] = {"max_new_tokens": 10, "return_dict_in_generate": True}
+    if cache is not None:
+        options["past_key_values"] = cache
+    first = model.generate(**batch, **options)
+    ids = torch.cat((first.sequences, then["input_ids"]), 1)
+    generated = torch.ones(len(ids), 10, dtype=torch.int64)
+    mask = torch.cat((batch["attention_mask"], generated, then["attention_mask"]), 1)
+    options["past_key_values"] = first.past_key_values
+    second = model.generate(input_ids=ids, attention_mask=mask, **options)
+    assert second.past_key_values is first.past_key_values
+    assert second.past_key_values.get_seq_length() == ids.shape[1] + 9
+    new: Tensor = second.sequences[:, ids.shape[1] :]
+    return new
+
+
+@pytest.mark.parametrize("new", [[30, 30, 30], [3, 40, 17], [5, 2, 1]], ids=["even", "padded", "short"])
+def test_a_second_turn_answers_like_its_rows_alone(wide: Any, config: TurboConfig, new: list[int]) -> None:
+    lengths = [60, 125, 1]
+    batch = ragged(lengths)
+    then = left_padded([prompts(1, n, seed=10 + row)[0] for row, n in enumerate(new)])
+    with turbo_hf.patch(wide, config):
+        together = turns(wide, batch, then, None)
+        for row, (length, n) in enumerate(zip(lengths, new, strict=True)):
+            one = {name: x[row : row + 1, -length:] for name, x in batch.items()}
+            two = {name: x[row : row + 1, -n:] for name, x in then.items()}
+            if (n <= 16) == (then["input_ids"].shape[1] <= 16):
+                assert torch.equal(turns(wide, one, two, None)[0], together[row])
+
+
+def test_a_second_turn_gives_the_oracles_tokens(llama: Any) -> None:
+    batch = ragged([60, 125, 1])
+    then = left_padded([prompts(1, n, seed=10 + n)[0] for n in (3, 40, 17)])
+    mask = torch.cat((batch["attention_mask"], torch.ones(3, 10, dtype=torch.int64), then["attention_mask"]), 1)
+    want = turns(llama, batch, then, TurboCache(llama.config, EXACT4, attention_mask=mask))
+    with turbo_hf.patch(llama, EXACT4):
+        assert torch.equal(turns(llama, batch, then, None), want)
+
+
+def test_a_prefix_is_continued_twice(llama: Any, config: TurboConfig) -> None:
+    prefix = prompts(1, 100)
+    tails = [prompts(1, 40, seed=1), prompts(1, 30, seed=2)]
+    with turbo_hf.patch(llama, config) as handle:
+        cache = handle.new_cache()
+        llama(prefix, past_key_values=cache)
+        answers = []
+        for tail in (*tails, tails[0]):
+            ids = torch.cat((prefix, tail), 1)
+            answers.append(answer(llama, input_ids=ids, past_key_values=copy.deepcopy(cache)))
+        assert cache.get_seq_length() == 100
+        fresh = []
+        for tail in tails:
+            own = handle.new_cache()
+            llama(prefix, past_key_values=own)
+            fresh.append(answer(llama, input_ids=torch.cat((prefix, tail), 1), past_key_values=own))
+    assert torch.equal(answers[0], answers[2])
+    assert torch.equal(answers[0], fresh[0])
+    assert torch.equal(answers[1], fresh[1])
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it(llama: Any, config: TurboConfig) -> None:
+    # 36 open tokens in room for 48: the next ones are written into the tensors that are there
+    ids = torch.cat((prompts(1, 100), prompts(1, 5, seed=1)), 1)
+    with turbo_hf.patch(llama, config) as handle:
+        caches = [handle.new_cache(), handle.new_cache()]
+        with torch.inference_mode():
+            llama(ids[:, :100], past_key_values=caches[0])
+        with torch.no_grad():
+            llama(ids[:, :100], past_key_values=caches[1])
+        caches.append(copy.deepcopy(caches[0]))
+        got = [answer(llama, tokens=40, input_ids=ids, past_key_values=cache) for cache in caches]
+        with torch.inference_mode():
+            inside = answer(llama, input_ids=ids[:, :100])
+        outside = answer(llama, input_ids=ids[:, :100])
+    assert torch.equal(got[0], got[1])
+    assert torch.equal(got[2], got[1])
+    assert torch.equal(inside, outside)
+
+
+def test_a_cache_refuses_another_batch_and_another_past(llama: Any) -> None:
+    with turbo_hf.patch(llama) as handle:
+        cache = handle.new_cache()
+        batch = ragged([20, 9])
+        first = llama.generate(**batch, past_key_values=cache, max_new_tokens=3)
+        with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
+            llama.generate(first, attention_mask=torch.ones_like(first), past_key_values=cache, max_new_tokens=3)
+        with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
+            llama(first[:, -1:], past_key_values=cache)
+        with pytest.raises(ValueError, match="attention_mask has 3 rows; the cache holds 2"):
+            llama(prompts(3, 1), attention_mask=torch.ones(3, 23), past_key_values=cache)
+        # a row without padding needs no mask
+        cache.batch_select_indices(torch.tensor([0]))
+        llama(first[:1, -1:], past_key_values=cache)
+        with pytest.raises(ValueError, match="holds 1 rows"):
+            llama(prompts(3, 1), past_key_values=cache)
+        with pytest.raises(ValueError, match="attention_mask has 5 columns; the cache holds 23"):
+            llama(prompts(1, 1), attention_mask=torch.ones(1, 5), past_key_values=cache)
+
+
+# --- a loop of one's own -------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own_gives_the_tokens_of_generate(wide: Any, config: TurboConfig) -> None:
+    batch = ragged()
+    mask, ids, tokens = batch["attention_mask"], batch["input_ids"], []
+    with turbo_hf.patch(wide, config) as handle, torch.no_grad():
+        want = answer(wide, tokens=8, **batch)
+        cache = handle.new_cache()
+        for _ in range(8):
+            position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            logits = wide(ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits
+            ids = logits[:, -1:].argmax(-1)
+            tokens.append(ids)
+            mask = torch.cat((mask, torch.ones_like(ids)), 1)
+    assert torch.equal(torch.cat(tokens, 1), want)
+
+
+@pytest.mark.parametrize("lengths", [[60, 125, 64], [70, 1, 70]], ids=["long", "single"])
+def test_a_right_padded_prompt_is_read_like_its_rows_alone(wide: Any, config: TurboConfig, lengths: list[int]) -> None:
+    rows = [prompts(1, length, seed=row) for row, length in enumerate(lengths)]
+    width = max(lengths)
+    ids = torch.cat([torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows])
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    with turbo_hf.patch(wide, config) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        logits = wide(ids, attention_mask=mask.long(), past_key_values=cache).logits
+        token = prompts(3, 1, seed=9)
+        after = torch.cat((mask, torch.ones(3, 1, dtype=torch.bool)), 1).long()
+        place = torch.tensor(lengths)[:, None]
+        step = wide(token, attention_mask=after, position_ids=place, past_key_values=cache).logits
+        for row, length in enumerate(lengths):
+            own = handle.new_cache()
+            alone = wide(rows[row], past_key_values=own).logits
+            alone_step = wide(token[row : row + 1], past_key_values=own).logits
+            assert torch.equal(logits[row, :length].argmax(-1), alone[0].argmax(-1))
+            assert torch.equal(step[row].argmax(-1), alone_step[0].argmax(-1))
+            assert cache.turbo_layers()[0].lengths()[row] == length + 1
+
+
+def test_a_pass_may_be_all_padding(llama: Any, config: TurboConfig) -> None:
+    ids = prompts(1, 40)
+    mask = (torch.arange(40) >= 13).long()[None]
+    want = patched(llama, config, input_ids=ids[:, 13:])
+    padded = patched(llama, config, input_ids=ids, attention_mask=mask)
+    assert torch.equal(padded, want)
+    assert torch.equal(
+        patched(llama, EXACT4, input_ids=ids, attention_mask=mask, prefill_chunk_size=5),
+        oracle(llama, EXACT4, input_ids=ids, attention_mask=mask, prefill_chunk_size=5),
+    )
+
+
+# --- what is not compressed, and what is refused -------------------------------------------------------------------
+
+
+def test_without_a_cache_nothing_is_quantized(llama: Any) -> None:
+    batch = ragged()
+    want = answer(llama, tokens=6, use_cache=False, **batch)
+    assert torch.equal(patched(llama, "turbo2", tokens=6, use_cache=False, **batch), want)
+
+
+def test_a_foreign_cache_works_with_a_warning(llama: Any) -> None:
+    batch = ragged()
+    want = answer(llama, **batch)
+    with pytest.warns(UserWarning, match="a DynamicCache was passed, so this call is not compressed"):
+        got = patched(llama, "turbo2", past_key_values=DynamicCache(config=llama.config), **batch)
+    assert torch.equal(got, want)
+
+
+def test_a_static_cache_works_with_a_warning(llama: Any) -> None:
+    batch = ragged()
+    want = answer(llama, **batch)
+    with pytest.warns(UserWarning, match="cache_implementation='static' asks for Hugging Face's own cache"):
+        got = patched(llama, "turbo2", cache_implementation="static", **batch)
+    assert torch.equal(got, want)
+
+
+def test_a_compressed_call_warns_of_nothing(llama: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patched(llama, "turbo4", **ragged())
+
+
+def test_rows_of_padding_are_refused(llama: Any) -> None:
+    batch = ragged([20, 9, 5])
+    batch["attention_mask"][1] = 0
+    with pytest.raises(ValueError, match=r"rows \[1\] of attention_mask are all padding"):
+        patched(llama, "turbo4", **batch)
+
+
+def test_training_on_a_compressed_cache_is_refused(llama: Any) -> None:
+    ids = prompts(2, 80)
+    model = copy.deepcopy(llama)
+    with turbo_hf.patch(model) as handle:
+        model.train()
+        with pytest.raises(ValueError, match=r"training mode.*Call model.eval\(\)"):
+            model(ids, past_key_values=handle.new_cache())
+        # without a compressed cache training goes on as ever
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        want = copy.deepcopy(llama)
+        want.train()
+        want(ids, labels=ids, use_cache=False).loss.backward()
+        for mine, other in zip(model.parameters(), want.parameters(), strict=True):
+            assert mine.grad is not None
+            assert other.grad is not None
+            assert bool(mine.grad.abs().sum() > 0) == bool(other.grad.abs().sum() > 0)
+        model.eval()
+        loss = model(ids, labels=ids, past_key_values=handle.new_cache()).loss
+        with pytest.raises(RuntimeError, match="attention over a compressed cache has no gradient"):
+            loss.backward()
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def reachable(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Every tensor behind an object."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+        return
+    parts = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple | set) else ()
+    for part in (*parts, *getattr(thing, "__dict__", {}).values()):
+        yield from reachable(part, seen)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"prefill_chunk_size": 40}], ids=["greedy", "beams", "chunks"]
+)
+def test_no_full_precision_copy_survives(llama: Any, config: TurboConfig, options: dict[str, int]) -> None:
+    with turbo_hf.patch(llama, config):
+        out = llama.generate(**ragged(), max_new_tokens=10, return_dict_in_generate=True, **options)
+    cache = out.past_key_values
+    scales = {
+        id(x)
+        for layer in cache.turbo_layers()
+        for x in (layer.buffer.k_scale, layer.buffer.v_scale, *(pages.scale for pages in layer.pool.heads))
+    }
+    assert len(scales) == 2 * 3
+    assert all(layer.pending is None for layer in cache.turbo_layers())
+    floats = [x for x in reachable(cache, set()) if x.is_floating_point()]
+    assert {id(x) for x in floats} == scales
+
+
+# --- the trained model ---------------------------------------------------------------------------------------------
+
+
+def lookup(pairs: int, seed: int) -> tuple[str, str]:
+    """A JSON object of random keys and values with a question for one of them, and the answer."""
+    generator = random.Random(seed)
+    items = [(f"{generator.getrandbits(32):08x}", f"{generator.getrandbits(32):08x}") for _ in range(pairs)]
+    key, value = items[seed % pairs]
+    text = ", ".join(f'"{k}": "{v}"' for k, v in items)
+    return (
+        "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+        f'{{{text}}}\n\nKey: "{key}"\nThe value associated with the specified key is:',
+        f' "{value}"',
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param("int8", id="int8"),
+        pytest.param("turbo4", id="turbo4"),
+        pytest.param("turbo-mixed", id="turbo-mixed"),
+        pytest.param(EXACT4, id="exact"),
+        pytest.param(TurboConfig(sas=True), id="sas"),
+        pytest.param(TurboConfig(buffer_scale="universal"), id="universal"),
+        pytest.param(TurboConfig(int8_layers=(0,), dense_layers=(5,)), id="layers"),
+    ],
+)
+@pytest.mark.parametrize("size", [None, 64], ids=["whole", "chunked"])
+def test_the_trained_model_finds_its_values(config: str | TurboConfig, size: int | None) -> None:
+    model, tokenizer = lab_model()
+    tasks = [lookup(pairs, seed) for seed, pairs in enumerate((3, 9, 12))]
+    batch = tokenizer([text for text, _ in tasks], return_tensors="pt", padding=True)
+    got = patched(model, config, tokens=20, prefill_chunk_size=size, **batch)
+    for text, (_, value) in zip(tokenizer.batch_decode(got, skip_special_tokens=True), tasks, strict=True):
+        assert text.startswith(value)
+
+
+def test_the_trained_model_reasons_as_without_the_patch() -> None:
+    model, _ = lab_model()
+    want = answer(model, tokens=60, **story())
+    for config in ("int8", "turbo4", "turbo-mixed"):
+        assert torch.equal(patched(model, config, tokens=60, **story()), want)
+
+
+def test_the_trained_model_is_carried() -> None:
+    assert (LAB_MODEL / "config.json").is_file()
+    assert tiny_llama().config.vocab_size == VOCABULARY

@@ -1,0 +1,127 @@
+"""Where the bits lie: packing against the drawing in `turbo_hf.layout`, and the bytes that it promises."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import unpack
+
+from turbo_hf.layout import (
+    BITS,
+    BLOCK_SIZES,
+    CODE_MAX,
+    PagedHeads,
+    empty_pages,
+    half_merge,
+    half_split,
+    open_token_bytes,
+    packed_bytes,
+    page_bytes,
+    value_order,
+)
+
+PACKED = [pytest.param(bits, id=f"{bits}bit") for bits in BITS if bits != 8]
+WIDTHS = [pytest.param(n, id=f"n{n}") for n in (16, 32, 64, 80, 96, 128, 256)]
+
+
+def random_codes(*shape: int, bits: int) -> torch.Tensor:
+    return torch.randint(0, 2**bits, shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("bits", PACKED)
+def test_packing_is_exact(bits: int, n: int, device: torch.device) -> None:
+    codes = random_codes(2, 3, n, bits=bits).to(device)
+    packed = half_split(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, packed_bytes(n, bits))
+    assert torch.equal(half_merge(packed, bits), codes)
+
+
+@pytest.mark.parametrize("bits", PACKED)
+def test_every_byte_unpacks_to_codes_that_pack_to_it(bits: int) -> None:
+    packed = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 2 * bits)
+    assert torch.equal(half_split(half_merge(packed, bits), bits), packed)
+
+
+@pytest.mark.parametrize("n", [pytest.param(16, id="n16"), pytest.param(80, id="n80")])
+def test_4_bit_bytes_are_as_drawn(n: int) -> None:
+    c = random_codes(n, bits=4).tolist()
+    drawn = [c[j] | c[j + n // 2] << 4 for j in range(n // 2)]
+    assert half_split(torch.tensor(c, dtype=torch.uint8), 4).tolist() == drawn
+
+
+@pytest.mark.parametrize("n", [pytest.param(16, id="n16"), pytest.param(80, id="n80")])
+def test_2_bit_bytes_are_as_drawn(n: int) -> None:
+    c = random_codes(n, bits=2).tolist()
+    drawn = [c[j] | c[j + n // 4] << 2 | c[j + n // 2] << 4 | c[j + 3 * n // 4] << 6 for j in range(n // 4)]
+    assert half_split(torch.tensor(c, dtype=torch.uint8), 2).tolist() == drawn
+
+
+@pytest.mark.parametrize("n", [pytest.param(16, id="n16"), pytest.param(80, id="n80")])
+def test_3_bit_planes_are_as_drawn(n: int) -> None:
+    c = random_codes(n, bits=3).tolist()
+    low = [sum((c[j + i * n // 4] & 3) << 2 * i for i in range(4)) for j in range(n // 4)]
+    high = [sum((c[j + i * n // 8] >> 2) << i for i in range(8)) for j in range(n // 8)]
+    assert half_split(torch.tensor(c, dtype=torch.uint8), 3).tolist() == low + high
+
+
+@pytest.mark.parametrize("bits", PACKED)
+def test_packing_takes_any_strides(bits: int) -> None:
+    codes = random_codes(32, 5, bits=bits)
+    packed = half_split(codes.T, bits)
+    assert torch.equal(packed, half_split(codes.T.contiguous(), bits))
+    assert torch.equal(half_merge(packed.T.contiguous().T, bits), codes.T)
+
+
+@given(bits=st.sampled_from((4, 3, 2)), n=st.integers(1, 24).map(lambda i: 16 * i), data=st.data())
+def test_packing_of_any_codes(bits: int, n: int, data: st.DataObject) -> None:
+    codes = torch.tensor(data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=n, max_size=n)), dtype=torch.uint8)
+    packed = half_split(codes, bits)
+    assert torch.equal(half_merge(packed, bits), codes)
+    # the tests' own reader, on which the oracle of compressed attention stands
+    assert unpack(packed, bits).tolist() == codes.tolist()
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in BLOCK_SIZES])
+def test_value_order_is_a_permutation_within_16_tokens(block: int, device: torch.device) -> None:
+    order = value_order(block, device)
+    assert order.device.type == device.type
+    groups = order.reshape(-1, 16)
+    for i, group in enumerate(groups.tolist()):
+        assert sorted(group) == list(range(16 * i, 16 * i + 16))
+    # a thread t of four holds tokens 2t, 2t + 1 and 2t + 8, 2t + 9 of 16: they must stand side by side
+    for t in range(4):
+        assert groups[0, 4 * t : 4 * t + 4].tolist() == [2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9]
+
+
+def nbytes(pages: PagedHeads) -> int:
+    return sum(x.nbytes for x in (pages.k, pages.v, pages.meta, pages.scale))
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in BLOCK_SIZES])
+@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 128)])
+@pytest.mark.parametrize("bits", [pytest.param(b, id=f"{b}bit") for b in BITS])
+def test_page_bytes_are_those_allocated(bits: int, dim: int, block: int, device: torch.device) -> None:
+    pages = empty_pages(bits, 3, 2, dim, block, device)
+    assert nbytes(pages) == 6 * page_bytes(dim, bits, block)
+    assert pages.bits == bits
+    assert pages.k.shape[:3] == (3, 2, block)
+    assert pages.v.shape[:3] == (3, 2, dim)
+
+
+def test_open_token_bytes_are_those_of_its_tensors() -> None:
+    code, scale = torch.empty(128, dtype=torch.int8), torch.empty((), dtype=torch.float32)
+    assert open_token_bytes(128) == 2 * (code.nbytes + scale.nbytes)
+
+
+@pytest.mark.parametrize("dim", [pytest.param(64, id="d64"), pytest.param(128, id="d128")])
+def test_compression_is_what_the_algorithm_promises(dim: int) -> None:
+    half_precision = 2 * 2 * 64 * dim
+    assert round(half_precision / page_bytes(dim, 4), 2) == 3.76
+    assert round(half_precision / page_bytes(dim, 2), 1) == 7.1
+
+
+def test_largest_code_leaves_headroom_for_stage_2() -> None:
+    # a channel without range still spans 15 steps of 1 at 4 bit, centred: 8 below the code, 7 above it
+    assert CODE_MAX + 8 <= 127

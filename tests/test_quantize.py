@@ -1,0 +1,566 @@
+"""FlashQ: what rounding may cost at each stage, the stage 2 integers one by one, caches read back, heads ranked."""
+
+import inspect
+import math
+from fractions import Fraction
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import CODE_MAX, make_store, page_codes, store_codes, tokens, unpack
+
+import turbo_hf.ops.decode
+import turbo_hf.ops.prefill
+import turbo_hf.ops.quantize
+import turbo_hf.reference.decode
+import turbo_hf.reference.prefill
+import turbo_hf.reference.quantize
+from turbo_hf.config import HEAD_METRICS
+from turbo_hf.layout import BITS, VALUE_ORDER, KVStore, PagedHeads
+from turbo_hf.ops.quantize import (
+    FLOATS,
+    dequantize,
+    head_scores,
+    quantize_blocks,
+    quantize_tokens,
+    seal_blocks,
+    unpack_blocks,
+)
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in FLOATS]
+LENGTHS = [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 130)]
+DIMS = [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)]
+ALL_BITS = [pytest.param(bits, id=f"{bits}bit") for bits in BITS]
+STAGE_2 = [pytest.param(bits, id=f"{bits}bit") for bits in BITS if bits != 8]
+EPS = torch.finfo(torch.float32).eps
+METRICS = [pytest.param(metric, id=metric) for metric in HEAD_METRICS]
+
+
+# --- contract -------------------------------------------------------------------------------------------------------
+
+
+def public(module: ModuleType) -> dict[str, inspect.Signature]:
+    """The ops of a module with their signatures; the shared checks of arguments are none."""
+    here = [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
+    names = getattr(module, "__all__", [name for name in here if not name.startswith(("_", "check_"))])
+    return {name: inspect.signature(getattr(module, name)) for name in sorted(names)}
+
+
+@pytest.mark.parametrize(
+    ("op", "reference"),
+    [
+        pytest.param(turbo_hf.ops.quantize, turbo_hf.reference.quantize, id="quantize"),
+        pytest.param(turbo_hf.ops.prefill, turbo_hf.reference.prefill, id="prefill"),
+        pytest.param(turbo_hf.ops.decode, turbo_hf.reference.decode, id="decode"),
+    ],
+)
+def test_reference_has_the_same_signatures(op: ModuleType, reference: ModuleType) -> None:
+    assert public(op)
+    assert public(op) == public(reference)
+
+
+# --- stage 1 --------------------------------------------------------------------------------------------------------
+
+
+def assert_stage_1(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, run: int) -> None:
+    """INT8 of x [B, H, M, D], one scale for each `run` tokens: smallest scales, nearest codes, half a step lost."""
+    length = x.shape[2]
+    assert codes.dtype == torch.int8
+    assert scale.dtype == torch.float32
+    assert codes.shape == x.shape
+    assert scale.shape == (*x.shape[:2], math.ceil(length / run))
+    codes, step, x = codes.double(), scale.double().repeat_interleave(run, -1)[..., :length, None], x.double()
+    for start in range(0, length, run):
+        want = x[:, :, start : start + run].abs().amax((-1, -2)) / CODE_MAX
+        # one division in float32
+        assert bool(((step[:, :, start, 0] - want).abs() <= EPS * want).all())
+    assert float(codes.abs().max()) <= CODE_MAX
+    # away from ties, where the float32 quotient may round the other way
+    ratio = x / step.clamp(min=torch.finfo(torch.float32).tiny)
+    clear = (ratio - ratio.floor() - 0.5).abs() > 2**-10
+    assert torch.equal(codes[clear], ratio.round()[clear])
+    # the quotient's rounding, and that of a float64 input on its way to float32
+    assert bool(((codes * step - x).abs() <= step / 2 + 2 * EPS * x.abs()).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_tokens_are_off_by_half_a_step(dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = tokens(2, 3, 65, dim, dtype=dtype, device=device)
+    codes, scale = quantize_tokens(x)
+    assert_stage_1(x, codes, scale, 1)
+    assert bool((codes.long().abs().amax(-1) == CODE_MAX).all())
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_blocks_are_off_by_half_a_step(length: int, block: int, device: torch.device) -> None:
+    x = tokens(2, 3, length, 64, device=device)
+    assert_stage_1(x, *quantize_blocks(x, block), block)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_take_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    x = tokens(1, 2, 65, 80, dtype=dtype, device=device)
+    assert_stage_1(x, *quantize_blocks(x, 64), 64)
+
+
+def test_strides_do_not_matter_to_stage_1(device: torch.device) -> None:
+    x = tokens(2, 65, 3, 64, device=device).transpose(1, 2)
+    for got, want in zip(quantize_tokens(x), quantize_tokens(x.contiguous()), strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(quantize_blocks(x, 64), quantize_blocks(x.contiguous(), 64), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_zero_tokens_have_scale_0_and_code_0(device: torch.device) -> None:
+    x = tokens(1, 2, 70, 16, device=device)
+    x[:, :, 64:] = 0
+    x[:, 1, 3] = 0
+    for codes, scale in (quantize_tokens(x), quantize_blocks(x, 64)):
+        assert bool(scale.isfinite().all())
+        assert not codes[:, :, 64:].any()
+        assert not codes[:, 1, 3].any()
+    assert not quantize_tokens(x)[1][:, :, 64:].any()
+    assert not quantize_blocks(x, 64)[1][..., 1].any()
+
+
+def test_one_outlier_takes_the_range_of_its_block_only(device: torch.device) -> None:
+    x = tokens(1, 1, 128, 16, device=device)
+    x[0, 0, 5, 7] = 1e6
+    codes, scale = quantize_blocks(x, 64)
+    assert int(codes[0, 0, 5, 7]) == CODE_MAX
+    assert int(codes[0, 0, :64].count_nonzero()) == 1
+    assert float(scale[0, 0, 1]) == float(quantize_blocks(x[:, :, 64:], 64)[1])
+
+
+def test_a_given_scale_is_used_and_clamps(device: torch.device) -> None:
+    x = tokens(2, 3, 5, 16, device=device)
+    own = quantize_tokens(x)[1]
+    given = torch.full_like(own, float(own.mean()) / 2)
+    codes, scale = quantize_tokens(x, given)
+    assert torch.equal(scale, given)
+    ratio = x.double() / given.double()[..., None]
+    # away from ties, where the float32 quotient may round the other way
+    clear = (ratio - ratio.floor() - 0.5).abs() > 2**-10
+    assert torch.equal(codes[clear].double(), ratio.round().clamp(-CODE_MAX, CODE_MAX)[clear])
+    assert bool((ratio.abs() > CODE_MAX + 1).any()), "nothing was clamped: the test shows nothing"
+    assert int(codes.long().abs().max()) == CODE_MAX
+
+
+# --- stage 2 --------------------------------------------------------------------------------------------------------
+
+
+def slow_stage_2(channel: list[int], bits: int) -> tuple[int, int, list[int]]:
+    """Step, zero and codes of one channel of a block, in integers and fractions."""
+    levels, low, high = 2**bits - 1, min(channel), max(channel)
+    step = max(1, round(Fraction(high - low, levels)))
+    zero = max(-128, low + (high - low - levels * step) // 2)
+    return step, zero, [min(max(round(Fraction(q - zero, step)), 0), levels) for q in channel]
+
+
+def channels_of(shape: tuple[int, ...], span: int = CODE_MAX) -> torch.Tensor:
+    """int8 [P, S, b, D] whose channels have all kinds of ranges."""
+    low = torch.randint(-span, span + 1, (*shape[:2], 1, shape[3]))
+    high = torch.randint(-span, span + 1, (*shape[:2], 1, shape[3]))
+    return (low + torch.rand(shape) * (high - low)).round().to(torch.int8)
+
+
+def ones(codes: torch.Tensor) -> torch.Tensor:
+    return torch.ones(codes.shape[:3], dtype=torch.float32, device=codes.device)
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
+@pytest.mark.parametrize("bits", STAGE_2)
+def test_stage_2_is_its_formula_bit_for_bit(bits: int, block: int, device: torch.device) -> None:
+    k, v = channels_of((2, 2, block, 16)).to(device), channels_of((2, 2, block, 16)).to(device)
+    pages = seal_blocks(k, ones(k), v, ones(v), bits)
+    assert pages.bits == bits
+    time_order = [VALUE_ORDER.index(t % 16) + t // 16 * 16 for t in range(block)]
+    for page in range(2):
+        for slot in range(2):
+            k_codes = unpack(pages.k[page, slot], bits)
+            v_codes = unpack(pages.v[page, slot], bits)[:, time_order].T
+            meta = pages.meta[page, slot].tolist()
+            for c in range(16):
+                step, zero, codes = slow_stage_2(k[page, slot, :, c].tolist(), bits)
+                assert (meta[0][c], meta[1][c], k_codes[:, c].tolist()) == (step, zero, codes)
+                step, zero, codes = slow_stage_2(v[page, slot, :, c].tolist(), bits)
+                assert (meta[2][c], meta[3][c], v_codes[:, c].tolist()) == (step, zero, codes)
+
+
+@pytest.mark.parametrize("span", [pytest.param(CODE_MAX, id="fresh"), pytest.param(127, id="unsealed-once")])
+@pytest.mark.parametrize("bits", STAGE_2)
+def test_stage_2_of_every_range(bits: int, span: int, device: torch.device) -> None:
+    """Each pair of a channel's smallest and largest code, with the codes between, at the error that steps allow.
+
+    Codes to +-127 come from blocks that were sealed before: a value may round past the range of its block.
+    """
+    low, high = torch.triu_indices(2 * span + 1, 2 * span + 1) - span
+    width = -len(low) % 16
+    low, high = (torch.nn.functional.pad(x, (0, width)) for x in (low, high))
+    parts = torch.linspace(0, 1, 128)[:, None]
+    k = (low + parts * (high - low)).round().to(torch.int8)[None, None].to(device)
+    pages = seal_blocks(k, ones(k), k, ones(k), bits)
+    step, zero, v_step, v_zero = pages.meta[0, 0].cpu().long()
+    assert torch.equal(step, v_step)
+    assert torch.equal(zero, v_zero)
+    assert int(step.min()) >= 1
+    levels = 2**bits - 1
+    if span == CODE_MAX:
+        # nothing overflows INT8, so that a kernel may do without the clamp
+        assert int(zero.min()) >= -128
+        assert int((zero + levels * step).max()) <= 127
+    back = unpack_blocks(pages)
+    # what a rounded step does not cover is shared by both ends
+    beyond = (high - low - levels * step).clamp(min=0)
+    bound = torch.maximum(step / 2, (beyond + 1) // 2)
+    for got in back:
+        assert got.dtype == torch.int8
+        error = (got.cpu()[0, 0].long() - k.cpu()[0, 0].long()).abs()
+        assert bool((error <= bound).all()), f"worst {int((error - bound).max())} above its bound"
+
+
+@pytest.mark.parametrize("bits", STAGE_2)
+def test_constant_channels_are_exact(bits: int, device: torch.device) -> None:
+    k = (torch.arange(240) - 120).clamp(-CODE_MAX, CODE_MAX).to(torch.int8).expand(1, 1, 64, 240).to(device)
+    for got in unpack_blocks(seal_blocks(k, ones(k), k, ones(k), bits)):
+        assert torch.equal(got, k)
+
+
+@pytest.mark.parametrize("bits", STAGE_2)
+def test_a_channel_with_no_more_values_than_levels_is_exact(bits: int, device: torch.device) -> None:
+    k = (torch.arange(64) % 2**bits + 40).to(torch.int8)[None, None, :, None].expand(1, 1, 64, 16).to(device)
+    for got in unpack_blocks(seal_blocks(k, ones(k), k, ones(k), bits)):
+        assert torch.equal(got, k)
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("dim", DIMS)
+def test_sealing_tokens_costs_no_more_than_their_steps(dim: int, bits: int, device: torch.device) -> None:
+    x = tokens(3, 2, 64, dim, device=device)
+    x[0, 0, 9] *= 1000  # one token takes its block's range
+    x[1] = 0
+    k, k_scale = quantize_tokens(x)
+    v, v_scale = quantize_tokens(7 * x.flip(-1))
+    pages = seal_blocks(k, k_scale, v, v_scale, bits)
+    whole = unpack_blocks(seal_blocks(k, k_scale, v, v_scale, 8))
+    back = unpack_blocks(pages)
+    for i, (want, scale) in enumerate(((x, k_scale), (7 * x.flip(-1), v_scale))):
+        assert torch.equal(pages.scale[..., i], scale.amax(-1))
+        steps = torch.full((3, 2, 1, dim), 0.5, dtype=torch.float64, device=device)  # stage 1 under the block's scale
+        if bits != 8:
+            span = (whole[i].double().amax(-2) - whole[i].double().amin(-2))[:, :, None]
+            step = pages.meta[:, :, 2 * i].double()[:, :, None]
+            steps = steps + torch.maximum(step / 2, ((span - (2**bits - 1) * step).clamp(min=0) / 2).ceil())
+        block_scale = pages.scale[..., i].double()[..., None, None]
+        bound = steps * block_scale + scale.double()[..., None] / 2 + 4 * EPS * want.double().abs()
+        assert bool(((back[i].double() * block_scale - want.double()).abs() <= bound).all())
+
+
+def test_blocks_of_one_scale_keep_their_8_bit_codes(device: torch.device) -> None:
+    k, v = (torch.randint(-CODE_MAX, CODE_MAX + 1, (3, 2, 64, 80), dtype=torch.int8, device=device) for _ in range(2))
+    scale = torch.rand(3, 2, 1, device=device).expand(3, 2, 64)
+    pages = seal_blocks(k, scale, v, scale, 8)
+    back = unpack_blocks(pages)
+    assert torch.equal(back[0], k)
+    assert torch.equal(back[1], v)
+    assert torch.equal(pages.scale[..., 0], scale[..., 0])
+    for position in range(64):
+        token = position // 16 * 16 + VALUE_ORDER[position % 16]
+        assert torch.equal(pages.v[..., position], v[:, :, token])
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_sealing_takes_any_strides(bits: int, device: torch.device) -> None:
+    k = channels_of((2, 64, 3, 32)).transpose(1, 2).to(device)
+    v = channels_of((3, 2, 64, 32)).transpose(0, 1).to(device)
+    scale = torch.rand(2, 64, 3, device=device).transpose(1, 2)
+    got = seal_blocks(k, scale, v, scale, bits)
+    want = seal_blocks(k.contiguous(), scale.contiguous(), v.contiguous(), scale.contiguous(), bits)
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert torch.equal(a, b)
+    strided = PagedHeads(bits, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in got[1:]))
+    for a, b in zip(unpack_blocks(strided), unpack_blocks(got), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_pages_unpack_to_what_the_drawing_says(bits: int, device: torch.device) -> None:
+    k = channels_of((2, 2, 32, 48)).to(device)
+    v = channels_of((2, 2, 32, 48)).to(device)
+    pages = seal_blocks(k, torch.rand(2, 2, 32, device=device), v, torch.rand(2, 2, 32, device=device), bits)
+    got_k, got_v = unpack_blocks(pages)
+    for page in range(2):
+        for slot in range(2):
+            want_k, want_v = page_codes(pages, page, slot)
+            assert torch.equal(got_k[page, slot].cpu().long(), want_k)
+            assert torch.equal(got_v[page, slot].cpu().long(), want_v)
+
+
+def test_fewer_bits_cost_more(device: torch.device) -> None:
+    x = tokens(1, 1, 64, 64, device=device)
+    codes, scale = quantize_tokens(x)
+    errors = []
+    for bits in BITS:
+        k, _ = unpack_blocks(seal_blocks(codes, scale, codes, scale, bits))
+        errors.append(float((k * scale.amax() - x).square().mean()))
+    assert errors == sorted(errors)
+    assert len(set(errors)) == len(errors)
+
+
+# --- a cache read back ----------------------------------------------------------------------------------------------
+
+
+def assert_dequantized(store: KVStore, dtype: torch.dtype) -> None:
+    """`dequantize` is, to the bit, what the pages and open tokens say, and 0 past each row's end."""
+    k, v = dequantize(store, dtype)
+    rows = store_codes(store)
+    assert k.dtype == v.dtype == dtype
+    assert k.shape[:2] == store.k_open.shape[:2]
+    assert k.shape[2] >= max(row.k.shape[1] for row in rows)
+    for i, row in enumerate(rows):
+        length = row.k.shape[1]
+        for got, codes, scale in ((k[i], row.k, row.k_scale), (v[i], row.v, row.v_scale)):
+            want = (codes.float() * scale.float()[..., None]).to(dtype)
+            assert torch.equal(got[:, :length].cpu(), want)
+            assert not got[:, length:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_dequantize_ragged_rows(bits: int, dtype: torch.dtype, device: torch.device) -> None:
+    k, v = tokens(6, 3, 200, 32, device=device), tokens(6, 3, 200, 32, device=device)
+    assert_dequantized(make_store(k, v, [200, 1, 63, 64, 65, 0], groups=((bits, 3),)), dtype)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param(((4, 4),), id="4"),
+        pytest.param(((4, 2), (2, 2)), id="4+2"),
+        pytest.param(((8, 1), (3, 3)), id="8+3"),
+        pytest.param(((8, 1), (4, 1), (3, 1), (2, 1)), id="8+4+3+2"),
+    ],
+)
+def test_dequantize_heads_in_any_order(groups: tuple[tuple[int, int], ...], device: torch.device) -> None:
+    k, v = tokens(3, 4, 130, 32, device=device), tokens(3, 4, 130, 32, device=device)
+    order = torch.stack([torch.randperm(4) for _ in range(3)])
+    assert_dequantized(make_store(k, v, [130, 64, 90], groups=groups, order=order), torch.float32)
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
+def test_dequantize_blocks_of_any_size_and_open_tokens_beyond_one(block: int, device: torch.device) -> None:
+    k, v = tokens(2, 2, 300, 16, device=device), tokens(2, 2, 300, 16, device=device)
+    assert_dequantized(make_store(k, v, [300, 140], block=block), torch.float32)
+    # while tokens may still be taken back, whole blocks stay open
+    assert_dequantized(make_store(k, v, [300, 140], block=block, sealed=[0, 1]), torch.float32)
+
+
+def test_tables_may_be_wider_than_any_row(device: torch.device) -> None:
+    """Page 0 stands where a row has no block; it may hold anything."""
+    k, v = tokens(2, 2, 130, 16, device=device), tokens(2, 2, 130, 16, device=device)
+    store = make_store(k, v, [130, 70])
+    assert_dequantized(store._replace(table=torch.nn.functional.pad(store.table, (0, 2))), torch.float32)
+
+
+def test_rows_may_share_pages(device: torch.device) -> None:
+    k, v = tokens(1, 2, 200, 16, device=device), tokens(1, 2, 200, 16, device=device)
+    one = make_store(k, v, [200])
+    twice = torch.tensor([0, 0], device=device)
+    both = one._replace(
+        **{
+            name: getattr(one, name)[twice]
+            for name in ("order", "table", "sealed", "k_open", "v_open", "k_scale", "v_scale", "open_len")
+        }
+    )
+    assert_dequantized(both, torch.float32)
+
+
+def test_dequantize_a_cache_without_tokens(device: torch.device) -> None:
+    x = tokens(2, 2, 4, 16, device=device)
+    k, v = dequantize(make_store(x, x, [0, 0]), torch.float32)
+    assert k.shape == v.shape == (2, 2, 0, 16)
+
+
+@pytest.mark.parametrize("bits", STAGE_2)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_at_the_end_of_the_range_stay_finite(dtype: torch.dtype, bits: int, device: torch.device) -> None:
+    """A rounded step reaches beyond the largest code; what it stands for must not become an infinity."""
+    top = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    x = torch.full((1, 1, 64, 16), top, dtype=dtype, device=device)
+    x[:, :, ::2] *= -1
+    for y in dequantize(make_store(x, -x, [64], groups=((bits, 1),)), dtype):
+        assert bool(y.isfinite().all())
+
+
+def test_open_tokens_keep_their_stage_1_codes(device: torch.device) -> None:
+    x = tokens(2, 2, 40, 16, device=device)
+    k, v = dequantize(make_store(x, 2 * x, [40, 40]), torch.float32)
+    codes, scale = quantize_tokens(x)
+    assert torch.equal(k[:, :, :40], codes * scale[..., None])
+    assert torch.equal(v[:, :, :40], codes * (2 * scale)[..., None])
+
+
+@given(data=st.data())
+def test_any_cache_reads_back(data: st.DataObject) -> None:
+    heads, block = data.draw(st.integers(1, 3)), data.draw(st.sampled_from((32, 64)))
+    lengths = data.draw(st.lists(st.integers(0, 140), min_size=1, max_size=3))
+    cut = data.draw(st.integers(0, heads))
+    widths = data.draw(st.lists(st.sampled_from(BITS), min_size=2, max_size=2))
+    groups = tuple((bits, n) for bits, n in zip(widths, (cut, heads - cut), strict=True) if n)
+    order = torch.tensor([data.draw(st.permutations(range(heads))) for _ in lengths])
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    k, v = (tokens(len(lengths), heads, 140, 16) for _ in range(2))
+    assert_dequantized(make_store(k, v, lengths, groups=groups, order=order, block=block), torch.float32)
+
+
+# --- heads ranked ---------------------------------------------------------------------------------------------------
+
+
+def slow_score(x: list[list[float]], metric: str) -> float:
+    """The score of one head, x [N][D]."""
+    columns = list(zip(*x, strict=True))
+    gaps = [max(c) - min(c) for c in columns]
+    span = max(max(c) for c in columns) - min(min(c) for c in columns)
+    mean = sum(gaps) / len(gaps)
+    deviation = math.sqrt(sum((g - mean) ** 2 for g in gaps) / len(gaps))
+    entropy = -sum(g / sum(gaps) * math.log(g / sum(gaps)) for g in gaps if g)
+    scores = {"priority": span * deviation, "min_max": span, "variation": deviation, "entropy": 1 / (1 + entropy)}
+    return float(scores[metric])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("metric", METRICS)
+def test_head_scores_are_their_formulas(metric: str, dtype: torch.dtype, device: torch.device) -> None:
+    k, v = tokens(2, 3, 20, 16, dtype=dtype, device=device), tokens(2, 3, 20, 16, dtype=dtype, device=device)
+    got = head_scores(k, v, metric)
+    assert got.dtype == torch.float32
+    assert got.shape == (2, 3)
+    for row in range(2):
+        for head in range(3):
+            want = slow_score(k[row, head].tolist(), metric) * slow_score(v[row, head].tolist(), metric)
+            # a few float32 roundings in each of the two factors
+            budget = 32 * EPS * want
+            assert abs(float(got[row, head]) - want) <= budget
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_heads_with_uneven_channels_rank_above_even_ones(metric: str, device: torch.device) -> None:
+    even = torch.rand(1, 1, 64, 32, device=device)
+    uneven = even.clone()
+    uneven[..., :3] *= 20
+    score = head_scores(torch.cat((uneven, even), 1), torch.cat((uneven, even), 1), metric)
+    assert float(score[0, 0]) > float(score[0, 1])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_heads_without_range_rank_lowest(metric: str, device: torch.device) -> None:
+    constant = torch.ones(1, 1, 64, 32, device=device)
+    x = torch.cat((constant, tokens(1, 3, 64, 32, device=device)), 1)
+    score = head_scores(x, x, metric)
+    assert bool(score.isfinite().all())
+    assert int(score.argmin()) == 0
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_units_do_not_change_the_ranking(metric: str, device: torch.device) -> None:
+    k, v = tokens(1, 8, 64, 32, device=device), tokens(1, 8, 64, 32, device=device)
+    assert torch.equal(head_scores(k, v, metric).argsort(-1), head_scores(64 * k, v / 8, metric).argsort(-1))
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_quantize_refuses_what_is_no_float() -> None:
+    with pytest.raises(ValueError, match=r"x must be float16, bfloat16, float32 or float64; got torch.int64"):
+        quantize_tokens(torch.zeros(1, 1, 1, 16, dtype=torch.int64))
+
+
+def test_quantize_refuses_another_rank() -> None:
+    with pytest.raises(ValueError, match=r"x must be \[B, H, M, D\]; got shape \(1, 1, 16\)"):
+        quantize_blocks(torch.zeros(1, 1, 16), 64)
+
+
+@pytest.mark.parametrize("dim", [pytest.param(24, id="d24"), pytest.param(0, id="d0")])
+def test_quantize_refuses_head_dims_that_cannot_be_packed(dim: int) -> None:
+    with pytest.raises(ValueError, match=rf"x has head dim {dim}; .*multiple of 16.*dense_layers"):
+        quantize_tokens(torch.zeros(1, 1, 1, dim))
+
+
+def test_quantize_refuses_a_scale_of_another_shape() -> None:
+    with pytest.raises(ValueError, match=r"scale must be \[B, H, M\] = \(1, 2, 3\); got \(1, 2\)"):
+        quantize_tokens(torch.zeros(1, 2, 3, 16), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (0, 48, 256)])
+def test_quantize_refuses_other_block_sizes(block: int) -> None:
+    with pytest.raises(ValueError, match=rf"block must be one of 32, 64, 128 tokens; got {block}"):
+        quantize_blocks(torch.zeros(1, 1, 1, 16), block)
+
+
+def test_seal_refuses_other_bits() -> None:
+    codes = torch.zeros(1, 1, 64, 16, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"bits must be one of 8, 4, 3, 2; got 5"):
+        seal_blocks(codes, ones(codes), codes, ones(codes), 5)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "name"),
+    [
+        pytest.param(torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16, dtype=torch.int8), "k", id="float"),
+        pytest.param(torch.zeros(1, 64, 16, dtype=torch.int8), torch.zeros(1, 64, 16, dtype=torch.int8), "k", id="3d"),
+        pytest.param(
+            torch.zeros(1, 1, 64, 16, dtype=torch.int8), torch.zeros(1, 1, 64, 32, dtype=torch.int8), "v", id="unlike"
+        ),
+    ],
+)
+def test_seal_refuses_codes_of_another_kind(k: torch.Tensor, v: torch.Tensor, name: str) -> None:
+    scale = torch.ones(1, 1, 64)
+    with pytest.raises(ValueError, match=rf"{name} must be int8 \[P, S, b, D\] like k; got"):
+        seal_blocks(k, scale, v, scale, 4)
+
+
+def test_seal_refuses_blocks_that_are_not_whole() -> None:
+    codes = torch.zeros(1, 1, 63, 16, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"block must be one of 32, 64, 128 tokens; got 63"):
+        seal_blocks(codes, ones(codes), codes, ones(codes), 4)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_seal_refuses_scales_of_another_shape(name: str) -> None:
+    codes = torch.zeros(1, 1, 64, 16, dtype=torch.int8)
+    scales = {"k_scale": ones(codes), "v_scale": ones(codes), name: torch.ones(1, 1)}
+    with pytest.raises(ValueError, match=rf"{name} must be \[P, S, b\] = \(1, 1, 64\); got \(1, 1\)"):
+        seal_blocks(codes, scales["k_scale"], codes, scales["v_scale"], 4)
+
+
+def test_unpack_refuses_other_bits() -> None:
+    codes = torch.zeros(1, 1, 64, 16, dtype=torch.int8)
+    pages = seal_blocks(codes, ones(codes), codes, ones(codes), 8)
+    with pytest.raises(ValueError, match=r"pages.bits must be one of 8, 4, 3, 2; got 6"):
+        unpack_blocks(pages._replace(bits=6))
+
+
+def test_dequantize_refuses_integers() -> None:
+    x = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match=r"dtype must be float16, bfloat16, float32 or float64; got torch.int8"):
+        dequantize(make_store(x, x, [4]), torch.int8)
+
+
+def test_head_scores_refuse_an_unknown_metric() -> None:
+    x = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match=r"metric must be one of priority, entropy, min_max, variation; got 'range'"):
+        head_scores(x, x, "range")
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_head_scores_refuse_what_is_no_float(name: str) -> None:
+    given = {"k": torch.zeros(1, 1, 4, 16), "v": torch.zeros(1, 1, 4, 16)}
+    given[name] = given[name].to(torch.int8)
+    with pytest.raises(ValueError, match=rf"{name} must be float16"):
+        head_scores(given["k"], given["v"], "priority")

@@ -1,0 +1,189 @@
+"""SAS, the softmax exponential by table and cubic: its error, and what its threshold drops."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import (
+    SLACK,
+    Codes,
+    Exact,
+    as_int8,
+    check,
+    join,
+    largest,
+    make_store,
+    no_past,
+    oracle,
+    store_codes,
+    tokens,
+    turbo_budget,
+)
+
+from turbo_hf.layout import AttentionOutput
+from turbo_hf.ops.decode import decode
+from turbo_hf.ops.prefill import prefill
+from turbo_hf.reference.softmax import sas_exp
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+CUBIC = (-0.1025, 0.4626, -0.9922, 0.9996)
+"""TurboAttention sec. 4, eq. 15: e^-f for f in [0, 1)."""
+
+MODES = [pytest.param(mode, id=mode) for mode in ("exact", "turbo")]
+THRESHOLDS = [pytest.param(t, id=f"t{-t:g}") for t in (-1.0, -2.5, -6.0, -12.0)]
+FINE = torch.linspace(0, 1, 100_001, dtype=torch.float64)
+EPS = torch.finfo(torch.float32).eps
+
+
+def cubic_error() -> float:
+    """Largest relative error of the published cubic, found on a dense grid."""
+    a, b, c, d = CUBIC
+    cubic = a * FINE**3 + b * FINE**2 + c * FINE + d
+    return float((cubic * FINE.exp() - 1).abs().max())
+
+
+# --- the exponential ------------------------------------------------------------------------------------------------
+
+
+def test_error_is_the_cubics(device: torch.device) -> None:
+    x = torch.linspace(-20, 0, 200_001, device=device)
+    want = x.double().exp()
+    error = (sas_exp(x, -20.0).double() / want - 1).abs()
+    # in float32, x near an integer may fall on either side of it, and x itself is rounded by up to 20 eps
+    assert float(error.max()) <= cubic_error() + SLACK * 20 * EPS
+
+
+def test_is_the_published_formula() -> None:
+    x = -torch.rand(1000, dtype=torch.float64) * 10
+    got = sas_exp(x, -8.0)
+    a, b, c, d = CUBIC
+    for value, result in zip(x.tolist(), got.tolist(), strict=True):
+        i = math.floor(-value)
+        f = -value - i
+        want = 0.0 if value < -8 else math.exp(-i) * (a * f**3 + b * f**2 + c * f + d)
+        assert math.isclose(result, want, rel_tol=8 * torch.finfo(torch.float64).eps, abs_tol=0)
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_is_0_below_its_threshold_and_not_at_it(threshold: float, device: torch.device) -> None:
+    at = torch.tensor([threshold, 0.0], device=device)
+    below = torch.nextafter(at[:1], torch.tensor(-torch.inf, device=device))
+    assert bool((sas_exp(at, threshold) > 0).all())
+    gone = torch.cat((below, torch.tensor([threshold - 1, -1e4, -3e38, -torch.inf], device=device)))
+    assert not sas_exp(gone, threshold).any()
+
+
+@given(x=st.floats(-100, 0, width=32), threshold=st.floats(-80, -0.125, width=32))
+def test_any_argument(x: float, threshold: float) -> None:
+    got = float(sas_exp(torch.tensor([x], dtype=torch.float64), threshold))
+    if x < threshold:
+        assert got == 0
+    else:
+        assert abs(got / math.exp(x) - 1) <= cubic_error() + 100 * torch.finfo(torch.float64).eps
+
+
+# --- attention with it ----------------------------------------------------------------------------------------------
+
+
+def sas_share(exact: Exact, threshold: float) -> float:
+    """By how much the weights may differ from the softmax's, as a share of their sum.
+
+    The cubic's error on those that are kept, and all of those further than the threshold below the maximum. SAS
+    compares with the running maximum, which is no larger, so it drops no more than these.
+    """
+    dropped = 0.0
+    for probs in exact.probs:
+        if probs.numel():
+            top = probs.amax(-1, keepdim=True)
+            mass = torch.where(probs < top * math.exp(threshold) * (1 + SLACK * EPS), probs, 0.0).sum(-1)
+            # TurboAttention drops N keys at most, each worth e^threshold of the largest
+            assert bool((mass <= probs.shape[-1] * math.exp(threshold) * top[..., 0] * (1 + SLACK * EPS)).all())
+            dropped = max(dropped, float(mass.max()))
+    return cubic_error() + dropped
+
+
+def check_sas(
+    got: AttentionOutput, q: torch.Tensor, rows: list[Codes], threshold: float, *, rounds_p: bool, **options: Any
+) -> None:
+    """Assert that attention with SAS differs from the softmax's by what the cubic and the threshold allow."""
+    values = [row.values() for row in rows]
+    want = oracle(q, values, **options)
+    share = sas_share(want, threshold)
+    assert share < 1, "everything may be dropped: the test shows nothing"
+    size = max(largest(v) for _, v in values)
+    bound = torch.full_like(want.out, 2 * share / (1 - share) * size)
+    if rounds_p:
+        # P's steps, of weights that are larger by what is missing in their sum
+        for i, (probs, row) in enumerate(zip(want.probs, rows, strict=True)):
+            bound[i] += turbo_budget(probs, row)[0] * (1 + share) / (1 - share)
+    noise = SLACK * EPS * size * (1 + largest(want.lse))
+    check("out", got.out, want.out, bound + noise)
+    check("lse", got.lse, want.lse, -math.log1p(-share) + SLACK * EPS * (1 + largest(want.lse)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("threshold", [pytest.param(t, id=f"t{-t:g}") for t in (-4.0, -6.0, -9.0, -20.0)])
+def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: str, device: torch.device) -> None:
+    k, v = (tokens(2, 2, 200, 64, device=device) for _ in range(2))
+    store, q = make_store(k, v, [200, 70]), tokens(2, 4, 3, 64, device=device)
+    got = decode(q, store, scaling=0.05, mode=mode, sas_threshold=threshold)
+    fake = as_int8(q, 1) if mode == "turbo" else q
+    check_sas(got, fake, store_codes(store), threshold, rounds_p=mode == "turbo", scaling=0.05)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("threshold", [pytest.param(t, id=f"t{-t:g}") for t in (-4.0, -6.0, -9.0, -20.0)])
+def test_prefill_drops_no_more_than_the_threshold_says(threshold: float, mode: str, device: torch.device) -> None:
+    q, k, v = tokens(1, 4, 130, 64, device=device), *(tokens(1, 2, 130, 64, device=device) for _ in range(2))
+    got = prefill(q, k, v, scaling=0.05, mode=mode, sas_threshold=threshold)
+    row = join(no_past(2, 64), k[0], v[0], 64)
+    if mode == "exact":
+        one = torch.ones(2, 130, dtype=torch.float64)
+        row = Codes(k[0].double().cpu(), one, v[0].double().cpu(), one, row.tile)
+    fake = as_int8(q, 64) if mode == "turbo" else q
+    check_sas(got, fake, [row], threshold, rounds_p=mode == "turbo", scaling=0.05)
+
+
+def peaked(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v where one key in the middle, at place 70 of 200, scores 8 and all others score 0."""
+    q = torch.zeros(1, 1, 1, 16, device=device)
+    q[..., 0] = 8
+    k = torch.zeros(1, 1, 200, 16, device=device)
+    k[0, 0, 70, 0] = 1
+    return q, k, torch.randn(1, 1, 200, 16, device=device)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_peak_above_the_threshold_drops_the_rest(mode: str, device: torch.device) -> None:
+    """At least its own block's other keys; those of a block that is computed before the peak is known may stay."""
+    q, k, v = peaked(device)
+    store = make_store(k, v, [200], groups=((8, 1),))
+    got = decode(q, store, scaling=1.0, mode=mode, sas_threshold=-6.0)
+    others = 136 * math.exp(-8)
+    peak = 8 + math.log(CUBIC[-1])
+    noise = SLACK * 8 * EPS
+    assert peak - noise <= float(got.lse) <= peak + math.log1p(others) + noise
+    value = store_codes(store)[0].values()[1][:, 70]
+    share = others / (1 + others)
+    # what P's rounding of others may add is no more than half a step of a block that holds them alone
+    check("out", got.out[0, 0], value, (2 * share + share / 119 / 2) * largest(v) + noise * largest(v))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_threshold_below_the_peak_keeps_the_rest(mode: str, device: torch.device) -> None:
+    q, k, v = peaked(device)
+    store = make_store(k, v, [200], groups=((8, 1),))
+    got = decode(q, store, scaling=1.0, mode=mode, sas_threshold=-9.0)
+    lse = 8 + math.log(1 + 199 * math.exp(-8))
+    check("lse", got.lse[0, 0, 0], torch.tensor(lse, dtype=torch.float64), -math.log1p(-cubic_error()) + 8 * EPS)
+
+
+def test_without_a_threshold_the_exponential_is_exact(device: torch.device) -> None:
+    q, k, v = peaked(device)
+    got = decode(q, make_store(k, v, [200], groups=((8, 1),)), scaling=1.0, mode="exact")
+    lse = torch.tensor(8 + math.log(1 + 199 * math.exp(-8)), dtype=torch.float64)
+    check("lse", got.lse[0, 0, 0], lse, SLACK * EPS * 8)
