@@ -36,6 +36,7 @@ REFUSED = {
     "hrm_text": "it runs its layers several times a token, each time with another layer of the cache",
     "jetmoe": "its attention repeats keys and values after the cache has seen them",
     "minimax": "it takes no cache but its own",
+    "moshi": "its attention sees further than the window of its cache",
 }
 """Model types whose classes look like the others and are not."""
 

@@ -228,21 +228,37 @@ def test_prompt_logits_are_those_of_the_model(case: Case) -> None:
 @families
 @widths
 def test_step_logits_are_those_of_eager_attention_on_the_same_cache(case: Case, bits: int) -> None:
-    model, batch = build(case.model_type, **case.options), padded(case.seed)
-    mask, token = batch["attention_mask"], prompts(len(LENGTHS), 1, case.seed + 1)
-    eager = logits(model, **renamed(batch))[mask.bool()]
-    budget = float_budget(alone(model, batch), eager, largest(eager), torch.float32)
+    check_step(build(case.model_type, **case.options), padded(case.seed), bits, case.seed)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize(("first", "last"), [(60, 80), (40, 60)], ids=["right", "middle"])
+def test_padding_in_other_places(name: str, first: int, last: int) -> None:
+    """In full attention. A window counts tokens here, and columns in Transformers, where padding lies between them."""
+    case = next(case for case in FAMILY_CASES if case.model_type == name)
+    options = {**case.options, "layer_types": [FULL] * 3} if "layer_types" in case.options else case.options
+    ids = prompts(3, 80, case.seed)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch["attention_mask"][1, first:last] = 0
+    check_step(build(name, **options), batch, 4, case.seed)
+
+
+def check_step(model: PreTrainedModel, batch: dict[str, Tensor], bits: int, seed: int) -> None:
+    """The prompt's logits are the model's own, and a step's are those of eager attention on a copy of the cache."""
+    mask, token = batch["attention_mask"], prompts(len(LENGTHS), 1, seed + 1)
+    want, eager = alone(model, batch), logits(model, **renamed(batch))[mask.bool()]
+    budget = float_budget(want, eager, largest(want), torch.float32)
     longer = torch.nn.functional.pad(mask, (0, 1), value=1)
     with turbo_hf.patch(model, exact(bits)) as handle:
         cache = handle.new_cache()
-        logits(model, **renamed(batch), cache=cache)
+        check("prompt", logits(model, **renamed(batch), cache=cache)[mask.bool()], want, budget)
         same = copy.deepcopy(cache)
         ours = logits(model, token, longer, cache)
-    want = logits(model, token, longer, same)
+    step = logits(model, token, longer, same)
     # a new key on the edge between two codes may fall on either side: such a row compares two different caches
     rows = [row for row in range(len(LENGTHS)) if same_codes(cache, same, row)]
     assert len(rows) >= 2
-    check("step", ours[rows], want[rows].double(), budget)
+    check("step", ours[rows], step[rows].double(), budget)
 
 
 def renamed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -385,6 +401,7 @@ def test_refused_types_exist() -> None:
         pytest.param("diffllama", {}, "changes values", id="diffllama"),
         pytest.param("doge", {}, "joins the mask", id="doge"),
         pytest.param("jetmoe", {"kv_channels": 16}, "repeats keys", id="jetmoe"),
+        pytest.param("moshi", {}, "sees further than the window", id="moshi"),
         pytest.param("minimax", {**EXPERTS, "layer_types": [FULL] * 3}, "no cache but its own", id="minimax"),
         pytest.param(
             "llama4_text",
@@ -471,15 +488,37 @@ def test_only_the_text_model_of_a_multimodal_one_is_patched(gemma3: PreTrainedMo
     assert all(part._attn_implementation is was for part, was in zip(parts, before, strict=True))
 
 
-def test_image_blocks_are_refused(gemma3: PreTrainedModel) -> None:
-    ids = prompts(1, 50)
+def with_image(gemma3: PreTrainedModel) -> tuple[dict[str, Tensor], Tensor]:
+    """A prompt with an image and a shorter one without, padded at the left; and the mask."""
+    ids = prompts(2, 50)
     ids[ids == IMAGE] = 1
-    ids[:, 10:14] = IMAGE
-    image = {"pixel_values": torch.randn(1, 3, 16, 16), "token_type_ids": (ids == IMAGE).long()}
-    stock = gemma3(ids, **image).logits
-    with turbo_hf.patch(gemma3, exact(8)) as handle:
-        with pytest.raises(Unsupported, match="prefix or image blocks"):
-            gemma3(ids, **image, past_key_values=handle.new_cache())
-        torch.testing.assert_close(gemma3(ids, **image, use_cache=False).logits, stock)
+    ids[0, 10:14] = IMAGE
+    mask = torch.ones_like(ids)
+    mask[1, :15] = 0
+    image = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 16, 16), "token_type_ids": (ids == IMAGE).long()}
+    return image, mask
+
+
+def test_image_blocks_are_refused(gemma3: PreTrainedModel) -> None:
+    image, mask = with_image(gemma3)
+    call: Any = gemma3
+    with turbo_hf.patch(gemma3, exact(8)) as handle, pytest.raises(Unsupported, match="prefix or image blocks"):
+        call(**image, attention_mask=mask, past_key_values=handle.new_cache())
+
+
+def test_image_blocks_fall_back_to_dense_attention(gemma3: PreTrainedModel) -> None:
+    image, mask = with_image(gemma3)
+    call: Any = gemma3
+    real = mask.bool()
+    stock = call(**image, attention_mask=mask).logits
+    token, longer = prompts(2, 1, seed=1), torch.nn.functional.pad(mask, (0, 1), value=1)
     with turbo_hf.patch(gemma3, exact(8), strict="fallback") as handle:
-        torch.testing.assert_close(gemma3(ids, **image, past_key_values=handle.new_cache()).logits, stock)
+        cache = handle.new_cache()
+        without = call(**image, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(without[real], stock[real])
+        torch.testing.assert_close(call(**image, attention_mask=mask, past_key_values=cache).logits[real], stock[real])
+        # the padding is known from the dense mask, so that decoding goes on compressed
+        assert handle.memory().tokens == int(mask.sum())
+        same = copy.deepcopy(cache)
+        ours = call(token, attention_mask=longer, past_key_values=cache).logits
+    torch.testing.assert_close(ours, call(token, attention_mask=longer, past_key_values=same).logits)

@@ -189,7 +189,7 @@ def test_input_embeddings_serve_as_a_prompt(wide: Any, config: TurboConfig) -> N
 @given(data=st.data())
 @settings(max_examples=60)
 def test_passes_of_a_batch_are_those_of_its_rows_alone(wide: Any, data: st.DataObject) -> None:
-    mode = data.draw(st.sampled_from(MODES))
+    mode: Any = data.draw(st.sampled_from(MODES))
     bits, low_heads, block = data.draw(st.sampled_from([(8, 0.0, 32), (4, 0.5, 32), (3, 0.0, 64), (2, 0.0, 64)]))
     window = data.draw(st.sampled_from([None, None, 7, 40, 64]))
     config = TurboConfig(attention=mode, bits=bits, low_heads=low_heads, block_size=block, sas=data.draw(st.booleans()))
@@ -198,7 +198,8 @@ def test_passes_of_a_batch_are_those_of_its_rows_alone(wide: Any, data: st.DataO
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
     mask = torch.zeros(rows, 0, dtype=torch.int64)
     with turbo_hf.patch(model, config) as handle, torch.no_grad():
-        batch, alone = handle.new_cache(), [handle.new_cache() for _ in range(rows)]
+        batch: Any = handle.new_cache()
+        alone = [handle.new_cache() for _ in range(rows)]
         for _ in range(data.draw(st.integers(1, 5))):
             change = data.draw(st.sampled_from(["none", "none", "reorder", "crop"]))
             if change == "reorder" and mask.shape[1]:
@@ -240,6 +241,19 @@ def story() -> dict[str, Any]:
     """A prompt for the trained model whose answer repeats parts of it."""
     text = "Q: I have a cat, a dog, and a snake. How many animals do I have?\nA: Let's think step by step.\n"
     return dict(lab_model()[1](text, return_tensors="pt"))
+
+
+@pytest.mark.parametrize("config", EXACT)
+@pytest.mark.parametrize("window", [None, 20, 100], ids=["full", "window20", "window100"])
+def test_drafts_give_the_oracles_tokens(config: TurboConfig, window: int | None) -> None:
+    model = tiny_mistral(window)
+    # a prompt that repeats itself and what the model says to it, so that drafts are accepted and refused
+    ids = prompts(1, 40)
+    said = answer(model, input_ids=ids)
+    ids = torch.cat((ids, said, ids, said[:, :9]), 1)
+    # what the model said may hold the pad token, which is no padding here
+    options: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "prompt_lookup_num_tokens": 5}
+    assert torch.equal(patched(model, config, tokens=40, **options), oracle(model, config, tokens=40, **options))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

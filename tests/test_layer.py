@@ -30,7 +30,8 @@ CONFIGS = [
     pytest.param(TurboConfig(bits=4, block_size=32), id="block32"),
     pytest.param(TurboConfig(bits=4, block_size=128), id="block128"),
 ]
-HEADS = 2
+HEADS = 3
+"""Three, so that an order of heads differs from its inverse."""
 
 
 # --- the naive model -----------------------------------------------------------------------------------------------
@@ -502,14 +503,57 @@ def test_a_cropped_cache_goes_on_like_one_that_was_never_cropped() -> None:
         assert_same_rows(layer, row, whole, row)
 
 
+def test_pages_that_a_crop_frees_are_used_again() -> None:
+    config, blocks = TurboConfig(block_size=32), 36
+    k, v = random_kv(2, blocks * 32)
+    layer, whole = filled(config, k, v), filled(config, k, v)
+    for kept in (35, 34, 12, 0):
+        # two pages of 72 are kept for the next blocks, more are given back
+        layer.crop(35 * 32 - layer.seen)
+        assert layer.pool.pages == 2 * blocks
+        layer.crop(kept * 32 - layer.seen)
+        assert layer.pool.pages == 2 * (blocks if kept == 35 else kept)
+        for at in range(kept * 32, blocks * 32, 32):
+            feed(layer, k[:, :, at : at + 32], v[:, :, at : at + 32])
+        for row in range(2):
+            assert_same_rows(layer, row, whole, row)
+        assert layer.pool.pages == 2 * blocks
+
+
+def test_a_cache_emptied_by_a_crop_can_be_read_and_filled() -> None:
+    k, v = random_kv(1, 70)
+    layer = filled(TurboConfig(), k, v, torch.arange(70)[None] >= 6)
+    layer.crop(-64)
+    assert layer.seen == 6
+    assert layer.lengths() == [0]
+    assert not layer.dense(6)[0].any()
+    got = decode(torch.randn(1, HEADS, 1, 16), layer.store(), scaling=1.0, starts=torch.tensor([1]))
+    assert not got.out.any()
+    feed(layer, k, v)
+    assert_same_rows(layer, 0, filled(TurboConfig(), k, v), 0)
+
+
 def test_a_row_emptied_by_a_crop_ranks_its_heads_anew() -> None:
-    config = TurboConfig(bits=4, low_bits=2, low_heads=0.5)
+    config = TurboConfig(bits=4, low_bits=2, low_heads=2 / 3)
     k, v = random_kv(1, 100)
-    layer = filled(config, k * torch.tensor([1.0, 50.0])[:, None, None], v)
-    assert layer.order[0].tolist() == [1, 0]
+    k[:, 2] /= 100
+    layer = filled(config, k * torch.tensor([1.0, 50.0, 1.0])[:, None, None], v)
+    assert layer.order[0].tolist() == [1, 0, 2]
     layer.crop(-100)
-    feed(layer, k * torch.tensor([50.0, 1.0])[:, None, None], v)
-    assert layer.order[0].tolist() == [0, 1]
+    feed(layer, k * torch.tensor([50.0, 1.0, 1.0])[:, None, None], v)
+    assert layer.order[0].tolist() == [0, 1, 2]
+
+
+def test_a_row_keeps_the_ranking_of_a_block_that_left_its_window() -> None:
+    config = TurboConfig(bits=4, low_bits=2, low_heads=2 / 3, block_size=32)
+    k, v = random_kv(1, 64)
+    k[:, 2] /= 100
+    layer = filled(config, k * torch.tensor([1.0, 50.0, 1.0])[:, None, None], v, window=20)
+    assert layer.dropped == [32]
+    layer.crop(-5)
+    assert layer.pool.sealed == [0]
+    feed(layer, k * torch.tensor([1000.0, 1.0, 1.0])[:, None, None], v)
+    assert layer.order[0].tolist() == [1, 0, 2]
 
 
 @pytest.mark.parametrize("window", [None, 20], ids=["full", "window"])
@@ -614,7 +658,7 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
         at += tokens
         if tokens <= DECODE_TOKENS:
             # as in a pass: attention reads the cache before it is committed
-            q = torch.randn(2, 4, tokens, 16, device=device)
+            q = torch.randn(2, 2 * HEADS, tokens, 16, device=device)
             got = decode(q, rolled.store(), scaling=0.3, window=window, mode=mode)
             rows = store_codes(whole.store())
             if mode == "exact":
@@ -773,7 +817,7 @@ def test_a_pass_that_is_all_padding_stores_nothing() -> None:
     assert not layer.update(k[:, :, :3], v[:, :, :3])[0][:, :, 3:].any()
     assert layer.lengths() == [0]
     assert not layer.dense(3)[0].any()
-    got = decode(torch.randn(1, 2, 1, 16), layer.store(), scaling=1.0, starts=torch.tensor([1]))
+    got = decode(torch.randn(1, HEADS, 1, 16), layer.store(), scaling=1.0, starts=torch.tensor([1]))
     assert not got.out.any()
     layer.update(k[:, :, 3:], v[:, :, 3:])
     assert_same_rows(layer, 0, filled(TurboConfig(), k[:, :, 25:], v[:, :, 25:]), 0)
@@ -862,9 +906,9 @@ def test_nan_and_infinity_are_refused(scale: Any, bad: float, which: int, seen: 
 
 def test_another_batch_or_other_heads_are_refused() -> None:
     layer = filled(TurboConfig(), *random_kv(2, 20))
-    with pytest.raises(ValueError, match="holds 2 rows of 2 heads; this pass brings 3 of 2"):
+    with pytest.raises(ValueError, match="holds 2 rows of 3 heads; this pass brings 3 of 3"):
         feed(layer, *random_kv(3, 1))
-    with pytest.raises(ValueError, match="holds 2 rows of 2 heads; this pass brings 2 of 4"):
+    with pytest.raises(ValueError, match="holds 2 rows of 3 heads; this pass brings 2 of 4"):
         feed(layer, *random_kv(2, 1, heads=4))
     layer.reset()
     feed(layer, *random_kv(3, 1))
@@ -873,7 +917,7 @@ def test_another_batch_or_other_heads_are_refused() -> None:
 
 def test_keys_and_values_of_unlike_shape_are_refused() -> None:
     layer = TurboLayer(TurboConfig(), index=4)
-    with pytest.raises(ValueError, match=r"layer 4: keys \(1, 2, 3, 32\) and values \(1, 2, 3, 16\) differ"):
+    with pytest.raises(ValueError, match=r"layer 4: keys \(1, 3, 3, 32\) and values \(1, 3, 3, 16\) differ"):
         layer.update(random_kv(1, 3, 32)[0], random_kv(1, 3, 16)[1])
     with pytest.raises(ValueError, match="head dim 24"):
         layer.update(*random_kv(1, 3, 24))

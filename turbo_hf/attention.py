@@ -94,6 +94,8 @@ def turbo_attention(
         return out.out.transpose(1, 2).contiguous(), None
     if call.layer is not None:
         complain(call.strict, f"layer {call.layer.index}: {reason}")
+        if attention_mask is not None and attention_mask.dim() == 4:
+            call.layer.padding = _seen_columns(attention_mask, call.layer.seen, query)
         key, value = call.layer.update_dense(*_pending(call.layer, key, value))
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     return _dense(module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
@@ -115,6 +117,13 @@ def _refusal(mask: torch.Tensor | None, causal: bool, kwargs: dict[str, Any]) ->
             "or a 4D mask). Pass a 2D mask [batch, tokens], or run without the patch."
         )
     return None
+
+
+def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
+    """bool [B, past + M]: which new columns some query sees through a dense mask. The others are padding."""
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
+    return torch.nn.functional.pad(new, (past, 0), value=True)
 
 
 def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
