@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from turbo_hf.eval.needle import Needle
-from turbo_hf.patching import Handle, patch
+from turbo_hf.handle import Handle
+from turbo_hf.patching import patch
 
 BASELINE = "baseline"
 
@@ -123,7 +124,7 @@ def _row(method: str, prompts: list[Needle], texts: list[str], run: Run, base: R
         method=method,
         needle_right=sum(p.found_in(text) for p, text in zip(prompts, texts, strict=True)),
         needle_total=len(prompts),
-        tokens_equal_pct=round(100 * same / longest, 2),
+        tokens_equal_pct=round(100 * same / longest, 2) if longest else 100.0,
         kv_bytes_per_token=round(run.kv_bytes_per_token, 1),
         compression=round(base.kv_bytes_per_token / run.kv_bytes_per_token, 2),
         tokens_per_s=round(sum(map(len, run.replies)) / run.seconds, 1),

@@ -25,8 +25,8 @@ TEXT = "Q: I have a cat, a dog, and a snake. How many animals do I have?\nA: Let
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    """A tiny Llama without a patch."""
-    return tiny_llama()
+    """A tiny Llama without a patch, in float64: summed in another order, no number comes near another code."""
+    return tiny_llama(attn_implementation="sdpa").double()
 
 
 def forward(model: Any, ids: Tensor, cache: Cache, mask: Tensor | None = None) -> Tensor:
@@ -182,11 +182,6 @@ def go_on(model: Any, cache: TurboCache, rows: list[int]) -> Tensor:
     return forward(model, ids, cache, torch.cat((past, torch.ones_like(ids)), 1)).argmax(-1)
 
 
-def crop(cache: TurboCache) -> None:
-    """Take one pass back."""
-    cache.crop(-5)
-
-
 CHANGES: list[Any] = [
     pytest.param(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 2])), [2, 0, 2], id="reorder"),
     pytest.param(lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2], id="repeat"),
@@ -310,11 +305,11 @@ def test_dense_layers_are_counted_as_dense(llama: Any) -> None:
     assert measure(cache.layers).total == 0
     forward(llama, prompts(2, 64), cache)
     memory = measure(cache.layers)
-    assert memory.by_kind["dense"] == 2 * 2 * 2 * 64 * 16 * 4
+    assert memory.by_kind["dense"] == 2 * 2 * 2 * 64 * 16 * 8
     assert memory.layers[0]["codes"] + memory.layers[0]["scales"] >= 2 * 2 * page_bytes(16, 4)
-    assert memory.full_precision == 2 * 2 * 2 * 64 * 16 * 4
-    costs = layer_costs(llama.config, TurboConfig(dense_layers=(1,)), itemsize=4)
-    assert cache_bytes(costs, 64) == 2 * page_bytes(16, 4) + 2 * 2 * 64 * 16 * 4
+    assert memory.full_precision == 2 * 2 * 2 * 64 * 16 * 8
+    costs = layer_costs(llama.config, TurboConfig(dense_layers=(1,)), itemsize=8)
+    assert cache_bytes(costs, 64) == 2 * page_bytes(16, 4) + 2 * 2 * 64 * 16 * 8
 
 
 def test_padding_takes_no_memory(llama: Any) -> None:

@@ -119,7 +119,8 @@ def test_other_amounts_are_refused(text: str) -> None:
 def test_doctor_on_the_carried_model() -> None:
     result = run("doctor", LAB, "--device", "cpu", "--json")
     report = last_json(result)
-    assert report["machine"]["versions"]["torch"] == torch.__version__
+    # the package's version may lack the build's suffix
+    assert torch.__version__.startswith(report["machine"]["versions"]["torch"])
     assert set(report["model"]["checks"]) == set(PRESETS)
     assert report["model"]["refusal"] is None
     errors = [report["model"]["checks"][name]["error"] for name in ("int8", "turbo4", "turbo2")]

@@ -30,7 +30,7 @@ LENGTHS = (120, 97, 61)
 NEW = 16
 WINDOW = 40
 TIE = 0.01
-"""No two best tokens of an oracle lie closer: several times what a code on the edge of its step does to a logit."""
+"""No two best tokens of an oracle may lie closer: several times what a code on the edge of its step does to a logit."""
 
 SLIDING, FULL, LINEAR, CHUNKED = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
 MIXED = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": WINDOW}
@@ -72,46 +72,44 @@ SHARED = {
 
 
 class Case(NamedTuple):
-    """seed: of the prompts, so that no two tokens nearly tie. dense: layers that the patch leaves to Hugging Face."""
+    """dense: layers that the patch leaves to Hugging Face."""
 
     model_type: str
-    seed: int
     options: dict[str, Any]
     dense: tuple[int, ...] = ()
 
 
 FAMILY_CASES = (
-    Case("llama", 15, {}),
-    Case("mistral", 6, {"sliding_window": WINDOW}),
-    Case("mixtral", 74, {"sliding_window": WINDOW, **EXPERTS}),
-    Case("qwen2", 6, {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
-    Case("qwen3", 39, {}),
-    Case("qwen3_moe", 7, EXPERTS),
-    Case("phi3", 2, {"partial_rotary_factor": 0.5}),
-    Case("gemma2", 2, {**MIXED, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
-    Case("gemma3_text", 10, {**MIXED, "query_pre_attn_scalar": 16}),
-    Case("gemma4_text", 39, {**SHARED, "global_head_dim": 32}, dense=(2, 3, 4, 5)),
-    Case("gpt_oss", 3, {**MIXED, **EXPERTS}),
-    Case("olmo2", 8, {}),
-    Case("granite", 12, {"attention_multiplier": 0.2}),
+    Case("llama", {}),
+    Case("mistral", {"sliding_window": WINDOW}),
+    Case("mixtral", {"sliding_window": WINDOW, **EXPERTS}),
+    Case("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    Case("qwen3", {}),
+    Case("qwen3_moe", EXPERTS),
+    Case("phi3", {"partial_rotary_factor": 0.5}),
+    Case("gemma2", {**MIXED, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    Case("gemma3_text", {**MIXED, "query_pre_attn_scalar": 16}),
+    Case("gemma4_text", {**SHARED, "global_head_dim": 32}, dense=(2, 3, 4, 5)),
+    Case("gpt_oss", {**MIXED, **EXPERTS}),
+    Case("olmo2", {}),
+    Case("granite", {"attention_multiplier": 0.2}),
 )
 GENERIC_CASES = (
-    Case("stablelm", 1, {}),
-    Case("starcoder2", 9, {"sliding_window": WINDOW}),
-    Case("smollm3", 20, {"no_rope_layers": [1, 1, 0]}),
-    Case("cohere2", 6, {**MIXED, "logit_scale": 1.0}),
-    Case("exaone4", 4, MIXED),
-    Case("glm4", 7, {}),
-    Case("olmo3", 2, MIXED),
-    Case("phi", 1, {"partial_rotary_factor": 0.5}),
-    Case("nemotron", 2, {}),
-    Case("phimoe", 19, {"sliding_window": WINDOW, **EXPERTS}),
-    Case("gpt2", 0, {"n_embd": 64, "n_layer": 3, "n_head": 4}),
-    Case("qwen3_next", 19, {"layer_types": [LINEAR, FULL, LINEAR], **DELTA_NET, **EXPERTS}, dense=(0, 2)),
-    Case("bamba", 9, {"attn_layer_indices": [1], **MAMBA}, dense=(0, 2)),
+    Case("stablelm", {}),
+    Case("starcoder2", {"sliding_window": WINDOW}),
+    Case("smollm3", {"no_rope_layers": [1, 1, 0]}),
+    Case("cohere2", {**MIXED, "logit_scale": 1.0}),
+    Case("exaone4", MIXED),
+    Case("glm4", {}),
+    Case("olmo3", MIXED),
+    Case("phi", {"partial_rotary_factor": 0.5}),
+    Case("nemotron", {}),
+    Case("phimoe", {"sliding_window": WINDOW, **EXPERTS}),
+    Case("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4}),
+    Case("qwen3_next", {"layer_types": [LINEAR, FULL, LINEAR], **DELTA_NET, **EXPERTS}, dense=(0, 2)),
+    Case("bamba", {"attn_layer_indices": [1], **MAMBA}, dense=(0, 2)),
     Case(
         "llama4_text",
-        1,
         {
             "num_hidden_layers": 4,
             "layer_types": [CHUNKED, CHUNKED, CHUNKED, FULL],
@@ -123,7 +121,6 @@ GENERIC_CASES = (
     ),
     Case(
         "gemma3n_text",
-        30,
         {**SHARED, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 8, "altup_num_inputs": 2},
         dense=(2, 3, 4, 5),
     ),
@@ -146,7 +143,7 @@ def build(model_type: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-def padded(seed: int) -> dict[str, Tensor]:
+def padded(seed: int = 0) -> dict[str, Tensor]:
     """Three prompts of different length, padded at the left."""
     ids = prompts(len(LENGTHS), max(LENGTHS), seed)
     return left_padded([row[-length:] for row, length in zip(ids, LENGTHS, strict=True)])
@@ -180,11 +177,17 @@ def alone(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.cat([logits(double, row, torch.ones_like(row))[0] for row in rows])
 
 
-def margin(out: GenerateDecoderOnlyOutput) -> float:
-    """The smallest distance between the best and the second best logit of any step."""
-    assert out.logits is not None
-    best = torch.stack(out.logits).topk(2, -1).values
-    return float((best[..., 0] - best[..., 1]).min())
+def settle(model: PreTrainedModel, config: TurboConfig, dense: list[int]) -> tuple[dict[str, Tensor], Tensor]:
+    """Prompts after which no two tokens nearly tie, so that rounding cannot choose, and the oracle's answer to them."""
+    for seed in range(300):
+        batch = padded(seed)
+        cache = TurboCache(model.config, config, attention_mask=batch["attention_mask"], dense_layers=dense)
+        oracle = generate(model, batch, past_key_values=cache)
+        assert oracle.logits is not None
+        best = torch.stack(oracle.logits).topk(2, -1).values
+        if float((best[..., 0] - best[..., 1]).min()) > TIE:
+            return batch, torch.as_tensor(oracle.sequences)
+    raise AssertionError("all prompts have ties")
 
 
 def relative(x: Tensor, y: Tensor) -> float:
@@ -198,23 +201,21 @@ def relative(x: Tensor, y: Tensor) -> float:
 @everything
 @widths
 def test_tokens_are_those_of_eager_attention_on_the_same_cache(case: Case, bits: int) -> None:
-    model, batch, config = build(case.model_type, **case.options), padded(case.seed), exact(bits)
+    model, config = build(case.model_type, **case.options), exact(bits)
     with turbo_hf.patch(model, config) as handle:
-        ours = generate(model, batch)
         stored = [layer.storage for layer in handle.report().layers]
     # up to Transformers 5.17 a cache has no place for the last layers of models that share keys
     dense = [i for i in case.dense if i < len(stored)]
     assert [i for i in range(len(stored)) if stored[i] == "dense"] == dense
-    cache = TurboCache(model.config, config, attention_mask=batch["attention_mask"], dense_layers=dense)
-    oracle = generate(model, batch, past_key_values=cache)
-    assert len(cache.turbo_layers()) == len(stored) - len(dense) > 0
-    assert margin(oracle) > TIE, "two tokens nearly tie here: take another seed"
-    assert torch.equal(ours.sequences, oracle.sequences)
+    assert len(dense) < len(stored)
+    batch, oracle = settle(model, config, dense)
+    with turbo_hf.patch(model, config):
+        assert torch.equal(generate(model, batch).sequences, oracle)
 
 
 @everything
 def test_prompt_logits_are_those_of_the_model(case: Case) -> None:
-    model, batch = build(case.model_type, **case.options), padded(case.seed)
+    model, batch = build(case.model_type, **case.options), padded()
     real = batch["attention_mask"].bool()
     want, eager = alone(model, batch), logits(model, **renamed(batch))[real]
     with turbo_hf.patch(model, exact(4)) as handle:
@@ -228,7 +229,7 @@ def test_prompt_logits_are_those_of_the_model(case: Case) -> None:
 @families
 @widths
 def test_step_logits_are_those_of_eager_attention_on_the_same_cache(case: Case, bits: int) -> None:
-    check_step(build(case.model_type, **case.options), padded(case.seed), bits, case.seed)
+    check_step(build(case.model_type, **case.options), padded(), bits)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
@@ -237,15 +238,15 @@ def test_padding_in_other_places(name: str, first: int, last: int) -> None:
     """In full attention. A window counts tokens here, and columns in Transformers, where padding lies between them."""
     case = next(case for case in FAMILY_CASES if case.model_type == name)
     options = {**case.options, "layer_types": [FULL] * 3} if "layer_types" in case.options else case.options
-    ids = prompts(3, 80, case.seed)
+    ids = prompts(3, 80)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     batch["attention_mask"][1, first:last] = 0
-    check_step(build(name, **options), batch, 4, case.seed)
+    check_step(build(name, **options), batch, 4)
 
 
-def check_step(model: PreTrainedModel, batch: dict[str, Tensor], bits: int, seed: int) -> None:
+def check_step(model: PreTrainedModel, batch: dict[str, Tensor], bits: int) -> None:
     """The prompt's logits are the model's own, and a step's are those of eager attention on a copy of the cache."""
-    mask, token = batch["attention_mask"], prompts(len(LENGTHS), 1, seed + 1)
+    mask, token = batch["attention_mask"], prompts(len(LENGTHS), 1, 1)
     want, eager = alone(model, batch), logits(model, **renamed(batch))[mask.bool()]
     budget = float_budget(want, eager, largest(want), torch.float32)
     longer = torch.nn.functional.pad(mask, (0, 1), value=1)
@@ -280,7 +281,7 @@ def same_codes(cache: TurboCache, other: TurboCache, row: int) -> bool:
 @pytest.mark.parametrize("dropped", ["padding", "window"])
 def test_oracle_notices_what_is_dropped(dropped: str) -> None:
     case = FAMILY_CASES[1]
-    model, batch = build(case.model_type, **case.options), padded(case.seed)
+    model, batch = build(case.model_type, **case.options), padded()
     real = batch["attention_mask"].bool()
     eager = logits(model, **renamed(batch))[real]
     want = alone(model, batch)
@@ -307,7 +308,7 @@ def test_oracle_notices_what_is_dropped(dropped: str) -> None:
 )
 def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
     case = next(case for case in FAMILY_CASES if case.model_type == name)
-    model, batch, config = build(name, **case.options), padded(case.seed), exact(4)
+    model, batch, config = build(name, **case.options), padded(), exact(4)
     rows = options.get("num_beams", options.get("num_return_sequences", 1))
     mask = batch["attention_mask"].repeat_interleave(rows, 0)
 
@@ -328,8 +329,8 @@ def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_turbo_mode_adds_no_more_than_int8_does(case: Case, bits: int) -> None:
     """Q and P in INT8 cost what K and V in INT8 cost, which attention mode "exact" at 8 bit measures."""
-    model, batch = build(case.model_type, **case.options), padded(case.seed)
-    mask, tail = batch["attention_mask"], prompts(len(LENGTHS), NEW, case.seed + 1)
+    model, batch = build(case.model_type, **case.options), padded()
+    mask, tail = batch["attention_mask"], prompts(len(LENGTHS), NEW, 1)
     longer = torch.nn.functional.pad(mask, (0, NEW), value=1)
     whole = logits(model, torch.cat((batch["input_ids"], tail), 1), longer)
 
@@ -349,7 +350,7 @@ def test_turbo_mode_adds_no_more_than_int8_does(case: Case, bits: int) -> None:
 
 @families
 def test_bfloat16_costs_what_it_costs_the_model(case: Case) -> None:
-    model, batch = build(case.model_type, **case.options), padded(case.seed)
+    model, batch = build(case.model_type, **case.options), padded()
     real = batch["attention_mask"].bool()
     want = alone(model, batch)
     model.bfloat16()
@@ -457,6 +458,7 @@ def gemma3() -> PreTrainedModel:
         mm_tokens_per_image=4,
         image_token_id=IMAGE,
         tie_word_embeddings=False,
+        initializer_range=0.15,
     )
     config.vision_config._attn_implementation = "sdpa"
     model = Gemma3ForConditionalGeneration(config)
@@ -464,19 +466,11 @@ def gemma3() -> PreTrainedModel:
     return model
 
 
-def text_only(seed: int) -> dict[str, Tensor]:
-    batch = padded(seed)
-    batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, 1)
-    return batch
-
-
 def test_only_the_text_model_of_a_multimodal_one_is_patched(gemma3: PreTrainedModel) -> None:
     config: Any = gemma3.config
-    batch = text_only(0)
     parts = (config, config.text_config, config.vision_config)
     before = [part._attn_implementation for part in parts]
-    cache = TurboCache(config, exact(4), attention_mask=batch["attention_mask"])
-    oracle = generate(gemma3, batch, past_key_values=cache)
+    batch, oracle = settle(gemma3, exact(4), [])
     with turbo_hf.patch(gemma3, exact(4)) as handle:
         assert [part._attn_implementation for part in parts] == [before[0], NAME, "sdpa"]
         assert handle.report().family == "Gemma 3"
@@ -484,7 +478,7 @@ def test_only_the_text_model_of_a_multimodal_one_is_patched(gemma3: PreTrainedMo
         assert len(hooked) == 3
         assert all("language_model" in name for name in hooked)
         ours = generate(gemma3, batch)
-    assert torch.equal(ours.sequences, oracle.sequences)
+    assert torch.equal(ours.sequences, oracle)
     assert all(part._attn_implementation is was for part, was in zip(parts, before, strict=True))
 
 

@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import math
 from fractions import Fraction
 from types import ModuleType
 
@@ -161,7 +160,8 @@ def slow_stage_2(channel: list[int], bits: int) -> tuple[int, int, list[int]]:
     """Step, zero and codes of one channel of a block, in integers and fractions: the first of least squared error."""
     levels, low, high = 2**bits - 1, min(channel), max(channel)
     best: tuple[int, int, int, list[int]] | None = None
-    for share, rounding in ((1.0, math.ceil), (1.0, math.floor), (0.85, round), (0.7, round)):
+    whole, inner = ((1.0, math.ceil), (1.0, math.floor)), ((0.85, round), (0.7, round))
+    for share, rounding in whole if bits == 4 else (*whole, *inner):
         # the product in float32, as a kernel has it: 0.85 is no binary fraction
         step = max(1, rounding(float(np.float32(high - low) * np.float32(share) / np.float32(levels))))
         for shift in (0, -1, 1):

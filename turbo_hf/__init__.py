@@ -2,6 +2,7 @@
 
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import PRESETS, TurboConfig
-from turbo_hf.patching import Handle, patch
+from turbo_hf.handle import Handle
+from turbo_hf.patching import patch
 
 __all__ = ["PRESETS", "Handle", "TurboCache", "TurboConfig", "patch"]

@@ -94,8 +94,9 @@ def turbo_attention(
         return out.out.transpose(1, 2).contiguous(), None
     if call.layer is not None:
         complain(call.strict, f"layer {call.layer.index}: {reason}")
-        if attention_mask is not None and attention_mask.dim() == 4:
-            call.layer.padding = _seen_columns(attention_mask, call.layer.seen, query)
+        if attention_mask is not None:
+            plain = attention_mask.dim() == 2
+            call.layer.padding = attention_mask if plain else _seen_columns(attention_mask, call.layer.seen, query)
         key, value = call.layer.update_dense(*_pending(call.layer, key, value))
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     return _dense(module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
@@ -148,6 +149,9 @@ def _compressed(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> AttentionOutput:
+    layer.check(key)
+    if mask is not None and len(mask) != len(query):
+        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(query)}. Pass one row for each.")
     chunk = cache.chunk(mask, layer, query.shape[2])
     q, k, v = (chunk.align(x) for x in (query, key, value))
     starts = None if chunk.starts is None else torch.tensor(chunk.starts, device=q.device)

@@ -23,6 +23,10 @@ def _layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     types, kwargs = get_layer_types_and_kwargs(config)
     # one dict for all layers up to transformers 5.17, one a layer from 5.23 on
     each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
+    for kind, own in zip(types, each, strict=True):
+        if kind == "full_attention":
+            # that one dict holds the window of the other layers
+            own.pop("sliding_window", None)
     return list(zip(types, each, strict=True))
 
 
@@ -73,7 +77,7 @@ class TurboCache(Cache):
         if attention_mask is not None:
             for layer in self.turbo_layers():
                 layer.padding = attention_mask
-        self._planned: tuple[torch.Tensor | None, int, int, int, Chunk] | None = None
+        self._planned: tuple[torch.Tensor | None, int, int, Chunk] | None = None
 
     def turbo_layers(self) -> list[TurboLayer]:
         """The compressed layers."""
@@ -84,13 +88,20 @@ class TurboCache(Cache):
         columns = layer.columns if layer.is_initialized else None
         if mask is None and columns is None:
             return Chunk(tokens)
-        planned = self._planned
-        # tensors made in inference mode keep no version; generate makes a new mask for each pass
-        key = (layer.seen, tokens, 0 if mask is None or mask.is_inference() else mask._version)
-        if planned is None or planned[0] is not mask or planned[1:4] != key:
+        planned, key = self._planned, (layer.seen, tokens)
+        # the first layer begins a pass: what an earlier pass planned may be about a mask that was changed in place
+        begins = layer is next(iter(self.turbo_layers()))
+        if planned is None or begins or planned[0] is not mask or planned[1:3] != key:
             planned = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
             self._planned = planned
-        return planned[4]
+        return planned[3]
+
+    def stop_recording(self) -> None:
+        """End what `activate_past_recording` began, and seal what waited for a `crop`."""
+        for layer in self.turbo_layers():
+            layer.record_past = False
+            if layer.is_initialized:
+                layer.commit()
 
     def reset(self) -> None:
         """Forget every token; the cache can then take another batch."""

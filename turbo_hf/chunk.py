@@ -56,7 +56,7 @@ def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, columns: 
         columns: bool [B, seen], which of the earlier columns the cache stored; None: all.
 
     Raises:
-        ValueError: another shape, or a mask that hides or shows a token of an earlier pass which it did not before.
+        ValueError: another width, or a mask that hides or shows a token of an earlier pass which it did not before.
     """
     if mask is None:
         same = torch.ones(()) if columns is None else columns.all()
@@ -66,8 +66,6 @@ def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, columns: 
                 f"attention_mask has {mask.shape[1]} columns; the cache holds {seen} and this pass brings {tokens}. "
                 "Pass a mask over all of them, [batch, cached + new], or none."
             )
-        if columns is not None and len(mask) != len(columns):
-            raise ValueError(f"attention_mask has {len(mask)} rows; the cache holds {len(columns)}. Use a new cache.")
         past = mask[:, :seen].bool()
         same = past.all() if columns is None else (past == columns.to(mask.device)).all()
     if not bool(same):

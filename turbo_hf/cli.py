@@ -151,6 +151,10 @@ def plan_command(
     except ValueError as error:
         raise _fail(str(error)) from error
     _print_plan(rows, f"{Path(model).name}: {context} tokens x {batch} on {gpu_memory}", context, batch, weights)
+    trained = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if trained:
+        out.print(f"The model was made for {trained:,} positions; what memory allows may be more.", style="dim")
+    out.print("From the config alone: turbo-hf doctor tells whether this model can be patched.", style="dim")
     if json_line:
         print(json.dumps({"rows": [asdict(row) for row in rows], "weight_bytes": weights}))  # noqa: T201
 
@@ -159,7 +163,7 @@ def _print_plan(rows: list[PlanRow], title: str, context: int, batch: int, weigh
     table = Table(title=title)
     headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=heading == "method")
+        table.add_column(heading, justify="left" if heading == "method" else "right", overflow="fold")
     for row in rows:
         longest = "no limit" if row.longest_context < 0 else f"{row.longest_context:,}"
         table.add_row(
@@ -194,13 +198,18 @@ def doctor_command(
         if diagnosis is not None:
             facts["model"] = {
                 "refusal": diagnosis.refusal,
-                "checks": {name: asdict(check) for name, check in diagnosis.checks.items()},
+                "checks": {name: _finite(asdict(check)) for name, check in diagnosis.checks.items()},
             }
         print(json.dumps(facts))  # noqa: T201
     # a coarser preset may be too coarse for a model; the default must not be
     failed = diagnosis is not None and (diagnosis.refusal or not diagnosis.checks[DEFAULT].passed)
     if found.problems or failed:
         raise typer.Exit(1)
+
+
+def _finite(figures: dict[str, float]) -> dict[str, float | None]:
+    """NaN is no JSON."""
+    return {name: value if value == value else None for name, value in figures.items()}  # noqa: PLR0124
 
 
 def _print_machine(found: Machine) -> None:

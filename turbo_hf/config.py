@@ -23,13 +23,15 @@ class TurboConfig:
     Args:
         bits: width of a stored code: 8, 4, 3 or 2 (TurboAttention sec. 3.1; 8 is stage 1 alone).
         low_bits: width of the heads of lowest priority, where `low_heads` is not 0.
-        low_heads: share of each layer's KV heads stored at `low_bits`, 0 to 1, rounded down (TurboAttention sec. 3.2, n_h / Hkv).
+        low_heads: share of each layer's KV heads stored at `low_bits`, 0 to 1, rounded down (TurboAttention sec. 3.2,
+            n_h / Hkv).
         head_metric: what ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority", "entropy",
             "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first block.
         block_size: tokens in a block: 32, 64 or 128.
         buffer_scale: scale of the INT8 decode buffer: "token", one a token and head, or "universal", one a row and
-            head from the prompt's range, clamped to it (TurboAttention sec. 3.3). With "token" the cache's bits do not
-            depend on how a prompt was cut into chunks.
+            head from the prompt's range, clamped to it (TurboAttention sec. 3.3): feed the prompt in one pass, or in
+            passes of more than 16 tokens, or later tokens are clamped to what the first one spans. With "token"
+            what a layer stores depends only on the keys and values, not on the passes that brought them.
         attention: "turbo" computes attention on the INT8 values (TurboAttention alg. 1, 2); "exact" computes it in
             the model's precision on the dequantised cache.
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).

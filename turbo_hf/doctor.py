@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from turbo_hf.config import PRESETS
-from turbo_hf.patching import NEWEST, OLDEST, Report, check_version, patch
+from turbo_hf.handle import Report
+from turbo_hf.patching import NEWEST, OLDEST, check_version, patch
 from turbo_hf.selfcheck import SelfCheck, compare, probe
 
 PACKAGES = ("turbo_hf", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")

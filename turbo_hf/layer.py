@@ -123,16 +123,20 @@ class TurboLayer(CacheLayerMixin):
             pool.block,
         )
 
-    @_storing
-    def append(self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk) -> None:
-        """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`."""
-        if not self.is_initialized:
-            self.lazy_initialization(k, v)
-        if k.shape[0] != self.rows or k.shape[1:2] != (self.heads,):
+    def check(self, k: torch.Tensor) -> None:
+        """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds."""
+        if self.is_initialized and k.shape[:2] != (self.rows, self.heads):
             raise ValueError(
                 f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads; this pass brings "
                 f"{k.shape[0]} of {k.shape[1]}. Use a new TurboCache, or reset() this one."
             )
+
+    @_storing
+    def append(self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk) -> None:
+        """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`."""
+        self.check(k)
+        if not self.is_initialized:
+            self.lazy_initialization(k, v)
         if chunk.starts is not None:
             # real tokens only: what lies under padding may be anything, and must not reach a scale
             begin = torch.tensor(chunk.starts, device=k.device)

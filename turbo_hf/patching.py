@@ -2,145 +2,41 @@
 
 import functools
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
 import torch
 import transformers
 from packaging.version import Version
-from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from turbo_hf.attention import NAME, Strict, TurboCall, Unsupported, complain, turbo_attention
+from turbo_hf.attention import NAME, Strict, TurboCall, Unsupported, complain
 from turbo_hf.cache import COMPRESSED_TYPES, TurboCache, layer_windows
 from turbo_hf.config import TurboConfig, resolve_config
+from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register
 from turbo_hf.layer import TurboLayer
-from turbo_hf.masks import turbo_mask
-from turbo_hf.memory import Memory, measure
 from turbo_hf.patches import family_of, is_attention, lost_to_bias, obstacle, shares_keys
 from turbo_hf.selfcheck import compare, probe
 
 OLDEST, NEWEST = Version("5.17"), Version("5.23")
 """Transformers versions between which the tests run."""
 
+PREPARE = "_prepare_cache_for_generation"
+OTHER_MODEL = "It was made for another model: use handle.new_cache()."
+
 BIAS_STEP = 0.5
 """Key bias at which a layer is kept at 8 bit: its INT8 step exceeds half a standard deviation of a typical channel."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerReport:
-    """What was done with one layer: storage as people say it ("2 x 4 bit", "8 bit", "dense"), its window, and why.
-
-    refused: it is dense because it cannot be compressed. bias_step: the INT8 step that its key bias forces, in
-    standard deviations of a key channel, where that is why it is kept at 8 bit; else 0.
-    """
-
-    index: int
-    storage: str
-    window: int | None
-    reason: str
-    refused: bool = False
-    bias_step: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What `patch` did. `str()` gives it as a table."""
-
-    model: str
-    family: str
-    config: TurboConfig
-    layers: tuple[LayerReport, ...]
-    warnings: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.model} ({self.family})"]
-        for at in self.layers:
-            window = f", window {at.window}" if at.window else ""
-            lines.append(f"  layer {at.index}: {at.storage}{window}{'; ' + at.reason if at.reason else ''}")
-        return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
 
 class _Spec(NamedTuple):
     """What the hook of one attention module knows."""
 
     layer: int
+    layers: int
     window: int | None
     compress: bool
     strict: Strict
-
-
-@dataclass(slots=True)
-class _Maker:
-    """Makes the caches of a patched model, and remembers the newest for `Handle.memory`."""
-
-    config: TurboConfig
-    int8_layers: tuple[int, ...]
-    dense_layers: tuple[int, ...]
-    newest: "weakref.ref[TurboCache] | None" = None
-    measured: Memory | None = None
-
-    def make(self, model_config: PreTrainedConfig) -> TurboCache:
-        cache = TurboCache(model_config, self.config, int8_layers=self.int8_layers, dense_layers=self.dense_layers)
-        self.newest = weakref.ref(cache)
-        # the layers outlive the cache for one call, so that its last state can be measured
-        weakref.finalize(cache, self._measure, cache.layers).atexit = False
-        return cache
-
-    def _measure(self, layers: list[Any]) -> None:
-        self.measured = measure(layers)
-
-    def memory(self) -> Memory:
-        cache = self.newest() if self.newest is not None else None
-        if cache is not None:
-            return measure(cache.layers)
-        return self.measured or Memory((), 0, 0)
-
-
-@dataclass(slots=True)
-class Handle:
-    """A patch that is on. `remove()` takes it off; leaving a `with` block does too."""
-
-    _model: PreTrainedModel
-    _report: Report
-    _maker: _Maker
-    _hooks: list[RemovableHandle]
-    _replaced: list[tuple[torch.nn.Module, str]]
-    _previous: str | dict[str, str]
-    _active: bool = field(default=True)
-
-    def __enter__(self) -> "Handle":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        """Take the patch off: hooks gone, attributes the objects they were. A second call does nothing."""
-        if not self._active:
-            return
-        self._active = False
-        for hook in self._hooks:
-            hook.remove()
-        for module, name in self._replaced:
-            module.__dict__.pop(name, None)
-        self._model.set_attn_implementation(self._previous)
-
-    def report(self) -> Report:
-        """What was patched, what was left, and why."""
-        return self._report
-
-    def memory(self) -> Memory:
-        """Bytes by layer and kind of the newest cache: as it is, or as it was when it was given up."""
-        return self._maker.memory()
-
-    def new_cache(self) -> TurboCache:
-        """An empty cache like those of `generate`, for a loop of your own: `model(ids, past_key_values=cache)`."""
-        return self._maker.make(self._model.config)
 
 
 def patch(
@@ -170,7 +66,10 @@ def patch(
         raise TypeError(f"model must be a transformers.PreTrainedModel; got {type(model).__name__}.")
     text = model.config.get_text_config(decoder=True)
     if text._attn_implementation == NAME:
-        raise ValueError("This model is patched already. Call remove() on the first handle, then patch again.")
+        raise ValueError(
+            "This model, or another that shares its config object, is patched already. Call remove() on the first "
+            "handle, then patch again."
+        )
     notes: list[str] = []
     outdated = check_version()
     if outdated is not None:
@@ -183,6 +82,11 @@ def patch(
             f"the language model of {type(model).__name__} lies inside another of its parts. Patch that part "
             "(for Qwen2.5-Omni: model.thinker)."
         )
+    if not hasattr(type(model), PREPARE):
+        notes.append(
+            f"{type(model).__name__} has no generate: pass handle.new_cache() to it, or patch the whole model."
+        )
+        warnings.warn(notes[-1], stacklevel=2)
     layers, modules = _survey(model, text, chosen)
     notes += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
     reference = probe(model) if check else None
@@ -301,8 +205,7 @@ def _apply(
     layers: list[LayerReport],
     notes: list[str],
 ) -> Handle:
-    AttentionInterface.register(NAME, turbo_attention)
-    AttentionMaskInterface.register(NAME, turbo_mask)
+    register()
     key = _key_of(text, model.config)
     # a plain string would also switch the vision tower of a multimodal model
     previous = text._attn_implementation if key is None else {key: text._attn_implementation}
@@ -315,25 +218,26 @@ def _apply(
     hooks = []
     for index, module in modules.items():
         at = layers[index]
-        hook = functools.partial(_bring_layer, _Spec(index, at.window, at.storage != "dense", strict))
+        hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, at.storage != "dense", strict))
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
     int8, dense = (tuple(at.index for at in layers if at.storage == kind) for kind in ("8 bit", "dense"))
-    maker = _Maker(config, int8, dense)
+    maker = CacheMaker(config, int8, dense)
     family = family_of(text.model_type)
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
-        (model, "_prepare_cache_for_generation", functools.partial(_prepare_cache, maker)),
+        (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
         (model, "init_continuous_batching", _refuse_continuous_batching),
     ]
     if family is not None:
         methods += [(module, name, method) for module in model.modules() for name, method in family.methods.items()]
     # a model without a head generates nothing, and has no method to replace
     methods = [(module, name, method) for module, name, method in methods if hasattr(type(module), name)]
+    replaced = [(module, name, module.__dict__.get(name)) for module, name, _ in methods]
     for module, name, method in methods:
         # not a bound method: a deep copy of the model takes a partial along with its maker of caches
         module.__dict__[name] = functools.partial(method, module)
-    replaced = [(module, name) for module, name, _ in methods]
     called = family.name if family else f"{text.model_type}: generic path, no test of its own"
-    report = Report(type(model).__name__, called, config, tuple(layers), tuple(notes))
+    report = Report(type(model).__name__, called, family.notes if family else "", config, tuple(layers), tuple(notes))
     return Handle(model, report, maker, hooks, replaced, previous)
 
 
@@ -344,9 +248,16 @@ def _bring_layer(
     if module.config._attn_implementation != NAME:
         return None
     cache = kwargs.get("past_key_values")
+    if isinstance(cache, TurboCache) and len(cache.layers) != spec.layers:
+        raise Unsupported(f"this TurboCache has {len(cache.layers)} layers, the model {spec.layers}. {OTHER_MODEL}")
     held = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
     layer = held if isinstance(held, TurboLayer) else None
     if layer is not None:
+        if layer.window != spec.window:
+            raise Unsupported(
+                f"layer {spec.layer} of this TurboCache has the window {layer.window}, the model's {spec.window}. "
+                f"{OTHER_MODEL}"
+            )
         if module.training:
             raise Unsupported(
                 "the model is in training mode, and a compressed cache has no gradients. Call model.eval() to "
@@ -357,12 +268,29 @@ def _bring_layer(
     return args, {**kwargs, "turbo": call}
 
 
+def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook, run after an error too: a claim that this call did not use must not meet a later one."""
+    call = kwargs.get("turbo")
+    if call is not None and call.layer is not None:
+        call.layer.claimed, call.layer.pending = False, None
+
+
 def _prepare_cache(
-    maker: _Maker, model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    maker: CacheMaker,
+    before: Any,
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """In place of `_prepare_cache_for_generation`: `generate` gets a TurboCache unless the caller chose a cache."""
     given = model_kwargs.get("past_key_values")
     named = generation_config.cache_implementation
+    original: Callable[..., Any] = before or functools.partial(type(model)._prepare_cache_for_generation, model)
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        # a shallow copy of the model that outlived the patch, or another implementation chosen since
+        return original(generation_config, model_kwargs, *args, **kwargs)
     if given is None and generation_config.use_cache is not False and named is None:
         _check_rows(model_kwargs.get("attention_mask"))
         cache = maker.make(model.config)
@@ -370,6 +298,8 @@ def _prepare_cache(
         if generation_config.is_assistant:
             cache.activate_past_recording()
         return None
+    if isinstance(given, TurboCache) and not generation_config.is_assistant:
+        given.stop_recording()
     if given is not None and not isinstance(given, TurboCache):
         warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
     elif given is None and named is not None:
@@ -378,8 +308,7 @@ def _prepare_cache(
             "compressed. Set model.generation_config.cache_implementation = None to compress it.",
             stacklevel=4,
         )
-    original: Callable[..., Any] = type(model)._prepare_cache_for_generation
-    return original(model, generation_config, model_kwargs, *args, **kwargs)
+    return original(generation_config, model_kwargs, *args, **kwargs)
 
 
 def _check_rows(mask: Any) -> None:

@@ -45,12 +45,14 @@ def plan(config: PreTrainedConfig, *, context: int, batch: int, gpu_bytes: float
         weights: bytes that the weights take of it.
 
     Raises:
-        ValueError: context or batch below 1.
+        ValueError: context or batch below 1, or a model without a KV cache.
     """
     if context < 1 or batch < 1:
         raise ValueError(f"context and batch must be at least 1; got {context} and {batch}.")
     room = gpu_bytes * (1 - KEPT_FREE) - weights
     dense = layer_costs(config, None)
+    if not dense:
+        raise ValueError(f"a {config.model_type} has no attention layer that keeps keys and values; nothing to plan.")
     methods: dict[str, TurboConfig | None] = {FULL_PRECISION: None, **PRESETS}
     rows = []
     for name, preset in methods.items():

@@ -37,13 +37,15 @@ def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
     `cache` None: in one pass, without a cache.
     """
     call: Any = model
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    config = model.config.get_text_config(decoder=True)
+    tokens = min(PROMPT + DECODED, getattr(config, "max_position_embeddings", None) or PROMPT + DECODED)
     seeded = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (1, PROMPT + DECODED), generator=seeded).to(model.device)
+    ids = torch.randint(config.vocab_size, (1, tokens), generator=seeded).to(model.device)
+    prompt = tokens - DECODED
     if cache is None:
-        logits = call(ids, use_cache=False).logits[0, PROMPT - 1 :]
+        logits = call(ids, use_cache=False).logits[0, prompt - 1 :]
     else:
-        parts = [ids[:, :PROMPT], *(ids[:, i : i + 1] for i in range(PROMPT, ids.shape[1]))]
+        parts = [ids[:, :prompt], *(ids[:, i : i + 1] for i in range(prompt, tokens))]
         logits = torch.cat([call(part, past_key_values=cache).logits[0, -1:] for part in parts])
     return torch.as_tensor(logits).float()
 

@@ -25,7 +25,7 @@ def decode(
         q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified).
         store: one layer's cache, the M tokens included; Hq a multiple of its Hkv.
         scaling: factor on q . k.
-        starts: int64 [B], the first column of q that holds a token of the row; None: those that the row is long enough for.
+        starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.
         window: tokens that a query sees, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: float [Hq], one more logit a head in the denominator, without a value.

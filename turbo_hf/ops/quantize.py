@@ -86,10 +86,8 @@ def seal_blocks(
         ValueError: wrong bits, dtype, block or shapes that do not agree.
 
     Source: TurboAttention eq. 4-6, alg. 1. The paper's stage 2 has one step and zero a channel, from its range. Here
-    they are the best of twelve: steps over the whole range, rounded up and down, and over 0.85 and 0.7 of it, with
-    the zero centred or a quarter step to either side. On keys of a trained model (d = 64) the relative error falls
-    from 0.063 (step rounded up) and 0.061 (rounded) to 0.056 at 4 bit, from 0.123 to 0.108 at 3 and from 0.288 to
-    0.212 at 2; a float step and zero from the range give 0.057, 0.122 and 0.288.
+    they are the best by squared error of a few: steps over the whole range, rounded up and down, at 3 and 2 bit also
+    over 0.85 and 0.7 of it, each with the zero centred or a quarter step to either side.
     """
     if bits not in BITS:
         raise ValueError(f"bits must be one of {', '.join(map(str, BITS))}; got {bits}.")

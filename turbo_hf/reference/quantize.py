@@ -8,8 +8,10 @@ from turbo_hf.reference.store import expand, unpack_blocks
 __all__ = ["dequantize", "head_scores", "quantize_blocks", "quantize_tokens", "seal_blocks", "unpack_blocks"]
 
 
-STEPS = ((1.0, torch.ceil), (1.0, torch.floor), (0.85, torch.round), (0.7, torch.round))
-"""Candidate steps of stage 2: share of the channel's range, and rounding. Fewer bits gain by leaving out extremes."""
+WHOLE = ((1.0, torch.ceil), (1.0, torch.floor))
+STEPS = {4: WHOLE, 3: (*WHOLE, (0.85, torch.round), (0.7, torch.round))}
+STEPS[2] = STEPS[3]
+"""Candidate steps of stage 2: share of the channel's range, and rounding. Few bits gain by leaving out extremes."""
 
 SHIFTS = (0, -1, 1)
 """Candidate zeros of stage 2, in quarters of a step from the centred one."""
@@ -64,7 +66,7 @@ def _stage2(q1: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, to
     low, high = exact.amin(-2), exact.amax(-2)
     best = torch.full_like(low, torch.inf)
     step, zero, code = torch.zeros_like(low), torch.zeros_like(low), torch.zeros_like(exact)
-    for share, rounding in STEPS:
+    for share, rounding in STEPS[bits]:
         tried = rounding((high - low) * share / levels).clamp(min=1)
         # what the step covers too little or too much of the range is shared by both ends
         centred = low + torch.floor((high - low - levels * tried) / 2)

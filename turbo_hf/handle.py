@@ -1,0 +1,145 @@
+"""What `patch()` gives back: the patch itself, what it did, and the caches that it makes."""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from turbo_hf.attention import NAME, turbo_attention
+from turbo_hf.cache import TurboCache
+from turbo_hf.config import TurboConfig
+from turbo_hf.masks import turbo_mask
+from turbo_hf.memory import Memory, measure
+
+
+def register() -> None:
+    """Make the attention and its masks known to Transformers under `NAME`. A second call changes nothing."""
+    AttentionInterface.register(NAME, turbo_attention)
+    AttentionMaskInterface.register(NAME, turbo_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """What was done with one layer: storage as people say it ("2 x 4 bit", "8 bit", "dense"), its window, and why.
+
+    refused: it is dense because it cannot be compressed. bias_step: the INT8 step that its key bias forces, in
+    standard deviations of a key channel, where that is why it is kept at 8 bit; else 0.
+    """
+
+    index: int
+    storage: str
+    window: int | None
+    reason: str
+    refused: bool = False
+    bias_step: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `patch` did, as a table under `str()`. notes: what is special about the family's attention."""
+
+    model: str
+    family: str
+    notes: str
+    config: TurboConfig
+    layers: tuple[LayerReport, ...]
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
+        for at in self.layers:
+            window = f", window {at.window}" if at.window else ""
+            lines.append(f"  layer {at.index}: {at.storage}{window}{'; ' + at.reason if at.reason else ''}")
+        return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
+
+
+@dataclass(slots=True)
+class CacheMaker:
+    """Makes the caches of a patched model, and remembers the newest for `Handle.memory`."""
+
+    config: TurboConfig
+    int8_layers: tuple[int, ...]
+    dense_layers: tuple[int, ...]
+    made: int = 0
+    newest: "weakref.ref[TurboCache] | None" = None
+    measured: Memory | None = None
+
+    def make(self, model_config: PreTrainedConfig) -> TurboCache:
+        """A cache with the choices of this patch."""
+        cache = TurboCache(model_config, self.config, int8_layers=self.int8_layers, dense_layers=self.dense_layers)
+        self.made += 1
+        self.newest = weakref.ref(cache)
+        # the layers outlive the cache for one call, so that its last state can be measured
+        weakref.finalize(cache, self._measure, self.made, cache.layers).atexit = False
+        return cache
+
+    def _measure(self, number: int, layers: list[Any]) -> None:
+        if number == self.made:
+            self.measured = measure(layers)
+
+    def memory(self) -> Memory:
+        """Bytes of the newest cache: as it is, or as it was when it was given up."""
+        cache = self.newest() if self.newest is not None else None
+        if cache is not None:
+            return measure(cache.layers)
+        return self.measured or Memory((), 0, 0)
+
+    def __reduce__(self) -> Any:
+        # a copied or pickled model makes caches of its own, and needs the names that its config says
+        return _maker_of_a_copy, (self.config, self.int8_layers, self.dense_layers)
+
+
+def _maker_of_a_copy(config: TurboConfig, int8_layers: tuple[int, ...], dense_layers: tuple[int, ...]) -> CacheMaker:
+    register()
+    return CacheMaker(config, int8_layers, dense_layers)
+
+
+@dataclass(slots=True)
+class Handle:
+    """A patch that is on. `remove()` takes it off; leaving a `with` block does too."""
+
+    _model: PreTrainedModel
+    _report: Report
+    _maker: CacheMaker
+    _hooks: list[RemovableHandle]
+    _replaced: list[tuple[torch.nn.Module, str, Any]]
+    _previous: str | dict[str, str]
+    _active: bool = field(default=True)
+
+    def __enter__(self) -> "Handle":
+        if not self._active:
+            raise ValueError("This patch has been removed. Call turbo_hf.patch(model) for a new one.")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the patch off: hooks gone, attributes the objects they were. A second call does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        for hook in self._hooks:
+            hook.remove()
+        for module, name, before in self._replaced:
+            if before is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = before
+        self._model.set_attn_implementation(self._previous)
+
+    def report(self) -> Report:
+        """What was patched, what was left, and why."""
+        return self._report
+
+    def memory(self) -> Memory:
+        """Bytes by layer and kind of the newest cache: as it is, or as it was when it was given up."""
+        return self._maker.memory()
+
+    def new_cache(self) -> TurboCache:
+        """An empty cache like those of `generate`, for a loop of your own: `model(ids, past_key_values=cache)`."""
+        return self._maker.make(self._model.config)
