@@ -128,8 +128,9 @@ class NaiveRow:
         place = -self.dropped
         for column, real in enumerate(self.columns):
             if real and place >= 0:
-                k[:, column] = held[place].k * held[place].k_scale[:, None]
-                v[:, column] = held[place].v * held[place].v_scale[:, None]
+                token = Token(*(x.cpu() for x in held[place]))
+                k[:, column] = token.k * token.k_scale[:, None]
+                v[:, column] = token.v * token.v_scale[:, None]
             place += real
         first = len(self.columns) - columns
         return k[:, first:], v[:, first:]

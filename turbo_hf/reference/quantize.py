@@ -8,15 +8,6 @@ from turbo_hf.reference.store import expand, unpack_blocks
 __all__ = ["dequantize", "head_scores", "quantize_blocks", "quantize_tokens", "seal_blocks", "unpack_blocks"]
 
 
-WHOLE = ((1.0, torch.ceil), (1.0, torch.floor))
-STEPS = {4: WHOLE, 3: (*WHOLE, (0.85, torch.round), (0.7, torch.round))}
-STEPS[2] = STEPS[3]
-"""Candidate steps of stage 2: share of the channel's range, and rounding. Few bits gain by leaving out extremes."""
-
-SHIFTS = (0, -1, 1)
-"""Candidate zeros of stage 2, in quarters of a step from the centred one."""
-
-
 def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     own = x.abs().amax(-1).float() / CODE_MAX if scale is None else scale
     return _codes(x, own[..., None]), own
@@ -60,27 +51,13 @@ def _stage1(codes: torch.Tensor, token_scale: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _stage2(q1: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Integer step and zero a channel over the block's tokens: of STEPS x SHIFTS those of least squared error."""
+    """Integer step and zero a channel over the block's tokens (TurboAttention eq. 5, 6)."""
     levels = 2**bits - 1
-    exact = q1.float()
-    low, high = exact.amin(-2), exact.amax(-2)
-    best = torch.full_like(low, torch.inf)
-    step, zero, code = torch.zeros_like(low), torch.zeros_like(low), torch.zeros_like(exact)
-    for share, rounding in STEPS[bits]:
-        tried = rounding((high - low) * share / levels).clamp(min=1)
-        # what the step covers too little or too much of the range is shared by both ends
-        centred = low + torch.floor((high - low - levels * tried) / 2)
-        for shift in SHIFTS:
-            begin = centred + shift * torch.round(tried / 4)
-            # no code of a fresh block decodes beyond 127, so that a kernel need not clamp
-            begin = torch.minimum(begin, 127 - levels * tried).clamp(min=-128)
-            codes = torch.round((exact - begin[..., None, :]) / tried[..., None, :]).clamp(0, levels)
-            value = (codes * tried[..., None, :] + begin[..., None, :]).clamp(-127, 127)
-            error = (value - exact).square().sum(-2)
-            better = error < best
-            best = torch.where(better, error, best)
-            step, zero = torch.where(better, tried, step), torch.where(better, begin, zero)
-            code = torch.where(better[..., None, :], codes, code)
+    low, high = q1.amin(-2).float(), q1.amax(-2).float()
+    step = torch.round((high - low) / levels).clamp(min=1)
+    # a rounded step covers a little more or less than the range: share the difference between both ends
+    zero = (low + torch.floor((high - low - levels * step) / 2)).clamp(min=-128)
+    code = torch.round((q1 - zero[..., None, :]) / step[..., None, :]).clamp(0, levels)
     return code.to(torch.uint8), step.to(torch.int8), zero.to(torch.int8)
 
 
