@@ -18,10 +18,6 @@ class Chunk(NamedTuple):
     starts: list[int] | None = None
     gather: torch.Tensor | None = None
 
-    def counts(self, rows: int) -> list[int]:
-        """Real tokens of each row."""
-        return [self.tokens] * rows if self.starts is None else [self.tokens - start for start in self.starts]
-
     def align(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, H, M, D] with each row's tokens at its end."""
         return x if self.gather is None else torch.take_along_dim(x, self.gather[:, None, :, None], 2)
