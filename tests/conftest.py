@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, settings
 
 # before anything imports huggingface_hub: no test may need the network
 os.environ["HF_HUB_OFFLINE"] = "1"
+# before anything imports triton: without a GPU its kernels run in the interpreter
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile(
     "turbo",

@@ -143,7 +143,7 @@ def check_padding(got: AttentionOutput, want: Exact) -> None:
 def check_exact(
     got: AttentionOutput, q: Tensor, rows: Sequence[KeyValue], *, starts: Sequence[int] | None = None, **options: Any
 ) -> None:
-    """Assert that an op in mode "exact" is attention of q over these keys and values, to eager's own precision."""
+    """Assert that an op in mode "fp16" is attention of q over these keys and values, to eager's own precision."""
     assert got.out.dtype == q.dtype
     assert got.lse.dtype == torch.float32
     want = oracle(q, rows, starts=starts, **options)

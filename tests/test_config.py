@@ -19,7 +19,7 @@ from turbo_hf.config import PRESETS, TurboConfig, at_8_bit, resolve_config
         *(pytest.param({"head_metric": m}, id=m) for m in ("priority", "entropy", "min_max", "variation")),
         *(pytest.param({"block_size": b}, id=f"b{b}") for b in (32, 64, 128)),
         *(pytest.param({"buffer_scale": s}, id=s) for s in ("token", "universal")),
-        *(pytest.param({"attention": a}, id=a) for a in ("turbo", "exact")),
+        *(pytest.param({"attention": a}, id=a) for a in ("turbo", "int8", "half", "fp8", "fp16")),
         pytest.param({"low_heads": 1}, id="all-low"),
         pytest.param({"bits": 8, "low_bits": 4, "low_heads": 0.25}, id="mixed"),
         pytest.param({"sas": True, "sas_threshold": -80}, id="lowest-threshold"),
@@ -43,7 +43,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"head_metric": "range"}, r"head_metric must be one of 'priority', .*; got 'range'", id="metric"),
         pytest.param({"block_size": 16}, r"block_size must be one of 32, 64, 128; got 16", id="block_size"),
         pytest.param({"buffer_scale": None}, r"buffer_scale must be one of 'token', 'universal'; got None", id="scale"),
-        pytest.param({"attention": "flash"}, r"attention must be one of 'turbo', 'exact'; got 'flash'", id="attention"),
+        pytest.param({"attention": "flash"}, r"attention must be one of 'turbo', 'int8', 'half', 'fp8', 'fp16'; got 'flash'", id="attention"),
         pytest.param({"sas": 1}, r"sas must be one of True, False; got 1", id="sas"),
         pytest.param({"sas": True, "sas_threshold": "-6"}, r"sas_threshold must be None .*; got '-6'", id="sas-text"),
         pytest.param({"low_heads": 1.5}, r"low_heads must be a share from 0 to 1; got 1.5", id="low_heads"),
@@ -129,7 +129,7 @@ def test_refuses_unknown_presets(value: Any) -> None:
 
 
 def test_at_8_bit_keeps_all_else() -> None:
-    config = TurboConfig(bits=4, low_heads=0.5, block_size=32, attention="exact", buffer_scale="universal")
+    config = TurboConfig(bits=4, low_heads=0.5, block_size=32, attention="fp16", buffer_scale="universal")
     kept = at_8_bit(config)
     assert kept.head_groups(8) == ((8, 8),)
     assert dataclasses.replace(kept, bits=4, low_heads=0.5) == config

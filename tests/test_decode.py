@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 Groups = tuple[tuple[int, int], ...]
 
-MODES = [pytest.param(mode, id=mode) for mode in ("exact", "turbo")]
+MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 RAGGED = [130, 1, 64, 63, 65]
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in (torch.float16, torch.bfloat16)]
 DTYPES += [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in (torch.float32, torch.float64)]
@@ -62,7 +62,7 @@ def check_decode(
     first = None if starts is None else torch.tensor(starts, device=q.device)
     got = decode(q, store, starts=first, mode=mode, **options)
     rows = store_codes(store)
-    if mode == "exact":
+    if mode == "fp16":
         check_exact(got, q, [row.values() for row in rows], starts=starts, **options)
     else:
         check_turbo(got, as_int8(q, 1, starts), q.dtype, rows, starts=starts, **options)
@@ -219,7 +219,7 @@ def test_any_decode(data: st.DataObject) -> None:
         lengths, kv_heads, dim, torch.device("cpu"), groups=groups, order=order, block=block, sealed=sealed
     )
     q = tokens(len(lengths), kv_heads * group, m, dim)
-    for mode in ("exact", "turbo"):
+    for mode in ("fp16", "turbo"):
         check_decode(q, store, mode, starts=[m - n for n in new], **options)
 
 
@@ -301,7 +301,7 @@ def test_fewer_bits_cost_more(device: torch.device) -> None:
     k, v = tokens(1, 2, 256, 64, device=device), tokens(1, 2, 256, 64, device=device)
     q = tokens(1, 4, 8, 64, device=device)
     want = oracle(q, [(k[0], v[0])], scaling=0.125).out
-    for mode in ("exact", "turbo"):
+    for mode in ("fp16", "turbo"):
         errors = []
         for bits in BITS:
             got = decode(q, make_store(k, v, [256], groups=((bits, 2),)), scaling=0.125, mode=mode)

@@ -2,7 +2,7 @@
 
 The oracle is the unpatched model, in eager mode, with a `TurboCache` of the same config: without the hook such a cache
 stores the same codes and returns dense keys and values, so that all masks, windows, caps and sinks are Transformers'.
-In attention mode "exact" the patched model must then choose the same tokens, and miss the logits by rounding only.
+In attention mode "fp16" the patched model must then choose the same tokens, and miss the logits by rounding only.
 """
 
 import copy
@@ -151,7 +151,7 @@ def padded(seed: int = 0) -> dict[str, Tensor]:
 
 def exact(bits: int) -> TurboConfig:
     """Attention on the dequantised cache; blocks of 32, so that all prompts seal some."""
-    return TurboConfig(attention="exact", bits=bits, block_size=32)
+    return TurboConfig(attention="fp16", bits=bits, block_size=32)
 
 
 def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> GenerateDecoderOnlyOutput:
@@ -328,7 +328,7 @@ def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
 @families
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_turbo_mode_adds_no_more_than_int8_does(case: Case, bits: int) -> None:
-    """Q and P in INT8 cost what K and V in INT8 cost, which attention mode "exact" at 8 bit measures."""
+    """Q and P in INT8 cost what K and V in INT8 cost, which attention mode "fp16" at 8 bit measures."""
     model, batch = build(case.model_type, **case.options), padded()
     mask, tail = batch["attention_mask"], prompts(len(LENGTHS), NEW, 1)
     longer = torch.nn.functional.pad(mask, (0, NEW), value=1)

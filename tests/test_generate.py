@@ -1,6 +1,6 @@
 """`generate` on the compressed cache, on tiny random models and on the carried trained one.
 
-The oracle of "exact" attention is the model without the patch, whose own attention reads the same cache dequantised
+The oracle of "fp16" attention is the model without the patch, whose own attention reads the same cache dequantised
 (`TurboCache` works there too): the tokens must be the same, because the numbers are. The tiny models compute in
 float64: sums in another order then differ by far too little to round a key to another code, anywhere.
 """
@@ -23,14 +23,14 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 
 EXACT = [
-    pytest.param(TurboConfig(attention="exact", bits=8), id="8bit"),
-    pytest.param(TurboConfig(attention="exact", bits=4), id="4bit"),
-    pytest.param(TurboConfig(attention="exact", bits=4, low_bits=2, low_heads=0.5), id="mixed"),
-    pytest.param(TurboConfig(attention="exact", bits=3, block_size=32), id="3bit-block32"),
-    pytest.param(TurboConfig(attention="exact", bits=2, buffer_scale="universal"), id="2bit-universal"),
+    pytest.param(TurboConfig(attention="fp16", bits=8), id="8bit"),
+    pytest.param(TurboConfig(attention="fp16", bits=4), id="4bit"),
+    pytest.param(TurboConfig(attention="fp16", bits=4, low_bits=2, low_heads=0.5), id="mixed"),
+    pytest.param(TurboConfig(attention="fp16", bits=3, block_size=32), id="3bit-block32"),
+    pytest.param(TurboConfig(attention="fp16", bits=2, buffer_scale="universal"), id="2bit-universal"),
 ]
-EXACT4 = TurboConfig(attention="exact", bits=4)
-MODES = ["turbo", "exact"]
+EXACT4 = TurboConfig(attention="fp16", bits=4)
+MODES = ["turbo", "fp16"]
 RAGGED = [60, 125, 1, 64]
 """Lengths of a batch: open tokens only, a seal while decoding, a single token, exactly one block."""
 
@@ -591,7 +591,7 @@ def lookup(pairs: int, seed: int) -> tuple[str, str]:
         pytest.param("int8", id="int8"),
         pytest.param("turbo4", id="turbo4"),
         pytest.param("turbo-mixed", id="turbo-mixed"),
-        pytest.param(EXACT4, id="exact"),
+        pytest.param(EXACT4, id="fp16"),
         pytest.param(TurboConfig(sas=True), id="sas"),
         pytest.param(TurboConfig(buffer_scale="universal"), id="universal"),
         pytest.param(TurboConfig(int8_layers=(0,), dense_layers=(5,)), id="layers"),

@@ -16,7 +16,7 @@ PUBLIC = {"PRESETS", "Handle", "TurboCache", "TurboConfig", "patch"}
 # who may be imported by whom: a module imports only from layers above it in this list
 LAYERS = [
     {"turbo_hf.layout", "turbo_hf.config"},
-    {"turbo_hf.reference"},
+    {"turbo_hf.reference", "turbo_hf.kernels"},
     {"turbo_hf.ops"},
     {"turbo_hf.chunk", "turbo_hf.buffer", "turbo_hf.pages", "turbo_hf.layer", "turbo_hf.cache"},
     {"turbo_hf.masks", "turbo_hf.attention", "turbo_hf.memory", "turbo_hf.selfcheck", "turbo_hf.handle"},

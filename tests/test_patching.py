@@ -41,7 +41,7 @@ LENGTHS = (90, 70, 31)
 NEW = 8
 WINDOW = 24
 SMALL = TurboConfig(block_size=32)
-EXACT = TurboConfig(block_size=32, attention="exact")
+EXACT = TurboConfig(block_size=32, attention="fp16")
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 SHARED = {
@@ -393,7 +393,7 @@ def test_generate_without_a_cache_is_that_of_the_model(options: dict[str, Any]) 
 def test_assistant_and_prompt_lookup_give_the_greedy_tokens(window: int | None) -> None:
     """Drafts that are refused are taken back, also past the seal of a block and the edge of a window."""
     model, assistant = tiny_mistral(window), tiny_mistral(window, num_hidden_layers=1)
-    config = TurboConfig(block_size=32, attention="exact", bits=8)
+    config = TurboConfig(block_size=32, attention="fp16", bits=8)
     with turbo_hf.patch(model, config), turbo_hf.patch(assistant, config):
         for seed in range(300):
             ids = prompts(1, 70, seed)
@@ -502,7 +502,7 @@ def test_other_caches_give_the_models_own_logits(model_type: str, options: dict[
 )
 def test_dense_layers_stay_dense_and_right(model_type: str, options: dict[str, Any]) -> None:
     model = tiny(model_type, **options)
-    config = TurboConfig(block_size=32, attention="exact", bits=8, dense_layers=(0,))
+    config = TurboConfig(block_size=32, attention="fp16", bits=8, dense_layers=(0,))
     cache = TurboCache(model.config, config, attention_mask=padded()["attention_mask"])
     oracle = generate(model, past_key_values=cache)
     with turbo_hf.patch(model, config) as handle:
@@ -708,7 +708,7 @@ def test_attention_that_changes_keys_after_the_cache(strict: Literal["raise", "w
         generate(model)
     oracle = TurboCache(model.config, EXACT, attention_mask=padded()["attention_mask"], dense_layers=(1,))
     tokens = generate(model, past_key_values=oracle)
-    with turbo_hf.patch(model, TurboConfig(block_size=32, attention="exact", dense_layers=(1,)), strict=strict):
+    with turbo_hf.patch(model, TurboConfig(block_size=32, attention="fp16", dense_layers=(1,)), strict=strict):
         assert torch.equal(generate(model), tokens)
 
 

@@ -29,7 +29,7 @@ from turbo_hf.reference import softmax
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-MODES = [pytest.param(mode, id=mode) for mode in ("exact", "turbo")]
+MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 LENGTHS = [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 130)]
 DTYPES = [
     pytest.param(dtype, id=str(dtype).removeprefix("torch."))
@@ -86,7 +86,7 @@ def check_prefill(
     first = [0] * batch if starts is None else list(starts)
     given = None if starts is None else torch.tensor(first, device=q.device)
     got = prefill(q, k, v, past=past, starts=given, block=block, mode=mode, **options)
-    if mode == "exact":
+    if mode == "fp16":
         rows = []
         for row, start in enumerate(first):
             before, new = held[row].values(), (x[row, :, start:].cpu().double() for x in (k, v))
@@ -282,7 +282,7 @@ def test_any_prefill(data: st.DataObject) -> None:
     past = None
     if data.draw(st.booleans(), "has past"):
         past = random_past(lengths, k, groups=groups, order=order, block=block)
-    for mode in ("exact", "turbo"):
+    for mode in ("fp16", "turbo"):
         check_prefill(q, k, v, mode, past=past, starts=starts, block=block, **options)
 
 

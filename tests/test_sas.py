@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 CUBIC = (-0.1025, 0.4626, -0.9922, 0.9996)
 """TurboAttention sec. 4, eq. 15: e^-f for f in [0, 1)."""
 
-MODES = [pytest.param(mode, id=mode) for mode in ("exact", "turbo")]
+MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 THRESHOLDS = [pytest.param(t, id=f"t{-t:g}") for t in (-1.0, -2.5, -6.0, -12.0)]
 FINE = torch.linspace(0, 1, 100_001, dtype=torch.float64)
 EPS = torch.finfo(torch.float32).eps
@@ -141,7 +141,7 @@ def test_prefill_drops_no_more_than_the_threshold_says(threshold: float, mode: s
     q, k, v = tokens(1, 4, 130, 64, device=device), *(tokens(1, 2, 130, 64, device=device) for _ in range(2))
     got = prefill(q, k, v, scaling=0.05, mode=mode, sas_threshold=threshold)
     row = join(no_past(2, 64), k[0], v[0], 64)
-    if mode == "exact":
+    if mode == "fp16":
         one = torch.ones(2, 130, dtype=torch.float64)
         row = Codes(k[0].double().cpu(), one, v[0].double().cpu(), one, row.tile)
     fake = as_int8(q, 64) if mode == "turbo" else q
@@ -184,6 +184,6 @@ def test_a_threshold_below_the_peak_keeps_the_rest(mode: str, device: torch.devi
 
 def test_without_a_threshold_the_exponential_is_exact(device: torch.device) -> None:
     q, k, v = peaked(device)
-    got = decode(q, make_store(k, v, [200], groups=((8, 1),)), scaling=1.0, mode="exact")
+    got = decode(q, make_store(k, v, [200], groups=((8, 1),)), scaling=1.0, mode="fp16")
     lse = torch.tensor(8 + math.log(1 + 199 * math.exp(-8)), dtype=torch.float64)
     check("lse", got.lse[0, 0, 0], lse, SLACK * EPS * 8)

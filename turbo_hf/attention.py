@@ -168,8 +168,9 @@ def _compressed(
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
-                mode=mode,
+                mode="fp16" if mode == "fp16" else "turbo",
                 sas_threshold=threshold,
+                backend=layer.config.backend,
             )
         else:
             result = prefill(
@@ -185,6 +186,7 @@ def _compressed(
                 mode=mode,
                 sas_threshold=threshold,
                 block=block,
+                backend=layer.config.backend,
             )
             layer.append(k, v, chunk)
         layer.commit()

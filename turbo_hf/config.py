@@ -6,7 +6,9 @@ from typing import Literal
 from turbo_hf.layout import BITS, BLOCK_SIZES
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
-ATTENTION_MODES = ("turbo", "exact")
+ATTENTION_MODES = ("turbo", "int8", "half", "fp8", "fp16")
+BACKENDS = ("auto", "triton", "reference")
+V_SCALES = ("block", "channel", "tensor")
 BUFFER_SCALES = ("token", "universal")
 
 
@@ -32,8 +34,9 @@ class TurboConfig:
             head from the prompt's range, clamped to it (TurboAttention sec. 3.3): feed the prompt in one pass, or in
             passes of more than 16 tokens, or later tokens are clamped to what the first one spans. With "token"
             what a layer stores depends only on the keys and values, not on the passes that brought them.
-        attention: "turbo" computes attention on the INT8 values (TurboAttention alg. 1, 2); "exact" computes it in
+        attention: "turbo" computes attention on the INT8 values (TurboAttention alg. 1, 2); "fp16" computes it in
             the model's precision on the dequantised cache.
+        backend: "triton" kernels, the "reference" in plain torch, or "auto": kernels on CUDA, the reference elsewhere.
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
         sas_threshold: scores further than this below the row maximum are dropped by SAS; a negative number.
             None lowers it with the length N: -(6 + ln(max(N, 1024) / 1024)).
@@ -47,7 +50,8 @@ class TurboConfig:
     head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
     block_size: int = 64
     buffer_scale: Literal["token", "universal"] = "token"
-    attention: Literal["turbo", "exact"] = "turbo"
+    attention: Literal["turbo", "int8", "half", "fp8", "fp16"] = "turbo"
+    backend: Literal["auto", "triton", "reference"] = "auto"
     sas: bool = False
     sas_threshold: float | None = None
     int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
@@ -60,6 +64,7 @@ class TurboConfig:
         _one_of("block_size", self.block_size, BLOCK_SIZES)
         _one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES)
         _one_of("attention", self.attention, ATTENTION_MODES)
+        _one_of("backend", self.backend, BACKENDS)
         _one_of("sas", self.sas, (True, False))
         share = self.low_heads
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:

@@ -18,6 +18,7 @@ def decode(
     sinks: torch.Tensor | None = None,
     mode: str = "turbo",
     sas_threshold: float | None = None,
+    backend: str = "auto",
 ) -> AttentionOutput:
     """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
 
@@ -29,9 +30,10 @@ def decode(
         window: tokens that a query sees, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: float [Hq], one more logit a head in the denominator, without a value.
-        mode: "turbo" computes on the INT8 values with q in INT8, one scale a token and head; "exact" on the
+        mode: "turbo" computes on the INT8 values with q in INT8, one scale a token and head; "fp16" on the
             dequantised ones.
         sas_threshold: SAS softmax that drops scores this far below the running maximum; None: the exponential.
+        backend: "auto", "triton" or "reference".
 
     Returns:
         out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, sinks

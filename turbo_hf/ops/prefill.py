@@ -23,6 +23,7 @@ def prefill(
     mode: str = "turbo",
     sas_threshold: float | None = None,
     block: int = 64,
+    backend: str = "auto",
 ) -> AttentionOutput:
     """Attention of M new tokens over a compressed past, which may be missing, and over themselves.
 
@@ -35,9 +36,10 @@ def prefill(
         window: tokens that a query sees, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: float [Hq], one more logit a head in the denominator, without a value.
-        mode: "turbo" computes on INT8 Q, K, P and V, Q and K and V with one scale a block; "exact" on the values.
+        mode: "turbo" computes on INT8 Q, K, P and V, Q and K and V with one scale a block; "fp16" on the values.
         sas_threshold: SAS softmax that drops scores this far below the running maximum; None: the exponential.
         block: tokens in a block of Q, K and V.
+        backend: "auto", "triton" or "reference".
 
     Returns:
         out [B, Hq, M, D] in q's dtype, 0 at padding; lse float32 [B, Hq, M], natural log, sinks included,

@@ -29,7 +29,7 @@ def decode(
     query = column + length[:, None] - tokens
     padding = query < 0 if starts is None else (query < 0) | (column < starts[:, None])
     query = query.masked_fill(padding, -1)
-    if mode == "exact":
+    if mode == "fp16":
         codes, q_scale = q, q.new_ones(q.shape[:3], dtype=acc)
     else:
         codes, q_scale = quantize_tokens(q.masked_fill(padding[:, None, :, None], 0.0))

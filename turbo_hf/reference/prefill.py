@@ -71,7 +71,7 @@ def _take(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _operand(x: torch.Tensor, index: torch.Tensor, mode: str, block: int, acc: torch.dtype) -> Operand:
-    if mode == "exact":
+    if mode == "fp16":
         return Operand(x.to(acc), x.new_ones(x.shape[:3], dtype=acc), index)
     codes, scale = quantize_blocks(x, block)
     return Operand(codes.to(acc), scale.to(acc).repeat_interleave(block, -1)[..., : x.shape[2]], index)

@@ -1,0 +1,37 @@
+"""Which implementation of an op runs: the Triton kernel or the reference in plain torch."""
+
+import importlib.util
+import os
+
+import torch
+
+from turbo_hf.config import BACKENDS
+
+
+def uses_triton(backend: str, device: torch.device, obstacle: str | None = None) -> bool:
+    """Whether the Triton kernel runs.
+
+    "auto" takes it on CUDA where nothing stands in its way; "triton" and "reference" are never replaced.
+
+    Args:
+        backend: "auto", "triton" or "reference".
+        device: of the tensors.
+        obstacle: why the kernel cannot serve this call, as the end of a sentence; None if it can.
+
+    Raises:
+        ValueError: an unknown backend, or "triton" where the kernel cannot run.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}.")
+    if backend == "reference":
+        return False
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and (backend == "auto" or not interpreted):
+        obstacle = f"tensors are on {device}, and Triton kernels run on CUDA"
+    elif importlib.util.find_spec("triton") is None:
+        obstacle = "the package triton is not installed"
+    if obstacle is None:
+        return True
+    if backend == "triton":
+        raise ValueError(f'backend "triton" cannot run here: {obstacle}. Choose backend "auto" or "reference".')
+    return False
