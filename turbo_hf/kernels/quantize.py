@@ -33,7 +33,7 @@ def channel_range_kernel(
 
 @triton.jit
 def quantize_operands_kernel(
-    k_ptr, v_ptr, mean_ptr, range_ptr, k_out_ptr, k_scale_ptr, v_out_ptr, v_scale_ptr, starts_ptr,
+    k_ptr, v_ptr, mean_ptr, range_ptr, k_out_ptr, k_scale_ptr, v_out_ptr, v_scale_ptr, broken_ptr, starts_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, tokens, padded,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, K_TOKEN: tl.constexpr,
     SMOOTH: tl.constexpr, V_TOP: tl.constexpr, V_CHANNEL: tl.constexpr, V_OUT: tl.constexpr, STARTS: tl.constexpr,
@@ -66,11 +66,14 @@ def quantize_operands_kernel(
     to = kv_row * padded * D + n.to(tl.int64)[:, None] * D + d[None, :]
     tl.store(k_out_ptr + to, as_int8(codes), mask=(d < D)[None, :])
 
+    token = value_order(n)
+    inside = (token < count)[:, None] & (d < D)[None, :]
+    at = row * stride_vb + head * stride_vh + (start + token).to(tl.int64)[:, None] * stride_vn + d[None, :]
+    v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    # 0 * x is 0 for every number: codes cannot say NaN or Inf, so such a head is reported
+    if tl.sum(tl.sum(k * 0.0 + v * 0.0, 1), 0) != 0.0:
+        tl.store(broken_ptr + kv_row, 1)
     if V_OUT:
-        token = value_order(n)
-        inside = (token < count)[:, None] & (d < D)[None, :]
-        at = row * stride_vb + head * stride_vh + (start + token).to(tl.int64)[:, None] * stride_vn + d[None, :]
-        v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if V_CHANNEL:
             ranges = tl.load(range_ptr + kv_row * D + d, mask=d < D, other=0.0)
             codes = _scaled(v, ranges[None, :], V_TOP)
@@ -90,13 +93,15 @@ def quantize_operands_kernel(
 def _lane(packed_ptr, at, bits: tl.constexpr, codes: tl.constexpr, index):
     """Code `index` of a half-split run that holds `codes` codes and begins at `at` (`layout.half_split`)."""
     if bits == 8:
-        return tl.load(packed_ptr + at + index).to(tl.int32)
-    if bits == 3:
+        code = tl.load(packed_ptr + at + index).to(tl.int32)
+    elif bits == 3:
         low = tl.load(packed_ptr + at + index % (codes // 4)).to(tl.int32) >> (index // (codes // 4) * 2) & 3
-        high_at = at + codes // 4 + index % (codes // 8)
-        return low | (tl.load(packed_ptr + high_at).to(tl.int32) >> (index // (codes // 8)) & 1) << 2
-    run: tl.constexpr = codes * bits // 8
-    return tl.load(packed_ptr + at + index % run).to(tl.int32) >> (index // run * bits) & ((1 << bits) - 1)
+        high = tl.load(packed_ptr + at + codes // 4 + index % (codes // 8)).to(tl.int32) >> (index // (codes // 8)) & 1
+        code = low | high << 2
+    else:
+        run: tl.constexpr = codes * bits // 8
+        code = tl.load(packed_ptr + at + index % run).to(tl.int32) >> (index // run * bits) & ((1 << bits) - 1)
+    return code
 
 
 @triton.jit

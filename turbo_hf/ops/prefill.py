@@ -6,7 +6,9 @@ import torch
 
 from turbo_hf.config import ATTENTION_MODES
 from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.ops import library
 from turbo_hf.ops.backend import uses_triton
+from turbo_hf.ops.library import pack_past
 from turbo_hf.ops.operands import check_v_scale, kernel_obstacle
 from turbo_hf.ops.quantize import check_block, check_float
 from turbo_hf.reference import prefill as reference
@@ -103,9 +105,8 @@ def prefill(
         "hadamard": hadamard,
     }
     if uses_triton(backend, q.device, kernel_obstacle(q, mode)):
-        from turbo_hf.ops import launch  # noqa: PLC0415 - needs Triton
-
-        return launch.prefill(q, k, v, **choices)
+        tensors, numbers = pack_past(choices.pop("past"))
+        return AttentionOutput(*library.prefill(q, k, v, tensors, numbers, **choices))
     return reference.prefill(q, k, v, **choices)
 
 

@@ -5,6 +5,9 @@ import torch
 from turbo_hf.layout import INT8_MAX, V_TOP, Operands, value_order
 
 
+__all__ = ["quantize_operands"]
+
+
 def quantize_operands(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -26,17 +29,17 @@ def quantize_operands(
     k, v = (_blocks(x.float(), block) for x in (k, v))
     k_range = k.abs().amax(-1 if mode in ("int8", "half") else (-1, -2))
     k_codes = torch.round(scaled(k, k_range, INT8_MAX)).to(torch.int8).flatten(2, 3)
-    k_scale = (k_range / INT8_MAX).flatten(2)
+    k_scale = ratio(k_range, INT8_MAX).flatten(2)
     if mode == "half":
         return Operands(k_codes, k_scale, k_mean=mean)
 
     by_block = v_scale == "block"
     v_range = v.abs().amax((-1, -2)) if by_block else channel_range(v.flatten(2, 3), v_scale)
     v = scaled(v, v_range if by_block else v_range[:, :, None, None], V_TOP[mode])
-    codes = v.to(torch.float8_e4m3fn) if mode == "fp8" else torch.round(v).to(torch.int8)
+    codes = v.float().to(torch.float8_e4m3fn) if mode == "fp8" else torch.round(v).to(torch.int8)
     # FP8 tensors cannot be indexed: reorder their bytes
     stored = codes.view(torch.int8).flatten(2, 3)[:, :, value_order(k_codes.shape[2], v.device)].mT.contiguous()
-    scale = v_range / V_TOP[mode]
+    scale = ratio(v_range, V_TOP[mode])
     return Operands(
         k_codes,
         k_scale,
@@ -93,7 +96,17 @@ def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def scaled(x: torch.Tensor, largest: torch.Tensor, top: float) -> torch.Tensor:
-    """x * (top / largest), and 0 where largest is 0; largest has x's leading dimensions."""
-    # a number over a tensor would be the number times a rounded reciprocal
-    inverse = torch.full_like(largest, top) / torch.where(largest > 0, largest, 1.0)
-    return x * inverse[(...,) + (None,) * (x.dim() - largest.dim())]
+    """x * (top / largest) in float64, and 0 where largest is 0; largest is float32 with x's leading dimensions.
+
+    The quotient is rounded to float32 and the product is not, which is what a fused multiply-add rounds to a code.
+    """
+    inverse = ratio(top, torch.where(largest > 0, largest, 1.0))
+    return x.double() * inverse.double()[(...,) + (None,) * (x.dim() - largest.dim())]
+
+
+def ratio(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
+    """a / b by one IEEE division in float32. torch multiplies by a rounded reciprocal where one of them is a number."""
+    like = a if isinstance(a, torch.Tensor) else b
+    assert isinstance(like, torch.Tensor)
+    full = [x if isinstance(x, torch.Tensor) else torch.full_like(like, x) for x in (a, b)]
+    return full[0] / full[1]

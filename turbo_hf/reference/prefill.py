@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.layout import INT8_MAX, AttentionOutput, KVStore, Operands, half_type, value_order
 from turbo_hf.reference.flash import Operand, Run, Scoring, flash
-from turbo_hf.reference.operands import align, quantize_operands, rotate, scaled
+from turbo_hf.reference.operands import align, quantize_operands, ratio, rotate, scaled
 from turbo_hf.reference.store import sealed_tokens
 
 
@@ -70,7 +70,7 @@ def _queries(q: torch.Tensor, place: torch.Tensor, precise: bool) -> Operand:
         return Operand(q.to(_wide(q)), q.new_ones(q.shape[:3], dtype=_wide(q)), place)
     largest = q.float().abs().amax(-1)
     codes = torch.round(scaled(q.float(), largest, INT8_MAX))
-    return Operand(codes.to(_wide(q)), (largest / INT8_MAX).to(_wide(q)), place)
+    return Operand(codes.to(_wide(q)), ratio(largest, INT8_MAX).to(_wide(q)), place)
 
 
 def _raw(x: torch.Tensor, place: torch.Tensor, block: int) -> Operand:
