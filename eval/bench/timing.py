@@ -33,12 +33,13 @@ class Stopwatch:
             start = time.perf_counter()
             call()
             return 1e3 * (time.perf_counter() - start)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flush.zero_()
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
+        with torch.cuda.device(self.device):  # events are recorded on the current device's stream
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._flush.zero_()
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
         return float(begin.elapsed_time(end))
 
 
