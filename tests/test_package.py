@@ -22,7 +22,7 @@ LAYERS = [
     {"turbo_hf.masks", "turbo_hf.attention", "turbo_hf.memory", "turbo_hf.selfcheck", "turbo_hf.handle"},
     {"turbo_hf.patches"},
     {"turbo_hf.patching"},
-    {"turbo_hf.eval", "turbo_hf.plan", "turbo_hf.doctor"},
+    {"turbo_hf.eval", "turbo_hf.plan", "turbo_hf.doctor", "turbo_hf.console"},
     {"turbo_hf.cli"},
 ]
 
