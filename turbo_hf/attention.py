@@ -155,7 +155,7 @@ def _compressed(
     chunk = cache.chunk(mask, layer, query.shape[2])
     q, k, v = (chunk.align(x) for x in (query, key, value))
     starts = None if chunk.starts is None else torch.tensor(chunk.starts, device=q.device)
-    mode, block, window = layer.config.attention, layer.config.block_size, layer.window
+    mode, window = layer.config.attention, layer.window
     threshold = sas_threshold(layer.config, layer.seen + chunk.tokens)
     with torch.no_grad():
         if layer.is_decoding(chunk.tokens):
@@ -185,7 +185,9 @@ def _compressed(
                 sinks=sinks,
                 mode=mode,
                 sas_threshold=threshold,
-                block=block,
+                v_scale=layer.config.v_scale,
+                smooth_k=layer.config.smooth_k,
+                hadamard=layer.config.hadamard,
                 backend=layer.config.backend,
             )
             layer.append(k, v, chunk)
