@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from support import (
-    SLACK,
     Codes,
     KeyValue,
     _score_size,
@@ -60,7 +59,9 @@ def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) ->
         values[:, position // 16 * 16 + VALUE_ORDER[position % 16]] = stored[:, position]
     values = values[:, :count]
     if parts.v_scale is not None:
-        return Codes(k, k_scale, values, parts.v_scale[row].double().cpu().repeat_interleave(block, -1)[:, :count], tile)
+        return Codes(
+            k, k_scale, values, parts.v_scale[row].double().cpu().repeat_interleave(block, -1)[:, :count], tile
+        )
     assert parts.v_channel is not None
     return Codes(k, k_scale, values * parts.v_channel[row].double().cpu()[:, None], one, tile)
 
@@ -68,8 +69,8 @@ def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) ->
 def join(past: Codes, new: Codes) -> Codes:
     """A row's past followed by its chunk."""
     first = int(past.tile.max()) + 1 if past.tile.numel() else 0
-    joined = (torch.cat(pair, 1) for pair in zip(past[:4], new[:4], strict=True))
-    return Codes(*joined, torch.cat((past.tile, first + new.tile)))
+    k, k_scale, v, v_scale = (torch.cat(pair, 1) for pair in zip(past[:4], new[:4], strict=True))
+    return Codes(k, k_scale, v, v_scale, torch.cat((past.tile, first + new.tile)))
 
 
 def p_error(weight: Tensor, least: Tensor, p_type: str) -> tuple[Tensor, Tensor]:

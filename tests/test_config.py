@@ -19,7 +19,7 @@ from turbo_hf.config import PRESETS, TurboConfig, at_8_bit, resolve_config
         *(pytest.param({"head_metric": m}, id=m) for m in ("priority", "entropy", "min_max", "variation")),
         *(pytest.param({"block_size": b}, id=f"b{b}") for b in (32, 64, 128)),
         *(pytest.param({"buffer_scale": s}, id=s) for s in ("token", "universal")),
-        *(pytest.param({"attention": a}, id=a) for a in ("turbo", "int8", "half", "fp8", "fp16")),
+        *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "half", "fp8", "fp16")),
         pytest.param({"low_heads": 1}, id="all-low"),
         pytest.param({"bits": 8, "low_bits": 4, "low_heads": 0.25}, id="mixed"),
         pytest.param({"sas": True, "sas_threshold": -80}, id="lowest-threshold"),
@@ -45,7 +45,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"buffer_scale": None}, r"buffer_scale must be one of 'token', 'universal'; got None", id="scale"),
         pytest.param(
             {"attention": "flash"},
-            r"attention must be one of 'turbo', 'int8', 'half', 'fp8', 'fp16'; got 'flash'",
+            r"attention must be one of 'auto', 'turbo', 'int8', 'half', 'fp8', 'fp16'; got 'flash'",
             id="attention",
         ),
         pytest.param({"backend": "cuda"}, r"backend must be one of 'auto', 'triton', 'reference'; got 'cuda'", id="be"),

@@ -44,7 +44,8 @@ def inputs(
 
 def past_of(lengths: list[int], like: torch.Tensor, **how: Any) -> KVStore:
     shape = (len(lengths), like.shape[1], max(1, *lengths), like.shape[3])
-    return make_store(*(tokens(*shape, device=like.device) for _ in range(2)), lengths, **how)
+    k, v = (tokens(*shape, device=like.device) for _ in range(2))
+    return make_store(k, v, lengths, **how)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -93,7 +94,7 @@ def test_dtypes(dtype: torch.dtype, mode: str, device: torch.device) -> None:
     check_prefill(q, k, v, mode, backend="triton", past=past_of([70], k))
 
 
-@pytest.mark.parametrize("mode", [m for m in ("turbo", "int8", "fp8")])
+@pytest.mark.parametrize("mode", ["turbo", "int8", "fp8"])
 @pytest.mark.parametrize("v_scale", ["channel", "tensor"])
 def test_scales_of_v(v_scale: str, mode: str, device: torch.device) -> None:
     q, k, v = inputs(70, device, mode)
@@ -117,8 +118,9 @@ def test_smoothing_and_rotation_change_nothing_but_the_rounding(choice: str, dev
     truth = prefill(q.double(), k.double(), v.double(), mode="fp16", backend="reference", **options)
     error = {}
     for on in (False, True):
-        got = prefill(q, k, v, mode="int8", backend="triton", **{choice: on}, **options)
-        want = prefill(q, k, v, mode="int8", backend="reference", **{choice: on}, **options)
+        options[choice] = on
+        got = prefill(q, k, v, mode="int8", backend="triton", **options)
+        want = prefill(q, k, v, mode="int8", backend="reference", **options)
         error[on] = float((got.out - truth.out).norm())
         # a few codes on the edge between two may differ
         assert float((got.out - want.out).norm()) < 0.2 * error[on]
@@ -146,7 +148,7 @@ def test_nan_and_inf_reach_the_rows_that_see_them_and_no_other(
     assert bool(((got.out - want)[~broken].abs() < 0.3).all())
 
 
-@pytest.mark.parametrize("mode", [m for m in ("turbo", "fp16")])
+@pytest.mark.parametrize("mode", ["turbo", "fp16"])
 def test_sas_is_the_references(mode: str, device: torch.device) -> None:
     q, k, v = inputs(100, device, mode)
     options: dict[str, Any] = {"scaling": 0.2, "mode": mode, "sas_threshold": -6.0, "past": past_of([70, 40], k)}

@@ -37,7 +37,9 @@ class TurboConfig:
         attention: how a prompt's attention is computed. "turbo": INT8 Q, K, P and V, one scale a block
             (TurboAttention alg. 1). "int8": the same with one scale of K a token (INT-FlashAttention alg. 1). "half":
             INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that has it. "fp16": the
-            model's precision. Decoding computes on the stored integers in each but "fp16", which dequantises them.
+            model's precision. "auto": whichever of "fp8" and "fp16" was measured faster for the prompt's length on this
+            GPU, "turbo" without a GPU. Decoding computes on the stored integers in each but "fp16", which dequantises
+            them.
         v_scale: in "turbo", "int8" and "fp8", V has one scale a "block", a "channel" of a row, or a row ("tensor").
         smooth_k: take the prompt's mean key from its keys before they are rounded, and add its score back.
         hadamard: rotate the prompt's queries and keys by a Hadamard matrix before they are rounded.
@@ -55,7 +57,7 @@ class TurboConfig:
     head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
     block_size: int = 64
     buffer_scale: Literal["token", "universal"] = "token"
-    attention: Literal["turbo", "int8", "half", "fp8", "fp16"] = "turbo"
+    attention: Literal["auto", "turbo", "int8", "half", "fp8", "fp16"] = "auto"
     v_scale: Literal["block", "channel", "tensor"] = "block"
     smooth_k: bool = False
     hadamard: bool = False
@@ -71,7 +73,7 @@ class TurboConfig:
         _one_of("head_metric", self.head_metric, HEAD_METRICS)
         _one_of("block_size", self.block_size, BLOCK_SIZES)
         _one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES)
-        _one_of("attention", self.attention, ATTENTION_MODES)
+        _one_of("attention", self.attention, ("auto", *ATTENTION_MODES))
         _one_of("backend", self.backend, BACKENDS)
         _one_of("v_scale", self.v_scale, V_SCALES)
         _one_of("smooth_k", self.smooth_k, (True, False))
