@@ -13,7 +13,7 @@ WARM_UP = 3
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 100
 
-FLUSH_BYTES = 1 << 30
+FLUSH_BYTES = 1 << 32
 """Written before each timed call on a GPU: pushes the inputs out of L2, and takes long enough that the host has queued
 the call's kernels before the GPU is ready for them."""
 
