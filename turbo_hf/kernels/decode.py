@@ -71,7 +71,7 @@ def _keys(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl
 
 @triton.jit
 def _values(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
-    """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; tokens in VALUE_ORDER."""
+    """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; tokens in the order of `_to_values`."""
     c = tl.arange(0, DP)[None, :, None]
     at = base[:, None, None] + c * (T * BITS // 8)
     live = ok[:, None, None]
@@ -79,17 +79,18 @@ def _values(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: 
         return _bytes(at + tl.arange(0, T)[None, None, :], live, c, D, DP)
     elif BITS == 4:
         x, y = lanes4(_bytes(at + tl.arange(0, T // 2)[None, None, :], live, c, D, DP), ASM)
-        return _merge_values(x, y)
+        return _by_thread(_merge_values(x, y))
     elif BITS == 2:
         x, y, z, w = lanes2(_bytes(at + tl.arange(0, T // 4)[None, None, :], live, c, D, DP), ASM)
-        return _merge_values(_merge_values(x, y), _merge_values(z, w))
+        return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
     else:
         t = tl.arange(0, T // 8)[None, None, :]
         a, b, d, e = lanes2(_bytes(at + t, live, c, D, DP), ASM)
         f, g, h, i = lanes2(_bytes(at + T // 8 + t, live, c, D, DP), ASM)
         p, q, r, s, u, v, w, x = lanes1(_bytes(at + T // 4 + t, live, c, D, DP), ASM)
         low = _merge_values(_merge_values(a + p, f + q), _merge_values(b + r, g + s))
-        return _merge_values(low, _merge_values(_merge_values(d + u, h + v), _merge_values(e + w, i + x)))
+        high = _merge_values(_merge_values(d + u, h + v), _merge_values(e + w, i + x))
+        return _by_thread(_merge_values(low, high))
 
 
 @triton.jit
@@ -104,12 +105,27 @@ def _channels(D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _to_values(x):
-    """Columns of scores [NB, R, T] in the order in which values are stored; moves nothing between threads."""
+def _to_values(x, PACKED: tl.constexpr):
+    """Columns of scores [NB, R, T] in the order of `_values`; moves nothing between threads."""
     NB: tl.constexpr = x.shape[0]
     R: tl.constexpr = x.shape[1]
     T: tl.constexpr = x.shape[2]
-    return x.reshape(NB, R, T // 16, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(NB, R, T)
+    if PACKED:
+        return x.reshape(NB, R, T // 32, 2, 2, 4, 2).permute(0, 1, 2, 5, 3, 4, 6).reshape(NB, R, T)
+    else:
+        return x.reshape(NB, R, T // 16, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(NB, R, T)
+
+
+@triton.jit
+def _by_thread(x):
+    """Tokens of unpacked values [NB, D, T] so that each 8 in a row are those of one thread of the tensor core.
+
+    That is how Triton lays out an operand which it sees to come from narrower numbers.
+    """
+    NB: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    T: tl.constexpr = x.shape[2]
+    return x.reshape(NB, D, T // 32, 2, 4, 4).permute(0, 1, 2, 4, 3, 5).reshape(NB, D, T)
 
 
 @triton.jit
@@ -240,7 +256,7 @@ def _accumulate(acc, p, total, codes, step, zero, weight, keep, STAGE2: tl.const
 
 @triton.jit
 def _walk(
-    heads, slot, table, sealed, begin, end, q_at, factor, first, last, softcap, sas_threshold, acc, m, l,
+    heads, slot, table, blocks, page, sealed, begin, end, q_at, factor, first, last, softcap, sas_threshold, acc, m, l,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SAS: tl.constexpr,
     CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -260,8 +276,6 @@ def _walk(
     inner_begin = tl.cdiv(tl.max(tl.max(tl.max(first, 2), 1), 0), NB * BLOCK)
     nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
     inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
-    block = begin * NB + nb
-    page = entry(table + block, block < sealed, ASM)
     for tile in tl.range(begin, end, num_stages=STAGES):
         block = tile * NB + nb
         live = block < sealed
@@ -280,7 +294,7 @@ def _walk(
         else:
             k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         # the next tile's pages, while this one's keys are on their way
-        page = entry(table + block + NB, block + NB < sealed, ASM)
+        page = entry(table + block + NB, block + NB < blocks, ASM)
         x = _scores(q, q_unit, keys, k_step, k_zero, STAGE2, ASM)
         # never 0, so that -inf times it is -inf
         unit = tl.maximum(k_scale[:, None] * factor[None, :], 1e-37)
@@ -291,7 +305,7 @@ def _walk(
             place = block[:, None, None] * BLOCK + column
             x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
         p, total, weight, keep, m, l = _attend(x, unit, v_scale, m, l, sas_threshold, SAS, False, q.dtype)
-        acc = _accumulate(acc, _to_values(p), total, values, v_step, v_zero, weight, keep, STAGE2, SPREAD, ASM)
+        acc = _accumulate(acc, _to_values(p, STAGE2), total, values, v_step, v_zero, weight, keep, STAGE2, SPREAD, ASM)
     return acc, m, l
 
 
@@ -356,38 +370,45 @@ def _open(
         seen = (place[:, None, :] >= first) & (place[:, None, :] < last)
         x = tl.where(seen & live[:, None, :], x, -float("inf"))
         p, total, weight, keep, m, l = _attend(x, l * 0 + 1, v_scale, m, l, sas_threshold, SAS, True, q.dtype)
-        acc = _accumulate(acc, _to_values(p), total, values, k_scale, k_scale, weight, keep, False, SPREAD, ASM)
+        acc = _accumulate(acc, _to_values(p, False), total, values, k_scale, k_scale, weight, keep, False, SPREAD, ASM)
     return acc, m, l
 
 
 @triton.jit
 def _merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
-    """The partial results of one output, in the order of its tiles: O [DP, N], maximum [N], sum [N]."""
+    """The partial results of one output, in the order of its tiles: O [N, DP], maximum [N], sum [N]."""
     SIZE: tl.constexpr = N * (DP + 2)
     n = tl.arange(0, N)
     d = tl.arange(0, DP)
-    i = tl.arange(0, PARTS)
+    many = tl.arange(0, 4 * PARTS)
     top = tl.full([N], -float("inf"), tl.float32)
-    for start in tl.range(0, count, PARTS, num_stages=1):
-        at = (2 * (first_cta + start + i) + (start + i == 0)).to(tl.int64) * SIZE
-        stats = parts_ptr + at[:, None] + N * DP + n[None, :]
-        found = tl.load(stats, mask=(start + i < count)[:, None], other=-float("inf"), cache_modifier=".cg")
+    for start in tl.range(0, count, 4 * PARTS, num_stages=1):
+        i = start + many
+        stats = parts_ptr + _part(first_cta, i)[:, None] * SIZE + N * DP + n[None, :]
+        found = tl.load(stats, mask=(i < count)[:, None], other=-float("inf"), cache_modifier=".cg")
         top = tl.maximum(top, tl.max(found, 0))
     shift = tl.where(top == -float("inf"), 0.0, top)
     total = tl.zeros([N], tl.float32)
     o = tl.zeros([N, DP], tl.float32)
-    for start in tl.range(0, count, PARTS, num_stages=1):
-        live = start + i < count
-        at = (2 * (first_cta + start + i) + (start + i == 0)).to(tl.int64) * SIZE
-        stats = parts_ptr + at[:, None] + N * DP + n[None, :]
+    for start in tl.range(0, count, PARTS, num_stages=3):
+        i = start + tl.arange(0, PARTS)
+        at = parts_ptr + _part(first_cta, i) * SIZE
+        live = i < count
+        stats = at[:, None] + N * DP + n[None, :]
         found = tl.load(stats, mask=live[:, None], other=-float("inf"), cache_modifier=".cg")
         sums = tl.load(stats + N, mask=live[:, None], other=0.0, cache_modifier=".cg")
-        share = tl.exp2(found - shift[None, :])
-        values = parts_ptr + at[:, None, None] + n[None, :, None] * DP + d[None, None, :]
+        values = at[:, None, None] + n[None, :, None] * DP + d[None, None, :]
         part = tl.load(values, mask=live[:, None, None], other=0.0, cache_modifier=".cg")
+        share = tl.exp2(found - shift[None, :])
         total += tl.sum(sums * share, 0)
         o += tl.sum(part * share[:, :, None], 0)
     return o, top, total
+
+
+@triton.jit
+def _part(first_cta, i):
+    """Where part i of an output lies: a CTA leaves one of the output that it ends with, and one of any other."""
+    return (2 * (first_cta + i) + (i == 0)).to(tl.int64)
 
 
 @triton.jit
@@ -472,6 +493,9 @@ def decode_kernel(
         row = (output // (kv_heads * chunks)).to(tl.int64)
         slot = output // chunks % kv_heads
         head = tl.load(order_ptr + row * kv_heads + slot)
+        table = table_ptr + row * table_stride
+        block = tile * NB + tl.arange(0, NB)
+        page = entry(table + block, block < table_stride, ASM)
         sealed = tl.load(sealed_ptr + row).to(tl.int32)
         length = sealed * BLOCK + tl.load(open_len_ptr + row).to(tl.int32)
         start = tl.load(starts_ptr + row).to(tl.int32) if STARTS else 0
@@ -486,7 +510,7 @@ def decode_kernel(
         factor = tl.full([R], 1.0, tl.float32)
         if TURBO:
             x = x.to(tl.float32)
-            factor = tl.div_rn(tl.max(tl.abs(x), 1), tl.full([R], CODE_MAX, tl.float32))
+            factor = tl.max(tl.abs(x), 1) * (1.0 / CODE_MAX)
             x = tl.div_rn(x, tl.broadcast_to(tl.where(factor > 0, factor, 1.0)[:, None], [R, DP])) + ROUND
             x = tl.minimum(tl.maximum(x - ROUND, -CODE_MAX), CODE_MAX).to(tl.int8)
         tl.debug_barrier()
@@ -503,8 +527,8 @@ def decode_kernel(
         for g in tl.static_range(len(SLOTS)):
             if (own >= 0) & (own < SLOTS[g]):
                 acc, m, l = _walk(
-                    heads[g], own, table_ptr + row * table_stride, sealed, tile, tl.minimum(tile + steps, pages), q_at,
-                    factor, first, last, softcap, sas_threshold, acc, m, l,
+                    heads[g], own, table, table_stride, page, sealed, tile, tl.minimum(tile + steps, pages), q_at, factor,
+                    first, last, softcap, sas_threshold, acc, m, l,
                     SLOTS[g], D, BLOCK, BITS[g], SAS, CAPPED, SPREAD, STAGES, ASM,
                 )  # fmt: skip
             own -= SLOTS[g]

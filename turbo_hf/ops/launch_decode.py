@@ -12,16 +12,21 @@ BLOCKS = 4
 """Blocks in a tile: one a warp."""
 
 
+SETUP = 10.0
+"""Cost of beginning an output, where a tile of `bits` bit costs bits + 1."""
+
+
 class Tuning(NamedTuple):
     """occupancy: CTAs of an SM. stages: tiles on their way in each, the one at work included."""
 
     occupancy: int
     stages: int
+    registers: int | None = None
 
 
 def tuning(dim: int, bits: int, block: int) -> Tuning:
     """Launch configuration for heads of `dim` channels, the widest at `bits` bit."""
-    return Tuning(3, 3)
+    return Tuning(2, 3)
 
 
 @lru_cache(maxsize=8)
@@ -39,7 +44,7 @@ def _plan(
     """The plan of a cache with these lengths, and its words on the device."""
     cost = torch.tensor([bits + 1.0 for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
     tiles = torch.tensor(tiles_of(sealed, BLOCKS)).repeat_interleave(len(cost))
-    plan = stream_k(tiles, cost.repeat(len(sealed)), ctas)
+    plan = stream_k(tiles, cost.repeat(len(sealed)), ctas, SETUP)
     return plan, plan.words.to(device, non_blocking=True)
 
 
@@ -131,8 +136,9 @@ def launch_decode(
         STARTS=starts is not None,
         SINKS=sinks is not None,
         STAGES=tune.stages,
-        PARTS=8,
+        PARTS=16,
         ASM=q.is_cuda,
         num_warps=BLOCKS,
+        maxnreg=tune.registers,
     )
     return AttentionOutput(out, lse)

@@ -29,16 +29,17 @@ def tiles_of(sealed: Sequence[int], blocks: int) -> list[int]:
     return [-(-n // blocks) + 1 for n in sealed]
 
 
-def stream_k(tiles: torch.Tensor, cost: torch.Tensor, ctas: int) -> Plan:
-    """Equal contiguous shares of all tiles for `ctas` CTAs.
+def stream_k(tiles: torch.Tensor, cost: torch.Tensor, ctas: int, setup: float = 0.0) -> Plan:
+    """Equal contiguous shares of all tiles for `ctas` CTAs; whole outputs where those come out as even.
 
     Args:
         tiles: int64 [outputs], tiles of each output, at least 1.
         cost: float64 [outputs], what one tile of it takes, in any unit.
         ctas: CTAs that run at once.
+        setup: what it takes to begin an output, or to leave a part of it to be merged, in the same unit.
 
     Returns:
-        Plan; no share exceeds the mean by more than the cost of two tiles.
+        Plan; no share exceeds the mean by more than the cost of two tiles and three setups.
 
     Raises:
         ValueError: an output without tiles, or no CTAs.
@@ -47,14 +48,23 @@ def stream_k(tiles: torch.Tensor, cost: torch.Tensor, ctas: int) -> Plan:
     """
     if ctas < 1 or int(tiles.min()) < 1:
         raise ValueError(f"a plan needs CTAs, and a tile of each output; got {ctas} CTAs, {int(tiles.min())} tiles.")
-    ends = (tiles * cost).cumsum(0)
-    # a boundary falls on the next tile's edge: of the output in which it lies, after this many of its tiles
+    work = tiles * cost
+    ends = (work + setup).cumsum(0)
     at = ends[-1] * torch.arange(1, ctas, dtype=torch.float64) / ctas
     output = torch.searchsorted(ends, at, right=True).clamp(max=len(tiles) - 1)
-    inside = at - (ends - tiles * cost)[output]
     first = tiles.cumsum(0) - tiles
-    edge = first[output] + torch.minimum(torch.ceil(inside / cost[output] - 1e-9).long(), tiles[output])
-    return from_edges(tiles, edge)
+
+    below = torch.where(output > 0, ends[output - 1], 0.0)
+    nearest = torch.where(at - below < ends[output] - at, output, output + 1)
+    bounds = torch.cat((ends.new_zeros(1), ends))[torch.cat((nearest, nearest.new_tensor([len(tiles)])))]
+    if float(bounds.diff(prepend=bounds.new_zeros(1)).max()) <= float(ends[-1]) / ctas + 2 * setup:
+        return from_edges(tiles, torch.cat((first, tiles.sum()[None]))[nearest])
+
+    # a boundary falls on a tile's edge, and on the output's own where that is nearer than a setup is worth
+    inside = (at - below - setup).clamp(min=0)
+    tile = torch.minimum(torch.ceil(inside / cost[output] - 1e-9).long(), tiles[output])
+    tile = torch.where(inside < setup, 0, torch.where(work[output] - inside < setup, tiles[output], tile))
+    return from_edges(tiles, first[output] + tile)
 
 
 def whole_outputs(tiles: torch.Tensor) -> Plan:
