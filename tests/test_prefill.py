@@ -7,29 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import (
-    SLACK,
-    Codes,
-    as_int8,
-    check,
-    check_exact,
-    check_turbo,
-    join,
-    largest,
-    make_store,
-    no_past,
-    oracle,
-    store_codes,
-    tokens,
-)
+from prefill_support import check_prefill, int8_queries
+from support import SLACK, check, largest, make_store, oracle, tokens
 
+from turbo_hf.config import ATTENTION_MODES
 from turbo_hf.layout import BITS, AttentionOutput, KVStore
+from turbo_hf.ops.operands import quantize_operands
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.reference import softmax
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
+MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
 LENGTHS = [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 130)]
 DTYPES = [
     pytest.param(dtype, id=str(dtype).removeprefix("torch."))
@@ -64,41 +53,6 @@ def random_past(lengths: Sequence[int], like: torch.Tensor, **how: Any) -> KVSto
     shape = (len(lengths), like.shape[1], max(1, *lengths), like.shape[3])
     k, v = (tokens(*shape, device=like.device) for _ in range(2))
     return make_store(k, v, lengths, **how)
-
-
-def check_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mode: str,
-    *,
-    past: KVStore | None = None,
-    starts: Sequence[int] | None = None,
-    block: int = 64,
-    **options: Any,
-) -> AttentionOutput:
-    """Assert that `prefill` is right in `mode`, and return it. sinks=True stands for random ones."""
-    if options.get("sinks") is True:
-        options["sinks"] = torch.randn(q.shape[1], device=q.device) * 3
-    options.setdefault("scaling", q.shape[-1] ** -0.5)
-    batch, kv_heads, _, dim = k.shape
-    held = [no_past(kv_heads, dim)] * batch if past is None else store_codes(past)
-    first = [0] * batch if starts is None else list(starts)
-    given = None if starts is None else torch.tensor(first, device=q.device)
-    got = prefill(q, k, v, past=past, starts=given, block=block, mode=mode, **options)
-    if mode == "fp16":
-        rows = []
-        for row, start in enumerate(first):
-            before, new = held[row].values(), (x[row, :, start:].cpu().double() for x in (k, v))
-            keys, values = (torch.cat(pair, 1) for pair in zip(before, new, strict=True))
-            rows.append((keys, values))
-        check_exact(got, q, rows, starts=first, **options)
-    else:
-        # P's tiles are of this op's block size, also over a past of another
-        held = [x._replace(tile=torch.arange(x.k.shape[1]) // block) for x in held]
-        codes: list[Codes] = [join(held[i], k[i, :, start:], v[i, :, start:], block) for i, start in enumerate(first)]
-        check_turbo(got, as_int8(q, block, first), q.dtype, codes, starts=first, **options)
-    return got
 
 
 # --- a prompt -------------------------------------------------------------------------------------------------------
@@ -190,7 +144,7 @@ def test_blocks_of_zeros(mode: str, device: torch.device) -> None:
     """Scales of 0 must not divide anything."""
     q, k, v = inputs(1, 150, device)
     k[:, :, :64], v[:, :, 64:128], q[:, :, 128:] = 0, 0, 0
-    check_prefill(q, k, v, mode)
+    check_prefill(q, k, v, mode, block=64)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -282,8 +236,8 @@ def test_any_prefill(data: st.DataObject) -> None:
     past = None
     if data.draw(st.booleans(), "has past"):
         past = random_past(lengths, k, groups=groups, order=order, block=block)
-    for mode in ("fp16", "turbo"):
-        check_prefill(q, k, v, mode, past=past, starts=starts, block=block, **options)
+    mode = data.draw(st.sampled_from(ATTENTION_MODES), "mode")
+    check_prefill(q, k, v, mode, past=past, starts=starts, block=block, **options)
 
 
 # --- what is the same must come out the same ------------------------------------------------------------------------
@@ -352,13 +306,15 @@ def test_a_chunk_in_8_bit_misses_no_more_than_its_rounding(device: torch.device)
     q, k, v = inputs(1, 130, device, heads=2)
     got = prefill(q, k, v, scaling=0.125)
     want = oracle(q, [(k[0], v[0])], scaling=0.125)
-    q8, k8 = as_int8(q, 64), as_int8(k, 64)
+    parts = quantize_operands(k, v, mode="turbo", backend="reference")
+    q8 = int8_queries(q, [0])
+    k8 = (parts.k.double() * parts.k_scale.double().repeat_interleave(128, -1)[..., None])[:, :, :130].cpu()
     # |q . k - q8 . k8| <= |q - q8| . |k| + |q8| . |k - k8|, with the real differences
     dq, dk = (q.cpu().double() - q8).abs(), (k.cpu().double() - k8).abs()
     delta = 0.125 * float((dq @ k.cpu().double().abs().mT + q8.abs() @ dk.mT).max())
     values = largest(v)
-    p_steps = 3 * values / 119 / 2 * 64 * float(torch.cat(want.probs).max())
-    bound = (torch.tensor(2 * delta).expm1().item() + 1 / 119 / 2) * 2 * values + p_steps
+    p_steps = 2 * values / 127 / 2 * 128 * float(torch.cat(want.probs).max())
+    bound = (torch.tensor(2 * delta).expm1().item() + 1 / 127 / 2) * 2 * values + p_steps
     check("out", got.out, want.out, bound)
     check("lse", got.lse, want.lse, delta + SLACK * torch.finfo(torch.float32).eps * largest(want.lse))
 
@@ -432,7 +388,7 @@ def test_refuses_a_past_of_another_shape(shape: tuple[int, ...]) -> None:
 
 
 def test_refuses_an_unknown_mode() -> None:
-    with pytest.raises(ValueError, match=r"mode must be one of turbo, exact; got 'fast'"):
+    with pytest.raises(ValueError, match=r"mode must be one of turbo, int8, half, fp8, fp16; got 'fast'"):
         prefill(**zeros(), scaling=1.0, mode="fast")
 
 

@@ -38,6 +38,9 @@ def test_commands_exist(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[0] == "turbo-hf" and words[1] == "demo":
         # the demo itself runs in test_cli
         assert CliRunner().invoke(app, ["demo", "--help"]).exit_code == 0
+    elif words[0] == "turbo-hf" and words[1] == "bench":
+        # as above, in test_bench
+        assert CliRunner().invoke(app, [*words[1:3], "--help"]).exit_code == 0
     elif words[0] == "turbo-hf":
         assert CliRunner().invoke(app, words[1:]).exit_code == 0
     else:

@@ -1,51 +1,28 @@
-"""The command line: `turbo-hf demo`, `plan`, `doctor`."""
+"""The command line: `turbo-hf demo`, `plan`, `doctor`, `bench`."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig
 
 from turbo_hf.config import PRESETS
+from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.doctor import Diagnosis, Machine, diagnose, machine, tested_range
+from turbo_hf.eval.bench.commands import bench
 from turbo_hf.eval.demo import Row, as_json, demo
 from turbo_hf.eval.needle import Needle, needles
 from turbo_hf.plan import PlanRow, parse_bytes, plan, weight_bytes
 
 app = typer.Typer(help="Attention on a compressed KV cache for Hugging Face Transformers.", no_args_is_help=True)
-out = Console()
-err = Console(stderr=True)
+app.add_typer(bench, name="bench")
 
 DEFAULT = "turbo4"
 CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"
-Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON last.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the first GPU, if there is one.")]
-
-
-def _fail(message: str) -> typer.Exit:
-    err.print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
-    return typer.Exit(1)
-
-
-def _load(model: str, device: str) -> tuple[Any, Any]:
-    """Model and left-padding tokenizer; Exit with a sentence where they cannot be had."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-        loaded = loaded.to(device).eval()
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise _fail(f"cannot load {model!r} on {device}: {error}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return loaded, tokenizer
 
 
 @app.command("demo")
@@ -62,18 +39,18 @@ def demo_command(
 ) -> None:
     """Find needles with the unpatched model and with each preset: answers, tokens, bytes and speed side by side."""
     if model is None and not CARRIED.is_dir():
-        raise _fail("the carried model is not beside this installation; pass --model, a folder or a Hub id.")
+        raise fail("the carried model is not beside this installation; pass --model, a folder or a Hub id.")
     methods = method or list(PRESETS)
     unknown = [name for name in methods if name not in PRESETS]
     if unknown:
-        raise _fail(f"unknown method {', '.join(unknown)}; presets are {', '.join(PRESETS)}.")
+        raise fail(f"unknown method {', '.join(unknown)}; presets are {', '.join(PRESETS)}.")
     name = model or str(CARRIED)
-    loaded, tokenizer = _load(name, device)
+    loaded, tokenizer = load(name, device)
     try:
         asked = needles(tokenizer, prompts, shortest, longest, seed)
         rows, example = _run_demo(loaded, tokenizer, asked, methods, batch)
     except ValueError as error:
-        raise _fail(str(error)) from error
+        raise fail(str(error)) from error
     _print_example(asked[0], example)
     _print_demo(rows, Path(name).name, asked)
     if json_line:
@@ -144,12 +121,12 @@ def plan_command(
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise _fail(f"cannot read a config from {model!r}: {error}") from error
+        raise fail(f"cannot read a config from {model!r}: {error}") from error
     try:
         weights = weight_bytes(config)
         rows = plan(config, context=context, batch=batch, gpu_bytes=parse_bytes(gpu_memory), weights=weights)
     except ValueError as error:
-        raise _fail(str(error)) from error
+        raise fail(str(error)) from error
     _print_plan(rows, f"{Path(model).name}: {context} tokens x {batch} on {gpu_memory}", context, batch, weights)
     trained = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if trained:
@@ -190,7 +167,7 @@ def doctor_command(
     _print_machine(found)
     diagnosis = None
     if model is not None:
-        loaded, _ = _load(model, device)
+        loaded, _ = load(model, device)
         diagnosis = diagnose(loaded)
         _print_diagnosis(diagnosis)
     if json_line:

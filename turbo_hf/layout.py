@@ -42,6 +42,12 @@ import torch
 CODE_MAX = 119
 """Largest stage 1 code. 119, not 127: stage 2 rounds its step, and the headroom keeps `code * step + zero` in INT8."""
 
+INT8_MAX = 127
+"""Largest INT8 code of what is never sealed: queries, P, and a chunk's keys and values in the flash loop."""
+
+V_TOP = {"turbo": 127.0, "int8": 127.0, "fp8": 448.0}
+"""Largest value code of the attention modes that quantize values; FP8 is e4m3."""
+
 BITS = (8, 4, 3, 2)
 BLOCK_SIZES = (32, 64, 128)
 HEAD_DIM_MULTIPLE = 16
@@ -91,6 +97,23 @@ class KVStore(NamedTuple):
     sealed_host: tuple[int, ...] | None = None
 
 
+class Operands(NamedTuple):
+    """Keys and values of a chunk as the flash loop reads them. Each row from slot 0; slots behind its end are 0.
+
+    k: int8 [B, Hkv, T, D], T a multiple of the block. k_scale: float32 [B, Hkv, T] a token, or [B, Hkv, T/block].
+    v: int8 or float8_e4m3fn [B, Hkv, D, T], tokens in VALUE_ORDER; None where values are not quantized.
+    v_scale: float32 [B, Hkv, T/block], or None. v_channel: float32 [B, Hkv, D], or None.
+    k_mean: float32 [B, Hkv, D], what smoothing took from each key; None without it.
+    """
+
+    k: torch.Tensor
+    k_scale: torch.Tensor
+    v: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    v_channel: torch.Tensor | None = None
+    k_mean: torch.Tensor | None = None
+
+
 class AttentionOutput(NamedTuple):
     """out: [B, Hq, M, D] in the query's dtype. lse: float32 [B, Hq, M], natural log of the softmax denominator."""
 
@@ -128,6 +151,11 @@ def value_order(block: int, device: torch.device) -> torch.Tensor:
     """int64 [block]: the token that each stored position of a block's values holds."""
     group = torch.tensor(VALUE_ORDER, device=device)
     return (torch.arange(0, block, 16, device=device)[:, None] + group).flatten()
+
+
+def half_type(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit type of P and V where only Q and K are INT8: the model's own, bfloat16 for wider ones."""
+    return dtype if dtype == torch.float16 else torch.bfloat16
 
 
 def half_split(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -1,11 +1,21 @@
 """Which implementation of an op runs: the Triton kernel or the reference in plain torch."""
 
 import importlib.util
-import os
 
 import torch
 
 from turbo_hf.config import BACKENDS
+
+TRITON_FOUND = importlib.util.find_spec("triton") is not None
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _interpreted() -> bool:
+    """Whether Triton's interpreter is on: its kernels then run on CPU tensors, slowly, for tests."""
+    if not TRITON_FOUND:
+        return False
+    from triton import knobs  # noqa: PLC0415 - needs Triton
+
+    return bool(knobs.runtime.interpret)
 
 
 def uses_triton(backend: str, device: torch.device, obstacle: str | None = None) -> bool:
@@ -18,6 +28,9 @@ def uses_triton(backend: str, device: torch.device, obstacle: str | None = None)
         device: of the tensors.
         obstacle: why the kernel cannot serve this call, as the end of a sentence; None if it can.
 
+    Returns:
+        True for the kernel, False for the reference.
+
     Raises:
         ValueError: an unknown backend, or "triton" where the kernel cannot run.
     """
@@ -25,10 +38,9 @@ def uses_triton(backend: str, device: torch.device, obstacle: str | None = None)
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}.")
     if backend == "reference":
         return False
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and (backend == "auto" or not interpreted):
+    if device.type != "cuda" and (backend == "auto" or not _interpreted()):
         obstacle = f"tensors are on {device}, and Triton kernels run on CUDA"
-    elif importlib.util.find_spec("triton") is None:
+    elif not TRITON_FOUND:
         obstacle = "the package triton is not installed"
     if obstacle is None:
         return True

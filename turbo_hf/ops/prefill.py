@@ -1,9 +1,15 @@
 """Attention of a prompt, or of a chunk of one over a compressed past."""
 
+from typing import Any
+
 import torch
 
 from turbo_hf.config import ATTENTION_MODES
 from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.ops import library
+from turbo_hf.ops.backend import uses_triton
+from turbo_hf.ops.library import pack_past
+from turbo_hf.ops.operands import check_v_scale, kernel_obstacle
 from turbo_hf.ops.quantize import check_block, check_float
 from turbo_hf.reference import prefill as reference
 
@@ -22,7 +28,10 @@ def prefill(
     sinks: torch.Tensor | None = None,
     mode: str = "turbo",
     sas_threshold: float | None = None,
-    block: int = 64,
+    block: int = 128,
+    v_scale: str = "block",
+    smooth_k: bool = False,
+    hadamard: bool = False,
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attention of M new tokens over a compressed past, which may be missing, and over themselves.
@@ -36,9 +45,15 @@ def prefill(
         window: tokens that a query sees, itself included; None: all.
         softcap: scores become softcap * tanh(score / softcap).
         sinks: float [Hq], one more logit a head in the denominator, without a value.
-        mode: "turbo" computes on INT8 Q, K, P and V, Q and K and V with one scale a block; "fp16" on the values.
+        mode: "turbo": INT8 Q, K, P and V, K and V with one scale a block. "int8": the same, K with one scale a token.
+            "half": INT8 Q and K as in "int8", P and V in 16 bit. "fp8": INT8 Q and K as in "turbo", P and V in FP8
+            (e4m3), each tile's product added in float32. "fp16": everything in q's dtype. Q has one scale a token in
+            each; P one scale a query and key tile.
         sas_threshold: SAS softmax that drops scores this far below the running maximum; None: the exponential.
-        block: tokens in a block of Q, K and V.
+        block: tokens in a block of K and V, and in a tile of P. Over the past these are the past's own blocks.
+        v_scale: scales of V in "turbo", "int8" and "fp8": one a "block", a "channel" of a row, or a row ("tensor").
+        smooth_k: take the row's mean key from its keys before they are rounded, and add it back to the scores.
+        hadamard: rotate Q and K by a Hadamard matrix before they are rounded.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -49,7 +64,8 @@ def prefill(
         ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a softcap
             or sas_threshold of the wrong sign.
 
-    Source: TurboAttention alg. 1 (P with one scale a query row and key block; exact exponential for the rescaling).
+    Source: TurboAttention alg. 1 ("turbo"; exact exponential for the rescaling), INT-FlashAttention alg. 1 ("int8",
+    "half"; P scaled by tile instead of by 127 of the running maximum), SageAttention2 (FP8 products added in float32).
     """
     check_float("k", k)
     check_float("v", v)
@@ -70,21 +86,28 @@ def prefill(
                 f"past must hold B, Hkv and D of k {tuple(k.shape)} on {k.device}; it holds {held.shape[0]} rows of "
                 f"{held.shape[1]} heads of {held.shape[3]} channels on {held.device}."
             )
-    return reference.prefill(
-        q,
-        k,
-        v,
-        scaling=scaling,
-        past=past,
-        starts=starts,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        mode=mode,
-        sas_threshold=sas_threshold,
-        block=block,
-    )
+    check_v_scale(v_scale)
+    if mode == "fp16" and (smooth_k or hadamard):
+        raise ValueError('smooth_k and hadamard prepare keys for rounding; mode "fp16" rounds none. Leave them out.')
+    choices: dict[str, Any] = {
+        "scaling": scaling,
+        "past": past,
+        "starts": starts,
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "mode": mode,
+        "sas_threshold": sas_threshold,
+        "block": block,
+        "v_scale": v_scale,
+        "smooth_k": smooth_k,
+        "hadamard": hadamard,
+    }
+    if uses_triton(backend, q.device, kernel_obstacle(q, mode)):
+        tensors, numbers = pack_past(choices.pop("past"))
+        return AttentionOutput(*library.prefill(q, k, v, tensors, numbers, **choices))
+    return reference.prefill(q, k, v, **choices)
 
 
 def check_queries(

@@ -1,11 +1,11 @@
-"""Attention of a prompt, or of a chunk of one over a compressed past, in plain torch (TurboAttention alg. 1)."""
+"""Attention of a prompt, or of a chunk of one over a compressed past, in plain torch."""
 
 import torch
 
-from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.reference.quantize import quantize_blocks
-from turbo_hf.reference.softmax import Operand, flash
-from turbo_hf.reference.store import expand
+from turbo_hf.layout import INT8_MAX, AttentionOutput, KVStore, Operands, half_type, value_order
+from turbo_hf.reference.flash import Operand, Run, Scoring, flash
+from turbo_hf.reference.operands import align, quantize_operands, ratio, rotate, scaled
+from turbo_hf.reference.store import sealed_tokens
 
 
 def prefill(
@@ -22,77 +22,111 @@ def prefill(
     sinks: torch.Tensor | None = None,
     mode: str = "turbo",
     sas_threshold: float | None = None,
-    block: int = 64,
+    block: int = 128,
+    v_scale: str = "block",
+    smooth_k: bool = False,
+    hadamard: bool = False,
 ) -> AttentionOutput:
-    acc = torch.promote_types(q.dtype, torch.float32)
     batch, _, tokens, _ = q.shape
     column = torch.arange(tokens, device=q.device).expand(batch, tokens)
-    if starts is None:
-        starts = column.new_zeros(batch)
     # rows begin at their first real token, so that blocks and scales are the same alone and in any batch
-    to_left = (column + starts[:, None]).clamp(max=tokens - 1)
-    valid = column < tokens - starts[:, None]
-    q, k, v = (_take(x, to_left).masked_fill(~valid[:, None, :, None], 0.0) for x in (q, k, v))
-    index = torch.where(valid, column, -1)
+    queries = align(q, starts)
+    count = torch.full((batch, 1), tokens, device=q.device) if starts is None else tokens - starts[:, None]
+    length = 0 if past is None else (past.sealed * past.block + past.open_len)[:, None]
+    place = torch.where(column < count, column + length, -1)
+    precise = mode == "fp16"
+    plain = _queries(queries, place, precise)
+    turned = _queries(rotate(queries), place, precise) if hadamard else plain
 
-    past_len = index.new_zeros(batch)
-    if past is not None:
-        past_len = past.sealed * past.block + past.open_len
-        index = torch.where(valid, column + past_len[:, None], -1)
-    queries = _operand(q, index, mode, block, acc)
-    keys = _pad(_operand(k, index, mode, block, acc), block)
-    values = _pad(_operand(v, index, mode, block, acc), block)
-    if past is not None:
-        keys, values = _join_past(past, keys, values, block)
-    out, lse = flash(
-        queries,
-        keys,
-        values,
-        scaling=scaling,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        mode=mode,
-        sas_threshold=sas_threshold,
-        block=block,
-        chunk_start=keys.x.shape[2] - -(-tokens // block) * block,
-    )
-    back = (column - starts[:, None]).clamp(min=0)
-    padding = (column < starts[:, None])[:, None]
-    out = _take(out, back).masked_fill(padding[..., None], 0.0)
-    lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
+    runs = [] if past is None else _past(past, plain, mode == "fp8")
+    if precise:
+        keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
+        bias = None
+    else:
+        parts = quantize_operands(
+            k, v, mode=mode, block=block, v_scale=v_scale, smooth_k=smooth_k, hadamard=hadamard, starts=starts
+        )
+        keys, values = _chunk(parts, align(v, starts), place, block)
+        bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scaling
+    runs.append(Run(turned, keys, values, block, bias, own=True))
+
+    p_type = {"turbo": "int8", "int8": "int8", "fp8": "fp8", "fp16": "none"}.get(mode) or str(half_type(q.dtype))[6:]
+    out, lse = flash(runs, Scoring(scaling, causal, window, softcap, sas_threshold, p_type), sinks)
+    if starts is not None:
+        back = (column - starts[:, None]).clamp(min=0)
+        padding = (column < starts[:, None])[:, None]
+        out = torch.take_along_dim(out, back[:, None, :, None], 2).masked_fill(padding[..., None], 0.0)
+        lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
     return AttentionOutput(out.to(q.dtype), lse.float())
 
 
-def _take(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens of x [B, H, M, D] by column index [B, M]."""
-    return torch.take_along_dim(x, tokens[:, None, :, None], 2)
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-def _operand(x: torch.Tensor, index: torch.Tensor, mode: str, block: int, acc: torch.dtype) -> Operand:
-    if mode == "fp16":
-        return Operand(x.to(acc), x.new_ones(x.shape[:3], dtype=acc), index)
-    codes, scale = quantize_blocks(x, block)
-    return Operand(codes.to(acc), scale.to(acc).repeat_interleave(block, -1)[..., : x.shape[2]], index)
+def _queries(q: torch.Tensor, place: torch.Tensor, precise: bool) -> Operand:
+    """Queries as they are, or in INT8 with one scale a token and head (INT-FlashAttention alg. 1)."""
+    if precise:
+        return Operand(q.to(_wide(q)), q.new_ones(q.shape[:3], dtype=_wide(q)), place)
+    largest = q.float().abs().amax(-1)
+    codes = torch.round(scaled(q.float(), largest, INT8_MAX))
+    return Operand(codes.to(_wide(q)), ratio(largest, INT8_MAX).to(_wide(q)), place)
 
 
-def _pad(x: Operand, block: int) -> Operand:
-    """Whole blocks: missing tokens are zeros with place -1."""
-    tail = -x.place.shape[1] % block
-    pad = torch.nn.functional.pad
+def _raw(x: torch.Tensor, place: torch.Tensor, block: int) -> Operand:
+    return _whole(Operand(x.to(_wide(x)), x.new_ones(x.shape[:3], dtype=_wide(x)), place), block)
+
+
+def _whole(x: Operand, tile: int) -> Operand:
+    """Whole tiles: missing tokens are zeros with scale 0 and place -1."""
+    tail, pad = -x.place.shape[1] % tile, torch.nn.functional.pad
     return Operand(pad(x.x, (0, 0, 0, tail)), pad(x.scale, (0, tail)), pad(x.place, (0, tail), value=-1))
 
 
-def _join_past(past: KVStore, keys: Operand, values: Operand, block: int) -> tuple[Operand, Operand]:
-    k, k_scale, v, v_scale, index = expand(past)
-    acc = keys.x.dtype
-    before = (
-        _pad(Operand(k.to(acc), k_scale.to(acc), index), block),
-        _pad(Operand(v.to(acc), v_scale.to(acc), index), block),
-    )
-    k_all, v_all = (
-        Operand(*(torch.cat(pair, 1 if pair[0].dim() == 2 else 2) for pair in zip(old, new, strict=True)))
-        for old, new in zip(before, (keys, values), strict=True)
-    )
-    return k_all, v_all
+def _mean_score(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """[B, Hq, M]: q . mean, what smoothing took from every score of a query."""
+    grouped = q.to(_wide(q)).unflatten(1, (mean.shape[1], -1))
+    return torch.einsum("bhgmd,bhd->bhgm", grouped, mean.to(grouped.dtype)).flatten(1, 2)
+
+
+def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) -> tuple[Operand, Operand]:
+    """Keys and values of the chunk as the products see them."""
+    wide, slots = _wide(v), parts.k.shape[2]
+    place = torch.nn.functional.pad(place, (0, slots - place.shape[1]), value=-1)
+    k_scale = parts.k_scale.repeat_interleave(slots // parts.k_scale.shape[2], -1)
+    keys = Operand(parts.k.to(wide), k_scale.to(wide), place)
+    if parts.v is None:
+        narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
+        return keys, _raw(narrow.to(v.dtype), place[:, : v.shape[2]], block)
+    values = torch.empty(parts.v.mT.shape, dtype=wide, device=v.device)
+    values[:, :, value_order(slots, v.device)] = parts.v.mT.to(wide)
+    if parts.v_scale is not None:
+        return keys, Operand(values, parts.v_scale.repeat_interleave(block, -1).to(wide), place)
+    assert parts.v_channel is not None
+    return keys, Operand(values * parts.v_channel[:, :, None].to(wide), torch.ones_like(keys.scale), place)
+
+
+def _past(store: KVStore, q: Operand, fp8: bool) -> list[Run]:
+    """The sealed blocks, one scale a block, and the open tokens, one scale a token; their codes are what they are."""
+    batch, _, cap, _ = store.k_open.shape
+    wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
+    slot = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)
+    opened = torch.arange(cap, device=q.x.device).expand(batch, -1)
+    found = [
+        (*sealed_tokens(store), torch.where(slot < sealed, slot, -1)),
+        (
+            store.k_open,
+            store.k_scale,
+            store.v_open.mT,
+            store.v_scale,
+            torch.where(opened < store.open_len[:, None], opened + sealed, -1),
+        ),
+    ]
+    runs = []
+    for k, k_scale, v, v_scale, place in found:
+        # what no row owns is another row's or uninitialised: its scale must not reach a product
+        k_scale, v_scale = (x.to(wide).masked_fill((place < 0)[:, None], 0.0) for x in (k_scale, v_scale))
+        values = v.float().to(torch.float8_e4m3fn) if fp8 else v
+        parts = Operand(k.to(wide), k_scale, place), Operand(values.to(wide), v_scale, place)
+        runs.append(Run(q, *(_whole(x, store.block) for x in parts), store.block))
+    return runs

@@ -18,7 +18,7 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     k_scale, v_scale = (store.k_scale.new_zeros(batch, heads, total) for _ in range(2))
     if blocks:
         sealed = slice(0, blocks * block)
-        k[:, :, sealed], k_scale[:, :, sealed], v[:, :, sealed], v_scale[:, :, sealed] = _sealed(store)
+        k[:, :, sealed], k_scale[:, :, sealed], v[:, :, sealed], v_scale[:, :, sealed] = sealed_tokens(store)
     if cap:
         slot = store.sealed[:, None] * block + torch.arange(cap, device=k.device)
         wide = slot[:, None, :, None].expand(batch, heads, cap, dim)
@@ -35,8 +35,15 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     return k.float(), k_scale, v.float(), v_scale, torch.where(valid, index, -1)
 
 
-def _sealed(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sealed blocks of every row, heads in the model's order: k, k_scale, v, v_scale."""
+def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sealed blocks of every row, heads in the model's order: k, v int8 [B, Hkv, T, D], k_scale, v_scale float32.
+
+    Returned as k, k_scale, v, v_scale. Blocks past a row's end are page 0, whatever that holds.
+    """
+    batch, heads, _, dim = store.k_open.shape
+    if not store.table.shape[1]:
+        codes, scale = store.k_open.new_zeros(batch, heads, 0, dim), store.k_scale.new_zeros(batch, heads, 0)
+        return codes, scale, codes, scale
     keys, values, scales = [], [], []
     for pages in store.heads:
         k, v = unpack_blocks(pages)

@@ -1,0 +1,71 @@
+"""Queries, keys and values as a model's attention layers are given them, rotary embedding applied."""
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from turbo_hf.attention import NAME, TurboCall, turbo_attention
+from turbo_hf.patching import patch
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One layer: q [1, Hq, N, D]; k, v [1, Hkv, N, D]; about: the keywords of its attention, scaling at least."""
+
+    index: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    about: dict[str, Any]
+
+
+def token_ids(tokenizer: Any, path: Path | None, tokens: int) -> torch.Tensor:
+    """int64 [1, tokens]: the text file, or the carried prose; a text that is too short is read again from its start.
+
+    Raises:
+        ValueError: an empty text.
+    """
+    text = (resources.files("turbo_hf.eval").joinpath("haystack.txt") if path is None else path).read_text("utf-8")
+    ids = tokenizer(text).input_ids
+    if not ids:
+        raise ValueError(f"{path} has no text.")
+    return torch.tensor([(ids * (tokens // len(ids) + 1))[:tokens]])
+
+
+@torch.no_grad()
+def capture(model: Any, ids: torch.Tensor) -> list[Captured]:
+    """What each attention layer of `model` was given for ids [1, N], in the model's precision and without a cache.
+
+    Raises:
+        ValueError: a model that cannot be patched, or a prompt longer than its positions.
+    """
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and ids.shape[1] > positions:
+        raise ValueError(f"the model was made for {positions} positions; got {ids.shape[1]} tokens.")
+    held: list[Captured] = []
+
+    def record(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **given: Any
+    ) -> Any:
+        call: TurboCall | None = given.get("turbo")
+        about = {
+            "scaling": given.get("scaling") or query.shape[-1] ** -0.5,
+            "window": None if call is None else call.window,
+            "softcap": given.get("softcap"),
+            "sinks": given.get("s_aux"),
+        }
+        held.append(Captured(module.layer_idx, query, key, value, about))
+        return turbo_attention(module, query, key, value, mask, **given)
+
+    # the patch brings every family's attention to one function; without a cache it computes Hugging Face's own
+    with patch(model, strict="fallback"):
+        ALL_ATTENTION_FUNCTIONS[NAME] = record
+        try:
+            model(ids.to(model.device), use_cache=False)
+        finally:
+            del ALL_ATTENTION_FUNCTIONS[NAME]
+    return held

@@ -1,0 +1,10 @@
+"""The sub-commands of `turbo-hf bench`."""
+
+import typer
+
+from turbo_hf.eval.bench.error_command import error_command
+from turbo_hf.eval.bench.prefill_command import prefill_command
+
+bench = typer.Typer(help="Speed and error of attention, on shapes of real models.", no_args_is_help=True)
+bench.command("prefill")(prefill_command)
+bench.command("error")(error_command)

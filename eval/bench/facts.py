@@ -1,0 +1,63 @@
+"""What a figure must be published with: the machine, the versions, the commit."""
+
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turbo_hf.doctor import machine
+
+SHOWN = ("torch", "triton", "transformers", "sageattention", "driver")
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """Device, versions (None: not there) and commit (None: no checkout), ready for JSON."""
+    gpu: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    versions: dict[str, Any] = {**machine().versions, "sageattention": _version("sageattention")}
+    if gpu is not None:
+        versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
+    return {
+        "device": str(device),
+        "gpu": None if gpu is None else gpu.name,
+        "sms": None if gpu is None else gpu.multi_processor_count,
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def headline(found: dict[str, Any]) -> str:
+    """One line for people."""
+    versions = [f"{name} {found['versions'][name]}" for name in SHOWN if found["versions"].get(name)]
+    commit = f", commit {found['commit']}" if found["commit"] else ""
+    return f"{found['gpu'] or 'CPU'}; {', '.join(versions)}{commit}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = _output(asked).splitlines()
+    return lines[0].strip() if lines else None
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parents[2]
+    # a package that is installed below somebody else's checkout has no commit of its own
+    if not (root / ".git").exists():
+        return None
+    commit = _output(["git", "-C", str(root), "describe", "--always", "--dirty"]).strip()
+    return commit or None
+
+
+def _output(words: list[str]) -> str:
+    if shutil.which(words[0]) is None:
+        return ""
+    return subprocess.run(words, check=False, capture_output=True, text=True, timeout=30).stdout

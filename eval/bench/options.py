@@ -1,0 +1,51 @@
+"""Options that both commands have, and what they make of a user's words and of their own results."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from turbo_hf.config import ATTENTION_MODES, BACKENDS
+from turbo_hf.console import choose_device
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+Modes = Annotated[list[str] | None, typer.Option("--mode", help=f"Of {', '.join(ATTENTION_MODES)}; may be repeated.")]
+Block = Annotated[int, typer.Option(help="Tokens in a block of keys and values: 32, 64 or 128.")]
+SmoothK = Annotated[bool, typer.Option("--smooth-k", help="Take the keys' channel means off before they are rounded.")]
+Hadamard = Annotated[bool, typer.Option("--hadamard", help="Rotate queries and keys before they are rounded.")]
+Backend = Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}.")]
+Dtype = Annotated[str, typer.Option(help=f"Of random inputs: {', '.join(DTYPES)}.")]
+Seed = Annotated[int, typer.Option(help="Of random inputs.")]
+Folder = Annotated[Path | None, typer.Option("--out", help="A folder for the JSON (and the plot); made if missing.")]
+
+
+def one_of(what: str, value: str, allowed: Iterable[str]) -> str:
+    """`value`, or ValueError with the list of what is allowed."""
+    if value not in allowed:
+        raise ValueError(f"unknown {what} {value}; choose from {', '.join(allowed)}.")
+    return value
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name, tried out. ValueError where there is none."""
+    try:
+        return torch.zeros((), device=choose_device(name)).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"no device {name!r}: {str(error).splitlines()[0]}") from error
+
+
+def as_json(result: Any, indent: int | None = None) -> str:
+    """JSON of dicts, lists and numbers; a number that is not finite, which JSON cannot say, becomes null."""
+
+    def finite(x: Any) -> Any:
+        if isinstance(x, dict):
+            return {key: finite(value) for key, value in x.items()}
+        if isinstance(x, list):
+            return [finite(value) for value in x]
+        return None if isinstance(x, float) and not abs(x) < float("inf") else x
+
+    return json.dumps(finite(result), indent=indent)

@@ -1,0 +1,45 @@
+"""The picture of a run: TFLOP/s by length, a line for each method."""
+
+import importlib.util
+from itertools import product
+from pathlib import Path
+
+from turbo_hf.eval.bench.prefill import Row
+from turbo_hf.eval.bench.shapes import tokens_label
+
+
+def require_matplotlib() -> None:
+    """ValueError that says how to install it, unless matplotlib is there."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('the plot needs matplotlib: pip install "turbo_hf[bench]", or leave --out away.')
+
+
+def plot(rows: list[Row], title: str, path: Path) -> None:
+    """Write a PNG with a panel for each model shape (down) and mask (across); rows without a time are left out."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only who draws needs it
+
+    timed = [row for row in rows if row.tflops is not None]
+    if not timed:
+        return
+    shapes, masks, methods = (
+        list(dict.fromkeys(getattr(row, field) for row in timed)) for field in ("shape", "causal", "method")
+    )
+    figure = Figure(figsize=(1.5 + 4.5 * len(masks), 0.5 + 3.5 * len(shapes)), layout="constrained")
+    figure.suptitle(title, fontsize="small")
+    panels = figure.subplots(len(shapes), len(masks), squeeze=False, sharey=True)
+    for axis, (shape, causal) in zip(panels.flat, product(shapes, masks), strict=True):
+        here = [row for row in timed if (row.shape, row.causal) == (shape, causal)]
+        sizes = sorted({(row.tokens, row.batch) for row in here})
+        for colour, method in enumerate(methods):
+            own = {(row.tokens, row.batch): row.tflops for row in here if row.method == method}
+            at = [i for i, size in enumerate(sizes) if size in own]
+            axis.plot(at, [own[sizes[i]] for i in at], marker="o", color=f"C{colour}", label=method)
+        axis.set_xticks(range(len(sizes)), [f"{batch}x{tokens_label(tokens)}" for tokens, batch in sizes])
+        axis.set_title(f"{shape}, {'causal' if causal else 'full'}")
+        axis.grid(alpha=0.3)
+    # the axes share their range: fixed once all lines are drawn
+    panels[0, 0].set_ylim(bottom=0)
+    figure.supxlabel("rows x tokens")
+    figure.supylabel("TFLOP/s, quantization included")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(path, dpi=120)

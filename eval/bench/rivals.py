@@ -1,0 +1,87 @@
+"""The attention that users have: cuDNN and FlashAttention-2 through torch's SDPA, and SageAttention where installed."""
+
+import importlib
+import warnings
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from turbo_hf.eval.bench.timing import Call
+
+CUDNN, FLASH, MATH, SAGE = "cuDNN", "FA2", "SDPA math", "SageAttention"
+
+
+class Rival(NamedTuple):
+    """Another implementation, ready to be called; `call` None where it cannot run, and `note` says why.
+
+    bits: width of the operands of Q K^T and of P V.
+    """
+
+    name: str
+    call: Call | None
+    bits: tuple[int, int]
+    note: str = ""
+
+
+def rivals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, causal: bool) -> list[Rival]:
+    """Every rival for this device. q: [B, Hq, M, D]; k, v: [B, Hkv, M, D]; each returns out [B, Hq, M, D]."""
+    if q.device.type != "cuda":
+        return [_sdpa(MATH, SDPBackend.MATH, q, k, v, scaling, causal)]
+    return [
+        _sdpa(CUDNN, SDPBackend.CUDNN_ATTENTION, q, k, v, scaling, causal),
+        _sdpa(FLASH, SDPBackend.FLASH_ATTENTION, q, k, v, scaling, causal),
+        _sage(q, k, v, scaling, causal),
+    ]
+
+
+def _sdpa(
+    name: str, backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool
+) -> Rival:
+    def with_keys(k: torch.Tensor, v: torch.Tensor, gqa: bool) -> Call:
+        def call() -> torch.Tensor:
+            only: AbstractContextManager[Any] = sdpa_kernel(backend)
+            with only:
+                return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling, enable_gqa=gqa)
+
+        return call
+
+    grouped = with_keys(k, v, True)
+    problem = _problem(grouped)
+    if problem is None:
+        return Rival(name, grouped, (16, 16))
+    group = q.shape[1] // k.shape[1]
+    # expanded outside the clock: the rival is not charged for the copies
+    expanded = with_keys(k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False)
+    if _problem(expanded) is None:
+        return Rival(name, expanded, (16, 16), "K and V expanded beforehand: no grouped heads here")
+    return Rival(name, None, (16, 16), f"cannot run: {problem}")
+
+
+def _sage(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool) -> Rival:
+    try:
+        sageattn: Any = importlib.import_module("sageattention").sageattn
+        name = f"{SAGE} {version('sageattention')}"
+    except (ImportError, PackageNotFoundError):
+        return Rival(SAGE, None, (8, 16), "not installed")
+    own_k = k.clone()  # 1.0.6 subtracts the mean of the keys in place
+
+    def call() -> object:
+        return sageattn(q, own_k, v, is_causal=causal, sm_scale=scaling)
+
+    problem = _problem(call)
+    return Rival(name, call, (8, 16)) if problem is None else Rival(name, None, (8, 16), f"cannot run: {problem}")
+
+
+def _problem(call: Call) -> str | None:
+    """Why a call fails, in one line; None where it does not."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # SDPA warns of every backend that it leaves out
+            call()
+    except Exception as error:  # of libraries that raise what they like
+        return (str(error) or type(error).__name__).strip().splitlines()[0]
+    return None

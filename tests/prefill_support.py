@@ -1,0 +1,184 @@
+"""What tests of prefill share: what each mode rounds, and what that may cost."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from support import (
+    SLACK,
+    Codes,
+    KeyValue,
+    _score_size,
+    check,
+    check_exact,
+    check_padding,
+    float_budget,
+    largest,
+    no_past,
+    oracle,
+    store_codes,
+)
+from torch import Tensor
+
+from turbo_hf.layout import VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type
+from turbo_hf.ops.operands import quantize_operands
+from turbo_hf.ops.prefill import prefill
+
+INT8_MAX = 127
+DEPTH = 2.0**-16
+"""A tile's P is scaled by no less than this share of the largest P of its row."""
+
+
+def int8_queries(q: Tensor, starts: Sequence[int]) -> Tensor:
+    """q [B, H, M, D] rounded to INT8 and back, one scale a token and head, in float64; 0 at padding."""
+    x = q.detach().cpu().float()
+    top = x.nan_to_num().abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(top, INT8_MAX) / torch.where(top > 0, top, 1.0)
+    out = torch.round(x.double() * inverse.double()) * (top / torch.full_like(top, INT8_MAX)).double()
+    for row, start in enumerate(starts):
+        out[row, :, :start] = 0
+    return out
+
+
+def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) -> Codes:
+    """The first `count` tokens of one row of quantized operands; values left alone are v [Hkv, m, D] in 16 bit."""
+    k = parts.k[row, :, :count].double().cpu()
+    slots = parts.k.shape[2]
+    k_scale = parts.k_scale[row].double().cpu().repeat_interleave(slots // parts.k_scale.shape[2], -1)[:, :count]
+    tile = torch.arange(count) // block
+    one = torch.ones_like(k_scale)
+    if parts.v is None:
+        narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
+        return Codes(k, k_scale, narrow.double().cpu(), one, tile)
+    stored = parts.v[row].cpu().float().double().mT
+    values = torch.empty_like(stored)
+    for position in range(slots):
+        values[:, position // 16 * 16 + VALUE_ORDER[position % 16]] = stored[:, position]
+    values = values[:, :count]
+    if parts.v_scale is not None:
+        return Codes(k, k_scale, values, parts.v_scale[row].double().cpu().repeat_interleave(block, -1)[:, :count], tile)
+    assert parts.v_channel is not None
+    return Codes(k, k_scale, values * parts.v_channel[row].double().cpu()[:, None], one, tile)
+
+
+def join(past: Codes, new: Codes) -> Codes:
+    """A row's past followed by its chunk."""
+    first = int(past.tile.max()) + 1 if past.tile.numel() else 0
+    joined = (torch.cat(pair, 1) for pair in zip(past[:4], new[:4], strict=True))
+    return Codes(*joined, torch.cat((past.tile, first + new.tile)))
+
+
+def p_error(weight: Tensor, least: Tensor, p_type: str) -> tuple[Tensor, Tensor]:
+    """How far rounding moves each weight of a tile: at most, and in the mean square."""
+    peak = torch.maximum(weight.amax(-1, keepdim=True), least)
+    seen = (weight > 0).double()
+    if p_type == "int8":
+        step = peak / INT8_MAX * seen
+        return step / 2, step**2 / 12
+    # half the distance of two neighbours, and of the smallest numbers there are (a share of the tile's largest)
+    share, smallest = {"fp8": (2.0**-4, 2.0**-18), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 0.0)}[p_type]
+    bound = (weight * share + peak * smallest) * seen
+    return bound, bound**2 / 3
+
+
+def p_budget(probs: Tensor, row: Codes, p_type: str) -> tuple[Tensor, Tensor]:
+    """What rounding P may do to out [Hq, m, D]: the largest error, and the expected mean square."""
+    group = probs.shape[0] // row.v.shape[0]
+    v, v_scale = row.v.repeat_interleave(group, 0), row.v_scale.repeat_interleave(group, 0)
+    bound = torch.zeros(*probs.shape[:2], v.shape[-1], dtype=torch.float64)
+    square = bound.clone()
+    top = probs.amax(-1, keepdim=True)
+    for tile in row.tile.unique():
+        inside = row.tile == tile
+        scale = v_scale[:, None, inside]
+        most, mean_square = p_error(probs[..., inside] * scale, DEPTH * top * scale.amax(-1, keepdim=True), p_type)
+        bound += most @ v[:, inside].abs()
+        square += mean_square @ v[:, inside] ** 2
+    return bound, square
+
+
+def check_rounded(
+    got: AttentionOutput,
+    q: Tensor,
+    dtype: torch.dtype,
+    rows: Sequence[Codes],
+    p_type: str,
+    *,
+    starts: Sequence[int] | None = None,
+    **options: Any,
+) -> None:
+    """Assert that an op is attention of q (float64, fake-quantized) over `rows`, with P rounded to `p_type`.
+
+    The only errors left are P's rounding, float32 arithmetic, and the rounding of the output to `dtype`. Where there
+    are enough outputs for a mean, their mean square must be that of P's rounding too, which is far below its bound.
+    """
+    assert got.out.dtype == dtype
+    assert got.lse.dtype == torch.float32
+    values = [row.values() for row in rows]
+    want = oracle(q, values, starts=starts, **options)
+    eager = oracle(q, values, starts=starts, dtype=torch.float32, **options)
+    size = max((largest(v) for _, v in values), default=0.0)
+    noise = float_budget(want.out, eager.out, size, torch.float32)
+    bound, square = torch.zeros_like(want.out), torch.zeros_like(want.out)
+    for i, (probs, row) in enumerate(zip(want.probs, rows, strict=True)):
+        if probs.shape[1]:
+            m = probs.shape[1]
+            bound[i, :, -m:], square[i, :, -m:] = p_budget(probs, row, p_type)
+    rounding = torch.finfo(dtype).eps * (want.out.abs() + bound)
+    # scores that are off by float32's rounding move P by as much as the lse, and may move it over one more step
+    scores = _score_size(q, values, options["scaling"]) + largest(want.lse)
+    lse_budget = float_budget(want.lse, eager.lse, scores, torch.float32)
+    check("out", got.out, want.out, bound * (1 + lse_budget) + noise + lse_budget * size + rounding)
+    check_padding(got, want)
+    if want.out.numel() >= 512:
+        error = (got.out.detach().to("cpu", torch.float64) - want.out).square().mean().sqrt()
+        # all values of a tile at half a step, the worst case, are sqrt(3) times the mean square of a uniform error
+        expected = 2 * square.mean().sqrt() + noise + lse_budget * size + rounding.max()
+        assert bool(error <= expected), f"out: rms error {error:.3e} exceeds {expected:.3e}"
+    check("lse", got.lse, want.lse, lse_budget)
+
+
+def check_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mode: str,
+    *,
+    past: KVStore | None = None,
+    starts: Sequence[int] | None = None,
+    block: int = 128,
+    v_scale: str = "block",
+    backend: str = "auto",
+    **options: Any,
+) -> AttentionOutput:
+    """Assert that `prefill` is right in `mode`, and return it. sinks=True stands for random ones."""
+    if options.get("sinks") is True:
+        options["sinks"] = torch.randn(q.shape[1], device=q.device) * 3
+    options.setdefault("scaling", q.shape[-1] ** -0.5)
+    batch, kv_heads, _, dim = k.shape
+    held = [no_past(kv_heads, dim)] * batch if past is None else store_codes(past)
+    first = [0] * batch if starts is None else list(starts)
+    given = None if starts is None else torch.tensor(first, device=q.device)
+    choices: dict[str, Any] = {"mode": mode, "block": block, "v_scale": v_scale}
+    got = prefill(q, k, v, past=past, starts=given, backend=backend, **choices, **options)
+    if mode == "fp16":
+        rows: list[KeyValue] = []
+        for row, start in enumerate(first):
+            before, new = held[row].values(), (x[row, :, start:].cpu().double() for x in (k, v))
+            keys, values = (torch.cat(pair, 1) for pair in zip(before, new, strict=True))
+            rows.append((keys, values))
+        check_exact(got, q, rows, starts=first, **options)
+        return got
+    if mode == "fp8":
+        held = [x._replace(v=x.v.float().to(torch.float8_e4m3fn).double()) for x in held]
+    # made by the quantizer, which has tests of its own: a code that a tie rounds the other way is more than float32
+    # arithmetic may miss
+    parts = quantize_operands(k, v, starts=given, backend="reference", **choices)
+    codes = [
+        join(held[i], chunk_codes(parts, v[i, :, start:], i, k.shape[2] - start, block))
+        for i, start in enumerate(first)
+    ]
+    wide = "int8" if mode in ("turbo", "int8") else mode
+    p_type = str(half_type(q.dtype)).removeprefix("torch.") if mode == "half" else wide
+    check_rounded(got, int8_queries(q, first), q.dtype, codes, p_type, starts=first, **options)
+    return got

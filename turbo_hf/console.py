@@ -1,0 +1,41 @@
+"""What the commands share: where they print, options they have in common, how they refuse, how they load a model."""
+
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+out = Console()
+err = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON last.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the first GPU, if there is one.")]
+
+
+def fail(message: str) -> typer.Exit:
+    """Print the message in red on stderr; raise what is returned, which ends the command with status 1."""
+    err.print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+def choose_device(device: str) -> str:
+    """`device`, and for "auto" the first GPU, or the CPU where there is none."""
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def load(model: str, device: str) -> tuple[Any, Any]:
+    """Model and left-padding tokenizer; Exit with a sentence where they cannot be had."""
+    device = choose_device(device)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        loaded = loaded.to(device).eval()
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        raise fail(f"cannot load {model!r} on {device}: {error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return loaded, tokenizer

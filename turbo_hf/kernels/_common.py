@@ -1,0 +1,44 @@
+"""What the kernels share."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_int8(x):
+    """Round to the nearest integer without the conversion unit: |x| < 2^22; x must fit int8.
+
+    Adding 1.5 * 2^23 leaves the integer in the low bits. The conversion instruction shares its unit with exp2.
+    """
+    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def in_value_order(p):
+    """Columns of p [M, N] in `layout.VALUE_ORDER`: what a thread has computed of P is what it feeds to P V."""
+    m: tl.constexpr = p.shape[0]
+    n: tl.constexpr = p.shape[1]
+    return p.reshape(m, n // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(m, n)
+
+
+@triton.jit
+def value_order(position):
+    """The token of its group of 16 that a stored position holds (`layout.VALUE_ORDER`)."""
+    inside = position % 16
+    return position - inside + (inside // 2 % 2) * 8 + inside // 4 * 2 + inside % 2
+
+
+@triton.jit
+def tanh(x):
+    """tanh through exp2; right at both ends."""
+    return 1 - 2 / (tl.exp2(x * 2.8853900817779268) + 1)
+
+
+@triton.jit
+def sas(x, threshold):
+    """SAS exponential of x <= 0; 0 below `threshold` (TurboAttention sec. 4). e^-i is exact enough through exp2."""
+    y = -tl.maximum(x, threshold)
+    whole = tl.floor(y)
+    f = y - whole
+    cubic = ((-0.1025 * f + 0.4626) * f - 0.9922) * f + 0.9996
+    return tl.where(x < threshold, 0.0, tl.exp2(whole * -1.4426950408889634) * cubic)

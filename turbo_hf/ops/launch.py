@@ -1,0 +1,195 @@
+"""Launches of the prefill kernels. Imported where one runs: it needs Triton."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from turbo_hf.kernels.prefill import prefill_kernel
+from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
+from turbo_hf.layout import V_TOP, AttentionOutput, KVStore, Operands, half_type
+from turbo_hf.ops.tuning import PrefillTiles, prefill_tiles
+from turbo_hf.reference.operands import align, key_mean, ratio, rotate
+
+P_LOG2 = {"turbo": 6.988684686772166, "int8": 6.988684686772166, "fp8": 8.0, "half": 0.0, "fp16": 0.0}
+"""log2 of what the largest P of a key tile becomes: 127 in INT8, 256 in FP8."""
+
+REPAIR_PROGRAMS = 264
+"""Programs that look whether any head holds NaN or Inf: two for each SM of an H200."""
+
+P_TYPES = {"turbo": tl.int8, "int8": tl.int8, "fp8": tl.float8e4nv}
+TL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def _padded_dim(dim: int) -> int:
+    """Channels of a tile: a power of two, and enough for an 8-bit product."""
+    return max(32, triton.next_power_of_2(dim))
+
+
+def _last_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def quantize_operands(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mode: str,
+    block: int,
+    v_scale: str,
+    smooth_k: bool,
+    hadamard: bool,
+    starts: torch.Tensor | None,
+    broken: torch.Tensor | None = None,
+) -> Operands:
+    """`ops.operands.quantize_operands` in one pass over k and v, in two where V is scaled by more than a block.
+
+    broken: int32 [B*Hkv], set to 1 for heads that hold NaN or Inf.
+    """
+    batch, heads, tokens, dim = k.shape
+    padded = -(-tokens // block) * block
+    device, by_token, with_v = k.device, mode in ("int8", "half"), mode != "half"
+    mean = key_mean(align(k, starts), starts) if smooth_k else None
+    taken = mean
+    if hadamard:
+        k, taken = rotate(k), None if mean is None else rotate(mean)
+    k, v = _last_contiguous(k), _last_contiguous(v)
+    broken = torch.empty(batch * heads, dtype=torch.int32, device=device) if broken is None else broken
+    shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
+    k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
+    k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
+    v_codes = ranges = v_block = None
+    if with_v:
+        v_type = torch.float8_e4m3fn if mode == "fp8" else torch.int8
+        v_codes = torch.empty(batch, heads, dim, padded, dtype=v_type, device=device)
+        if v_scale == "block":
+            v_block = torch.empty(batch, heads, padded // block, device=device)
+        else:
+            ranges = torch.zeros(batch, heads, dim, device=device)
+    grid = (padded // block, batch * heads)
+    with torch.cuda.device_of(k):
+        if ranges is not None:
+            channel_range_kernel[grid](v, ranges.view(torch.int32), starts, *v.stride()[:3], tokens, **shape)
+            if v_scale == "tensor":
+                ranges = ranges.amax(-1, keepdim=True).expand(-1, -1, dim).contiguous()
+        quantize_operands_kernel[grid](
+            k, v, taken, ranges, k_codes, k_scale, v_codes, v_block, broken, starts,
+            *k.stride()[:3], *v.stride()[:3], tokens, padded,
+            K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=V_TOP.get(mode, 1.0), V_CHANNEL=ranges is not None, V_OUT=with_v,
+            **shape,
+        )  # fmt: skip
+    channel = None
+    if ranges is not None:
+        channel = ratio(ranges, V_TOP[mode])
+        channel = torch.where(channel > 0, channel, 1.0)
+    return Operands(k_codes, k_scale, v_codes, v_block, channel, mean)
+
+
+def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sealed blocks of a cache in INT8: k [B, Hkv, T, D], v [B, Hkv, D, T] in VALUE_ORDER, scales [B, Hkv, T/b, 2].
+
+    Slots past a row's end are not written.
+    """
+    batch, heads, _, dim = past.k_open.shape
+    blocks, device = past.table.shape[1], past.k_open.device
+    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=torch.int8, device=device)
+    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=torch.int8, device=device)
+    scale = torch.empty(batch, heads, blocks, 2, device=device)
+    first = 0
+    order = past.order.contiguous()
+    with torch.cuda.device_of(k):
+        for pages in past.heads:
+            slots = pages.k.shape[1]
+            if blocks:
+                unpack_past_kernel[(blocks, slots, batch)](
+                    pages.k, pages.v, pages.meta, pages.scale, past.table, past.sealed, order, k, v, scale,
+                    blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
+                    BITS=pages.bits,
+                )  # fmt: skip
+            first += slots
+    return k, v, scale
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scaling: float,
+    past: KVStore | None,
+    starts: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    mode: str,
+    sas_threshold: float | None,
+    block: int,
+    v_scale: str,
+    smooth_k: bool,
+    hadamard: bool,
+) -> AttentionOutput:
+    """`ops.prefill.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
+    batch, heads, tokens, dim = q.shape
+    kv_heads, pairs = k.shape[1], batch * heads
+    q, k, v = (_last_contiguous(x) for x in (q, k, v))
+    # padding is never written: it must be 0
+    out = torch.zeros if starts is not None else torch.empty
+    result = out(batch, tokens, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.full((batch, heads, tokens), -torch.inf, device=q.device)
+    broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
+    at_past = (None,) * 3 if past is None else unpack_past(past)
+    opened = (None,) * 6
+    if past is not None:
+        opened = (past.sealed, past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
+
+    def run(parts: Operands, rotated: torch.Tensor, bias: torch.Tensor | None, mode: str, *, repair: bool) -> None:
+        precise, raw = mode == "fp16", parts.v is None
+        values = v if parts.v is None else parts.v
+        tiles = prefill_tiles(mode, dim, q.dtype)
+        wide = half_type(q.dtype) if mode == "half" else q.dtype
+        padded_dim = _padded_dim(dim)
+        k_tiles = v_tiles = None
+        if not precise:
+            k_tiles = TensorDescriptor.from_tensor(parts.k.view(-1, dim), [block, padded_dim])
+        if parts.v is not None:
+            v_tiles = TensorDescriptor.from_tensor(parts.v.view(-1, parts.v.shape[3]), [padded_dim, block])
+        programs = -(-tokens // tiles.block_m) * pairs
+        prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
+            pairs, q, rotated, bias, k if k_tiles is None else k_tiles, parts.k_scale, v if v_tiles is None else v_tiles,
+            parts.v_scale, parts.v_channel, sinks, starts, *at_past, *opened, broken, result, lse,
+            *q.stride()[:3], *rotated.stride()[:3], *k.stride()[:3], *v.stride()[:3], *result.stride()[:3],
+            tokens, parts.k.shape[2], 0 if past is None else past.table.shape[1] * past.block,
+            0 if past is None else past.k_open.shape[2], scaling, _log2(softcap), sas_threshold or 0.0,
+            HEADS=heads, GROUP=heads // kv_heads, D=dim, DP=padded_dim, BLOCK_M=tiles.block_m, BLOCK=block,
+            PAST_BLOCK=64 if past is None else past.block, WINDOW=window or 0, CAUSAL=causal, QK_INT8=not precise,
+            P_TYPE=P_TYPES.get(mode, TL_TYPES[wide]), WIDE=TL_TYPES[q.dtype], P_LOG2=P_LOG2[mode],
+            K_TOKEN=mode in ("int8", "half"), V_RAW=raw, V_CHANNEL=parts.v_channel is not None, BIAS=bias is not None,
+            ROTATED=rotated is not q, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+            SAS=sas_threshold is not None, STARTS=starts is not None, PAST=past is not None, REPAIR=repair,
+            FLAGS=triton.next_power_of_2(broken.numel()) if repair else 1, num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )  # fmt: skip
+
+    precise_parts = Operands(k, k)
+    with torch.cuda.device_of(q):
+        if mode == "fp16":
+            run(precise_parts, q, None, mode, repair=False)
+            return AttentionOutput(result, lse)
+        parts = quantize_operands(
+            k, v, mode=mode, block=block, v_scale=v_scale, smooth_k=smooth_k, hadamard=hadamard, starts=starts,
+            broken=broken[pairs:],
+        )  # fmt: skip
+        bias = None
+        if parts.k_mean is not None:
+            grouped = q.unflatten(1, (kv_heads, -1)).float()
+            bias = torch.einsum("bhgmd,bhd->bhgm", grouped, parts.k_mean).flatten(1, 2).contiguous() * scaling
+        run(parts, _last_contiguous(rotate(q)) if hadamard else q, bias, mode, repair=False)
+        # codes cannot say NaN or Inf: heads that hold some are computed again, in the model's own precision
+        run(precise_parts, q, None, "fp16", repair=True)
+    return AttentionOutput(result, lse)
+
+
+def _log2(softcap: float | None) -> float:
+    """The cap in units of log2."""
+    return 0.0 if softcap is None else softcap * 1.4426950408889634

@@ -1,0 +1,75 @@
+"""Keys and values of a chunk, quantized for the flash loop of `prefill`."""
+
+import torch
+
+from turbo_hf.config import V_SCALES
+from turbo_hf.layout import V_TOP, Operands
+from turbo_hf.ops.backend import uses_triton
+from turbo_hf.ops.quantize import check_block, check_float
+from turbo_hf.reference import operands as reference
+
+QUANTIZED_MODES = ("turbo", "int8", "half", "fp8")
+
+
+def quantize_operands(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mode: str,
+    block: int = 128,
+    v_scale: str = "block",
+    smooth_k: bool = False,
+    hadamard: bool = False,
+    starts: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Operands:
+    """A chunk's keys in INT8 and its values in INT8 or FP8, in the layouts that the flash loop reads.
+
+    Args:
+        k, v: float [B, Hkv, M, D].
+        mode: "turbo" (a key scale a block, INT8 values), "int8" (a key scale a token, INT8 values), "half" (a key
+            scale a token, values left alone) or "fp8" (a key scale a block, FP8 e4m3 values).
+        block: tokens in a block.
+        v_scale: scales of V: one a "block", one a "channel" of a row, or one for the whole row and head ("tensor").
+        smooth_k: take each row's mean key from its keys.
+        hadamard: rotate keys by a Hadamard matrix; queries must be rotated too.
+        starts: int64 [B], the first real column of each row.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        Operands, T = M rounded up to whole blocks.
+
+    Raises:
+        ValueError: wrong dtype, rank, head dim, mode, block or v_scale, or a backend that cannot run.
+
+    Source: TurboAttention eq. 4 (blocks), INT-FlashAttention alg. 1 (tokens) and its outlook (V by block, Hadamard).
+    """
+    check_float("k", k)
+    check_float("v", v)
+    check_block(block)
+    check_v_scale(v_scale)
+    if mode not in QUANTIZED_MODES:
+        raise ValueError(f"mode must be one of {', '.join(QUANTIZED_MODES)}; got {mode!r}.")
+    choices = {"mode": mode, "block": block, "v_scale": v_scale, "smooth_k": smooth_k, "hadamard": hadamard}
+    if uses_triton(backend, k.device, kernel_obstacle(k, mode)):
+        from turbo_hf.ops import launch  # noqa: PLC0415 - needs Triton
+
+        return launch.quantize_operands(k, v, starts=starts, **choices)
+    return reference.quantize_operands(k, v, starts=starts, **choices)
+
+
+def check_v_scale(v_scale: str) -> None:
+    """ValueError unless there is such a scale."""
+    if v_scale not in V_SCALES:
+        raise ValueError(f"v_scale must be one of {', '.join(V_SCALES)}; got {v_scale!r}.")
+
+
+def kernel_obstacle(x: torch.Tensor, mode: str) -> str | None:
+    """Why no kernel serves tensors like x in this mode; None if one does."""
+    if x.dtype == torch.float64:
+        return "float64 has no kernel"
+    if x.shape[-1] > 256:
+        return f"head dim {x.shape[-1]} is above 256"
+    if mode == "fp8" and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
+        return f"{torch.cuda.get_device_name(x.device)} has no FP8; modes {', '.join(sorted(set(V_TOP) - {'fp8'}))} run"
+    return None

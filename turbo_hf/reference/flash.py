@@ -1,0 +1,156 @@
+"""The flash loop over runs of quantized keys and values (TurboAttention alg. 1, INT-FlashAttention alg. 1)."""
+
+from typing import NamedTuple
+
+import torch
+
+from turbo_hf.layout import INT8_MAX, AttentionOutput
+from turbo_hf.reference.softmax import TILE_ELEMENTS, sas_exp
+
+DEPTH = 2.0**-16
+"""P of a key tile is scaled by the largest weight of its row there, but by no less than this share of the maximum."""
+
+FP8_PEAK = 256.0
+"""What the largest P of a tile is in FP8."""
+
+
+class Operand(NamedTuple):
+    """Codes and scales of a run of tokens. x: [B, H, T, D]; scale: [B, H, T]; a plain tensor has scale 1.
+
+    place: int64 [B, T], the token's place in its row; -1 where there is none.
+    """
+
+    x: torch.Tensor
+    scale: torch.Tensor
+    place: torch.Tensor
+
+
+class Run(NamedTuple):
+    """Keys and values that the queries see, and the queries as these keys see them.
+
+    tile: tokens that share one scale of P. bias: [B, Hq, M], what is added to the scores of a query, or None.
+    own: the keys are the queries' own, in the same order.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    tile: int
+    bias: torch.Tensor | None = None
+    own: bool = False
+
+
+class State(NamedTuple):
+    """Per query: running maximum, sum of P and accumulated P V, both relative to exp(maximum)."""
+
+    top: torch.Tensor
+    total: torch.Tensor
+    acc: torch.Tensor
+
+
+class Scoring(NamedTuple):
+    """What is done to scores, and how P is rounded: "int8", "fp8", a 16-bit dtype's name, or "none"."""
+
+    scaling: float
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sas_threshold: float | None
+    p_type: str
+
+
+def flash(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> AttentionOutput:
+    """Attention over `runs`, in float32 (float64 for float64), the query tiles in a loop to bound memory."""
+    q = runs[-1].q.x
+    batch, heads, rows, _ = q.shape
+    keys = sum(run.k.x.shape[2] for run in runs)
+    tile = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 22) // max(batch * heads * keys, 1))
+    parts = [
+        _queries([_cut(run, start, min(start + tile, rows), scoring.causal) for run in runs], scoring, sinks)
+        for start in range(0, rows, tile)
+    ]
+    return AttentionOutput(torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2))
+
+
+def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
+    """Queries `start` to `end` of a run, without the keys that stand behind them all."""
+    q = Operand(run.q.x[:, :, start:end], run.q.scale[:, :, start:end], run.q.place[:, start:end])
+    bias = None if run.bias is None else run.bias[:, :, start:end]
+    seen = -(-end // run.tile) * run.tile if run.own and causal else run.k.x.shape[2]
+    k, v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (run.k, run.v))
+    return run._replace(q=q, k=k, v=v, bias=bias)
+
+
+def _queries(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = runs[0].q.x, runs[0].k.x
+    batch, heads, rows, dim = q.shape
+    # the query heads of a KV head stand below each other, so that K and V are never repeated
+    shape = (batch, k.shape[1], heads // k.shape[1], rows)
+    state = State(q.new_full(shape, -torch.inf), q.new_zeros(shape), q.new_zeros(*shape, dim))
+    for run in runs:
+        if run.k.x.shape[2]:
+            state = _run(state, run, scoring)
+    top, total, acc = state
+    if sinks is not None:
+        sink = sinks.to(top.dtype).reshape(1, *shape[1:3], 1)
+        top = torch.maximum(top, sink)
+        kept = torch.exp(state.top - top)
+        total, acc = total * kept + torch.exp(sink - top), acc * kept[..., None]
+    out = acc / torch.where(total > 0, total, 1.0)[..., None]
+    lse = torch.where(total > 0, top + torch.log(total), -torch.inf)
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _run(state: State, run: Run, how: Scoring) -> State:
+    """Key tiles side by side: their running maxima are a cumulative maximum, as the sequential loop would see them."""
+    batch, kv_heads, group, rows = state.top.shape
+    grouped = run.q.x.reshape(batch, kv_heads, group * rows, -1)
+    score = (grouped @ run.k.x.mT).unflatten(2, (group, rows))
+    score = score * (run.q.scale.reshape(state.top.shape)[..., None] * how.scaling) * run.k.scale[:, :, None, None]
+    if run.bias is not None:
+        score = score + run.bias.reshape(state.top.shape)[..., None]
+    if how.softcap is not None:
+        score = how.softcap * torch.tanh(score / how.softcap)
+    allowed = _allowed(run.q.place, run.k.place, how.causal, how.window)
+    score = score.masked_fill(~allowed[:, None, None], -torch.inf).unflatten(-1, (-1, run.tile))
+
+    running = torch.cat((state.top[..., None], score.amax(-1)), -1).cummax(-1).values[..., 1:]
+    # a query that has seen no key has a maximum of -inf; its P is 0 whatever is subtracted
+    shifted = score - running.masked_fill(running == -torch.inf, 0.0)[..., None]
+    p = torch.exp(shifted) if how.sas_threshold is None else sas_exp(shifted, how.sas_threshold)
+
+    top = running[..., -1]
+    finite = top.masked_fill(top == -torch.inf, 0.0)
+    moved, moves = torch.exp(state.top - finite), torch.exp(running - finite[..., None])
+    v_scale = run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile))
+    weight = _rounded(p * v_scale, v_scale.amax(-1, keepdim=True) * DEPTH, how.p_type)
+    weight = (weight * moves[..., None]).flatten(-2).flatten(2, 3)
+    part = (weight @ run.v.x).unflatten(2, (group, rows))
+    total = state.total * moved + (p.sum(-1) * moves).sum(-1)
+    return State(top, total, state.acc * moved[..., None] + part)
+
+
+def _rounded(weight: torch.Tensor, least: torch.Tensor, p_type: str) -> torch.Tensor:
+    """Weights [..., tile] as the second product reads them, one scale a query and key tile."""
+    if p_type == "none":
+        return weight
+    peak = torch.maximum(weight.amax(-1, keepdim=True), least)
+    share = weight / torch.where(peak > 0, peak, 1.0)
+    if p_type == "int8":
+        share = torch.round(share * INT8_MAX) / INT8_MAX
+    elif p_type == "fp8":
+        share = (share * FP8_PEAK).float().to(torch.float8_e4m3fn).to(share.dtype) / FP8_PEAK
+    else:
+        share = share.to(getattr(torch, p_type)).to(share.dtype)
+    return share * peak
+
+
+def _allowed(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+    """bool [B, M, T]: which keys each query sees."""
+    q, k = query[:, :, None], key[:, None, :]
+    allowed = (k >= 0) & (q >= 0)
+    if causal:
+        allowed = allowed & (k <= q)
+    if window is not None:
+        allowed = allowed & (k > q - window)
+    return allowed
