@@ -34,7 +34,7 @@ def decode(
         sinks: float [Hq], one more logit a head in the denominator, without a value.
         mode: "turbo" computes on the INT8 values with q in INT8, one scale a token and head; "fp16" on the
             dequantised ones.
-        sas_threshold: SAS softmax that drops scores this far below the running maximum; None: the exponential.
+        sas_threshold: SAS softmax that drops scores this far below their block's maximum; None: the exponential.
         backend: "auto", "triton" or "reference".
 
     Returns:
