@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from prefill_support import int8_queries
 from support import (
     SLACK,
     Codes,
@@ -131,7 +132,7 @@ def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: st
     k, v = (tokens(2, 2, 200, 64, device=device) for _ in range(2))
     store, q = make_store(k, v, [200, 70]), tokens(2, 4, 3, 64, device=device)
     got = decode(q, store, scaling=0.05, mode=mode, sas_threshold=threshold)
-    fake = as_int8(q, 1) if mode == "turbo" else q
+    fake = int8_queries(q, [0] * len(q)) if mode == "turbo" else q
     check_sas(got, fake, store_codes(store), threshold, rounds_p=mode == "turbo", scaling=0.05)
 
 

@@ -9,8 +9,7 @@ __all__ = ["dequantize", "head_scores", "quantize_blocks", "quantize_tokens", "s
 
 
 def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    # a product, not a quotient: torch divides by a number in one way on the CPU and in another on CUDA
-    own = x.abs().amax(-1).float() * (1 / CODE_MAX) if scale is None else scale
+    own = x.abs().amax(-1).float() / CODE_MAX if scale is None else scale
     return _codes(x, own[..., None]), own
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from turbo_hf.layout import CODE_MAX, AttentionOutput
+from turbo_hf.layout import INT8_MAX, AttentionOutput
 
 TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
@@ -105,7 +105,7 @@ def _tile(
 
     weight = p * v.scale[:, :, None, None].unflatten(-1, (-1, block))
     if mode == "turbo":
-        p_scale = weight.amax(-1, keepdim=True) / CODE_MAX
+        p_scale = weight.amax(-1, keepdim=True) / INT8_MAX
         weight = torch.round(weight / torch.where(p_scale > 0, p_scale, 1.0)) * p_scale
     weight = (weight * rescale[..., None]).flatten(-2).flatten(2, 3)
     out = (weight @ v.x).unflatten(2, (group, rows))
