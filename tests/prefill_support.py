@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from support import (
-    SLACK,
     Codes,
     KeyValue,
     _score_size,
@@ -29,12 +28,16 @@ DEPTH = 2.0**-16
 """A tile's P is scaled by no less than this share of the largest P of its row."""
 
 
-def int8_queries(q: Tensor, starts: Sequence[int]) -> Tensor:
-    """q [B, H, M, D] rounded to INT8 and back, one scale a token and head, in float64; 0 at padding."""
+def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True) -> Tensor:
+    """q [B, H, M, D] rounded to INT8 and back, one scale a token and head, in float64; 0 at padding.
+
+    fused: the quotient's product is rounded once, to a code; the interpreter rounds it to float32 before.
+    """
     x = q.detach().cpu().float()
     top = x.nan_to_num().abs().amax(-1, keepdim=True)
     inverse = torch.full_like(top, INT8_MAX) / torch.where(top > 0, top, 1.0)
-    out = torch.round(x.double() * inverse.double()) * (top / torch.full_like(top, INT8_MAX)).double()
+    codes = torch.round(x.double() * inverse.double() if fused else x * inverse)
+    out = codes.double() * (top / torch.full_like(top, INT8_MAX)).double()
     for row, start in enumerate(starts):
         out[row, :, :start] = 0
     return out
@@ -56,7 +59,9 @@ def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) ->
         values[:, position // 16 * 16 + VALUE_ORDER[position % 16]] = stored[:, position]
     values = values[:, :count]
     if parts.v_scale is not None:
-        return Codes(k, k_scale, values, parts.v_scale[row].double().cpu().repeat_interleave(block, -1)[:, :count], tile)
+        return Codes(
+            k, k_scale, values, parts.v_scale[row].double().cpu().repeat_interleave(block, -1)[:, :count], tile
+        )
     assert parts.v_channel is not None
     return Codes(k, k_scale, values * parts.v_channel[row].double().cpu()[:, None], one, tile)
 
@@ -64,8 +69,8 @@ def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) ->
 def join(past: Codes, new: Codes) -> Codes:
     """A row's past followed by its chunk."""
     first = int(past.tile.max()) + 1 if past.tile.numel() else 0
-    joined = (torch.cat(pair, 1) for pair in zip(past[:4], new[:4], strict=True))
-    return Codes(*joined, torch.cat((past.tile, first + new.tile)))
+    k, k_scale, v, v_scale = (torch.cat(pair, 1) for pair in zip(past[:4], new[:4], strict=True))
+    return Codes(k, k_scale, v, v_scale, torch.cat((past.tile, first + new.tile)))
 
 
 def p_error(weight: Tensor, least: Tensor, p_type: str) -> tuple[Tensor, Tensor]:
@@ -173,12 +178,13 @@ def check_prefill(
         held = [x._replace(v=x.v.float().to(torch.float8_e4m3fn).double()) for x in held]
     # made by the quantizer, which has tests of its own: a code that a tie rounds the other way is more than float32
     # arithmetic may miss
-    parts = quantize_operands(k, v, starts=given, backend="reference", **choices)
+    parts = quantize_operands(k, v, starts=given, backend=backend, **choices)
     codes = [
         join(held[i], chunk_codes(parts, v[i, :, start:], i, k.shape[2] - start, block))
         for i, start in enumerate(first)
     ]
     wide = "int8" if mode in ("turbo", "int8") else mode
     p_type = str(half_type(q.dtype)).removeprefix("torch.") if mode == "half" else wide
-    check_rounded(got, int8_queries(q, first), q.dtype, codes, p_type, starts=first, **options)
+    fused = backend != "triton" or q.device.type == "cuda"
+    check_rounded(got, int8_queries(q, first, fused=fused), q.dtype, codes, p_type, starts=first, **options)
     return got

@@ -220,7 +220,7 @@ def test_any_prefill(data: st.DataObject) -> None:
     block, dim = data.draw(st.sampled_from((32, 64)), "block"), data.draw(st.sampled_from((16, 32, 48)), "dim")
     m = data.draw(st.integers(1, 100), "m")
     starts = data.draw(st.lists(st.integers(0, m), min_size=1, max_size=3), "starts")
-    options = {
+    options: dict[str, Any] = {
         "window": data.draw(st.none() | st.integers(1, 160), "window"),
         "softcap": data.draw(st.none() | st.sampled_from((1.0, 30.0)), "softcap"),
         "sinks": data.draw(st.none() | st.just(True), "sinks"),

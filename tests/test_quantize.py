@@ -572,3 +572,37 @@ def test_head_scores_refuse_what_is_no_float(name: str) -> None:
     given[name] = given[name].to(torch.int8)
     with pytest.raises(ValueError, match=rf"{name} must be float16"):
         head_scores(given["k"], given["v"], "priority")
+
+
+# --- kernels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_kernel_gives_the_references_tokens(dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    x = tokens(3, 2, 70, dim, dtype=dtype, device=device).transpose(0, 1)
+    for scale in (None, torch.rand(2, 3, 70, device=device) / 50):
+        for got, want in zip(
+            quantize_tokens(x, scale, backend="triton"), quantize_tokens(x, scale, backend="reference"), strict=True
+        ):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_kernel_shows_what_is_not_finite(value: float, device: torch.device) -> None:
+    x = tokens(1, 1, 70, 32, device=device)
+    x[0, 0, 5, 3] = value
+    _, scale = quantize_tokens(x, backend="triton")
+    assert (~scale.isfinite()).nonzero().tolist() == [[0, 0, 5]]
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
+@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80, 128)])
+def test_kernel_gives_the_references_pages(dim: int, block: int, bits: int, device: torch.device) -> None:
+    k, v = (tokens(2, 2, block, dim, device=device) for _ in range(2))
+    v[0, 0] = 0
+    parts = (*quantize_tokens(k, backend="reference"), *quantize_tokens(v, backend="reference"))
+    got, want = (seal_blocks(*parts, bits, backend=backend) for backend in ("triton", "reference"))
+    for a, b in zip(got[1:], want[1:], strict=True):
+        assert torch.equal(a, b)

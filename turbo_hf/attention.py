@@ -7,6 +7,7 @@ import warnings
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from turbo_hf.cache import TurboCache
@@ -16,6 +17,7 @@ from turbo_hf.layout import AttentionOutput
 from turbo_hf.masks import dense_mask
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
+from turbo_hf.ops.tuning import prefill_mode
 
 NAME = "turbo_hf"
 """What `config._attn_implementation` says on a patched model."""
@@ -155,7 +157,7 @@ def _compressed(
     chunk = cache.chunk(mask, layer, query.shape[2])
     q, k, v = (chunk.align(x) for x in (query, key, value))
     starts = None if chunk.starts is None else torch.tensor(chunk.starts, device=q.device)
-    mode, block, window = layer.config.attention, layer.config.block_size, layer.window
+    mode, window = prefill_mode(layer.config.attention, q), layer.window
     threshold = sas_threshold(layer.config, layer.seen + chunk.tokens)
     with torch.no_grad():
         if layer.is_decoding(chunk.tokens):
@@ -168,10 +170,13 @@ def _compressed(
                 window=window,
                 softcap=softcap,
                 sinks=sinks,
-                mode="fp16" if mode == "fp16" else "turbo",
+                mode="fp16" if layer.config.attention == "fp16" else "turbo",
                 sas_threshold=threshold,
                 backend=layer.config.backend,
             )
+        elif mode == "fp16" and layer.config.backend == "auto" and _is_plain(layer, q, starts, softcap, sinks):
+            result = AttentionOutput(_sdpa(q, k, v, scaling), q.new_empty(0))
+            layer.append(k, v, chunk)
         else:
             result = prefill(
                 q,
@@ -185,7 +190,9 @@ def _compressed(
                 sinks=sinks,
                 mode=mode,
                 sas_threshold=threshold,
-                block=block,
+                v_scale=layer.config.v_scale,
+                smooth_k=layer.config.smooth_k,
+                hadamard=layer.config.hadamard,
                 backend=layer.config.backend,
             )
             layer.append(k, v, chunk)
@@ -194,6 +201,22 @@ def _compressed(
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoGradient.apply(query, out)
     return AttentionOutput(out, result.lse)
+
+
+def _is_plain(
+    layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, softcap: float | None, sinks: torch.Tensor | None
+) -> bool:
+    """Whether a prompt on a GPU is causal attention and nothing more, which torch has kernels for."""
+    short = layer.window is None or q.shape[2] <= layer.window
+    plain = starts is None and softcap is None and sinks is None and not layer.config.sas
+    return q.is_cuda and not layer.seen and short and plain
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Causal attention in the model's precision by torch's fastest kernel: cuDNN's where it can, then the others."""
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
 
 
 def sas_threshold(config: TurboConfig, tokens: int) -> float | None:

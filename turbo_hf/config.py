@@ -34,8 +34,15 @@ class TurboConfig:
             head from the prompt's range, clamped to it (TurboAttention sec. 3.3): feed the prompt in one pass, or in
             passes of more than 16 tokens, or later tokens are clamped to what the first one spans. With "token"
             what a layer stores depends only on the keys and values, not on the passes that brought them.
-        attention: "turbo" computes attention on the INT8 values (TurboAttention alg. 1, 2); "fp16" computes it in
-            the model's precision on the dequantised cache.
+        attention: how a prompt's attention is computed. "turbo": INT8 Q, K, P and V, one scale a block
+            (TurboAttention alg. 1). "int8": the same with one scale of K a token (INT-FlashAttention alg. 1). "half":
+            INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that has it. "fp16": the
+            model's precision. "auto": whichever of "fp8" and "fp16" was measured faster for the prompt's length on this
+            GPU, "turbo" without a GPU. Decoding computes on the stored integers in each but "fp16", which dequantises
+            them.
+        v_scale: in "turbo", "int8" and "fp8", V has one scale a "block", a "channel" of a row, or a row ("tensor").
+        smooth_k: take the prompt's mean key from its keys before they are rounded, and add its score back.
+        hadamard: rotate the prompt's queries and keys by a Hadamard matrix before they are rounded.
         backend: "triton" kernels, the "reference" in plain torch, or "auto": kernels on CUDA, the reference elsewhere.
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
         sas_threshold: scores further than this below the row maximum are dropped by SAS; a negative number.
@@ -50,7 +57,10 @@ class TurboConfig:
     head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
     block_size: int = 64
     buffer_scale: Literal["token", "universal"] = "token"
-    attention: Literal["turbo", "int8", "half", "fp8", "fp16"] = "turbo"
+    attention: Literal["auto", "turbo", "int8", "half", "fp8", "fp16"] = "auto"
+    v_scale: Literal["block", "channel", "tensor"] = "block"
+    smooth_k: bool = False
+    hadamard: bool = False
     backend: Literal["auto", "triton", "reference"] = "auto"
     sas: bool = False
     sas_threshold: float | None = None
@@ -63,8 +73,16 @@ class TurboConfig:
         _one_of("head_metric", self.head_metric, HEAD_METRICS)
         _one_of("block_size", self.block_size, BLOCK_SIZES)
         _one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES)
-        _one_of("attention", self.attention, ATTENTION_MODES)
+        _one_of("attention", self.attention, ("auto", *ATTENTION_MODES))
         _one_of("backend", self.backend, BACKENDS)
+        _one_of("v_scale", self.v_scale, V_SCALES)
+        _one_of("smooth_k", self.smooth_k, (True, False))
+        _one_of("hadamard", self.hadamard, (True, False))
+        if self.attention == "fp16" and (self.smooth_k or self.hadamard):
+            raise ValueError(
+                'TurboConfig.smooth_k and hadamard prepare keys for rounding; attention "fp16" rounds none. '
+                "Leave them out, or choose another attention."
+            )
         _one_of("sas", self.sas, (True, False))
         share = self.low_heads
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:

@@ -40,13 +40,15 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `patch` did, as a table under `str()`. notes: what is special about the family's attention."""
+    """What `patch` did, as a table under `str()`. notes: what is special about the family's
+    attention. prompts: how the attention of prompts is computed."""
 
     model: str
     family: str
     notes: str
     config: TurboConfig
     layers: tuple[LayerReport, ...]
+    prompts: str
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -54,6 +56,7 @@ class Report:
         for at in self.layers:
             window = f", window {at.window}" if at.window else ""
             lines.append(f"  layer {at.index}: {at.storage}{window}{'; ' + at.reason if at.reason else ''}")
+        lines.append(f"  {self.prompts}")
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
 

@@ -62,7 +62,8 @@ class TurboLayer(CacheLayerMixin):
         self.rows, self.heads, _, self.dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         groups = self.config.head_groups(self.heads)
-        self.pool = PagePool(self.rows, groups, self.dim, self.config.block_size, self.device)
+        block, backend = self.config.block_size, self.config.backend
+        self.pool = PagePool(self.rows, groups, self.dim, block, self.device, backend)
         self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device)
         self.order = torch.arange(self.heads, device=self.device).repeat(self.rows, 1)
         self.ordered = [len(groups) == 1] * self.rows
@@ -142,7 +143,8 @@ class TurboLayer(CacheLayerMixin):
             begin = torch.tensor(chunk.starts, device=k.device)
             hidden = (torch.arange(chunk.tokens, device=k.device) < begin[:, None])[:, None, :, None]
             k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
-        tokens = Tokens(*quantize_tokens(k), *quantize_tokens(v))
+        backend = self.config.backend
+        tokens = Tokens(*quantize_tokens(k, backend=backend), *quantize_tokens(v, backend=backend))
         if not bool(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all()):
             raise ValueError(
                 f"layer {self.index}: keys or values hold NaN or Inf, which no quantized cache can store. Look for the "
@@ -161,7 +163,8 @@ class TurboLayer(CacheLayerMixin):
                 torch.where(span[..., None] > 0, span[..., None], scale)
                 for span, scale in zip(self.universal.unbind(-1), (own.k_scale, own.v_scale), strict=True)
             )
-            return Tokens(*quantize_tokens(k, k_scale), *quantize_tokens(v, v_scale))
+            backend = self.config.backend
+            return Tokens(*quantize_tokens(k, k_scale, backend), *quantize_tokens(v, v_scale, backend))
         span = torch.stack((own.k_scale.amax(-1), own.v_scale.amax(-1)), -1)
         self.universal = span if self.universal is None else torch.maximum(self.universal, span)
         return own

@@ -16,8 +16,16 @@ class PagePool:
     The table lies on the host, where it is read and written without waiting for the device; `device_table` is its copy.
     """
 
-    def __init__(self, rows: int, groups: tuple[tuple[int, int], ...], dim: int, block: int, device: torch.device):
-        self.groups, self.dim, self.block, self.device = groups, dim, block, device
+    def __init__(
+        self,
+        rows: int,
+        groups: tuple[tuple[int, int], ...],
+        dim: int,
+        block: int,
+        device: torch.device,
+        backend: str = "auto",
+    ):
+        self.groups, self.dim, self.block, self.device, self.backend = groups, dim, block, device, backend
         self.heads = tuple(empty_pages(bits, 0, slots, dim, block, device) for bits, slots in groups)
         self.table = torch.zeros(rows, 0, dtype=torch.int64)
         self.sealed = [0] * rows
@@ -54,7 +62,8 @@ class PagePool:
             where, slot = torch.tensor(pages[part], device=self.device), 0
             for target, (bits, slots) in zip(self.heads, self.groups, strict=True):
                 own = slice(slot, slot + slots)
-                sealed = seal_blocks(inputs[0][:, own], scales[0][:, own], inputs[1][:, own], scales[1][:, own], bits)
+                parts = (inputs[0][:, own], scales[0][:, own], inputs[1][:, own], scales[1][:, own])
+                sealed = seal_blocks(*parts, bits, self.backend)
                 for name in ("k", "v", "meta", "scale"):
                     getattr(target, name)[where] = getattr(sealed, name)
                 slot += slots

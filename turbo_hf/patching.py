@@ -16,6 +16,7 @@ from turbo_hf.cache import COMPRESSED_TYPES, TurboCache, layer_windows
 from turbo_hf.config import TurboConfig, resolve_config
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register
 from turbo_hf.layer import TurboLayer
+from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches import family_of, is_attention, lost_to_bias, obstacle, shares_keys
 from turbo_hf.selfcheck import compare, probe
 
@@ -237,7 +238,10 @@ def _apply(
         # not a bound method: a deep copy of the model takes a partial along with its maker of caches
         module.__dict__[name] = functools.partial(method, module)
     called = family.name if family else f"{text.model_type}: generic path, no test of its own"
-    report = Report(type(model).__name__, called, family.notes if family else "", config, tuple(layers), tuple(notes))
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    prompts = describe_prefill(config.attention, model.device, dim)
+    special = family.notes if family else ""
+    report = Report(type(model).__name__, called, special, config, tuple(layers), prompts, tuple(notes))
     return Handle(model, report, maker, hooks, replaced, previous)
 
 

@@ -78,9 +78,9 @@ def _step(
 
     if ORDERED:
         p = in_value_order(p)
-    if P_TYPE == tl.int8:
+    if tl.int8 == P_TYPE:
         part = tl.dot(as_int8(p), v, out_dtype=tl.int32).to(tl.float32)
-    elif P_TYPE == tl.float8e4nv and v.dtype == tl.int8:
+    elif tl.float8e4nv == P_TYPE and v.dtype == tl.int8:
         part = tl.dot(p.to(P_TYPE), v.to(tl.float16).to(P_TYPE))
     else:
         part = tl.dot(p.to(P_TYPE), v.to(P_TYPE), input_precision="ieee")
@@ -301,12 +301,13 @@ def _attend(
             acc, total, top, ref, unit = _chunk(
                 acc, total, top, ref, unit, q, row_scale, bias, k_tiles, k_base, k_scale_ptr, v_tiles, v_base,
                 v_scale_ptr, m, d, kv_row, lowest, clear_from, count, padded, stride_kn, stride_vn, softcap, threshold,
-                True, D, DP, BLOCK, WINDOW, CAUSAL, QK_INT8, P_TYPE, P_LOG2, K_TOKEN, V_RAW, V_CHANNEL, BIAS, SOFTCAP, SAS,
+                True, D, DP, BLOCK, WINDOW, CAUSAL, QK_INT8, P_TYPE, P_LOG2, K_TOKEN, V_RAW, V_CHANNEL, BIAS, SOFTCAP,
+                SAS,
             )  # fmt: skip
         acc, total, top, ref, unit = _chunk(
             acc, total, top, ref, unit, q, row_scale, bias, k_tiles, k_base, k_scale_ptr, v_tiles, v_base,
-            v_scale_ptr, m, d, kv_row, clear_from, clear_to, count, padded, stride_kn, stride_vn, softcap, threshold, False,
-            D, DP, BLOCK, WINDOW, CAUSAL, QK_INT8, P_TYPE, P_LOG2, K_TOKEN, V_RAW, V_CHANNEL, BIAS, SOFTCAP, SAS,
+            v_scale_ptr, m, d, kv_row, clear_from, clear_to, count, padded, stride_kn, stride_vn, softcap, threshold,
+            False, D, DP, BLOCK, WINDOW, CAUSAL, QK_INT8, P_TYPE, P_LOG2, K_TOKEN, V_RAW, V_CHANNEL, BIAS, SOFTCAP, SAS,
         )  # fmt: skip
         acc, total, top, ref, unit = _chunk(
             acc, total, top, ref, unit, q, row_scale, bias, k_tiles, k_base, k_scale_ptr, v_tiles, v_base,

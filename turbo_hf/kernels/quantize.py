@@ -8,7 +8,7 @@ from turbo_hf.kernels._common import as_int8, value_order
 
 @triton.jit
 def _scaled(x, largest, TOP: tl.constexpr):
-    """x * (TOP / largest), with 0 for a largest of 0. The division is IEEE's, so that the reference gets equal codes."""
+    """x * (TOP / largest), with 0 for a largest of 0. An IEEE division, so that the reference gets equal codes."""
     return x * tl.div_rn(TOP, tl.where(largest > 0, largest, 1.0))
 
 

@@ -8,6 +8,7 @@ from turbo_hf.config import BACKENDS
 
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _interpreted() -> bool:
     """Whether Triton's interpreter is on: its kernels then run on CPU tensors, slowly, for tests."""
@@ -47,3 +48,14 @@ def uses_triton(backend: str, device: torch.device, obstacle: str | None = None)
     if backend == "triton":
         raise ValueError(f'backend "triton" cannot run here: {obstacle}. Choose backend "auto" or "reference".')
     return False
+
+
+def kernel_obstacle(x: torch.Tensor, mode: str = "fp16") -> str | None:
+    """Why no kernel serves tensors like x in this mode; None if one does."""
+    if x.dtype == torch.float64:
+        return "float64 has no kernel"
+    if x.shape[-1] > 256:
+        return f"head dim {x.shape[-1]} is above 256"
+    if mode == "fp8" and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
+        return f"{torch.cuda.get_device_name(x.device)} has no FP8; modes turbo, int8, half and fp16 run"
+    return None

@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.layout import V_TOP, AttentionOutput, KVStore, Operands, half_type
-from turbo_hf.ops.tuning import PrefillTiles, prefill_tiles
+from turbo_hf.ops.tuning import prefill_tiles
 from turbo_hf.reference.operands import align, key_mean, ratio, rotate
 
 P_LOG2 = {"turbo": 6.988684686772166, "int8": 6.988684686772166, "fp8": 8.0, "half": 0.0, "fp16": 0.0}
@@ -23,7 +23,7 @@ TL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float3
 
 def _padded_dim(dim: int) -> int:
     """Channels of a tile: a power of two, and enough for an 8-bit product."""
-    return max(32, triton.next_power_of_2(dim))
+    return max(32, int(triton.next_power_of_2(dim)))
 
 
 def _last_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -138,15 +138,14 @@ def prefill(
     result = out(batch, tokens, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
     lse = torch.full((batch, heads, tokens), -torch.inf, device=q.device)
     broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
-    at_past = (None,) * 3 if past is None else unpack_past(past)
-    opened = (None,) * 6
+    held: tuple[torch.Tensor | None, ...] = (None,) * 9
     if past is not None:
-        opened = (past.sealed, past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
+        opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
+        held = (*unpack_past(past), past.sealed, *opened)
 
     def run(parts: Operands, rotated: torch.Tensor, bias: torch.Tensor | None, mode: str, *, repair: bool) -> None:
         precise, raw = mode == "fp16", parts.v is None
-        values = v if parts.v is None else parts.v
-        tiles = prefill_tiles(mode, dim, q.dtype)
+        tiles = prefill_tiles(mode, dim)
         wide = half_type(q.dtype) if mode == "half" else q.dtype
         padded_dim = _padded_dim(dim)
         k_tiles = v_tiles = None
@@ -156,8 +155,8 @@ def prefill(
             v_tiles = TensorDescriptor.from_tensor(parts.v.view(-1, parts.v.shape[3]), [padded_dim, block])
         programs = -(-tokens // tiles.block_m) * pairs
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
-            pairs, q, rotated, bias, k if k_tiles is None else k_tiles, parts.k_scale, v if v_tiles is None else v_tiles,
-            parts.v_scale, parts.v_channel, sinks, starts, *at_past, *opened, broken, result, lse,
+            pairs, q, rotated, bias, k_tiles or k, parts.k_scale, v_tiles or v, parts.v_scale,
+             parts.v_channel, sinks, starts, *held, broken, result, lse,
             *q.stride()[:3], *rotated.stride()[:3], *k.stride()[:3], *v.stride()[:3], *result.stride()[:3],
             tokens, parts.k.shape[2], 0 if past is None else past.table.shape[1] * past.block,
             0 if past is None else past.k_open.shape[2], scaling, _log2(softcap), sas_threshold or 0.0,

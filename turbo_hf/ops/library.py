@@ -20,7 +20,8 @@ def unpack_past(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> KVSt
     if not tensors:
         return None
     heads = [PagedHeads(bits, *tensors[8 + 4 * i : 12 + 4 * i]) for i, bits in enumerate(numbers[1:])]
-    return KVStore(tuple(heads), *tensors[:8], numbers[0])
+    order, table, sealed, k_open, v_open, k_scale, v_scale, open_len = tensors[:8]
+    return KVStore(tuple(heads), order, table, sealed, k_open, v_open, k_scale, v_scale, open_len, numbers[0])
 
 
 @torch.library.custom_op("turbo_hf::prefill", mutates_args=())

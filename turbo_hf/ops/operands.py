@@ -1,10 +1,12 @@
 """Keys and values of a chunk, quantized for the flash loop of `prefill`."""
 
+from typing import Any
+
 import torch
 
 from turbo_hf.config import V_SCALES
-from turbo_hf.layout import V_TOP, Operands
-from turbo_hf.ops.backend import uses_triton
+from turbo_hf.layout import Operands
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.quantize import check_block, check_float
 from turbo_hf.reference import operands as reference
 
@@ -50,7 +52,13 @@ def quantize_operands(
     check_v_scale(v_scale)
     if mode not in QUANTIZED_MODES:
         raise ValueError(f"mode must be one of {', '.join(QUANTIZED_MODES)}; got {mode!r}.")
-    choices = {"mode": mode, "block": block, "v_scale": v_scale, "smooth_k": smooth_k, "hadamard": hadamard}
+    choices: dict[str, Any] = {
+        "mode": mode,
+        "block": block,
+        "v_scale": v_scale,
+        "smooth_k": smooth_k,
+        "hadamard": hadamard,
+    }
     if uses_triton(backend, k.device, kernel_obstacle(k, mode)):
         from turbo_hf.ops import launch  # noqa: PLC0415 - needs Triton
 
@@ -62,14 +70,3 @@ def check_v_scale(v_scale: str) -> None:
     """ValueError unless there is such a scale."""
     if v_scale not in V_SCALES:
         raise ValueError(f"v_scale must be one of {', '.join(V_SCALES)}; got {v_scale!r}.")
-
-
-def kernel_obstacle(x: torch.Tensor, mode: str) -> str | None:
-    """Why no kernel serves tensors like x in this mode; None if one does."""
-    if x.dtype == torch.float64:
-        return "float64 has no kernel"
-    if x.shape[-1] > 256:
-        return f"head dim {x.shape[-1]} is above 256"
-    if mode == "fp8" and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
-        return f"{torch.cuda.get_device_name(x.device)} has no FP8; modes {', '.join(sorted(set(V_TOP) - {'fp8'}))} run"
-    return None

@@ -7,9 +7,9 @@ import torch
 from turbo_hf.config import ATTENTION_MODES
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops import library
-from turbo_hf.ops.backend import uses_triton
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.library import pack_past
-from turbo_hf.ops.operands import check_v_scale, kernel_obstacle
+from turbo_hf.ops.operands import check_v_scale
 from turbo_hf.ops.quantize import check_block, check_float
 from turbo_hf.reference import prefill as reference
 

@@ -4,6 +4,7 @@ import torch
 
 from turbo_hf.config import HEAD_METRICS
 from turbo_hf.layout import BITS, BLOCK_SIZES, HEAD_DIM_MULTIPLE, KVStore, PagedHeads
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.reference import quantize as reference
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -28,12 +29,15 @@ def check_block(block: int) -> None:
         raise ValueError(f"block must be one of {', '.join(map(str, BLOCK_SIZES))} tokens; got {block}.")
 
 
-def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_tokens(
+    x: torch.Tensor, scale: torch.Tensor | None = None, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8 codes with one scale a token and head; the form of the decode buffer.
 
     Args:
         x: float [B, H, M, D].
         scale: float32 [B, H, M] to use instead of the token's own max|x| / 119; codes are then clamped to +-119.
+        backend: "auto", "triton" or "reference".
 
     Returns:
         codes int8 [B, H, M, D] in [-119, 119] and scale float32 [B, H, M], with x ~ codes * scale.
@@ -46,6 +50,10 @@ def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple
     check_float("x", x)
     if scale is not None and scale.shape != x.shape[:3]:
         raise ValueError(f"scale must be [B, H, M] = {tuple(x.shape[:3])}; got {tuple(scale.shape)}.")
+    if x.numel() and uses_triton(backend, x.device, kernel_obstacle(x)):
+        from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
+
+        return launch_store.quantize_tokens(x, scale)
     return reference.quantize_tokens(x, scale)
 
 
@@ -70,7 +78,12 @@ def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Te
 
 
 def seal_blocks(
-    k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    bits: int,
+    backend: str = "auto",
 ) -> PagedHeads:
     """Whole blocks of INT8 tokens to pages of `bits` bit, packed as `turbo_hf.layout` draws them.
 
@@ -78,6 +91,7 @@ def seal_blocks(
         k, v: int8 [P, S, b, D], one block a page and head, tokens in time order.
         k_scale, v_scale: float32 [P, S, b], one a token and head.
         bits: 8, 4, 3 or 2.
+        backend: "auto", "triton" or "reference".
 
     Returns:
         PagedHeads of P pages.
@@ -99,6 +113,10 @@ def seal_blocks(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale.shape != k.shape[:3]:
             raise ValueError(f"{name} must be [P, S, b] = {tuple(k.shape[:3])}; got {tuple(scale.shape)}.")
+    if k.numel() and uses_triton(backend, k.device):
+        from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
+
+        return launch_store.seal_blocks(k, k_scale, v, v_scale, bits)
     return reference.seal_blocks(k, k_scale, v, v_scale, bits)
 
 

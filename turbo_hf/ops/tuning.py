@@ -1,4 +1,4 @@
-"""Tile shapes of the kernels, as measured: a table, so that no user's first call waits for a search."""
+"""What was measured on GPUs, as tables, so that no user's first call waits for a search."""
 
 from typing import NamedTuple
 
@@ -13,6 +13,47 @@ class PrefillTiles(NamedTuple):
     stages: int
 
 
-def prefill_tiles(mode: str, dim: int, dtype: torch.dtype) -> PrefillTiles:
-    """Tiles of the prefill kernel."""
-    return PrefillTiles(64, 4, 3)
+def prefill_tiles(mode: str, dim: int) -> PrefillTiles:
+    """Tiles of the general prefill kernel (H200: `eval/results`)."""
+    if mode == "fp16":
+        return PrefillTiles(128, 8, 3) if dim <= 128 else PrefillTiles(64, 8, 2)
+    if dim > 128:
+        return PrefillTiles(64, 8, 2)
+    return PrefillTiles(64, 4, 2 if mode == "half" else 3)
+
+
+AUTO_PREFILL = {(9, 0): {64: 8192, 128: 4096}}
+"""Tokens from which INT8 Q K and FP8 P V beat cuDNN in 16 bit, by compute capability and head dim, measured.
+
+Other GPUs and head dims are not measured: there "auto" keeps to the model's own precision.
+"""
+
+
+def fast_from(device: torch.device, dim: int) -> int | None:
+    """Tokens of a prompt from which "auto" computes in 8 bit on this device; None: never; 0 where no GPU is."""
+    if device.type != "cuda":
+        return 0
+    return AUTO_PREFILL.get(torch.cuda.get_device_capability(device), {}).get(dim)
+
+
+def prefill_mode(attention: str, q: torch.Tensor) -> str:
+    """The mode of `ops.prefill` for `TurboConfig.attention`: itself, or what "auto" means for queries [B, Hq, M, D]."""
+    if attention != "auto":
+        return attention
+    if q.device.type != "cuda":
+        return "turbo"
+    first = fast_from(q.device, q.shape[3])
+    narrow = q.dtype in (torch.float16, torch.bfloat16)
+    return "fp8" if narrow and first is not None and q.shape[2] >= first else "fp16"
+
+
+def describe_prefill(attention: str, device: torch.device, dim: int) -> str:
+    """One line on how prompts are computed, for reports."""
+    first = fast_from(device, dim)
+    if attention != "auto":
+        return f"prompts: {attention}"
+    if first == 0:
+        return "prompts: turbo (auto, without a GPU)"
+    if first is None:
+        return "prompts: fp16 (auto: 8-bit prefill was not measured on this GPU with this head dim; name one to use it)"
+    return f"prompts: fp8 from {first} tokens up, fp16 below, where it is faster (auto)"

@@ -4,7 +4,6 @@ import torch
 
 from turbo_hf.layout import INT8_MAX, V_TOP, Operands, value_order
 
-
 __all__ = ["quantize_operands"]
 
 
@@ -74,8 +73,8 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     matrix = torch.ones(1, 1, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     while matrix.shape[0] < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    turned = x.to(matrix.dtype).unflatten(-1, (-1, size)) @ (matrix / size**0.5)
-    return turned.flatten(-2)
+    parts = x.to(matrix.dtype).unflatten(-1, (x.shape[-1] // size, size))
+    return torch.matmul(parts, matrix / size**0.5).flatten(-2)
 
 
 def channel_range(v: torch.Tensor, v_scale: str) -> torch.Tensor:
@@ -87,7 +86,8 @@ def channel_range(v: torch.Tensor, v_scale: str) -> torch.Tensor:
 def _valid(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     """bool [B, M]: which slots of aligned x hold a token."""
     column = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
-    return column >= 0 if starts is None else column < x.shape[2] - starts[:, None]
+    count = torch.full_like(column[:, :1], x.shape[2])
+    return column < (count if starts is None else count - starts[:, None])
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:

@@ -9,16 +9,21 @@ __all__ = ["dequantize", "head_scores", "quantize_blocks", "quantize_tokens", "s
 
 
 def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    own = x.abs().amax(-1).float() / CODE_MAX if scale is None else scale
+    own = _share(x.abs().amax(-1).float()) if scale is None else scale
     return _codes(x, own[..., None]), own
 
 
 def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     tail = -x.shape[-2] % block
     blocks = torch.nn.functional.pad(x, (0, 0, 0, tail)).unflatten(-2, (-1, block))
-    scale = blocks.abs().amax((-1, -2)).float() / CODE_MAX
+    scale = _share(blocks.abs().amax((-1, -2)).float())
     codes = _codes(blocks, scale[..., None, None]).flatten(-3, -2)
     return codes[..., : x.shape[-2], :], scale
+
+
+def _share(largest: torch.Tensor) -> torch.Tensor:
+    """largest / 119 by an IEEE division, on every device: CUDA multiplies by a rounded reciprocal of a number."""
+    return largest / torch.full_like(largest, CODE_MAX)
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -54,7 +59,7 @@ def _stage2(q1: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, to
     """Integer step and zero a channel over the block's tokens (TurboAttention eq. 5, 6)."""
     levels = 2**bits - 1
     low, high = q1.amin(-2).float(), q1.amax(-2).float()
-    step = torch.round((high - low) / levels).clamp(min=1)
+    step = torch.round((high - low) / torch.full_like(low, levels)).clamp(min=1)
     # a rounded step covers a little more or less than the range: share the difference between both ends
     zero = (low + torch.floor((high - low - levels * step) / 2)).clamp(min=-128)
     code = torch.round((q1 - zero[..., None, :]) / step[..., None, :]).clamp(0, levels)

@@ -1,0 +1,154 @@
+"""`quantize_operands`: its reference against the definition, its kernel against the reference."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import tokens
+
+from turbo_hf.config import V_SCALES
+from turbo_hf.layout import V_TOP, VALUE_ORDER, Operands
+from turbo_hf.ops.operands import QUANTIZED_MODES, quantize_operands
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+MODES = [pytest.param(mode, id=mode) for mode in QUANTIZED_MODES]
+EPS = torch.finfo(torch.float32).eps
+INTERPRETED_FP8 = "the interpreter loses the carry when it rounds to e4m3"
+
+
+def keys_and_values(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = (tokens(2, 2, 150, 48, device=device, dtype=dtype) for _ in range(2))
+    return k, v
+
+
+def in_time_order(x: torch.Tensor) -> torch.Tensor:
+    """Stored values [B, H, D, T] as [B, H, T, D] float64, tokens in time order."""
+    stored = x.float().double().mT
+    out = torch.empty_like(stored)
+    for position in range(stored.shape[2]):
+        out[:, :, position // 16 * 16 + VALUE_ORDER[position % 16]] = stored[:, :, position]
+    return out
+
+
+def spread(scale: torch.Tensor, slots: int) -> torch.Tensor:
+    """A scale a token or a block as one a token [B, H, T, 1], float64."""
+    return scale.double().repeat_interleave(slots // scale.shape[2], -1)[..., None]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("v_scale", V_SCALES)
+@pytest.mark.parametrize("starts", [None, [0, 90]], ids=["whole", "ragged"])
+def test_codes_are_nearest_and_scales_smallest(
+    starts: list[int] | None, v_scale: str, mode: str, device: torch.device
+) -> None:
+    k, v = keys_and_values(device)
+    given = None if starts is None else torch.tensor(starts, device=device)
+    for row, start in enumerate(starts or ()):
+        k[row, :, :start], v[row, :, :start] = torch.nan, torch.nan
+    parts = quantize_operands(k, v, mode=mode, v_scale=v_scale, block=64, starts=given, backend="reference")
+    for row, start in enumerate(starts or (0, 0)):
+        count = 150 - start
+        own_k, own_v = k[row, :, start:].double(), v[row, :, start:].double()
+        step = spread(parts.k_scale, 192)[row, :, :count]
+        codes = parts.k[row].double()
+        # half a step, and what float32 division and multiplication round
+        assert bool(((codes[:, :count] * step - own_k).abs() <= step * (0.5 + 128 * EPS)).all())
+        assert not codes[:, count:].any()
+        assert int(codes.abs().max()) == 127
+        if parts.v is None:
+            assert mode == "half"
+            continue
+        values = in_time_order(parts.v)[row]
+        if parts.v_scale is not None:
+            v_step = spread(parts.v_scale, 192)[row, :, :count]
+        else:
+            assert parts.v_channel is not None
+            v_step = parts.v_channel[row, :, None].double()
+        error = (values[:, :count] * v_step - own_v).abs()
+        limit = own_v.abs() / 16 + v_step / 512 if mode == "fp8" else v_step / 2
+        assert bool((error <= limit + own_v.abs() * 2 * EPS).all())
+        assert not values[:, count:].any()
+        assert float(values.abs().max()) == V_TOP[mode]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("v_scale", V_SCALES)
+@pytest.mark.parametrize(
+    "choices",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"smooth_k": True}, id="smooth"),
+        pytest.param({"hadamard": True}, id="hadamard"),
+        pytest.param({"smooth_k": True, "hadamard": True}, id="both"),
+    ],
+)
+def test_kernel_gives_the_references_codes(
+    choices: dict[str, Any], v_scale: str, mode: str, device: torch.device
+) -> None:
+    if mode == "fp8" and device.type == "cpu":
+        pytest.skip(INTERPRETED_FP8)
+    k, v = keys_and_values(device)
+    starts = torch.tensor([0, 37], device=device)
+    given: dict[str, Any] = {"mode": mode, "v_scale": v_scale, "block": 64, "starts": starts} | choices
+    want = quantize_operands(k, v, backend="reference", **given)
+    got = quantize_operands(k, v, backend="triton", **given)
+    assert_same(got, want)
+
+
+def assert_same(got: Operands, want: Operands) -> None:
+    """Equal but for codes on the edge between two, which the interpreter rounds twice and a GPU once."""
+    for name, a, b in zip(want._fields, got, want, strict=True):
+        assert (a is None) == (b is None), name
+        if a is None or b is None:
+            continue
+        assert a.dtype == b.dtype, name
+        assert a.shape == b.shape, name
+        off = (a.float() - b.float()).abs()
+        if name in ("k", "v"):
+            moved = float((off > 0).float().mean())
+            assert moved <= 1e-3, f"{name}: {moved:.1e} of the codes differ"
+            assert bool((off <= 1 + b.float().abs() / 7).all()), name
+        else:
+            assert bool((off <= 4 * EPS * b.abs().max()).all()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_kernel_reads_any_type_and_strides(dtype: torch.dtype, device: torch.device) -> None:
+    k, v = keys_and_values(device, dtype)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v)]
+    want = quantize_operands(k, v, mode="turbo", backend="reference")
+    assert_same(quantize_operands(*turned, mode="turbo", backend="triton"), want)
+
+
+def test_smoothing_takes_the_mean_and_rotation_keeps_products(device: torch.device) -> None:
+    k, v = keys_and_values(device)
+    k = k + 20 * torch.randn(48, device=device)
+    plain = quantize_operands(k, v, mode="int8", backend="reference")
+    smooth = quantize_operands(k, v, mode="int8", smooth_k=True, backend="reference")
+    assert smooth.k_mean is not None
+    back = smooth.k.double() * spread(smooth.k_scale, 256) + smooth.k_mean[:, :, None].double()
+    # a common offset no longer costs the keys their steps
+    rough = (plain.k.double() * spread(plain.k_scale, 256))[:, :, :150] - k.double()
+    assert float((back[:, :, :150] - k.double()).norm()) < float(rough.norm()) / 2
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        pytest.param({"mode": "fp16"}, "mode must be one of turbo, int8, half, fp8; got 'fp16'", id="mode"),
+        pytest.param({"v_scale": "row"}, "v_scale must be one of block, channel, tensor; got 'row'", id="v_scale"),
+        pytest.param({"block": 48}, "block must be one of 32, 64, 128 tokens; got 48", id="block"),
+        pytest.param({"backend": "cuda"}, "backend must be one of auto, triton, reference; got 'cuda'", id="backend"),
+    ],
+)
+def test_refuses(choices: dict[str, Any], message: str) -> None:
+    x = torch.zeros(1, 1, 4, 16)
+    with pytest.raises(ValueError, match=message):
+        quantize_operands(x, x, **({"mode": "turbo"} | choices))
+
+
+def test_refuses_a_kernel_that_does_not_exist() -> None:
+    x = torch.zeros(1, 1, 4, 16, dtype=torch.float64)
+    with pytest.raises(ValueError, match='backend "triton" cannot run here: float64 has no kernel'):
+        quantize_operands(x, x, mode="turbo", backend="triton")

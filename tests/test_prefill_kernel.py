@@ -1,0 +1,175 @@
+"""The prefill kernels: in the interpreter at toy sizes, on a GPU as they run for users."""
+
+from typing import Any
+
+import pytest
+import torch
+from prefill_support import check_prefill
+from support import make_store, tokens
+
+from turbo_hf.config import ATTENTION_MODES
+from turbo_hf.layout import BITS, KVStore
+from turbo_hf.ops.prefill import prefill
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
+WRONG_IN_THE_INTERPRETER = "the interpreter rounds to e4m3 without carry, and multiplies bfloat16 as integers"
+OPTIONS = [
+    pytest.param({}, id="plain"),
+    pytest.param({"causal": False}, id="full"),
+    pytest.param({"window": 1}, id="window1"),
+    pytest.param({"window": 70}, id="window70"),
+    pytest.param({"window": 20, "causal": False}, id="full-window20"),
+    pytest.param({"softcap": 2.0}, id="softcap"),
+    pytest.param({"sinks": True}, id="sinks"),
+    pytest.param({"window": 70, "softcap": 5.0, "sinks": True}, id="all"),
+]
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def inputs(
+    m: int, device: torch.device, mode: str, *, batch: int = 2, heads: int = 4, kv_heads: int = 2, dim: int = 32,
+    dtype: torch.dtype | None = None,
+) -> Inputs:  # fmt: skip
+    """q, k, v, float16 where 16-bit products are multiplied: the interpreter knows no other."""
+    if mode == "fp8" and device.type == "cpu":
+        pytest.skip(WRONG_IN_THE_INTERPRETER)
+    dtype = dtype or (torch.float16 if mode == "half" else torch.float32)
+    q = tokens(batch, heads, m, dim, device=device, dtype=dtype)
+    k, v = (tokens(batch, kv_heads, m, dim, device=device, dtype=dtype) for _ in range(2))
+    return q, k, v
+
+
+def past_of(lengths: list[int], like: torch.Tensor, **how: Any) -> KVStore:
+    shape = (len(lengths), like.shape[1], max(1, *lengths), like.shape[3])
+    k, v = (tokens(*shape, device=like.device) for _ in range(2))
+    return make_store(k, v, lengths, **how)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options(options: dict[str, Any], mode: str, device: torch.device) -> None:
+    q, k, v = inputs(150, device, mode)
+    check_prefill(q, k, v, mode, block=64, starts=[0, 60], backend="triton", **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_over_a_ragged_past(options: dict[str, Any], mode: str, device: torch.device) -> None:
+    q, k, v = inputs(40, device, mode, batch=3)
+    past = past_of([130, 0, 70], k, groups=((4, 1), (2, 1)))
+    check_prefill(q, k, v, mode, past=past, block=32, starts=[0, 39, 3], backend="triton", **options)
+
+
+@pytest.mark.parametrize("bits", [pytest.param(bits, id=f"{bits}bit") for bits in BITS])
+@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
+def test_a_past_of_any_bits_and_blocks(block: int, bits: int, device: torch.device) -> None:
+    q, k, v = inputs(20, device, "turbo", batch=1, kv_heads=2)
+    past = past_of([block + 40], k, groups=((bits, 2),), block=block, order=torch.tensor([[1, 0]]))
+    check_prefill(q, k, v, "turbo", past=past, block=64, backend="triton")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128, 256)])
+def test_head_dims(dim: int, mode: str, device: torch.device) -> None:
+    q, k, v = inputs(70, device, mode, batch=1, heads=2, kv_heads=1, dim=dim)
+    check_prefill(q, k, v, mode, backend="triton", past=past_of([40], k))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [pytest.param(2, 2, id="mha"), pytest.param(7, 1, id="gqa7:1")])
+def test_head_groups(heads: int, kv_heads: int, mode: str, device: torch.device) -> None:
+    q, k, v = inputs(33, device, mode, batch=1, heads=heads, kv_heads=kv_heads)
+    check_prefill(q, k, v, mode, backend="triton")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=["f16", "bf16", "f32"])
+def test_dtypes(dtype: torch.dtype, mode: str, device: torch.device) -> None:
+    if device.type == "cpu" and (dtype == torch.bfloat16 or mode == "half") and dtype != torch.float16:
+        pytest.skip(WRONG_IN_THE_INTERPRETER)
+    q, k, v = inputs(70, device, mode, batch=1, dim=64, dtype=dtype)
+    check_prefill(q, k, v, mode, backend="triton", past=past_of([70], k))
+
+
+@pytest.mark.parametrize("mode", ["turbo", "int8", "fp8"])
+@pytest.mark.parametrize("v_scale", ["channel", "tensor"])
+def test_scales_of_v(v_scale: str, mode: str, device: torch.device) -> None:
+    q, k, v = inputs(70, device, mode)
+    check_prefill(q, k, v, mode, v_scale=v_scale, backend="triton", past=past_of([70, 33], k), starts=[0, 20])
+
+
+@pytest.mark.parametrize("length", [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 128, 129)])
+def test_lengths(length: int, device: torch.device) -> None:
+    check_prefill(*inputs(length, device, "turbo", batch=1), "turbo", backend="triton")
+
+
+@pytest.mark.parametrize("choice", ["smooth_k", "hadamard"])
+def test_smoothing_and_rotation_change_nothing_but_the_rounding(choice: str, device: torch.device) -> None:
+    """Keys with a large common offset and one large channel: each remedy brings the result nearer to the truth."""
+    q, k, v = inputs(100, device, "int8")
+    k = k + 30.0 if choice == "smooth_k" else k
+    if choice == "hadamard":
+        k[..., 3], q[..., 3] = k[..., 3] * 60, q[..., 3] / 60
+    past = past_of([70, 40], k)
+    options: dict[str, Any] = {"scaling": 0.2, "past": past, "softcap": 50.0, "sinks": torch.ones(4, device=device)}
+    truth = prefill(q.double(), k.double(), v.double(), mode="fp16", backend="reference", **options)
+    error = {}
+    for on in (False, True):
+        options[choice] = on
+        got = prefill(q, k, v, mode="int8", backend="triton", **options)
+        want = prefill(q, k, v, mode="int8", backend="reference", **options)
+        error[on] = float((got.out - truth.out).norm())
+        # a few codes on the edge between two may differ
+        assert float((got.out - want.out).norm()) < 0.2 * error[on]
+    assert error[True] < 0.8 * error[False]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [pytest.param(torch.nan, id="nan"), pytest.param(torch.inf, id="inf")])
+def test_nan_and_inf_reach_the_rows_that_see_them_and_no_other(
+    value: float, which: str, mode: str, device: torch.device
+) -> None:
+    q, k, v = inputs(100, device, mode)
+    x = {"q": q, "k": k, "v": v}
+    x[which][0, 1, 50, 3] = value
+    got = prefill(q, k, v, scaling=0.2, mode=mode, block=64, backend="triton")
+    attend = torch.nn.functional.scaled_dot_product_attention
+    clean = v.double().nan_to_num(0, 0, 0)
+    want = attend(q.double(), k.double(), clean, is_causal=True, enable_gqa=True, scale=0.2)
+    broken = ~want.isfinite().all(-1)
+    if which == "v":
+        broken[0, 2:4, 50:] = True
+    assert bool(((~got.out.isfinite()).any(-1) == broken).all())
+    assert bool(broken.any())
+    assert bool(((got.out - want)[~broken].abs() < 0.3).all())
+
+
+@pytest.mark.parametrize("mode", ["turbo", "fp16"])
+def test_sas_is_the_references(mode: str, device: torch.device) -> None:
+    q, k, v = inputs(100, device, mode)
+    options: dict[str, Any] = {"scaling": 0.2, "mode": mode, "sas_threshold": -6.0, "past": past_of([70, 40], k)}
+    got, want = (prefill(q, k, v, backend=b, **options) for b in ("triton", "reference"))
+    # a score on the threshold may fall on either side, and a code on the edge between two
+    assert float((got.out - want.out).norm() / want.out.norm()) < 2e-3
+    assert float((got.lse - want.lse).abs().mean()) < 1e-3
+
+
+def test_is_one_operator_under_compile(device: torch.device) -> None:
+    q, k, v = inputs(70, device, "turbo")
+    past = past_of([70, 40], k)
+
+    def call(q: torch.Tensor) -> torch.Tensor:
+        return prefill(q * 2, k, v, scaling=0.2, past=past, backend="triton").out + 1
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q), call(q))
+
+
+def test_operator_is_well_formed(device: torch.device) -> None:
+    q, k, v = inputs(33, device, "turbo")
+    rest = (None, None, 0.2, True, None, None, "turbo", None, 64, "block", False, False)
+    torch.library.opcheck(torch.ops.turbo_hf.prefill.default, (q, k, v, [], [], *rest))

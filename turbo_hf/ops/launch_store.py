@@ -1,0 +1,44 @@
+"""Launches of the kernels that store tokens. Imported where one runs: it needs Triton."""
+
+import torch
+import triton
+
+from turbo_hf.kernels.store import quantize_tokens_kernel, seal_kernel
+from turbo_hf.layout import PagedHeads, empty_pages
+
+TOKENS = 64
+"""Tokens of one program."""
+
+PARTS = {8: 1, 4: 2, 3: 8, 2: 4}
+"""Parts of a half-split run: the codes in one byte of its finest plane."""
+
+
+def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.quantize.quantize_tokens`."""
+    batch, heads, tokens, dim = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
+    own = torch.empty(batch, heads, tokens, device=x.device) if scale is None else scale.float().contiguous()
+    with torch.cuda.device_of(x):
+        quantize_tokens_kernel[(triton.cdiv(tokens, TOKENS), batch * heads)](
+            x, own, codes, own, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=triton.next_power_of_2(dim),
+            BLOCK=TOKENS, GIVEN=scale is not None, enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes, own
+
+
+def seal_blocks(
+    k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
+) -> PagedHeads:
+    """`ops.quantize.seal_blocks`."""
+    pages, slots, block, dim = k.shape
+    sealed = empty_pages(bits, pages, slots, dim, block, k.device)
+    parts = PARTS[bits]
+    k, k_scale, v, v_scale = (x.contiguous() for x in (k, k_scale, v, v_scale))
+    with torch.cuda.device_of(k):
+        # products must round as the reference's do, so that a block has the same bits wherever it is sealed
+        seal_kernel[(pages * slots,)](
+            k, k_scale, v, v_scale, *sealed[1:], D=dim, DP=triton.next_power_of_2(dim), BLOCK=block, BITS=bits,
+            PARTS=parts, KP=triton.next_power_of_2(dim // parts), enable_fp_fusion=False,
+        )  # fmt: skip
+    return sealed
