@@ -41,6 +41,7 @@ def decode(q: torch.Tensor, store: KVStore, **options: Any) -> AttentionOutput:
     """`ops.decode` by the implementation that the test is about."""
     return ops.decode(q, store, **{"backend": implementation, **options})
 
+
 Groups = tuple[tuple[int, int], ...]
 
 MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
@@ -244,9 +245,7 @@ def any_decode(data: st.DataObject, name: str, device: torch.device) -> None:
         "sinks": data.draw(st.none() | st.just(True), "sinks"),
     }
     torch.manual_seed(data.draw(st.integers(0, 99), "seed"))
-    store = random_store(
-        lengths, kv_heads, dim, device, groups=groups, order=order, block=block, sealed=sealed
-    )
+    store = random_store(lengths, kv_heads, dim, device, groups=groups, order=order, block=block, sealed=sealed)
     q = tokens(len(lengths), kv_heads * group, m, dim, device=device)
     for mode in ("fp16", "turbo"):
         check_decode(q, store, mode, starts=[m - n for n in new], **options)

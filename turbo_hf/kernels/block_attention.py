@@ -15,10 +15,12 @@ ROUND_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
-def attend(x, unit, v_scale, m, l, sas_threshold, SAS: tl.constexpr, TOKEN_SCALE: tl.constexpr, DTYPE: tl.constexpr):
+def attend(
+    x, unit, v_scale, m, mass, sas_threshold, SAS: tl.constexpr, TOKEN_SCALE: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
     """One block's softmax. x * unit: scores in base 2, x [NB, R, T], -inf where hidden, unit [NB, R] above 0.
 
-    v_scale: [NB], [NB, T] if TOKEN_SCALE. Returns P [NB, R, T] in DTYPE; the sums of P, int32 [NB, R], if DTYPE is int8;
+    v_scale: [NB], [NB, T] if TOKEN_SCALE. Returns P [NB, R, T] in DTYPE; if that is int8, its sums, int32 [NB, R];
     weight [NB, R], what P's unit is worth; keep [NB, R], what is left of the sums so far; the new maximum and sum.
     """
     top = tl.max(x, 2) * unit
@@ -32,7 +34,7 @@ def attend(x, unit, v_scale, m, l, sas_threshold, SAS: tl.constexpr, TOKEN_SCALE
     shift = tl.where(new == -float("inf"), 0.0, new)
     keep = tl.exp2(m - shift)
     weight = tl.exp2(top - shift)
-    l = l * keep + tl.sum(p, 2) * weight
+    mass = mass * keep + tl.sum(p, 2) * weight
     if TOKEN_SCALE:
         p = p * v_scale[:, None, :]
         most = tl.max(p, 2)
@@ -46,17 +48,17 @@ def attend(x, unit, v_scale, m, l, sas_threshold, SAS: tl.constexpr, TOKEN_SCALE
         total = tl.sum(p, 2)
     else:
         total = weight
-    return p.to(DTYPE), total, weight, keep, new, l
+    return p.to(DTYPE), total, weight, keep, new, mass
 
 
 @triton.jit
 def even(x):
     """Columns 0, 2, 4, ... of the last dimension."""
     if len(x.shape) == 2:
-        even, odd = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+        kept, _ = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
     else:
-        even, odd = tl.split(x.reshape(x.shape[0], x.shape[1], x.shape[2] // 2, 2))
-    return even
+        kept, _ = tl.split(x.reshape(x.shape[0], x.shape[1], x.shape[2] // 2, 2))
+    return kept
 
 
 @triton.jit
@@ -105,7 +107,9 @@ def scores(q, codes, step, zero, STAGE2: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def accumulate(acc, p, total, codes, step, zero, weight, keep, STAGE2: tl.constexpr, SPREAD: tl.constexpr, ASM: tl.constexpr):
+def accumulate(
+    acc, p, total, codes, step, zero, weight, keep, STAGE2: tl.constexpr, SPREAD: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
     """acc * keep + (V P) * weight, float32 [NB, DP, N]; p: [NB, R, T]; codes: int8 [NB, DP, T]; step: [NB, DP]."""
     if p.dtype == tl.int8:
         o = tl.dot(codes, p.permute(0, 2, 1), out_dtype=tl.int32)

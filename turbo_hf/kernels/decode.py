@@ -21,7 +21,8 @@ from turbo_hf.kernels.unpack import entry
 
 @triton.jit
 def _walk(
-    heads, slot, table, blocks, page, sealed, begin, end, q_at, factor, first, last, softcap, sas_threshold, acc, m, l,
+    heads, slot, table, blocks, page, sealed, begin, end, q_at, factor, first, last, softcap, sas_threshold,
+    acc, m, mass,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SAS: tl.constexpr,
     CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -69,14 +70,17 @@ def _walk(
         if (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column
             x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
-        p, total, weight, keep, m, l = attend(x, unit, v_scale, m, l, sas_threshold, SAS, False, q.dtype)
+        p, total, weight, keep, m, mass = attend(x, unit, v_scale, m, mass, sas_threshold, SAS, False, q.dtype)
         acc = accumulate(acc, to_values(p, STAGE2), total, values, v_step, v_zero, weight, keep, STAGE2, SPREAD, ASM)
-    return acc, m, l
+    return acc, m, mass
 
 
 @triton.jit
 def _rows(chunk, length, head, tokens, GROUP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr):
-    """Of R places of query rows: the token's place in its row, whether there is one, its column, its query head."""
+    """Of R places of query rows: the token's place in its row, whether there is one, its column, its query head.
+
+    SPREAD: every other place is empty. What is computed of those is left out wherever a thread has both of a pair.
+    """
     r = tl.arange(0, R)
     live = r >= 0
     size: tl.constexpr = R // 2 if SPREAD else R
@@ -100,8 +104,9 @@ def _query(q_at, c, ok, R: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _open(
-    opened, at, cap, sealed, length, q_at, factor, first, last, softcap, sas_threshold, acc, m, l,
-    D: tl.constexpr, BLOCK: tl.constexpr, SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr, ASM: tl.constexpr,
+    opened, at, cap, sealed, length, q_at, factor, first, last, softcap, sas_threshold, acc, m, mass,
+    D: tl.constexpr, BLOCK: tl.constexpr, SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """The open tokens of one row and head: INT8 with one scale a token. at: row * Hkv + head, int64."""
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = opened
@@ -131,9 +136,54 @@ def _open(
             x = tanh(x / softcap) * (softcap * LOG2_E)
         seen = (place[:, None, :] >= first) & (place[:, None, :] < last)
         x = tl.where(seen & live[:, None, :], x, -float("inf"))
-        p, total, weight, keep, m, l = attend(x, l * 0 + 1, v_scale, m, l, sas_threshold, SAS, True, q.dtype)
+        p, total, weight, keep, m, mass = attend(x, mass * 0 + 1, v_scale, m, mass, sas_threshold, SAS, True, q.dtype)
         acc = accumulate(acc, to_values(p, False), total, values, k_scale, k_scale, weight, keep, False, SPREAD, ASM)
-    return acc, m, l
+    return acc, m, mass
+
+
+@triton.jit
+def _prepare(
+    q_ptr, q_at, q_strides, row, head, chunk, length, start, tokens,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
+):  # fmt: skip
+    """The query rows of an output to scratch, in INT8 if TURBO. Returns scales, places, and which hold a token."""
+    place, live, query, head_of = _rows(chunk, length, head, tokens, GROUP, R, SPREAD)
+    shown = live & (place >= 0) & (place - length + tokens >= start)
+    d = tl.arange(0, DP)
+    at = q_ptr + row * q_strides[0] + head_of * q_strides[1] + query * q_strides[2]
+    x = tl.load(at[:, None] + d[None, :] * q_strides[3], mask=shown[:, None] & (d < D)[None, :], other=0.0)
+    factor = tl.full([R], 1.0, tl.float32)
+    if TURBO:
+        x = x.to(tl.float32)
+        largest = tl.max(tl.abs(x), 1)
+        factor = tl.div_rn(largest, tl.full([R], INT8_MAX, tl.float32))
+        inverse = tl.div_rn(tl.full([R], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
+        x = as_int8(x * inverse[:, None])
+    tl.store(q_at + tl.arange(0, R)[:, None] * D + d[None, :], x, mask=(d < D)[None, :])
+    tl.debug_barrier()
+    return factor, place, shown
+
+
+@triton.jit
+def _combine(acc, m, mass, SPREAD: tl.constexpr):
+    """The warps' sums as one: O [N, DP], maximum [N], sum [N]."""
+    if SPREAD:
+        m, mass = even(m), even(mass)
+    top = tl.max(m, 0)
+    rest = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top)[None, :])
+    return tl.trans(tl.sum(acc * rest[:, None, :], 0)), top, tl.sum(mass * rest, 0)
+
+
+@triton.jit
+def _leave_part(o, top, total, part):
+    """A partial result to memory, complete before this CTA reports it."""
+    N: tl.constexpr = o.shape[0]
+    DP: tl.constexpr = o.shape[1]
+    n = tl.arange(0, N)
+    tl.store(part + n[:, None] * DP + tl.arange(0, DP)[None, :], o)
+    tl.store(part + N * DP + n, top)
+    tl.store(part + N * DP + N + n, total)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -206,49 +256,26 @@ def _row_of(output, wanted, chunks, kv_heads, order_ptr, sealed_ptr, open_len_pt
 
 @triton.jit
 def decode_kernel(
-    q_ptr,  # [B, Hq, M, D]
-    out_ptr,  # [B, Hq, M, D]
-    lse_ptr,  # float32 [B, Hq, M]
-    starts_ptr,  # int64 [B]
-    sinks_ptr,  # [Hq]
+    q_ptr, out_ptr,  # [B, Hq, M, D]
+    lse_ptr, starts_ptr, sinks_ptr,  # float32 [B, Hq, M], int64 [B], [Hq]
     heads,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
     opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
-    order_ptr,  # int64 [B, Hkv]
-    table_ptr,  # int64 [B, blocks]
-    sealed_ptr,  # int64 [B]
-    open_len_ptr,  # int64 [B]
+    order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
     plan_ptr,  # int32: 4 a CTA, 2 an output, as in `ops.schedule`
     parts_ptr,  # float32 [2 * CTAs, N * (DP + 2)]
     arrived_ptr,  # int32 [outputs], zeros before and after
     scratch_ptr,  # [CTAs, R * D], int8 in mode "turbo", else as q
-    q_strides,
-    table_stride,
-    blocks,
-    cap,
-    tokens,
-    window,
-    scaling,
-    softcap,
-    sas_threshold,
-    SLOTS: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NB: tl.constexpr,
-    R: tl.constexpr,
-    SPREAD: tl.constexpr,
-    TURBO: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SAS: tl.constexpr,
-    STARTS: tl.constexpr,
-    SINKS: tl.constexpr,
-    STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    q_strides, table_stride, blocks, cap, tokens, window, scaling, softcap, sas_threshold,
+    SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Tiles `plan` gives this CTA. SLOTS, BITS: heads of each width, and the width. R: query rows of a tile, padded.
+
+    The outputs lie [row, slot, part of the query rows]; each has its sealed tiles of NB blocks, then one for its open
+    tokens. With SPREAD, R is twice the rows (`_rows`).
+    """
     N: tl.constexpr = R // 2 if SPREAD else R
     cta = tl.program_id(0)
     share = plan_ptr + 4 * cta
@@ -258,7 +285,6 @@ def decode_kernel(
     for g in tl.static_range(len(SLOTS)):
         kv_heads += SLOTS[g]
     chunks = tl.cdiv(GROUP * tokens, N)
-    d = tl.arange(0, DP)
     groups_ptr = plan_ptr + 4 * tl.num_programs(0)
     row, slot, head, sealed, opened_len, first_cta, count = _row_of(
         output, True, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr
@@ -272,60 +298,37 @@ def decode_kernel(
         pages = tl.cdiv(sealed, NB)
         steps = tl.minimum(left, pages + 1 - tile)
 
-        # query rows as the tensor cores see them: with 4 or fewer every other one is empty, and costs nothing after
-        place, live, query, head_of = _rows(output % chunks, length, head, tokens, GROUP, R, SPREAD)
-        shown = live & (place >= 0) & (place - length + tokens >= start)
-        at = q_ptr + row * q_strides[0] + head_of * q_strides[1] + query * q_strides[2]
-        x = tl.load(at[:, None] + d[None, :] * q_strides[3], mask=shown[:, None] & (d < D)[None, :], other=0.0)
-        factor = tl.full([R], 1.0, tl.float32)
-        if TURBO:
-            x = x.to(tl.float32)
-            largest = tl.max(tl.abs(x), 1)
-            factor = tl.div_rn(largest, tl.full([R], INT8_MAX, tl.float32))
-            inverse = tl.div_rn(tl.full([R], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
-            x = as_int8(x * inverse[:, None])
-        tl.store(q_at + tl.arange(0, R)[:, None] * D + d[None, :], x, mask=(d < D)[None, :])
-        tl.debug_barrier()
+        factor, place, shown = _prepare(
+            q_ptr, q_at, q_strides, row, head, output % chunks, length, start, tokens, GROUP, D, DP, R, SPREAD, TURBO
+        )  # fmt: skip
         factor = factor * (scaling if CAPPED else scaling * LOG2_E)
         last = tl.where(shown, place + 1, 0)[None, :, None]
         first = last - window if WINDOW else last * 0
 
         # while this output is computed, what the next one needs to begin
-        following = _row_of(
-            output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr
-        )
+        following = _row_of(output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr)
         acc = tl.zeros([NB, DP, N], tl.float32)
         m = tl.full([NB, R], -float("inf"), tl.float32)
-        l = tl.zeros([NB, R], tl.float32)
+        mass = tl.zeros([NB, R], tl.float32)
         own = slot
         for g in tl.static_range(len(SLOTS)):
             if (own >= 0) & (own < SLOTS[g]):
-                acc, m, l = _walk(
+                acc, m, mass = _walk(
                     heads[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), q_at, factor,
-                    first, last, softcap, sas_threshold, acc, m, l,
+                    first, last, softcap, sas_threshold, acc, m, mass,
                     SLOTS[g], D, BLOCK, BITS[g], SAS, CAPPED, SPREAD, STAGES, ASM,
                 )  # fmt: skip
             own -= SLOTS[g]
         if tile + steps > pages:
-            acc, m, l = _open(
+            acc, m, mass = _open(
                 opened, row * kv_heads + head, cap, sealed, length, q_at, factor, first, last, softcap, sas_threshold,
-                acc, m, l, D, BLOCK, SAS, CAPPED, SPREAD, ASM,
+                acc, m, mass, D, BLOCK, SAS, CAPPED, SPREAD, ASM,
             )  # fmt: skip
 
-        if SPREAD:
-            m, l = even(m), even(l)
-        top = tl.max(m, 0)
-        rest = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top)[None, :])
-        total = tl.sum(l * rest, 0)
-        o = tl.trans(tl.sum(acc * rest[:, None, :], 0))
-        n = tl.arange(0, N)
+        o, top, total = _combine(acc, m, mass, SPREAD)
         whole = (tile == 0) & (steps == pages + 1)
         if not whole:
-            part = parts_ptr + (2 * cta + (tile == 0)).to(tl.int64) * (N * (DP + 2))
-            tl.store(part + n[:, None] * DP + d[None, :], o)
-            tl.store(part + N * DP + n, top)
-            tl.store(part + N * DP + N + n, total)
-            tl.debug_barrier()
+            _leave_part(o, top, total, parts_ptr + (2 * cta + (tile == 0)).to(tl.int64) * (N * (DP + 2)))
             if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == count - 1:
                 # every other CTA of this output is done: no one waits, and the order of the sum is that of the tiles
                 tl.store(arrived_ptr + output, 0)

@@ -80,7 +80,8 @@ def digits(q, step, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "{ .reg .b32 a, b, c, d;"
             # one byte of q a register, so that each dot product is a single product with its step, plus 128
-            "prmt.b32 a, $2, 0, 0x4440; prmt.b32 b, $2, 0, 0x4414; prmt.b32 c, $2, 0, 0x4244; prmt.b32 d, $2, 0, 0x3444;"
+            "prmt.b32 a, $2, 0, 0x4440; prmt.b32 b, $2, 0, 0x4414;"
+            "prmt.b32 c, $2, 0, 0x4244; prmt.b32 d, $2, 0, 0x3444;"
             "dp4a.s32.s32 a, a, $3, 128; dp4a.s32.s32 b, b, $3, 128;"
             "dp4a.s32.s32 c, c, $3, 128; dp4a.s32.s32 d, d, $3, 128;"
             "prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140;"

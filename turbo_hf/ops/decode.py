@@ -3,8 +3,7 @@
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.backend import uses_triton
-from turbo_hf.ops.launch_decode import launch_decode
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.prefill import check_queries, check_scores
 from turbo_hf.reference import decode as reference
 
@@ -52,7 +51,11 @@ def decode(
     check_scores(window, softcap, sas_threshold)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
-    run = launch_decode if uses_triton(backend, q.device, _obstacle(q, store)) else reference.decode
+    run = reference.decode
+    if uses_triton(backend, q.device, kernel_obstacle(q)):
+        from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
+
+        run = launch_decode.decode
     return run(
         q,
         store,
@@ -64,14 +67,3 @@ def decode(
         mode=mode,
         sas_threshold=sas_threshold,
     )
-
-
-def _obstacle(q: torch.Tensor, store: KVStore) -> str | None:
-    """Why the kernel cannot serve this call."""
-    if q.dtype == torch.float64:
-        return "the kernel has no float64"
-    if q.shape[-1] > 256:
-        return f"the kernel has no head dim above 256 (here {q.shape[-1]})"
-    if store.table.shape[1] == 0 and store.k_open.shape[2] == 0:
-        return "the cache has no slots"
-    return None

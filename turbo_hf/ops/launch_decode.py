@@ -1,35 +1,17 @@
-"""Launch of the decode kernel: its tile sizes, its plan and its workspace."""
+"""Launch of the decode kernel: its plan and its workspace. Imported where it runs: it needs Triton."""
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
+import triton
 
+from turbo_hf.kernels.decode import decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.schedule import Plan, stream_k, tiles_of
-
-
-COST = {8: 2.3, 4: 1.3, 3: 1.6, 2: 1.1}
-"""Microseconds of a tile of 256 tokens of each width on an SM of an H200, measured at 16 x 32k, d = 128."""
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, decode_tiles
 
 PARTS = 32
 """Partial results that the merge takes at a time, of 4 query rows and 128 channels."""
-
-SETUP = 2.6
-"""What beginning an output costs, in the same unit."""
-
-
-class Tuning(NamedTuple):
-    """blocks: of a tile, one a warp. occupancy: CTAs of an SM. stages: tiles on their way, the one at work included."""
-
-    blocks: int
-    occupancy: int
-    stages: int
-
-
-def tuning(dim: int, bits: int, block: int) -> Tuning:
-    """Launch configuration for heads of `dim` channels, the widest at `bits` bit."""
-    return Tuning(4, 2, 3)
 
 
 @lru_cache(maxsize=8)
@@ -50,11 +32,11 @@ def _plan(
     device: torch.device,
 ) -> tuple[Plan, torch.Tensor]:
     """The plan of a cache with these lengths, and its words on the device."""
-    cost = torch.tensor([COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
+    cost = torch.tensor([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
     tiles = torch.tensor(tiles_of(sealed, blocks)).repeat_interleave(len(cost))
     # one round of the merge has room for so many parts of an output
     ctas = min(ctas, PARTS * len(tiles))
-    plan = stream_k(tiles, cost.repeat(len(sealed)), ctas, SETUP * 4 / blocks)
+    plan = stream_k(tiles, cost.repeat(len(sealed)), ctas, TILE_SETUP * 4 / blocks)
     return plan, plan.words.to(device, non_blocking=True)
 
 
@@ -70,32 +52,29 @@ def _workspace(
     )
 
 
-def launch_decode(
+def decode(
     q: torch.Tensor,
     store: KVStore,
     *,
     scaling: float,
-    starts: torch.Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    mode: str,
-    sas_threshold: float | None,
+    starts: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
 ) -> AttentionOutput:
     """`ops.decode` by the Triton kernel; arguments as there, checked."""
-    # deferred: the package imports without Triton
-    from turbo_hf.kernels.decode import decode_kernel
-
-    batch, heads, tokens, dim = q.shape
+    _, heads, tokens, dim = q.shape
     kv_heads, cap = store.k_open.shape[1:3]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group * tokens <= 4
     per_output = rows // 2 if spread else rows
     chunks = -(-group * tokens // per_output)
-    padded = max(32, 1 << (dim - 1).bit_length())
+    padded = max(32, triton.next_power_of_2(dim))
     groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.heads)
-    tune = tuning(dim, max(bits for bits, _ in groups), store.block)
+    tune = decode_tiles(dim)
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())

@@ -57,3 +57,23 @@ def describe_prefill(attention: str, device: torch.device, dim: int) -> str:
     if first is None:
         return "prompts: fp16 (auto: 8-bit prefill was not measured on this GPU with this head dim; name one to use it)"
     return f"prompts: fp8 from {first} tokens up, fp16 below, where it is faster (auto)"
+
+
+class DecodeTiles(NamedTuple):
+    """blocks: of a tile, one a warp. occupancy: CTAs of an SM. stages: tiles on their way, the one at work included."""
+
+    blocks: int
+    occupancy: int
+    stages: int
+
+
+def decode_tiles(dim: int) -> DecodeTiles:
+    """Tiles of the decode kernel (H200, `eval/results/decode-log.md`)."""
+    return DecodeTiles(4, 1 if dim > 128 else 2, 2 if dim > 128 else 3)
+
+
+TILE_COST = {8: 2.3, 4: 1.3, 3: 1.6, 2: 1.1}
+"""Microseconds of a tile of 4 blocks of each width on one SM of an H200, d = 128, 16 rows of 32k tokens."""
+
+TILE_SETUP = 2.6
+"""What it takes to begin an output of decode, in the same unit."""
