@@ -136,7 +136,7 @@ def test_options(options: dict[str, Any], mode: str, device: torch.device, backe
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype: torch.dtype, mode: str, device: torch.device, backend: str) -> None:
     if backend == "triton" and dtype == torch.float64:
-        pytest.skip("the kernel has no float64")
+        pytest.skip("float64 has no kernel")
     store = random_store([130, 65], 2, 64, device, dtype=dtype)
     check_decode(tokens(2, 4, 2, 64, dtype=dtype, device=device), store, mode, sinks=True)
 
@@ -339,15 +339,21 @@ def test_fewer_bits_cost_more(device: torch.device, backend: str) -> None:
 
 def test_float64_is_refused_by_the_kernel_and_served_without_it(device: torch.device) -> None:
     store, q = random_store([70], 2, 64, device), torch.randn(1, 2, 1, 64, dtype=torch.float64, device=device)
-    with pytest.raises(ValueError, match='backend "triton" cannot run here: the kernel has no float64'):
+    with pytest.raises(ValueError, match='backend "triton" cannot run here: float64 has no kernel'):
         ops.decode(q, store, scaling=1.0, backend="triton")
     assert ops.decode(q, store, scaling=1.0).out.dtype == torch.float64
 
 
 def test_head_dims_above_256_are_refused_by_the_kernel(device: torch.device) -> None:
     store, q = random_store([3], 1, 272, device), torch.randn(1, 1, 1, 272, device=device)
-    with pytest.raises(ValueError, match="no head dim above 256"):
+    with pytest.raises(ValueError, match="head dim 272 is above 256"):
         ops.decode(q, store, scaling=1.0, backend="triton")
+
+
+def test_blocks_that_do_not_fit_in_float32_are_refused_by_the_kernel(device: torch.device) -> None:
+    store, q = random_store([3], 1, 128, device, block=128), torch.randn(1, 1, 1, 128, device=device)
+    with pytest.raises(ValueError, match="blocks of 128 tokens of 128 channels do not fit in float32"):
+        ops.decode(q, store, scaling=1.0, mode="fp16", backend="triton")
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,10 @@ PARTS = 32
 """Partial results that the merge takes at a time, of 4 query rows and 128 channels."""
 
 
+LEAST = 2
+"""Tiles of a CTA, where there is a choice."""
+
+
 @lru_cache(maxsize=8)
 def _sms(device: torch.device) -> int:
     """Streaming multiprocessors; without a GPU the number by which tests cut their small cases."""
@@ -34,8 +38,8 @@ def _plan(
     """The plan of a cache with these lengths, and its words on the device."""
     cost = torch.tensor([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
     tiles = torch.tensor(tiles_of(sealed, blocks)).repeat_interleave(len(cost))
-    # one round of the merge has room for so many parts of an output
-    ctas = min(ctas, PARTS * len(tiles))
+    # one round of the merge has room for so many parts of an output, and a part of one tile is not worth its merge
+    ctas = max(1, min(ctas, PARTS * len(tiles), int(tiles.sum()) // LEAST))
     plan = stream_k(tiles, cost.repeat(len(sealed)), ctas, TILE_SETUP * 4 / blocks)
     return plan, plan.words.to(device, non_blocking=True)
 
@@ -74,7 +78,7 @@ def decode(
     chunks = -(-group * tokens // per_output)
     padded = max(32, triton.next_power_of_2(dim))
     groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.heads)
-    tune = decode_tiles(dim)
+    tune = decode_tiles(padded * store.block * max(bits for bits, _ in groups) // 4, mode == "turbo")
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
@@ -126,7 +130,7 @@ def decode(
         STARTS=starts is not None,
         SINKS=sinks is not None,
         STAGES=tune.stages,
-        PARTS=max(1, PARTS * 512 // (per_output * padded)),
+        PARTS=max(1, min(triton.next_power_of_2(plan.parts), PARTS * 512 // (per_output * padded))),
         ASM=q.is_cuda,
         num_warps=tune.blocks,
     )

@@ -12,7 +12,7 @@ import torch
 
 
 class Plan(NamedTuple):
-    """ctas: CTAs that have work. outputs: how many. steps: tiles of all outputs.
+    """ctas: CTAs that have work. outputs: how many. steps: tiles of all outputs. parts: most CTAs of one output.
 
     words: int32 [4 * ctas + 2 * outputs]. For each CTA: its first output, the tile of it at which it begins, its
     number of tiles, 0. For each output: the first CTA that has a part of it, and how many have.
@@ -21,6 +21,7 @@ class Plan(NamedTuple):
     ctas: int
     outputs: int
     steps: int
+    parts: int
     words: torch.Tensor
 
 
@@ -92,4 +93,4 @@ def from_edges(tiles: torch.Tensor, edges: torch.Tensor) -> Plan:
     last = torch.searchsorted(begin, ends - 1, right=True) - 1
     groups = torch.stack((first, last - first + 1), 1)
     words = torch.cat((ctas.flatten(), groups.flatten())).to(torch.int32)
-    return Plan(len(begin), len(tiles), steps, words)
+    return Plan(len(begin), len(tiles), steps, int(groups[:, 1].max()), words)

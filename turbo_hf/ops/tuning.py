@@ -67,9 +67,21 @@ class DecodeTiles(NamedTuple):
     stages: int
 
 
-def decode_tiles(dim: int) -> DecodeTiles:
-    """Tiles of the decode kernel (H200, `eval/results/decode-log.md`)."""
-    return DecodeTiles(4, 1 if dim > 128 else 2, 2 if dim > 128 else 3)
+SHARED_MEMORY = 220 << 10
+"""Bytes of an H200's SM that tiles may fill."""
+
+
+def decode_tiles(block_bytes: int, turbo: bool) -> DecodeTiles:
+    """Tiles of the decode kernel for blocks of so many bytes, K and V (H200: `eval/results/decode-log.md`).
+
+    Mode "fp16" unpacks to the query's type, which takes room: one block at a time.
+    """
+    if not turbo:
+        return DecodeTiles(1, 2, 1)
+    for tiles in (DecodeTiles(4, 2, 3), DecodeTiles(4, 1, 3), DecodeTiles(4, 1, 2)):
+        if tiles.blocks * tiles.occupancy * (tiles.stages - 1) * block_bytes <= SHARED_MEMORY:
+            return tiles
+    return DecodeTiles(2, 1, 2)
 
 
 TILE_COST = {8: 2.3, 4: 1.3, 3: 1.6, 2: 1.1}
