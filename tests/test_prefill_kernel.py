@@ -106,6 +106,28 @@ def test_lengths(length: int, device: torch.device) -> None:
     check_prefill(*inputs(length, device, "turbo", batch=1), "turbo", backend="triton")
 
 
+@pytest.mark.parametrize("mode", ["turbo", "fp8"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("dim", [64, 128], ids=["d64", "d128"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+def test_prompts_in_16_bit(dtype: torch.dtype, dim: int, causal: bool, mode: str, device: torch.device) -> None:
+    """What Hopper has a kernel of its own for: lengths around its tiles, any group of heads, strides, NaN."""
+    if device.type == "cpu" and (mode == "fp8" or dtype == torch.bfloat16):
+        pytest.skip(WRONG_IN_THE_INTERPRETER)
+    for length, heads, kv_heads in ((1, 2, 2), (127, 7, 1), (129, 4, 2), (300, 2, 1)):
+        if device.type == "cpu" and length > 150:
+            continue
+        q, k, v = inputs(length, device, mode, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
+        got = check_prefill(q, k, v, mode, causal=causal, backend="triton")
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        again = prefill(q, k, v, scaling=dim**-0.5, mode=mode, causal=causal, backend="triton")
+        assert torch.equal(got.out, again.out)
+        q[0, -1, -1, 0] = torch.nan
+        broken = prefill(q, k, v, scaling=dim**-0.5, mode=mode, causal=causal, backend="triton").out.isnan()
+        assert broken[0, -1, -1].all()
+        assert int(broken.sum()) == dim
+
+
 @pytest.mark.parametrize("choice", ["smooth_k", "hadamard"])
 def test_smoothing_and_rotation_change_nothing_but_the_rounding(choice: str, device: torch.device) -> None:
     """Keys with a large common offset and one large channel: each remedy brings the result nearer to the truth."""

@@ -222,6 +222,36 @@ def _past(
 
 
 @triton.jit
+def _finish(acc, total, ref, unit, sink, P_LOG2: tl.constexpr):
+    """Output and natural log of the sum of a tile. The sink is one more logit: part of the maximum and of the sum."""
+    highest = tl.maximum(ref, sink)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    kept = tl.exp2(ref - safe)
+    total = total * kept + tl.exp2(sink - safe + P_LOG2)
+    gain = kept * tl.exp2(tl.where(unit == float("-inf"), 0.0, unit - ref)) / tl.where(total > 0, total, 1.0)
+    return acc * gain[:, None], (safe - P_LOG2 + tl.log2(total)) * LN2
+
+
+@triton.jit
+def _edges(
+    first, count, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr
+):  # fmt: skip
+    """First key tile of a query tile, the two edges between which tiles need no mask, and the end."""
+    last = count
+    clear_to = count // BLOCK * BLOCK
+    if CAUSAL:
+        last = tl.minimum(first + BLOCK_M, count)
+        clear_to = tl.minimum(clear_to, (first + 1) // BLOCK * BLOCK)
+    lowest = 0
+    clear_from = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
+        clear_from = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK_M - WINDOW, 0), BLOCK) * BLOCK, last)
+        clear_from = tl.maximum(clear_from, lowest)
+    return lowest, clear_from, tl.maximum(clear_to, clear_from), last
+
+
+@triton.jit
 def _attend(
     tile, row_head,
     q_ptr, q_rotated_ptr, bias_ptr, k_tiles, k_scale_ptr, v_tiles, v_scale_ptr, channel_ptr, sinks_ptr, starts_ptr,
@@ -277,21 +307,7 @@ def _attend(
                 # from here on a channel of acc is in units of its own scale
                 acc = acc / channel[None, :]
 
-        last = count
-        if CAUSAL:
-            last = tl.minimum(first + BLOCK_M, count)
-        lowest = 0
-        if WINDOW > 0:
-            lowest = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
-        # tiles between these two edges need no mask
-        clear_from = lowest
-        if WINDOW > 0:
-            clear_from = tl.minimum(tl.cdiv(tl.maximum(first + BLOCK_M - WINDOW, 0), BLOCK) * BLOCK, last)
-            clear_from = tl.maximum(clear_from, lowest)
-        clear_to = count // BLOCK * BLOCK
-        if CAUSAL:
-            clear_to = tl.minimum(clear_to, (first + 1) // BLOCK * BLOCK)
-        clear_to = tl.maximum(clear_to, clear_from)
+        lowest, clear_from, clear_to, last = _edges(first, count, BLOCK_M, BLOCK, WINDOW, CAUSAL)
         k_base = row * stride_kb + (head // GROUP) * stride_kh
         v_base = row * stride_vb + (head // GROUP) * stride_vh
         if STARTS:
@@ -315,21 +331,14 @@ def _attend(
             D, DP, BLOCK, WINDOW, CAUSAL, QK_INT8, P_TYPE, P_LOG2, K_TOKEN, V_RAW, V_CHANNEL, BIAS, SOFTCAP, SAS,
         )  # fmt: skip
 
-        # the sink is one more logit: it takes part in the maximum and in the sum
         sink = float("-inf")
         if SINKS:
             sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-        highest = tl.maximum(ref, sink)
-        safe = tl.where(highest == float("-inf"), 0.0, highest)
-        kept = tl.exp2(ref - safe)
-        total = total * kept + tl.exp2(sink - safe + P_LOG2)
-        gain = kept * tl.exp2(tl.where(unit == float("-inf"), 0.0, unit - ref)) / tl.where(total > 0, total, 1.0)
-        out = acc * gain[:, None]
+        out, lse = _finish(acc, total, ref, unit, sink, P_LOG2)
         if V_CHANNEL:
             out = out * channel[None, :]
         to = row * stride_ob + head * stride_oh + column[:, None] * stride_om + d[None, :]
         tl.store(out_ptr + to, out.to(out_ptr.dtype.element_ty), mask=inside)
-        lse = (safe - P_LOG2 + tl.log2(total)) * LN2
         tl.store(lse_ptr + row_head * tokens + column, lse, mask=m < count)
 
 

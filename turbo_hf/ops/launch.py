@@ -11,8 +11,8 @@ from turbo_hf.layout import V_TOP, AttentionOutput, KVStore, Operands, half_type
 from turbo_hf.ops.tuning import prefill_tiles
 from turbo_hf.reference.operands import align, key_mean, ratio, rotate
 
-P_LOG2 = {"turbo": 6.988684686772166, "int8": 6.988684686772166, "fp8": 8.0, "half": 0.0, "fp16": 0.0}
-"""log2 of what the largest P of a key tile becomes: 127 in INT8, 256 in FP8."""
+P_LOG2 = {"turbo": 6.988684686772166, "int8": 6.988684686772166, "fp8": 8.807354922057604, "half": 0.0, "fp16": 0.0}
+"""log2 of what the largest P of a key tile becomes: 127 in INT8, 448 in FP8."""
 
 REPAIR_PROGRAMS = 264
 """Programs that look whether any head holds NaN or Inf: two for each SM of an H200."""
@@ -136,7 +136,9 @@ def prefill(
     # padding is never written: it must be 0
     out = torch.zeros if starts is not None else torch.empty
     result = out(batch, tokens, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.full((batch, heads, tokens), -torch.inf, device=q.device)
+    lse = torch.empty(batch, heads, tokens, device=q.device)
+    if starts is not None:
+        lse.fill_(-torch.inf)
     broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held: tuple[torch.Tensor | None, ...] = (None,) * 9
     if past is not None:
@@ -183,10 +185,27 @@ def prefill(
         if parts.k_mean is not None:
             grouped = q.unflatten(1, (kv_heads, -1)).float()
             bias = torch.einsum("bhgmd,bhd->bhgm", grouped, parts.k_mean).flatten(1, 2).contiguous() * scaling
-        run(parts, _last_contiguous(rotate(q)) if hadamard else q, bias, mode, repair=False)
+        rotated = _last_contiguous(rotate(q)) if hadamard else q
+        plain = past is None and starts is None and softcap is None and sinks is None and sas_threshold is None
+        plain = plain and not hadamard
+        if plain and (window is None or window >= tokens) and _hopper_serves(q, parts, mode, block):
+            from turbo_hf.ops import launch_hopper  # noqa: PLC0415 - needs Gluon
+
+            fp8 = mode == "fp8"
+            launch_hopper.attend(q, parts, result, lse, broken, scaling=scaling, causal=causal, fp8=fp8)
+        else:
+            run(parts, rotated, bias, mode, repair=False)
         # codes cannot say NaN or Inf: heads that hold some are computed again, in the model's own precision
         run(precise_parts, q, None, "fp16", repair=True)
     return AttentionOutput(result, lse)
+
+
+def _hopper_serves(q: torch.Tensor, parts: Operands, mode: str, block: int) -> bool:
+    """Whether the kernel for Hopper computes what `prefill_kernel` would. Gluon is new: only a tried version counts."""
+    here = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0) and triton.__version__.startswith("3.6.")
+    scales = mode in ("turbo", "fp8") and parts.v_scale is not None and parts.k_mean is None and block == 128
+    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
+    return here and scales and narrow
 
 
 def _log2(softcap: float | None) -> float:

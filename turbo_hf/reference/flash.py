@@ -10,7 +10,7 @@ from turbo_hf.reference.softmax import TILE_ELEMENTS, sas_exp
 DEPTH = 2.0**-16
 """P of a key tile is scaled by the largest weight of its row there, but by no less than this share of the maximum."""
 
-FP8_PEAK = 256.0
+FP8_PEAK = 448.0
 """What the largest P of a tile is in FP8."""
 
 

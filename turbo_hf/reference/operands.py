@@ -87,7 +87,8 @@ def _valid(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     """bool [B, M]: which slots of aligned x hold a token."""
     column = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
     count = torch.full_like(column[:, :1], x.shape[2])
-    return column < (count if starts is None else count - starts[:, None])
+    tokens = count if starts is None else count - starts[:, None]
+    return torch.lt(column, tokens)
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
