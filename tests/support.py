@@ -20,6 +20,9 @@ SLACK = 3
 CODE_MAX = 119
 """Largest INT8 code (TurboAttention sec. 3), said again so that a change of it in the package shows."""
 
+INT8_MAX = 127
+"""Largest INT8 code of P and of a query."""
+
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values of one row, [Hkv, T, D] each."""
 
@@ -203,7 +206,7 @@ def as_int8(x: Tensor, run: int, starts: Sequence[int] | None = None) -> Tensor:
 def turbo_budget(probs: Tensor, row: Codes) -> tuple[Tensor, Tensor]:
     """What rounding P to INT8 may do to out [Hq, m, D]: the largest error, and the expected mean square.
 
-    A tile's P (times the scale of V) is rounded to steps of its maximum / 119, so each of its values is off by half a
+    A tile's P (times the scale of V) is rounded to steps of its maximum / 127, so each of its values is off by half a
     step at most, and by step**2 / 12 in the mean square.
     """
     group = probs.shape[0] // row.v.shape[0]
@@ -213,7 +216,7 @@ def turbo_budget(probs: Tensor, row: Codes) -> tuple[Tensor, Tensor]:
     for tile in row.tile.unique():
         inside = row.tile == tile
         weight = probs[..., inside] * v_scale[:, None, inside]
-        step = weight.amax(-1, keepdim=True) / CODE_MAX
+        step = weight.amax(-1, keepdim=True) / INT8_MAX
         seen = (weight > 0).double()
         bound += step / 2 * (seen @ v[:, inside].abs())
         square += step**2 / 12 * (seen @ v[:, inside] ** 2)

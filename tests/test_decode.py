@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefill_support import int8_queries
 from support import (
     SLACK,
-    as_int8,
     check,
     check_exact,
     check_turbo,
@@ -21,10 +21,26 @@ from support import (
 )
 
 from turbo_hf.layout import BITS, AttentionOutput, KVStore
-from turbo_hf.ops.decode import decode
+from turbo_hf.ops import decode as ops
 from turbo_hf.ops.prefill import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
+
+implementation = "reference"
+"""Which backend the test that runs now is about."""
+
+
+@pytest.fixture(params=["reference", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each implementation; the kernel runs on CUDA, and elsewhere in Triton's interpreter."""
+    globals()["implementation"] = request.param
+    return str(request.param)
+
+
+def decode(q: torch.Tensor, store: KVStore, **options: Any) -> AttentionOutput:
+    """`ops.decode` by the implementation that the test is about."""
+    return ops.decode(q, store, **{"backend": implementation, **options})
+
 
 Groups = tuple[tuple[int, int], ...]
 
@@ -65,7 +81,7 @@ def check_decode(
     if mode == "fp16":
         check_exact(got, q, [row.values() for row in rows], starts=starts, **options)
     else:
-        check_turbo(got, as_int8(q, 1, starts), q.dtype, rows, starts=starts, **options)
+        check_turbo(got, int8_queries(q, starts or [0] * len(q)), q.dtype, rows, starts=starts, **options)
     return got
 
 
@@ -82,7 +98,7 @@ def check_decode(
         pytest.param(4, 1, id="mqa"),
     ],
 )
-def test_head_groups(query_heads: int, kv_heads: int, mode: str, device: torch.device) -> None:
+def test_head_groups(query_heads: int, kv_heads: int, mode: str, device: torch.device, backend: str) -> None:
     store = random_store(RAGGED, kv_heads, 64, device)
     check_decode(tokens(5, query_heads, 1, 64, device=device), store, mode)
 
@@ -90,20 +106,20 @@ def test_head_groups(query_heads: int, kv_heads: int, mode: str, device: torch.d
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [pytest.param(bits, id=f"{bits}bit") for bits in BITS])
 @pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)])
-def test_head_dims_and_bits(dim: int, bits: int, mode: str, device: torch.device) -> None:
+def test_head_dims_and_bits(dim: int, bits: int, mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 63], 2, dim, device, groups=((bits, 2),))
     check_decode(tokens(2, 4, 2, dim, device=device), store, mode, starts=[0, 1])
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("length", [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 127, 128, 130)])
-def test_lengths(length: int, mode: str, device: torch.device) -> None:
+def test_lengths(length: int, mode: str, device: torch.device, backend: str) -> None:
     check_decode(tokens(1, 4, 1, 64, device=device), random_store([length], 1, 64, device), mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("m", [pytest.param(m, id=f"m{m}") for m in (1, 2, 5, 16)])
-def test_several_tokens(m: int, mode: str, device: torch.device) -> None:
+def test_several_tokens(m: int, mode: str, device: torch.device, backend: str) -> None:
     """Drafts: the last m tokens see only what stands before them, across a block's edge too."""
     store = random_store([130, 16, 64, 70], 2, 64, device)
     check_decode(tokens(4, 4, m, 64, device=device), store, mode)
@@ -111,21 +127,23 @@ def test_several_tokens(m: int, mode: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_options(options: dict[str, Any], mode: str, device: torch.device) -> None:
+def test_options(options: dict[str, Any], mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 4, 64, 63, 65], 2, 64, device, groups=((4, 1), (2, 1)))
     check_decode(tokens(5, 4, 3, 64, device=device), store, mode, **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(dtype: torch.dtype, mode: str, device: torch.device) -> None:
+def test_dtypes(dtype: torch.dtype, mode: str, device: torch.device, backend: str) -> None:
+    if backend == "triton" and dtype == torch.float64:
+        pytest.skip("float64 has no kernel")
     store = random_store([130, 65], 2, 64, device, dtype=dtype)
     check_decode(tokens(2, 4, 2, 64, dtype=dtype, device=device), store, mode, sinks=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
-def test_block_sizes_and_open_tokens_beyond_one(block: int, mode: str, device: torch.device) -> None:
+def test_block_sizes_and_open_tokens_beyond_one(block: int, mode: str, device: torch.device, backend: str) -> None:
     store = random_store([300, 140], 2, 64, device, block=block)
     check_decode(tokens(2, 4, 3, 64, device=device), store, mode, window=150)
     # while tokens may still be taken back, whole blocks stay open
@@ -143,14 +161,14 @@ def test_block_sizes_and_open_tokens_beyond_one(block: int, mode: str, device: t
         pytest.param(((8, 1), (4, 1), (3, 1), (2, 1)), id="8+4+3+2"),
     ],
 )
-def test_heads_of_any_width_in_any_order(groups: Groups, mode: str, device: torch.device) -> None:
+def test_heads_of_any_width_in_any_order(groups: Groups, mode: str, device: torch.device, backend: str) -> None:
     order = torch.stack([torch.randperm(4) for _ in range(3)])
     store = random_store([130, 64, 90], 4, 64, device, groups=groups, order=order)
     check_decode(tokens(3, 8, 2, 64, device=device), store, mode)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_padding_is_neither_read_nor_written(mode: str, device: torch.device) -> None:
+def test_padding_is_neither_read_nor_written(mode: str, device: torch.device, backend: str) -> None:
     """Rows that bring fewer tokens than others, one that brings none, one that holds none at all."""
     q, starts = tokens(4, 4, 5, 64, device=device), [0, 3, 5, 5]
     for row, start in enumerate(starts):
@@ -161,7 +179,7 @@ def test_padding_is_neither_read_nor_written(mode: str, device: torch.device) ->
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_strides_of_q_do_not_matter(mode: str, device: torch.device) -> None:
+def test_strides_of_q_do_not_matter(mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 65], 2, 64, device)
     q = tokens(2, 3, 4, 64, device=device).transpose(1, 2)
     got = check_decode(q, store, mode)
@@ -171,7 +189,7 @@ def test_strides_of_q_do_not_matter(mode: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [pytest.param(size, id=f"scores{size:g}") for size in (0.0, 1e-6, 1e3, 1e6)])
-def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> None:
+def test_scores_of_any_size(size: float, mode: str, device: torch.device, backend: str) -> None:
     """One key takes all of P, or all keys the same share, without a NaN and with lse as large as the scores."""
     store = random_store([130, 65], 2, 64, device)
     q = tokens(2, 4, 2, 64, device=device)
@@ -180,7 +198,7 @@ def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_sink_above_all_scores_takes_all(mode: str, device: torch.device) -> None:
+def test_a_sink_above_all_scores_takes_all(mode: str, device: torch.device, backend: str) -> None:
     store = random_store([70], 2, 64, device)
     got = check_decode(tokens(1, 2, 1, 64, device=device), store, mode, sinks=torch.full((2,), 200.0, device=device))
     assert bool((got.lse == 200).all())
@@ -188,7 +206,7 @@ def test_a_sink_above_all_scores_takes_all(mode: str, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_blocks_of_zeros(mode: str, device: torch.device) -> None:
+def test_blocks_of_zeros(mode: str, device: torch.device, backend: str) -> None:
     """Scales of 0 must not divide anything."""
     k, v = tokens(1, 2, 150, 16, device=device), tokens(1, 2, 150, 16, device=device)
     k[:, :, :64], v[:, :, 64:128], k[:, :, 140:], v[:, :, 130:] = 0, 0, 0, 0
@@ -199,6 +217,18 @@ def test_blocks_of_zeros(mode: str, device: torch.device) -> None:
 @settings(max_examples=150)
 @given(data=st.data())
 def test_any_decode(data: st.DataObject) -> None:
+    any_decode(data, "reference", torch.device("cpu"))
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_decode_by_the_kernel(data: st.DataObject, device: torch.device) -> None:
+    any_decode(data, "triton", device)
+
+
+def any_decode(data: st.DataObject, name: str, device: torch.device) -> None:
+    """Any shape, lengths, widths, options: right in both modes."""
+    globals()["implementation"] = name
     kv_heads, group = data.draw(st.integers(1, 3), "kv_heads"), data.draw(st.integers(1, 4), "group")
     block, dim = data.draw(st.sampled_from((32, 64)), "block"), data.draw(st.sampled_from((16, 32, 48)), "dim")
     m = data.draw(st.integers(1, 16), "m")
@@ -215,10 +245,8 @@ def test_any_decode(data: st.DataObject) -> None:
         "sinks": data.draw(st.none() | st.just(True), "sinks"),
     }
     torch.manual_seed(data.draw(st.integers(0, 99), "seed"))
-    store = random_store(
-        lengths, kv_heads, dim, torch.device("cpu"), groups=groups, order=order, block=block, sealed=sealed
-    )
-    q = tokens(len(lengths), kv_heads * group, m, dim)
+    store = random_store(lengths, kv_heads, dim, device, groups=groups, order=order, block=block, sealed=sealed)
+    q = tokens(len(lengths), kv_heads * group, m, dim, device=device)
     for mode in ("fp16", "turbo"):
         check_decode(q, store, mode, starts=[m - n for n in new], **options)
 
@@ -234,7 +262,7 @@ def same(got: AttentionOutput, want: AttentionOutput, values: float) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_row_is_the_same_alone_and_in_a_batch(mode: str, device: torch.device) -> None:
+def test_a_row_is_the_same_alone_and_in_a_batch(mode: str, device: torch.device, backend: str) -> None:
     lengths, starts = [130, 5, 64], [0, 3, 1]
     k, v = tokens(3, 2, 130, 64, device=device), tokens(3, 2, 130, 64, device=device)
     q, order = tokens(3, 4, 4, 64, device=device), torch.tensor([[0, 1], [1, 0], [1, 0]])
@@ -250,7 +278,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(mode: str, device: torch.device)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_several_tokens_are_the_same_one_by_one(mode: str, device: torch.device) -> None:
+def test_several_tokens_are_the_same_one_by_one(mode: str, device: torch.device, backend: str) -> None:
     k, v = tokens(3, 2, 136, 64, device=device), tokens(3, 2, 136, 64, device=device)
     store, q = make_store(k, v, [136, 90, 72]), tokens(3, 4, 8, 64, device=device)
     together = decode(q, store, scaling=0.125, mode=mode)
@@ -261,7 +289,7 @@ def test_several_tokens_are_the_same_one_by_one(mode: str, device: torch.device)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_window_longer_than_the_row_is_no_window(mode: str, device: torch.device) -> None:
+def test_a_window_longer_than_the_row_is_no_window(mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 90], 2, 64, device)
     q = tokens(2, 4, 2, 64, device=device)
     for a, b in zip(
@@ -271,7 +299,7 @@ def test_a_window_longer_than_the_row_is_no_window(mode: str, device: torch.devi
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_only_token_is_returned(mode: str, device: torch.device) -> None:
+def test_the_only_token_is_returned(mode: str, device: torch.device, backend: str) -> None:
     """P is 1: out is the value that the cache holds, and lse the score."""
     store = random_store([1], 1, 16, device)
     got = check_decode(tokens(1, 1, 1, 16, device=device), store, mode)
@@ -279,17 +307,17 @@ def test_the_only_token_is_returned(mode: str, device: torch.device) -> None:
     check("out", got.out[:, :, 0], held.double().cpu(), torch.finfo(torch.float32).eps * largest(held))
 
 
-def test_rounding_p_costs_what_its_step_says(device: torch.device) -> None:
-    """P is rounded, to steps of its tile's maximum / 119: neither exact nor coarser."""
+def test_rounding_p_costs_what_its_step_says(device: torch.device, backend: str) -> None:
+    """P is rounded, to steps of its tile's maximum / 127: neither exact nor coarser."""
     k, v = torch.randn(2, 2, 512, 64, device=device), torch.randn(2, 2, 512, 64, device=device)
     store, q = make_store(k, v, [512, 512]), torch.randn(2, 4, 4, 64, device=device)
     turbo = decode(q, store, scaling=0.125).out.double().cpu()
     rows = [row.values() for row in store_codes(store)]
-    exact = oracle(as_int8(q, 1), rows, scaling=0.125)
+    exact = oracle(int8_queries(q, [0, 0]), rows, scaling=0.125)
     steps = []
     for probs, row in zip(exact.probs, store_codes(store), strict=True):
         weight = (probs * row.v_scale.repeat_interleave(2, 0)[:, None]).unflatten(-1, (-1, 64))
-        step = weight.amax(-1) / 119
+        step = weight.amax(-1) / 127
         squares = row.v.square().unflatten(1, (-1, 64)).sum(2).repeat_interleave(2, 0)
         steps.append(torch.einsum("hmb,hbd->hmd", step**2 / 12, squares))
     expected = float(torch.stack(steps).mean().sqrt())
@@ -297,7 +325,7 @@ def test_rounding_p_costs_what_its_step_says(device: torch.device) -> None:
     assert expected / 2 < error < expected * 2
 
 
-def test_fewer_bits_cost_more(device: torch.device) -> None:
+def test_fewer_bits_cost_more(device: torch.device, backend: str) -> None:
     k, v = tokens(1, 2, 256, 64, device=device), tokens(1, 2, 256, 64, device=device)
     q = tokens(1, 4, 8, 64, device=device)
     want = oracle(q, [(k[0], v[0])], scaling=0.125).out
@@ -309,11 +337,31 @@ def test_fewer_bits_cost_more(device: torch.device) -> None:
         assert errors == sorted(errors)
 
 
+def test_float64_is_refused_by_the_kernel_and_served_without_it(device: torch.device) -> None:
+    store, q = random_store([70], 2, 64, device), torch.randn(1, 2, 1, 64, dtype=torch.float64, device=device)
+    with pytest.raises(ValueError, match='backend "triton" cannot run here: float64 has no kernel'):
+        ops.decode(q, store, scaling=1.0, backend="triton")
+    assert ops.decode(q, store, scaling=1.0).out.dtype == torch.float64
+
+
+def test_head_dims_above_256_are_refused_by_the_kernel(device: torch.device) -> None:
+    store, q = random_store([3], 1, 272, device), torch.randn(1, 1, 1, 272, device=device)
+    with pytest.raises(ValueError, match="head dim 272 is above 256"):
+        ops.decode(q, store, scaling=1.0, backend="triton")
+
+
+def test_blocks_that_do_not_fit_in_float32_are_refused_by_the_kernel(device: torch.device) -> None:
+    store, q = random_store([3], 1, 128, device, block=128), torch.randn(1, 1, 1, 128, device=device)
+    with pytest.raises(ValueError, match="blocks of 128 tokens of 128 channels do not fit in float32"):
+        ops.decode(q, store, scaling=1.0, mode="fp16", backend="triton")
+
+
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small() -> KVStore:
+    globals()["implementation"] = "auto"
     return random_store([4], 2, 16, torch.device("cpu"))
 
 
@@ -342,7 +390,7 @@ def test_refuses_integers(small: KVStore) -> None:
 
 
 def test_refuses_an_unknown_mode(small: KVStore) -> None:
-    with pytest.raises(ValueError, match=r"mode must be one of turbo, exact; got 'fast'"):
+    with pytest.raises(ValueError, match=r"mode must be one of turbo, int8, half, fp8, fp16; got 'fast'"):
         decode(torch.zeros(1, 2, 1, 16), small, scaling=1.0, mode="fast")
 
 
@@ -366,6 +414,7 @@ def test_refuses_sinks_of_other_heads(small: KVStore) -> None:
     ids=["window", "softcap", "sas"],
 )
 def test_options_that_leave_nothing_to_attend_to(options: dict[str, Any], message: str) -> None:
+    globals()["implementation"] = "auto"
     q = torch.randn(1, 2, 1, 16)
     with pytest.raises(ValueError, match=message):
         prefill(q, q, q, scaling=1.0, **options)
@@ -374,7 +423,7 @@ def test_options_that_leave_nothing_to_attend_to(options: dict[str, Any], messag
         decode(q, store, scaling=1.0, **options)
 
 
-def test_a_row_shorter_than_the_queries_has_no_token_in_the_first_columns() -> None:
+def test_a_row_shorter_than_the_queries_has_no_token_in_the_first_columns(backend: str) -> None:
     store = make_store(torch.randn(2, 2, 5, 16), torch.randn(2, 2, 5, 16), [2, 5])
     q, sinks = torch.randn(2, 2, 4, 16), torch.zeros(2)
     expected = decode(q, store, scaling=0.25, sinks=sinks, starts=torch.tensor([2, 0]))

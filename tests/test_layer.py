@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support import as_int8, check_exact, check_turbo, page_codes, store_codes
+from prefill_support import int8_queries
+from support import check_exact, check_turbo, page_codes, store_codes
 from torch import Tensor
 
 from turbo_hf.chunk import Chunk, chunk_from_mask, chunk_of
@@ -665,7 +666,7 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
             if mode == "fp16":
                 check_exact(got, q, [row.values() for row in rows], scaling=0.3, window=window)
             else:
-                check_turbo(got, as_int8(q, 1), q.dtype, rows, scaling=0.3, window=window)
+                check_turbo(got, int8_queries(q, [0] * len(q)), q.dtype, rows, scaling=0.3, window=window)
         rolled.commit()
         whole.commit()
         assert max(rolled.lengths()) < window - 1 + 64

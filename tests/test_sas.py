@@ -12,7 +12,6 @@ from support import (
     SLACK,
     Codes,
     Exact,
-    as_int8,
     check,
     largest,
     make_store,
@@ -131,7 +130,7 @@ def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: st
     k, v = (tokens(2, 2, 200, 64, device=device) for _ in range(2))
     store, q = make_store(k, v, [200, 70]), tokens(2, 4, 3, 64, device=device)
     got = decode(q, store, scaling=0.05, mode=mode, sas_threshold=threshold)
-    fake = as_int8(q, 1) if mode == "turbo" else q
+    fake = int8_queries(q, [0] * len(q)) if mode == "turbo" else q
     check_sas(got, fake, store_codes(store), threshold, rounds_p=mode == "turbo", scaling=0.05)
 
 

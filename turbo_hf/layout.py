@@ -79,7 +79,8 @@ class KVStore(NamedTuple):
     heads: one `PagedHeads` a bit width, in slot order. order: int64 [B, Hkv], the head in each slot.
     table: int64 [B, blocks], the page of each sealed block, 0 past a row's end. sealed: int64 [B], sealed blocks a row.
     k_open: int8 [B, Hkv, cap, D]. v_open: int8 [B, Hkv, D, cap]. k_scale, v_scale: float32 [B, Hkv, cap].
-    open_len: int64 [B], open tokens a row. block: tokens in a block.
+    open_len: int64 [B], open tokens a row. block: tokens in a block. sealed_host: the numbers in `sealed`, where the
+    host knows them: a launch then need not wait for the device.
     Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
     """
 
@@ -93,6 +94,7 @@ class KVStore(NamedTuple):
     v_scale: torch.Tensor
     open_len: torch.Tensor
     block: int
+    sealed_host: tuple[int, ...] | None = None
 
 
 class Operands(NamedTuple):

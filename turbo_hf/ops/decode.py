@@ -3,6 +3,7 @@
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.prefill import check_queries, check_scores
 from turbo_hf.reference import decode as reference
 
@@ -32,7 +33,7 @@ def decode(
         sinks: float [Hq], one more logit a head in the denominator, without a value.
         mode: "turbo" computes on the INT8 values with q in INT8, one scale a token and head; "fp16" on the
             dequantised ones.
-        sas_threshold: SAS softmax that drops scores this far below the running maximum; None: the exponential.
+        sas_threshold: SAS softmax that drops scores this far below their block's maximum; None: the exponential.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -50,7 +51,12 @@ def decode(
     check_scores(window, softcap, sas_threshold)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
-    return reference.decode(
+    run = reference.decode
+    if uses_triton(backend, q.device, _obstacle(q, store, mode)):
+        from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
+
+        run = launch_decode.decode
+    return run(
         q,
         store,
         scaling=scaling,
@@ -61,3 +67,10 @@ def decode(
         mode=mode,
         sas_threshold=sas_threshold,
     )
+
+
+def _obstacle(q: torch.Tensor, store: KVStore, mode: str) -> str | None:
+    """Why the kernel cannot serve this call."""
+    if mode == "fp16" and q.dtype == torch.float32 and q.shape[3] * store.block > 128 * 64:
+        return f"blocks of {store.block} tokens of {q.shape[3]} channels do not fit in float32"
+    return kernel_obstacle(q)

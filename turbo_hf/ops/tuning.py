@@ -59,3 +59,35 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
         how = "fp16 (8 bit was not measured faster here)" if first is None else f"fp16, from {first} tokens up fp8"
         parts.append(f"head dim {dim}: {how}")
     return "prompts (auto): " + "; ".join(parts)
+
+
+class DecodeTiles(NamedTuple):
+    """blocks: of a tile, one a warp. occupancy: CTAs of an SM. stages: tiles on their way, the one at work included."""
+
+    blocks: int
+    occupancy: int
+    stages: int
+
+
+SHARED_MEMORY = 220 << 10
+"""Bytes of an H200's SM that tiles may fill."""
+
+
+def decode_tiles(block_bytes: int, turbo: bool) -> DecodeTiles:
+    """Tiles of the decode kernel for blocks of so many bytes, K and V (H200: `eval/results/decode-log.md`).
+
+    Mode "fp16" unpacks to the query's type, which takes room: one block at a time.
+    """
+    if not turbo:
+        return DecodeTiles(1, 2, 1)
+    for tiles in (DecodeTiles(4, 2, 3), DecodeTiles(4, 1, 3), DecodeTiles(4, 1, 2)):
+        if tiles.blocks * tiles.occupancy * (tiles.stages - 1) * block_bytes <= SHARED_MEMORY:
+            return tiles
+    return DecodeTiles(2, 1, 2)
+
+
+TILE_COST = {8: 2.3, 4: 1.3, 3: 1.6, 2: 1.1}
+"""Microseconds of a tile of 4 blocks of each width on one SM of an H200, d = 128, 16 rows of 32k tokens."""
+
+TILE_SETUP = 2.6
+"""What it takes to begin an output of decode, in the same unit."""

@@ -2,8 +2,8 @@
 
 import torch
 
-from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.reference.quantize import quantize_tokens
+from turbo_hf.layout import INT8_MAX, AttentionOutput, KVStore
+from turbo_hf.reference.operands import ratio, scaled
 from turbo_hf.reference.softmax import Operand, flash
 from turbo_hf.reference.store import expand
 
@@ -32,7 +32,9 @@ def decode(
     if mode == "fp16":
         codes, q_scale = q, q.new_ones(q.shape[:3], dtype=acc)
     else:
-        codes, q_scale = quantize_tokens(q.masked_fill(padding[:, None, :, None], 0.0))
+        x = q.masked_fill(padding[:, None, :, None], 0.0).float()
+        largest = x.abs().amax(-1)
+        codes, q_scale = torch.round(scaled(x, largest, INT8_MAX)), ratio(largest, INT8_MAX)
     out, lse = flash(
         Operand(codes.to(acc), q_scale.to(acc), query),
         Operand(k.to(acc), k_scale.to(acc), index),

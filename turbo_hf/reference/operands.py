@@ -92,8 +92,8 @@ def _valid(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     """x [B, H, M, D] -> [B, H, blocks, block, D], zeros behind the end."""
-    whole: torch.Tensor = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))
-    return whole.unflatten(2, (whole.shape[2] // block, block))
+    whole = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))
+    return whole.reshape(*x.shape[:2], -1, block, x.shape[3])
 
 
 def scaled(x: torch.Tensor, largest: torch.Tensor, top: float) -> torch.Tensor:

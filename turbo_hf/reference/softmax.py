@@ -1,10 +1,10 @@
-"""The flash loop shared by prefill and decode, and its exponential (TurboAttention alg. 1, 2, sec. 4)."""
+"""The flash loop of decode, and the exponential that prefill shares (TurboAttention alg. 2, sec. 4)."""
 
 from typing import NamedTuple
 
 import torch
 
-from turbo_hf.layout import CODE_MAX, AttentionOutput
+from turbo_hf.layout import INT8_MAX, AttentionOutput
 
 TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
@@ -42,14 +42,11 @@ def flash(
     mode: str,
     sas_threshold: float | None,
     block: int,
-    chunk_start: int | None = None,
 ) -> AttentionOutput:
     """Attention of q over k and v, the query tiles in a loop, the key blocks of each side by side.
 
-    The running maximum over key blocks is a cumulative maximum, so that each block sees the maximum that the
-    sequential loop would show it. P gets one scale a query row and key block. Output float32 (float64 for float64).
-    `chunk_start`: the slot of k at which the queries' own keys begin, where they stand in the same order; a causal
-    tile then leaves out the keys behind it.
+    Each block's P is relative to that block's own maximum, whoever computes it and in whatever order: a split over CTAs
+    gives the same P. It has one scale a query row and key block. Output float32 (float64 for float64).
     """
     batch, heads, rows, _ = q.x.shape
     per_row = batch * heads * k.x.shape[2]
@@ -58,11 +55,7 @@ def flash(
     for start in range(0, rows, tile):
         end = min(start + tile, rows)
         part = Operand(q.x[:, :, start:end], q.scale[:, :, start:end], q.place[:, start:end])
-        seen = k.x.shape[2]
-        if causal and chunk_start is not None:
-            seen = min(seen, chunk_start + -(-end // block) * block)
-        near_k, near_v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (k, v))
-        out, lse = _tile(part, near_k, near_v, scaling, causal, window, softcap, sinks, mode, sas_threshold, block)
+        out, lse = _tile(part, k, v, scaling, causal, window, softcap, sinks, mode, sas_threshold, block)
         outs.append(out)
         lses.append(lse)
     return AttentionOutput(torch.cat(outs, 2), torch.cat(lses, 2))
@@ -94,25 +87,25 @@ def _tile(
     allowed = _allowed(q.place, k.place, causal, window)
     score = score.masked_fill(~allowed[:, None, None], -torch.inf).unflatten(-1, (tokens // block, block))
 
-    running = score.amax(-1).cummax(-1).values
-    # a row that has seen no key yet has a maximum of -inf: use 0, its probabilities are 0 anyway
-    base = running.masked_fill(running == -torch.inf, 0.0)
+    own = score.amax(-1)
+    # a row that sees no key of a block has a maximum of -inf there: use 0, its probabilities are 0 anyway
+    base = own.masked_fill(own == -torch.inf, 0.0)
     shifted = score - base[..., None]
     p = torch.exp(shifted) if sas_threshold is None else sas_exp(shifted, sas_threshold)
 
-    last = running[..., -1]
+    last = own.amax(-1)
     if sinks is not None:
         sink = sinks.to(last.dtype).reshape(1, kv_heads, group, 1)
         last = torch.maximum(last, sink)
     top = last.masked_fill(last == -torch.inf, 0.0)
-    rescale = torch.exp(running - top[..., None])
+    rescale = torch.exp(own - top[..., None])
     total = (p.sum(-1) * rescale).sum(-1)
     if sinks is not None:
         total = total + torch.exp(sink - top)
 
     weight = p * v.scale[:, :, None, None].unflatten(-1, (-1, block))
     if mode == "turbo":
-        p_scale = weight.amax(-1, keepdim=True) / CODE_MAX
+        p_scale = weight.amax(-1, keepdim=True) / INT8_MAX
         weight = torch.round(weight / torch.where(p_scale > 0, p_scale, 1.0)) * p_scale
     weight = (weight * rescale[..., None]).flatten(-2).flatten(2, 3)
     out = (weight @ v.x).unflatten(2, (group, rows))

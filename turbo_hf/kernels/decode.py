@@ -1,0 +1,345 @@
+"""Decode attention over the packed cache: one persistent launch over a list of tiles (LeanAttention alg. 4).
+
+A tile is NB blocks of one row and KV head, one block a warp: nothing in the loop crosses warps. Of a block:
+
+    S  = digits(q * step_k) K + q . zero_k        tensor cores, INT8, exact: the channel steps live in q, as two digits
+    P  = round(127 exp(S - max S))                INT8, one scale a query row and block
+    O += (V P step_v + sum P zero_v) * scale      tensor cores, then one multiply-add a channel
+
+The query rows stand in the M of the first product and in the N of the second, so that what a thread holds of P is what
+it needs of P for the second (`turbo_hf.layout.VALUE_ORDER`).
+"""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.kernels._common import as_int8, tanh
+from turbo_hf.kernels.block_attention import INT8_MAX, LN_2, LOG2_E, accumulate, attend, even, scores
+from turbo_hf.kernels.tiles import channels, keys_of, packed_bytes, to_values, values_of
+from turbo_hf.kernels.unpack import entry
+
+
+@triton.jit
+def _walk(
+    heads, slot, table, blocks, page, sealed, begin, end, q_at, factor, first, last, softcap, sas_threshold,
+    acc, m, mass,
+    SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SAS: tl.constexpr,
+    CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Tiles begin to end of sealed blocks of one slot. heads: (k, v, meta, scale); q_at: the query in scratch."""
+    k_ptr, v_ptr, meta_ptr, scale_ptr = heads
+    NB: tl.constexpr = acc.shape[0]
+    DP: tl.constexpr = acc.shape[1]
+    R: tl.constexpr = m.shape[1]
+    STAGE2: tl.constexpr = BITS != 8
+    BYTES: tl.constexpr = BLOCK * D * BITS // 8
+    nb = tl.arange(0, NB)
+    d = tl.arange(0, DP)
+    column = tl.arange(0, BLOCK)[None, None, :]
+    c = channels(D, DP, 1 if BITS == 8 else (8 if BITS == 3 else 8 // BITS))
+    q = _query(q_at, c, c < D, R, D)
+    # tiles that every query row sees whole
+    inner_begin = tl.cdiv(tl.max(tl.max(tl.max(first, 2), 1), 0), NB * BLOCK)
+    nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
+    inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        block = tile * NB + nb
+        live = block < sealed
+        at = page * SLOTS + slot
+        packed = at * BYTES
+        keys = keys_of(k_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
+        values = values_of(v_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
+        k_scale = tl.load(scale_ptr + 2 * at, mask=live, other=0.0)
+        v_scale = tl.load(scale_ptr + 2 * at + 1, mask=live, other=0.0)
+        if STAGE2:
+            meta, shown = (meta_ptr + at * (4 * D))[:, None], live[:, None]
+            k_step = packed_bytes(meta + c[None, :], shown, c[None, :], D, DP)
+            k_zero = packed_bytes(meta + D + c[None, :], shown, c[None, :], D, DP)
+            v_step = packed_bytes(meta + 2 * D + d[None, :], shown, d[None, :], D, DP)
+            v_zero = packed_bytes(meta + 3 * D + d[None, :], shown, d[None, :], D, DP)
+        else:
+            k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
+        # the next tile's pages, while this one's keys are on their way
+        page = entry(table + block + NB, block + NB < blocks, ASM)
+        x = scores(q, keys, k_step, k_zero, STAGE2, ASM)
+        # never 0, so that -inf times it is -inf
+        unit = tl.maximum(k_scale[:, None] * factor[None, :], 1e-37)
+        if CAPPED:
+            x = tanh(x * unit[:, :, None] / softcap) * (softcap * LOG2_E)
+            unit = unit * 0 + 1
+        if (tile < inner_begin) | (tile >= inner_end):
+            place = block[:, None, None] * BLOCK + column
+            x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
+        p, total, weight, keep, m, mass = attend(x, unit, v_scale, m, mass, sas_threshold, SAS, False, q.dtype)
+        acc = accumulate(acc, to_values(p, STAGE2), total, values, v_step, v_zero, weight, keep, STAGE2, SPREAD, ASM)
+    return acc, m, mass
+
+
+@triton.jit
+def _rows(chunk, length, head, tokens, GROUP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr):
+    """Of R places of query rows: the token's place in its row, whether there is one, its column, its query head.
+
+    SPREAD: every other place is empty. What is computed of those is left out wherever a thread has both of a pair.
+    """
+    r = tl.arange(0, R)
+    live = r >= 0
+    size: tl.constexpr = R // 2 if SPREAD else R
+    if SPREAD:
+        live = r % 2 == 0
+        r = r // 2
+    r = chunk * size + r
+    query = r % tokens
+    live = live & (r < GROUP * tokens)
+    return length - tokens + query, live, query, head * GROUP + r // tokens
+
+
+@triton.jit
+def _query(q_at, c, ok, R: tl.constexpr, D: tl.constexpr):
+    """q [R, DP] from scratch with its channels in the order c.
+
+    It went through memory to be a load here: then the compiler gives it the layout of a tensor core operand at once.
+    """
+    return tl.load(q_at + tl.arange(0, R)[:, None] * D + c[None, :], mask=ok[None, :], other=0)
+
+
+@triton.jit
+def _open(
+    opened, at, cap, sealed, length, q_at, factor, first, last, softcap, sas_threshold, acc, m, mass,
+    D: tl.constexpr, BLOCK: tl.constexpr, SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """The open tokens of one row and head: INT8 with one scale a token. at: row * Hkv + head, int64."""
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = opened
+    NB: tl.constexpr = acc.shape[0]
+    DP: tl.constexpr = acc.shape[1]
+    R: tl.constexpr = m.shape[1]
+    nb = tl.arange(0, NB)
+    d = tl.arange(0, DP)
+    q = _query(q_at, d, d < D, R, D)
+    # keys in such an order that `to_values` brings the probabilities into time order
+    t = tl.arange(0, BLOCK)
+    column = t // 16 * 16 + t % 8 // 2 * 4 + t % 16 // 8 * 2 + t % 2
+    channel = d[None, :, None]
+    count = length - sealed * BLOCK
+    for start in tl.range(0, count, NB * BLOCK, num_stages=1):
+        token = start + nb[:, None] * BLOCK + column[None, :]
+        place = sealed * BLOCK + token
+        live = place < length
+        keys = packed_bytes(k_ptr + (at * cap + token)[:, None, :] * D + channel, live[:, None, :], channel, D, DP)
+        stored = start + nb[:, None, None] * BLOCK + t[None, None, :]
+        # whole groups of 16, as `cap` has them: what lies past the last token meets a probability of 0
+        values = packed_bytes(v_ptr + (at * D + channel) * cap + stored, stored // 16 * 16 < count, channel, D, DP)
+        k_scale = tl.load(k_scale_ptr + at * cap + token, mask=live, other=0.0)
+        v_scale = tl.load(v_scale_ptr + at * cap + token, mask=live, other=0.0)
+        x = scores(q, keys, k_scale, k_scale, False, ASM) * k_scale[:, None, :] * factor[None, :, None]
+        if CAPPED:
+            x = tanh(x / softcap) * (softcap * LOG2_E)
+        seen = (place[:, None, :] >= first) & (place[:, None, :] < last)
+        x = tl.where(seen & live[:, None, :], x, -float("inf"))
+        p, total, weight, keep, m, mass = attend(x, mass * 0 + 1, v_scale, m, mass, sas_threshold, SAS, True, q.dtype)
+        acc = accumulate(acc, to_values(p, False), total, values, k_scale, k_scale, weight, keep, False, SPREAD, ASM)
+    return acc, m, mass
+
+
+@triton.jit
+def _prepare(
+    q_ptr, q_at, q_strides, row, head, chunk, length, start, tokens,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
+):  # fmt: skip
+    """The query rows of an output to scratch, in INT8 if TURBO. Returns scales, places, and which hold a token."""
+    place, live, query, head_of = _rows(chunk, length, head, tokens, GROUP, R, SPREAD)
+    shown = live & (place >= 0) & (place - length + tokens >= start)
+    d = tl.arange(0, DP)
+    at = q_ptr + row * q_strides[0] + head_of * q_strides[1] + query * q_strides[2]
+    x = tl.load(at[:, None] + d[None, :] * q_strides[3], mask=shown[:, None] & (d < D)[None, :], other=0.0)
+    factor = tl.full([R], 1.0, tl.float32)
+    if TURBO:
+        x = x.to(tl.float32)
+        largest = tl.max(tl.abs(x), 1)
+        factor = tl.div_rn(largest, tl.full([R], INT8_MAX, tl.float32))
+        inverse = tl.div_rn(tl.full([R], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
+        x = as_int8(x * inverse[:, None])
+    tl.store(q_at + tl.arange(0, R)[:, None] * D + d[None, :], x, mask=(d < D)[None, :])
+    tl.debug_barrier()
+    return factor, place, shown
+
+
+@triton.jit
+def _combine(acc, m, mass, SPREAD: tl.constexpr):
+    """The warps' sums as one: O [N, DP], maximum [N], sum [N]."""
+    if SPREAD:
+        m, mass = even(m), even(mass)
+    top = tl.max(m, 0)
+    rest = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top)[None, :])
+    return tl.trans(tl.sum(acc * rest[:, None, :], 0)), top, tl.sum(mass * rest, 0)
+
+
+@triton.jit
+def _leave_part(o, top, total, part):
+    """A partial result to memory, complete before this CTA reports it."""
+    N: tl.constexpr = o.shape[0]
+    DP: tl.constexpr = o.shape[1]
+    n = tl.arange(0, N)
+    tl.store(part + n[:, None] * DP + tl.arange(0, DP)[None, :], o)
+    tl.store(part + N * DP + n, top)
+    tl.store(part + N * DP + N + n, total)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
+    """The partial results of one output, in the order of its tiles: O [N, DP], maximum [N], sum [N].
+
+    PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits.
+    """
+    n = tl.arange(0, N)
+    d = tl.arange(0, DP)
+    top = tl.full([N], -float("inf"), tl.float32)
+    total = tl.zeros([N], tl.float32)
+    o = tl.zeros([N, DP], tl.float32)
+    for start in tl.range(0, count, PARTS, num_stages=1):
+        i = start + tl.arange(0, PARTS)
+        # a CTA leaves one part of the output that it ends with, and one of any other
+        at = parts_ptr + (2 * (first_cta + i) + (i == 0)).to(tl.int64) * (N * (DP + 2))
+        live = (i < count)[:, None]
+        stats = at[:, None] + N * DP + n[None, :]
+        found = tl.load(stats, mask=live, other=-float("inf"), cache_modifier=".cg")
+        sums = tl.load(stats + N, mask=live, other=0.0, cache_modifier=".cg")
+        values = at[:, None, None] + n[None, :, None] * DP + d[None, None, :]
+        part = tl.load(values, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
+        new = tl.maximum(top, tl.max(found, 0))
+        shift = tl.where(new == -float("inf"), 0.0, new)
+        share = tl.exp2(found - shift[None, :])
+        keep = tl.exp2(top - shift)
+        total = total * keep + tl.sum(sums * share, 0)
+        o = o * keep[:, None] + tl.sum(part * share[:, :, None], 0)
+        top = new
+    return o, top, total
+
+
+@triton.jit
+def _finish(
+    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads,
+    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N]."""
+    place, live, query, head_of = _rows(chunk, length, head, tokens, GROUP, o.shape[0], False)
+    padding = (place < 0) | (place - length + tokens < start)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head_of, mask=live, other=0.0).to(tl.float32) * LOG2_E
+        new = tl.maximum(top, sink)
+        share = tl.exp2(top - new)
+        total = total * share + tl.exp2(sink - new)
+        o = o * share[:, None]
+        top = new
+    o = o / tl.where(total > 0, total, 1.0)[:, None]
+    lse = tl.where(padding | (total == 0), -float("inf"), (top + tl.log2(total)) * LN_2)
+    d = tl.arange(0, o.shape[1])
+    at = (row * (kv_heads * GROUP) + head_of) * tokens + query
+    out = tl.where(padding[:, None], 0.0, o).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (at * D)[:, None] + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
+    tl.store(lse_ptr + at, lse, mask=live)
+
+
+@triton.jit
+def _row_of(output, wanted, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr):
+    """Of an output: its row and slot; from memory, if `wanted`: head, sealed blocks, open tokens, first CTA, parts."""
+    row = (output // (kv_heads * chunks)).to(tl.int64)
+    slot = output // chunks % kv_heads
+    head = tl.load(order_ptr + row * kv_heads + slot, mask=wanted, other=0)
+    sealed = tl.load(sealed_ptr + row, mask=wanted, other=0).to(tl.int32)
+    opened = tl.load(open_len_ptr + row, mask=wanted, other=0).to(tl.int32)
+    first_cta = tl.load(groups_ptr + 2 * output, mask=wanted, other=0)
+    count = tl.load(groups_ptr + 2 * output + 1, mask=wanted, other=0)
+    return row, slot, head, sealed, opened, first_cta, count
+
+
+@triton.jit
+def decode_kernel(
+    q_ptr, out_ptr,  # [B, Hq, M, D]
+    lse_ptr, starts_ptr, sinks_ptr,  # float32 [B, Hq, M], int64 [B], [Hq]
+    heads,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
+    opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
+    order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
+    plan_ptr,  # int32: 4 a CTA, 2 an output, as in `ops.schedule`
+    parts_ptr,  # float32 [2 * CTAs, N * (DP + 2)]
+    arrived_ptr,  # int32 [outputs], zeros before and after
+    scratch_ptr,  # [CTAs, R * D], int8 in mode "turbo", else as q
+    q_strides, table_stride, blocks, cap, tokens, window, scaling, softcap, sas_threshold,
+    SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Tiles `plan` gives this CTA. SLOTS, BITS: heads of each width, and the width. R: query rows of a tile, padded.
+
+    The outputs lie [row, slot, part of the query rows]; each has its sealed tiles of NB blocks, then one for its open
+    tokens. With SPREAD, R is twice the rows (`_rows`).
+    """
+    N: tl.constexpr = R // 2 if SPREAD else R
+    cta = tl.program_id(0)
+    share = plan_ptr + 4 * cta
+    output, tile, left = tl.load(share), tl.load(share + 1), tl.load(share + 2)
+    q_at = scratch_ptr + cta.to(tl.int64) * (R * D)
+    kv_heads = 0
+    for g in tl.static_range(len(SLOTS)):
+        kv_heads += SLOTS[g]
+    chunks = tl.cdiv(GROUP * tokens, N)
+    groups_ptr = plan_ptr + 4 * tl.num_programs(0)
+    row, slot, head, sealed, opened_len, first_cta, count = _row_of(
+        output, True, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr
+    )
+    while left > 0:
+        table = table_ptr + row * table_stride
+        block = tile * NB + tl.arange(0, NB)
+        page = entry(table + block, block < blocks, ASM)
+        length = sealed * BLOCK + opened_len
+        start = tl.load(starts_ptr + row).to(tl.int32) if STARTS else 0
+        pages = tl.cdiv(sealed, NB)
+        steps = tl.minimum(left, pages + 1 - tile)
+
+        factor, place, shown = _prepare(
+            q_ptr, q_at, q_strides, row, head, output % chunks, length, start, tokens, GROUP, D, DP, R, SPREAD, TURBO
+        )  # fmt: skip
+        factor = factor * (scaling if CAPPED else scaling * LOG2_E)
+        last = tl.where(shown, place + 1, 0)[None, :, None]
+        first = last - window if WINDOW else last * 0
+
+        # while this output is computed, what the next one needs to begin
+        following = _row_of(output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr)
+        acc = tl.zeros([NB, DP, N], tl.float32)
+        m = tl.full([NB, R], -float("inf"), tl.float32)
+        mass = tl.zeros([NB, R], tl.float32)
+        own = slot
+        for g in tl.static_range(len(SLOTS)):
+            if (own >= 0) & (own < SLOTS[g]):
+                acc, m, mass = _walk(
+                    heads[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), q_at, factor,
+                    first, last, softcap, sas_threshold, acc, m, mass,
+                    SLOTS[g], D, BLOCK, BITS[g], SAS, CAPPED, SPREAD, STAGES, ASM,
+                )  # fmt: skip
+            own -= SLOTS[g]
+        if tile + steps > pages:
+            acc, m, mass = _open(
+                opened, row * kv_heads + head, cap, sealed, length, q_at, factor, first, last, softcap, sas_threshold,
+                acc, m, mass, D, BLOCK, SAS, CAPPED, SPREAD, ASM,
+            )  # fmt: skip
+
+        o, top, total = _combine(acc, m, mass, SPREAD)
+        whole = (tile == 0) & (steps == pages + 1)
+        if not whole:
+            _leave_part(o, top, total, parts_ptr + (2 * cta + (tile == 0)).to(tl.int64) * (N * (DP + 2)))
+            if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == count - 1:
+                # every other CTA of this output is done: no one waits, and the order of the sum is that of the tiles
+                tl.store(arrived_ptr + output, 0)
+                o, top, total = _merge(parts_ptr, first_cta, count, N, DP, PARTS)
+                whole = True
+        if whole:
+            _finish(
+                o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
+                kv_heads, GROUP, D, SINKS,
+            )  # fmt: skip
+        left -= steps
+        output += 1
+        tile = 0
+        row, slot, head, sealed, opened_len, first_cta, count = following

@@ -1,0 +1,113 @@
+"""Packed codes to INT8, in registers (layout: `turbo_hf.layout`).
+
+Each function splits bytes into lanes, 4 bytes at a time, by an and and a shift of whole words. Triton's own `b >> 4` on
+8-bit tensors is expanded byte by byte and costs three times the instructions. ASM is False in the interpreter, which
+runs no assembly; both ways give the same numbers.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def lanes4(w, ASM: tl.constexpr):
+    """The 2 codes of 4 bit in each byte, as int8."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $2, 0x0F0F0F0F; shr.u32 $1, $2, 4; and.b32 $1, $1, 0x0F0F0F0F;",
+            "=&r,=&r,r",
+            [w],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return (w & 15).to(tl.int8), (w >> 4).to(tl.int8)
+
+
+@triton.jit
+def lanes2(w, ASM: tl.constexpr):
+    """The 4 codes of 2 bit in each byte, as int8."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "and.b32 $0, $4, 0x03030303; shr.u32 $1, $4, 2; and.b32 $1, $1, 0x03030303; shr.u32 $2, $4, 4;"
+            "and.b32 $2, $2, 0x03030303; shr.u32 $3, $4, 6; and.b32 $3, $3, 0x03030303;",
+            "=&r,=&r,=&r,=&r,r",
+            [w],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return (w & 3).to(tl.int8), (w >> 2 & 3).to(tl.int8), (w >> 4 & 3).to(tl.int8), (w >> 6).to(tl.int8)
+
+
+@triton.jit
+def lanes1(w, ASM: tl.constexpr):
+    """The 8 codes of 1 bit in each byte, as int8 of value 0 or 4: the high plane of 3-bit codes."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $8, 2; and.b32 $0, $0, 0x04040404; shl.b32 $1, $8, 1; and.b32 $1, $1, 0x04040404;"
+            "and.b32 $2, $8, 0x04040404; shr.u32 $3, $8, 1; and.b32 $3, $3, 0x04040404;"
+            "shr.u32 $4, $8, 2; and.b32 $4, $4, 0x04040404; shr.u32 $5, $8, 3; and.b32 $5, $5, 0x04040404;"
+            "shr.u32 $6, $8, 4; and.b32 $6, $6, 0x04040404; shr.u32 $7, $8, 5; and.b32 $7, $7, 0x04040404;",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [w],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        return (
+            ((w & 1) << 2).to(tl.int8),
+            ((w >> 1 & 1) << 2).to(tl.int8),
+            (w & 4).to(tl.int8),
+            (w >> 1 & 4).to(tl.int8),
+            (w >> 2 & 4).to(tl.int8),
+            (w >> 3 & 4).to(tl.int8),
+            (w >> 4 & 4).to(tl.int8),
+            (w >> 5 & 4).to(tl.int8),
+        )
+
+
+@triton.jit
+def digits(q, step, ASM: tl.constexpr):
+    """q * step as two INT8 digits, q * step = 256 * high + low; q and step int8 of one shape. Exact.
+
+    The step of a channel so moves from every key to the query, and the product of codes stays one of INT8.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 a, b, c, d;"
+            # one byte of q a register, so that each dot product is a single product with its step, plus 128
+            "prmt.b32 a, $2, 0, 0x4440; prmt.b32 b, $2, 0, 0x4414;"
+            "prmt.b32 c, $2, 0, 0x4244; prmt.b32 d, $2, 0, 0x3444;"
+            "dp4a.s32.s32 a, a, $3, 128; dp4a.s32.s32 b, b, $3, 128;"
+            "dp4a.s32.s32 c, c, $3, 128; dp4a.s32.s32 d, d, $3, 128;"
+            "prmt.b32 a, a, b, 0x5140; prmt.b32 c, c, d, 0x5140;"
+            "prmt.b32 $0, a, c, 0x7632; prmt.b32 $1, a, c, 0x5410; xor.b32 $1, $1, 0x80808080; }",
+            "=&r,=&r,r,r",
+            [q, step],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        x = q.to(tl.int32) * step.to(tl.int32) + 128
+        return (x >> 8).to(tl.int8), ((x & 255) - 128).to(tl.int8)
+
+
+@triton.jit
+def entry(pointer, mask, ASM: tl.constexpr):
+    """One int64 a pointer, 0 where masked, by a load that the software pipeline leaves in its place."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; @p ld.global.nc.b64 $0, [$1]; }",
+            "=&l,l,r",
+            [pointer, mask.to(tl.int32)],
+            dtype=tl.int64,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.load(pointer, mask=mask, other=0)

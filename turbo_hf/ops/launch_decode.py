@@ -1,0 +1,137 @@
+"""Launch of the decode kernel: its plan and its workspace. Imported where it runs: it needs Triton."""
+
+from functools import lru_cache
+
+import torch
+import triton
+
+from turbo_hf.kernels.decode import decode_kernel
+from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.ops.schedule import Plan, stream_k, tiles_of
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, decode_tiles
+
+PARTS = 32
+"""Partial results that the merge takes at a time, of 4 query rows and 128 channels."""
+
+
+LEAST = 2
+"""Tiles of a CTA, where there is a choice."""
+
+
+@lru_cache(maxsize=8)
+def _sms(device: torch.device) -> int:
+    """Streaming multiprocessors; without a GPU the number by which tests cut their small cases."""
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    sealed: tuple[int, ...],
+    groups: tuple[tuple[int, int], ...],
+    chunks: int,
+    ctas: int,
+    blocks: int,
+    device: torch.device,
+) -> tuple[Plan, torch.Tensor]:
+    """The plan of a cache with these lengths, and its words on the device."""
+    cost = torch.tensor([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
+    tiles = torch.tensor(tiles_of(sealed, blocks)).repeat_interleave(len(cost))
+    # one round of the merge has room for so many parts of an output, and a part of one tile is not worth its merge
+    ctas = max(1, min(ctas, PARTS * len(tiles), int(tiles.sum()) // LEAST))
+    plan = stream_k(tiles, cost.repeat(len(sealed)), ctas, TILE_SETUP * 4 / blocks)
+    return plan, plan.words.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def _workspace(
+    device: torch.device, stream: int, ctas: int, outputs: int, floats: int, scratch: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Partial results, arrival counters (zeros, as each launch leaves them) and the quantized queries of each CTA."""
+    return (
+        torch.empty(2 * ctas * floats, dtype=torch.float32, device=device),
+        torch.zeros(outputs, dtype=torch.int32, device=device),
+        torch.empty(ctas * scratch, dtype=torch.int8, device=device),
+    )
+
+
+def decode(
+    q: torch.Tensor,
+    store: KVStore,
+    *,
+    scaling: float,
+    starts: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
+) -> AttentionOutput:
+    """`ops.decode` by the Triton kernel; arguments as there, checked."""
+    _, heads, tokens, dim = q.shape
+    kv_heads, cap = store.k_open.shape[1:3]
+    group = heads // kv_heads
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    rows, spread = 8, group * tokens <= 4
+    per_output = rows // 2 if spread else rows
+    chunks = -(-group * tokens // per_output)
+    padded = max(32, triton.next_power_of_2(dim))
+    groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.heads)
+    tune = decode_tiles(padded * store.block * max(bits for bits, _ in groups) // 4, mode == "turbo")
+    sealed = store.sealed_host
+    if sealed is None:
+        sealed = tuple(store.sealed.tolist())
+    plan, words = _plan(sealed, groups, chunks, _sms(q.device) * tune.occupancy, tune.blocks, q.device)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    turbo = mode == "turbo"
+    parts, arrived, scratch = _workspace(
+        q.device, stream, _sms(q.device) * tune.occupancy, plan.outputs, per_output * (padded + 2),
+        rows * dim * (1 if turbo else q.element_size()),
+    )  # fmt: skip
+    decode_kernel[(plan.ctas,)](
+        q,
+        out,
+        lse,
+        store.open_len if starts is None else starts,
+        lse if sinks is None else sinks,
+        tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
+        (store.k_open, store.v_open, store.k_scale, store.v_scale),
+        store.order.contiguous(),
+        store.table,
+        store.sealed,
+        store.open_len,
+        words,
+        parts,
+        arrived,
+        scratch if turbo else scratch.view(q.dtype),
+        q.stride(),
+        store.table.stride(0),
+        store.table.shape[1],
+        cap,
+        tokens,
+        window or 0,
+        scaling,
+        softcap or 0.0,
+        sas_threshold or 0.0,
+        SLOTS=tuple(slots for _, slots in groups),
+        BITS=tuple(bits for bits, _ in groups),
+        GROUP=group,
+        D=dim,
+        DP=padded,
+        BLOCK=store.block,
+        NB=tune.blocks,
+        R=rows,
+        SPREAD=spread,
+        TURBO=turbo,
+        WINDOW=window is not None,
+        CAPPED=softcap is not None,
+        SAS=sas_threshold is not None,
+        STARTS=starts is not None,
+        SINKS=sinks is not None,
+        STAGES=tune.stages,
+        PARTS=max(1, min(triton.next_power_of_2(plan.parts), PARTS * 512 // (per_output * padded))),
+        ASM=q.is_cuda,
+        num_warps=tune.blocks,
+    )
+    return AttentionOutput(out, lse)

@@ -1,0 +1,96 @@
+"""Which CTA computes which tiles: the stream-K plan of decode attention, a pure function of lengths.
+
+An *output* is what one row and KV head (and, for many query rows, one part of them) attend to. Its tiles are runs of
+sealed blocks, in time order, and one last tile for all open tokens: so the plan changes only when a row gets another
+tile, not with each token. The tiles of all outputs stand end to end, and each CTA takes one contiguous run of them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Plan(NamedTuple):
+    """ctas: CTAs that have work. outputs: how many. steps: tiles of all outputs. parts: most CTAs of one output.
+
+    words: int32 [4 * ctas + 2 * outputs]. For each CTA: its first output, the tile of it at which it begins, its
+    number of tiles, 0. For each output: the first CTA that has a part of it, and how many have.
+    """
+
+    ctas: int
+    outputs: int
+    steps: int
+    parts: int
+    words: torch.Tensor
+
+
+def tiles_of(sealed: Sequence[int], blocks: int) -> list[int]:
+    """Tiles of each row: its sealed blocks, `blocks` a tile, and one for its open tokens."""
+    return [-(-n // blocks) + 1 for n in sealed]
+
+
+def stream_k(tiles: torch.Tensor, cost: torch.Tensor, ctas: int, setup: float = 0.0) -> Plan:
+    """Equal contiguous shares of all tiles for `ctas` CTAs; whole outputs where those come out as even.
+
+    Args:
+        tiles: int64 [outputs], tiles of each output, at least 1.
+        cost: float64 [outputs], what one tile of it takes, in any unit.
+        ctas: CTAs that run at once.
+        setup: what it takes to begin an output, or to leave a part of it to be merged, in the same unit.
+
+    Returns:
+        Plan; no share exceeds the mean by more than the cost of two tiles and three setups.
+
+    Raises:
+        ValueError: an output without tiles, or no CTAs.
+
+    Source: LeanAttention alg. 4.
+    """
+    if ctas < 1 or int(tiles.min()) < 1:
+        raise ValueError(f"a plan needs CTAs, and a tile of each output; got {ctas} CTAs, {int(tiles.min())} tiles.")
+    work = tiles * cost
+    ends = (work + setup).cumsum(0)
+    at = ends[-1] * torch.arange(1, ctas, dtype=torch.float64) / ctas
+    output = torch.searchsorted(ends, at, right=True).clamp(max=len(tiles) - 1)
+    first = tiles.cumsum(0) - tiles
+
+    below = torch.where(output > 0, ends[output - 1], 0.0)
+    nearest = torch.where(at - below < ends[output] - at, output, output + 1)
+    bounds = torch.cat((ends.new_zeros(1), ends))[torch.cat((nearest, nearest.new_tensor([len(tiles)])))]
+    if float(bounds.diff(prepend=bounds.new_zeros(1)).max()) <= float(ends[-1]) / ctas + 2 * setup:
+        return from_edges(tiles, torch.cat((first, tiles.sum()[None]))[nearest])
+
+    # a boundary falls on a tile's edge, and on the output's own where that is nearer than a setup is worth
+    inside = (at - below - setup).clamp(min=0)
+    tile = torch.minimum(torch.ceil(inside / cost[output] - 1e-9).long(), tiles[output])
+    tile = torch.where(inside < setup, 0, torch.where(work[output] - inside < setup, tiles[output], tile))
+    return from_edges(tiles, first[output] + tile)
+
+
+def whole_outputs(tiles: torch.Tensor) -> Plan:
+    """One CTA an output: FlashAttention-2. tiles: int64 [outputs]."""
+    return from_edges(tiles, tiles.cumsum(0)[:-1])
+
+
+def fixed_split(tiles: torch.Tensor, parts: int) -> Plan:
+    """Each output in `parts` equal shares, as far as it has tiles: FlashDecoding. tiles: int64 [outputs]."""
+    first = tiles.cumsum(0) - tiles
+    share = -(-(tiles[:, None] * torch.arange(parts)) // parts)
+    return from_edges(tiles, (first[:, None] + share).flatten()[1:])
+
+
+def from_edges(tiles: torch.Tensor, edges: torch.Tensor) -> Plan:
+    """The plan whose CTAs begin at tile 0 and at each tile number in `edges` (sorted; repeats are left out)."""
+    ends = tiles.cumsum(0)
+    steps = int(ends[-1])
+    begin = torch.unique_consecutive(torch.cat((edges.new_zeros(1), edges[(edges > 0) & (edges < steps)])))
+    output = torch.searchsorted(ends, begin, right=True)
+    tile = begin - (ends - tiles)[output]
+    count = torch.diff(begin, append=begin.new_tensor([steps]))
+    ctas = torch.stack((output, tile, count, torch.zeros_like(tile)), 1)
+    first = torch.searchsorted(begin, ends - tiles, right=True) - 1
+    last = torch.searchsorted(begin, ends - 1, right=True) - 1
+    groups = torch.stack((first, last - first + 1), 1)
+    words = torch.cat((ctas.flatten(), groups.flatten())).to(torch.int32)
+    return Plan(len(begin), len(tiles), steps, int(groups[:, 1].max()), words)
