@@ -147,9 +147,9 @@ def prefill(
 
     def run(parts: Operands, rotated: torch.Tensor, bias: torch.Tensor | None, mode: str, *, repair: bool) -> None:
         precise, raw = mode == "fp16", parts.v is None
-        tiles = prefill_tiles(mode, dim)
         wide = half_type(q.dtype) if mode == "half" else q.dtype
         padded_dim = _padded_dim(dim)
+        tiles = prefill_tiles(mode, padded_dim, q.element_size(), block)
         k_tiles = v_tiles = None
         if not precise:
             k_tiles = TensorDescriptor.from_tensor(parts.k.view(-1, dim), [block, padded_dim])
@@ -162,7 +162,7 @@ def prefill(
             *q.stride()[:3], *rotated.stride()[:3], *k.stride()[:3], *v.stride()[:3], *result.stride()[:3],
             tokens, parts.k.shape[2], 0 if past is None else past.table.shape[1] * past.block,
             0 if past is None else past.k_open.shape[2], scaling, _log2(softcap), sas_threshold or 0.0,
-            HEADS=heads, GROUP=heads // kv_heads, D=dim, DP=padded_dim, BLOCK_M=tiles.block_m, BLOCK=block,
+            HEADS=heads, GROUP=heads // kv_heads, D=dim, DP=padded_dim, BLOCK_M=tiles.block_m, BLOCK=tiles.block_n,
             PAST_BLOCK=64 if past is None else past.block, WINDOW=window or 0, CAUSAL=causal, QK_INT8=not precise,
             P_TYPE=P_TYPES.get(mode, TL_TYPES[wide]), WIDE=TL_TYPES[q.dtype], P_LOG2=P_LOG2[mode],
             K_TOKEN=mode in ("int8", "half"), V_RAW=raw, V_CHANNEL=parts.v_channel is not None, BIAS=bias is not None,

@@ -6,20 +6,30 @@ import torch
 
 
 class PrefillTiles(NamedTuple):
-    """block_m: queries of a tile. warps: of a program. stages: of the load pipeline."""
+    """block_m: queries of a tile. block_n: keys of one. warps: of a program. stages: of the load pipeline."""
 
     block_m: int
+    block_n: int
     warps: int
     stages: int
 
 
-def prefill_tiles(mode: str, dim: int) -> PrefillTiles:
-    """Tiles of the general prefill kernel (H200: `eval/results`)."""
+def prefill_tiles(mode: str, dim: int, itemsize: int, block: int) -> PrefillTiles:
+    """Tiles of the general prefill kernel (H200: `eval/results/prefill-log.md`).
+
+    Args:
+        dim: channels, padded. itemsize: bytes of one of the model's own numbers. block: keys that share a scale of P;
+            without such scales ("fp16") a tile is as long as shared memory allows.
+    """
     if mode == "fp16":
-        return PrefillTiles(128, 8, 3) if dim <= 128 else PrefillTiles(64, 8, 2)
+        if itemsize > 2:
+            return PrefillTiles(64, min(block, 32), 8, 1 if dim > 128 else 2)
+        return PrefillTiles(128, block, 8, 3) if dim <= 128 else PrefillTiles(64, min(block, 64), 8, 2)
+    if mode == "half" and itemsize > 2:
+        return PrefillTiles(64, block, 4 if dim <= 128 else 8, 1)
     if dim > 128:
-        return PrefillTiles(64, 8, 2)
-    return PrefillTiles(64, 4, 2 if mode == "half" else 3)
+        return PrefillTiles(64, block, 8, 1 if mode == "half" else 2)
+    return PrefillTiles(64, block, 4, 2 if mode == "half" else 3)
 
 
 AUTO_PREFILL = {(9, 0): {64: 8192, 128: 4096}}
