@@ -11,9 +11,9 @@ import re
 import time
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
 
-from turbo_hf.config import PRESETS
+from turbo_hf.config import PRESETS, TurboConfig, resolve_config
 from turbo_hf.eval.paired import paired
 from turbo_hf.patching import patch
 
@@ -125,7 +125,10 @@ def main(
     model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
     data: Annotated[Path, typer.Argument(help="The folder of task sets.")],
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")],
-    method: Annotated[list[str] | None, typer.Option(help="A preset; may be repeated. Default: all.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="preset or preset/attention; may be repeated. Default: all.")
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="A family; may be repeated. Default: all.")] = None,
     longest: Annotated[int, typer.Option(help="Tokens of the longest prompt taken.")] = 16384,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
 ) -> None:
@@ -133,7 +136,8 @@ def main(
     tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     loaded = loaded.to(device).eval()
-    items = load_items(data, tokenizer, longest)
+    items = [item for item in load_items(data, tokenizer, longest) if not task or item.task in task]
+    configs = {name: _config(name) for name in method or PRESETS}
     facts = {
         "model": Path(model).name,
         "device": _device_name(device),
@@ -144,15 +148,22 @@ def main(
     runs: dict[str, list[bool]] = {}
     seconds: dict[str, float] = {}
     table: dict[str, Any] = {}
-    for name in ("baseline", "baseline again", *(method or PRESETS)):
+    for name in ("baseline", "baseline again", *configs):
         start = time.perf_counter()
-        with patch(loaded, name) if name in PRESETS else nullcontext():
+        with patch(loaded, configs[name]) if name in configs else nullcontext():
             runs[name] = answers(loaded, tokenizer, items, name)
         seconds[name] = round(time.perf_counter() - start, 1)
         table = _table(items, runs)
         # written after each method: a run that is cut short keeps what it has
         out.write_text(json.dumps({**facts, "seconds": seconds, "families": table}, indent=1))
     _print(table)
+
+
+def _config(method: str) -> TurboConfig:
+    """ "turbo4", or "turbo4/fp8" for its cache with another attention of prompts."""
+    preset, _, attention = method.partition("/")
+    chosen = resolve_config(preset)
+    return replace(chosen, attention=cast(Any, attention)) if attention else chosen
 
 
 def _device_name(device: str) -> str:

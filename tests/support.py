@@ -366,20 +366,6 @@ def store_codes(store: KVStore) -> list[Codes]:
     return rows
 
 
-def join(past: Codes, k: Tensor, v: Tensor, block: int) -> Codes:
-    """A row's past followed by a chunk k, v [Hkv, m, D], quantized block by block from the chunk's start."""
-    (k_codes, k_scale), (v_codes, v_scale) = quantized(k, block), quantized(v, block)
-    first = int(past.tile.max()) + 1 if past.tile.numel() else 0
-    tile = first + torch.arange(k.shape[1]) // block
-    return Codes(
-        torch.cat((past.k, k_codes), 1),
-        torch.cat((past.k_scale, k_scale), 1),
-        torch.cat((past.v, v_codes), 1),
-        torch.cat((past.v_scale, v_scale), 1),
-        torch.cat((past.tile, tile)),
-    )
-
-
 def no_past(heads: int, dim: int) -> Codes:
     """The past of a prompt."""
     empty, scale = torch.zeros(heads, 0, dim, dtype=torch.float64), torch.zeros(heads, 0, dtype=torch.float64)

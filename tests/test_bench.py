@@ -393,3 +393,18 @@ def test_a_short_text_is_read_again(tmp_path: Path) -> None:
     if not tokenizer("").input_ids:
         with pytest.raises(ValueError, match="has no text"):
             token_ids(tokenizer, path, 50)
+
+
+def test_first_token_of_a_tiny_model() -> None:
+    words = ["bench", "first-token", "--tiny", "--layers", "2", "--length", "100", "--seconds", "0", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*words, "--mode", "auto", "--mode", "fp16", "--json"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["method"] for row in rows] == ["SDPA", "auto", "fp16"]
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_first_token_refuses_an_unknown_mode() -> None:
+    done = CliRunner().invoke(app, ["bench", "first-token", "--tiny", "--mode", "fast", "--device", "cpu"])
+    assert done.exit_code != 0
+    assert "unknown mode fast" in done.output

@@ -7,17 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from prefill_support import int8_queries
+from prefill_support import chunk_codes, int8_queries
 from support import (
     SLACK,
     Codes,
     Exact,
-    as_int8,
     check,
-    join,
     largest,
     make_store,
-    no_past,
     oracle,
     store_codes,
     tokens,
@@ -26,6 +23,7 @@ from support import (
 
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.decode import decode
+from turbo_hf.ops.operands import quantize_operands
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.reference.softmax import sas_exp
 
@@ -141,12 +139,14 @@ def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: st
 def test_prefill_drops_no_more_than_the_threshold_says(threshold: float, mode: str, device: torch.device) -> None:
     q, k, v = tokens(1, 4, 130, 64, device=device), *(tokens(1, 2, 130, 64, device=device) for _ in range(2))
     got = prefill(q, k, v, scaling=0.05, mode=mode, sas_threshold=threshold)
-    row = join(no_past(2, 64), k[0], v[0], 64)
     if mode == "fp16":
         one = torch.ones(2, 130, dtype=torch.float64)
-        row = Codes(k[0].double().cpu(), one, v[0].double().cpu(), one, row.tile)
-    fake = as_int8(q, 64) if mode == "turbo" else q
-    check_sas(got, fake, [row], threshold, rounds_p=mode == "turbo", scaling=0.05)
+        row = Codes(k[0].double().cpu(), one, v[0].double().cpu(), one, torch.arange(130) // 128)
+        check_sas(got, q, [row], threshold, rounds_p=False, scaling=0.05)
+        return
+    parts = quantize_operands(k, v, mode=mode, backend="reference")
+    row = chunk_codes(parts, v[0], 0, 130, 128)
+    check_sas(got, int8_queries(q, [0]), [row], threshold, rounds_p=True, scaling=0.05)
 
 
 def peaked(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

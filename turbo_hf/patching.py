@@ -238,8 +238,8 @@ def _apply(
         # not a bound method: a deep copy of the model takes a partial along with its maker of caches
         module.__dict__[name] = functools.partial(method, module)
     called = family.name if family else f"{text.model_type}: generic path, no test of its own"
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    prompts = describe_prefill(config.attention, model.device, dim)
+    dims = {int(getattr(module, "head_dim", 0)) for module in modules.values()} - {0}
+    prompts = describe_prefill(config.attention, model.device, dims)
     special = family.notes if family else ""
     report = Report(type(model).__name__, called, special, config, tuple(layers), prompts, tuple(notes))
     return Handle(model, report, maker, hooks, replaced, previous)

@@ -13,6 +13,10 @@ WARM_UP = 3
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 100
 
+BURST_MS = 150.0
+"""How long one method runs back to back, as the layers of a model do: a GPU's clock follows its power, and a single
+call after a pause runs at a clock that no prompt of a model sees."""
+
 FLUSH_BYTES = 1 << 30
 """Written before each timed call on a GPU: pushes the inputs out of L2, and takes long enough that the host has queued
 the call's kernels before the GPU is ready for them."""
@@ -21,26 +25,30 @@ Call = Callable[[], object]
 
 
 class Stopwatch:
-    """Times single calls on one device, in milliseconds: CUDA events on a GPU, the wall clock elsewhere."""
+    """Times calls on one device, in milliseconds: CUDA events on a GPU, the wall clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._events = device.type == "cuda"
+        self.burst_ms = BURST_MS if self._events else 0.0
         self._flush = torch.empty(FLUSH_BYTES if self._events else 0, dtype=torch.int8, device=device)
 
-    def __call__(self, call: Call) -> float:
+    def __call__(self, call: Call, burst: int = 1) -> float:
+        """Median of `burst` calls, one right after the other."""
         if not self._events:
             start = time.perf_counter()
-            call()
-            return 1e3 * (time.perf_counter() - start)
+            for _ in range(burst):
+                call()
+            return 1e3 * (time.perf_counter() - start) / burst
         with torch.cuda.device(self.device):  # events are recorded on the current device's stream
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._flush.zero_()
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-        return float(begin.elapsed_time(end))
+            pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(burst)]
+            for begin, end in pairs:
+                self._flush.zero_()
+                begin.record()
+                call()
+                end.record()
+            pairs[-1][1].synchronize()
+        return statistics.median(float(begin.elapsed_time(end)) for begin, end in pairs)
 
 
 def side_by_side(calls: dict[str, Call], stopwatch: Stopwatch, seconds: float) -> dict[str, list[float]]:
@@ -49,13 +57,16 @@ def side_by_side(calls: dict[str, Call], stopwatch: Stopwatch, seconds: float) -
     Rounds go on for about `seconds`, at least LEAST_ROUNDS and at most MOST_ROUNDS of them, after a warm-up.
     """
     # the last of the warm-up calls, compiled and loaded, says how long a round takes
-    once = sum([stopwatch(call) for _ in range(WARM_UP)][-1] for call in calls.values())
-    rounds = min(max(int(1e3 * seconds / once), LEAST_ROUNDS), MOST_ROUNDS)
+    once = {name: [stopwatch(call) for _ in range(WARM_UP)][-1] for name, call in calls.items()}
+    longest = stopwatch.burst_ms
+    bursts = {name: max(1, round(longest / max(ms, 1e-3))) for name, ms in once.items()}
+    whole = sum(bursts[name] * ms for name, ms in once.items())
+    rounds = min(max(int(1e3 * seconds / whole), LEAST_ROUNDS), MOST_ROUNDS)
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
     for _ in range(rounds):
         for name in order:
-            times[name].append(stopwatch(calls[name]))
+            times[name].append(stopwatch(calls[name], bursts[name]))
         order = order[1:] + order[:1]
     return times
 

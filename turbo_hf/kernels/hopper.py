@@ -223,14 +223,14 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_scale, broken, q_smem, one
         else:
             total = _lane_sum(P)
         k_next = gl.load(k_scales + gl.maximum(j - 1, 0))
-        v_next = _log2(gl.load(v_scales + gl.maximum(j - 1, 0)))
+        v_next = gl.load(v_scales + gl.maximum(j - 1, 0))
 
         for _ in range(n - 1):
             j -= 1
             c = q_scale * k_next
-            v_exp = v_next
+            v_exp = _log2(v_next)  # here, not where it is loaded: nothing may wait for a load
             k_next = gl.load(k_scales + gl.maximum(j - 1, 0))
-            v_next = _log2(gl.load(v_scales + gl.maximum(j - 1, 0)))
+            v_next = gl.load(v_scales + gl.maximum(j - 1, 0))
             nxt = (it + 1) % STAGES
             mbarrier.wait(full.index(nxt), ((it + 1) // STAGES) & 1)
             S = warpgroup_mma(q_wg, k_smem.index(nxt).permute((1, 0)), s_zero, use_acc=False, is_async=True)

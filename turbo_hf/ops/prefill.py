@@ -105,6 +105,11 @@ def prefill(
         "hadamard": hadamard,
     }
     if uses_triton(backend, q.device, kernel_obstacle(q, mode)):
+        if not torch.compiler.is_compiling():
+            from turbo_hf.ops import launch  # noqa: PLC0415 - needs Triton
+
+            return launch.prefill(q, k, v, **choices)
+        # torch.compile sees one operator
         tensors, numbers = pack_past(choices.pop("past"))
         return AttentionOutput(*library.prefill(q, k, v, tensors, numbers, **choices))
     return reference.prefill(q, k, v, **choices)

@@ -47,16 +47,18 @@ def prefill_mode(attention: str, q: torch.Tensor) -> str:
     return "fp8" if narrow and first is not None and q.shape[2] >= first else "fp16"
 
 
-def describe_prefill(attention: str, device: torch.device, dim: int) -> str:
-    """One line on how prompts are computed, for reports."""
-    first = fast_from(device, dim)
+def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> str:
+    """One line on how prompts are computed by layers of these head dims, for reports."""
     if attention != "auto":
         return f"prompts: {attention}"
-    if first == 0:
+    if device.type != "cuda":
         return "prompts: turbo (auto, without a GPU)"
-    if first is None:
-        return "prompts: fp16 (auto: 8-bit prefill was not measured on this GPU with this head dim; name one to use it)"
-    return f"prompts: fp8 from {first} tokens up, fp16 below, where it is faster (auto)"
+    parts = []
+    for dim in sorted(dims):
+        first = fast_from(device, dim)
+        how = "fp16 (8 bit was not measured faster here)" if first is None else f"fp16, from {first} tokens up fp8"
+        parts.append(f"head dim {dim}: {how}")
+    return "prompts (auto): " + "; ".join(parts)
 
 
 class DecodeTiles(NamedTuple):

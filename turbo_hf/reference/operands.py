@@ -87,13 +87,13 @@ def _valid(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     """bool [B, M]: which slots of aligned x hold a token."""
     column = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
     count = torch.full_like(column[:, :1], x.shape[2])
-    tokens = count if starts is None else count - starts[:, None]
-    return torch.lt(column, tokens)
+    return column < (count if starts is None else count - starts[:, None])
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     """x [B, H, M, D] -> [B, H, blocks, block, D], zeros behind the end."""
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block)).unflatten(2, (-1, block))
+    whole = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))
+    return whole.reshape(*x.shape[:2], -1, block, x.shape[3])
 
 
 def scaled(x: torch.Tensor, largest: torch.Tensor, top: float) -> torch.Tensor:

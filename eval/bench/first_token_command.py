@@ -1,0 +1,63 @@
+"""`turbo-hf bench first-token`: the table and the JSON."""
+
+from dataclasses import asdict, replace
+from typing import Annotated, Any, cast
+
+import typer
+from rich.table import Table
+
+from turbo_hf.config import ATTENTION_MODES, resolve_config
+from turbo_hf.console import Device, Json, err, fail, out
+from turbo_hf.eval.bench.facts import facts, headline
+from turbo_hf.eval.bench.first_token import Row, first_token, shaped_like_8b
+from turbo_hf.eval.bench.options import Folder, as_json, find_device, one_of
+from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
+from turbo_hf.eval.bench.timing import Stopwatch
+
+
+def first_token_command(
+    mode: Annotated[
+        list[str] | None, typer.Option("--mode", help="auto or a mode of prefill; may be repeated.")
+    ] = None,
+    length: Annotated[str, typer.Option(help="Tokens of the prompt, such as 32k.")] = "32k",
+    batch: Annotated[int, typer.Option(min=1, help="Prompts.")] = 1,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; an 8B model has 32.")] = 32,
+    preset: Annotated[str, typer.Option(help="How the cache is stored.")] = "turbo4",
+    tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model: tries the command, measures nothing.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.0, help="About how long the clock runs.")] = 5.0,
+    folder: Folder = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """Time to the first token of a model of Llama-3-8B's shape with random weights, against the unpatched model."""
+    try:
+        names = [one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ("auto",)]
+        # checked above: one of the names that the field allows
+        methods = {name: replace(resolve_config(preset), attention=cast(Any, name)) for name in names}
+        tokens, where = parse_tokens(length), find_device(device)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        with err.status(f"{layers} layers, {tokens_label(tokens)} tokens"):
+            model = shaped_like_8b(layers, where, tiny=tiny)
+            rows = first_token(model, tokens, batch, methods, Stopwatch(where), seconds)
+    except (ValueError, OSError) as mistake:
+        raise fail(str(mistake)) from mistake
+    about = facts(where)
+    out.print(headline(about), style="bold", highlight=False)
+    _print(rows, f"{batch} x {tokens_label(tokens)} tokens, {layers} layers, {preset}")
+    given = {"batch": batch, "tokens": tokens, "layers": layers, "preset": preset, "tiny": tiny}
+    result = {"bench": "first-token", "facts": about, "options": given, "rows": [asdict(row) for row in rows]}
+    if folder is not None:
+        (folder / "first-token.json").write_text(as_json(result, indent=1) + "\n")
+    if json_line:
+        print(as_json(result))  # noqa: T201
+
+
+def _print(rows: list[Row], title: str) -> None:
+    table = Table(title=title)
+    for heading in ("prompt attention", "ms", "spread", "x SDPA", "peak GB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        peak = f"{row.peak_bytes / 1e9:.2f}" if row.peak_bytes else "-"
+        table.add_row(row.method, f"{row.ms:.1f}", f"{row.spread:.1%}", f"{row.speedup:.2f}", peak)
+    out.print(table)
