@@ -23,6 +23,7 @@ from support import (
 from turbo_hf.layout import BITS, AttentionOutput, KVStore
 from turbo_hf.ops import decode as ops
 from turbo_hf.ops.prefill import prefill
+from turbo_hf.ops.quantize import seal_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -335,6 +336,30 @@ def test_fewer_bits_cost_more(device: torch.device, backend: str) -> None:
             got = decode(q, make_store(k, v, [256], groups=((bits, 2),)), scaling=0.125, mode=mode)
             errors.append(float((got.out.double().cpu() - want).square().mean()))
         assert errors == sorted(errors)
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_no_sealed_value_needs_the_clamp(bits: int) -> None:
+    """The kernel takes code * step + zero as it is. For each range that a channel can have, it stays in INT8."""
+    low, high = (x.flatten() for x in torch.meshgrid(torch.arange(-119, 120), torch.arange(-119, 120), indexing="ij"))
+    low, high = low[low <= high], high[low <= high]
+    block = torch.where(torch.arange(32)[:, None] % 2 == 0, low, high).to(torch.int8)
+    block = torch.nn.functional.pad(block, (0, -len(low) % 16))[None, None]
+    pages = seal_blocks(block, torch.ones(1, 1, 32), block, torch.ones(1, 1, 32), bits, "reference")
+    step, zero, _, _ = pages.meta[0, 0].long()
+    assert int(zero.min()) >= -127
+    assert int((zero + step * (2**bits - 1)).max()) <= 127
+    assert int(step.max()) * 119 < 2**15 - 128, "a product with a query's code must fit two INT8 digits"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_query_with_nan_gives_nan(mode: str, device: torch.device, backend: str) -> None:
+    store, q = random_store([130, 70], 2, 64, device), tokens(2, 4, 1, 64, device=device)
+    q[0, 1, 0, 3] = torch.nan
+    got = decode(q, store, scaling=0.125, mode=mode)
+    assert bool(got.out[0, 1].isnan().all())
+    assert bool(got.out[1].isfinite().all())
+    assert bool(got.out[0, 2:].isfinite().all())
 
 
 def test_float64_is_refused_by_the_kernel_and_served_without_it(device: torch.device) -> None:

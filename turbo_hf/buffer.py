@@ -23,6 +23,7 @@ class OpenBuffer:
 
     def __init__(self, rows: int, heads: int, dim: int, device: torch.device):
         self.length = [0] * rows
+        self._device_length: torch.Tensor | None = None
         self.k = torch.empty(rows, heads, GRAIN, dim, dtype=torch.int8, device=device)
         self.v = torch.empty(rows, heads, dim, GRAIN, dtype=torch.int8, device=device)
         self.k_scale = torch.empty(rows, heads, GRAIN, dtype=torch.float32, device=device)
@@ -32,6 +33,27 @@ class OpenBuffer:
     def capacity(self) -> int:
         """Tokens that a row has room for."""
         return self.k.shape[2]
+
+    def device_length(self) -> torch.Tensor:
+        """int64 [B]: `length` on the device, as it is there without being sent again in steady decoding."""
+        if self._device_length is None:
+            self._device_length = torch.tensor(self.length, device=self.k.device)
+        return self._device_length
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """k, v, k_scale, v_scale and the length, as a `KVStore` holds them."""
+        return self.k, self.v, self.k_scale, self.v_scale, self.device_length()
+
+    def reserve(self, tokens: int) -> None:
+        """Room for `tokens` more a row."""
+        needed = max(self.length) + tokens
+        if needed > self.capacity:
+            self._resize(needed, [0] * len(self.length))
+
+    def count(self, tokens: int, starts: list[int] | None) -> None:
+        """Note on the host that `ops.append` has stored `tokens` tokens, row r's from column `starts[r]` on."""
+        new = [tokens] * len(self.length) if starts is None else [tokens - start for start in starts]
+        self.length = [held + count for held, count in zip(self.length, new, strict=True)]
 
     def nbytes(self) -> int:
         """Bytes allocated."""
@@ -58,7 +80,7 @@ class OpenBuffer:
             self.v[row, :, :, target] = v[row, :, source]
             self.k_scale[row, :, target] = k_scale[row, :, source]
             self.v_scale[row, :, target] = v_scale[row, :, source]
-        self.length = after
+        self.length, self._device_length = after, None
 
     def blocks(self, rows: list[int], first: list[int], block: int) -> Tokens:
         """Blocks of tokens, one an entry [len(rows), H, block, ...]: row `rows[i]` from slot `first[i]`."""
@@ -72,15 +94,18 @@ class OpenBuffer:
     def drop_front(self, counts: list[int]) -> None:
         """Forget the oldest `counts[row]` tokens of each row, and give back the memory."""
         self.length = [held - count for held, count in zip(self.length, counts, strict=True)]
+        self._device_length = None
         self._resize(max(self.length), counts)
 
     def drop_back(self, counts: list[int]) -> None:
         """Forget the newest `counts[row]` tokens of each row."""
         self.length = [held - count for held, count in zip(self.length, counts, strict=True)]
+        self._device_length = None
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row i becomes what row `rows[i]` was."""
         self.length = [self.length[row] for row in rows.tolist()]
+        self._device_length = None
         index = rows.to(self.k.device)
         self.k, self.v = self.k[index], self.v[index]
         self.k_scale, self.v_scale = self.k_scale[index], self.v_scale[index]

@@ -10,6 +10,7 @@ from turbo_hf.buffer import OpenBuffer, Tokens
 from turbo_hf.chunk import Chunk, chunk_of
 from turbo_hf.config import TurboConfig
 from turbo_hf.layout import KVStore
+from turbo_hf.ops.append import append_tokens
 from turbo_hf.ops.quantize import dequantize, head_scores, quantize_tokens
 from turbo_hf.pages import PagePool
 
@@ -70,11 +71,12 @@ class TurboLayer(CacheLayerMixin):
         self.dropped = [0] * self.rows
         self.columns: torch.Tensor | None = None
         self.universal: torch.Tensor | None = None
+        self.broken = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
     def reset(self) -> None:
         """Forget every token and give the memory back; the layer can then take another batch."""
-        for name in ("pool", "buffer", "order", "ordered", "dropped", "columns", "universal", "rows"):
+        for name in ("pool", "buffer", "order", "ordered", "dropped", "columns", "universal", "broken", "rows"):
             self.__dict__.pop(name, None)
         self.is_initialized, self.seen, self.claimed, self.pending = False, 0, False, None
         self.padding = None
@@ -109,20 +111,10 @@ class TurboLayer(CacheLayerMixin):
 
     def store(self) -> KVStore:
         """The layer as an op sees it; views, not copies."""
-        pool, buffer = self.pool, self.buffer
-        sealed, length = (torch.tensor(x, device=self.device) for x in (pool.sealed, buffer.length))
-        return KVStore(
-            pool.heads,
-            self.order,
-            pool.device_table(),
-            sealed,
-            buffer.k,
-            buffer.v,
-            buffer.k_scale,
-            buffer.v_scale,
-            length,
-            pool.block,
-        )
+        pool = self.pool
+        table, sealed, known = pool.device_table(), pool.device_sealed(), tuple(pool.sealed)
+        k, v, k_scale, v_scale, length = self.buffer.tensors()
+        return KVStore(pool.heads, self.order, table, sealed, k, v, k_scale, v_scale, length, pool.block, known)
 
     def check(self, k: torch.Tensor) -> None:
         """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds."""
@@ -138,6 +130,9 @@ class TurboLayer(CacheLayerMixin):
         self.check(k)
         if not self.is_initialized:
             self.lazy_initialization(k, v)
+        if self._appends_in_place(chunk.tokens):
+            self._append_step(k, v, chunk)
+            return
         if chunk.starts is not None:
             # real tokens only: what lies under padding may be anything, and must not reach a scale
             begin = torch.tensor(chunk.starts, device=k.device)
@@ -145,15 +140,35 @@ class TurboLayer(CacheLayerMixin):
             k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
         backend = self.config.backend
         tokens = Tokens(*quantize_tokens(k, backend=backend), *quantize_tokens(v, backend=backend))
-        if not bool(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all()):
-            raise ValueError(
-                f"layer {self.index}: keys or values hold NaN or Inf, which no quantized cache can store. Look for the "
-                "cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
-            )
+        self._require_finite(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all())
         if self.config.buffer_scale == "universal":
             tokens = self._universal_scale(k, v, tokens)
         self.buffer.append(tokens, chunk.starts)
         self._see(chunk)
+
+    def _append_step(self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk) -> None:
+        """The few tokens of a decode step. Nothing here waits for the device: NaN and Inf are noted there."""
+        self.buffer.reserve(chunk.tokens)
+        starts = None if chunk.starts is None else torch.tensor(chunk.starts, device=k.device)
+        append_tokens(
+            k, v, self.store(), starts=starts, given=self.universal, broken=self.broken, backend=self.config.backend
+        )
+        self.buffer.count(chunk.tokens, chunk.starts)
+        self._see(chunk)
+
+    def _appends_in_place(self, tokens: int) -> bool:
+        """Whether a kernel stores the new tokens: in decoding, once the range of a universal scale is known."""
+        kernel = self.config.backend == "triton" or (self.device.type == "cuda" and self.config.backend == "auto")
+        ranged = self.config.buffer_scale == "token" or self.universal is not None
+        return kernel and ranged and self.is_decoding(tokens)
+
+    def _require_finite(self, finite: torch.Tensor) -> None:
+        """ValueError unless `finite`, which is read from the device."""
+        if not bool(finite):
+            raise ValueError(
+                f"layer {self.index}: keys or values hold NaN or Inf, which no quantized cache can store. Look for the "
+                "cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
+            )
 
     def _universal_scale(self, k: torch.Tensor, v: torch.Tensor, own: Tokens) -> Tokens:
         """Tokens of a prompt as they are, and their range noted; later ones on the scale of that range."""
@@ -191,6 +206,8 @@ class TurboLayer(CacheLayerMixin):
         leaving = self._leaving()
         if not any(whole) and not any(leaving):
             return
+        # a block is final: here the host waits for the device, and hears of what it noted
+        self._require_finite(self.broken == 0)
         self._order_heads([row for row, n in enumerate(whole) if n and not self.ordered[row]])
         old = [min(n, held) for n, held in zip(leaving, pool.sealed, strict=True)]
         skip = [min(n - o, w) for n, o, w in zip(leaving, old, whole, strict=True)]
@@ -373,5 +390,6 @@ class TurboLayer(CacheLayerMixin):
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        scales += sum(x.nbytes for x in (self.order, self.columns, self.universal) if x is not None)
+        explain = (self.order, self.columns, self.universal, self.broken, self.buffer.device_length())
+        scales += sum(x.nbytes for x in explain if x is not None)
         return {"codes": codes, "scales": scales, "open": self.buffer.nbytes()}

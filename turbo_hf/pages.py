@@ -31,6 +31,7 @@ class PagePool:
         self.sealed = [0] * rows
         self._free: list[int] = []
         self._device_table: torch.Tensor | None = None
+        self._device_sealed: torch.Tensor | None = None
 
     @property
     def pages(self) -> int:
@@ -43,10 +44,18 @@ class PagePool:
             self._device_table = self.table[:, : max(self.sealed, default=0)].to(self.device)
         return self._device_table
 
+    def device_sealed(self) -> torch.Tensor:
+        """int64 [B]: `sealed` on the cache's device."""
+        if self._device_sealed is None:
+            self._device_sealed = torch.tensor(self.sealed, device=self.device)
+        return self._device_sealed
+
     def nbytes(self) -> tuple[int, int]:
         """Bytes of codes, and of everything that explains them: steps, zeros, scales, table."""
         codes = sum(h.k.nbytes + h.v.nbytes for h in self.heads)
-        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.heads) + self.device_table().nbytes
+        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.heads) + sum(
+            x.nbytes for x in (self.device_table(), self.device_sealed())
+        )
 
     def append(self, rows: list[int], blocks: Tokens, order: torch.Tensor) -> None:
         """Seal one block [Hkv, b, ...] for each entry of `rows`, in that order. order: int64 [B, Hkv]."""
@@ -80,7 +89,7 @@ class PagePool:
         for row, page in zip(rows, pages, strict=True):
             self.table[row, self.sealed[row]] = page
             self.sealed[row] += 1
-        self._device_table = None
+        self._device_table = self._device_sealed = None
 
     def _allocate(self, count: int) -> list[int]:
         missing = count - len(self._free)
@@ -132,7 +141,7 @@ class PagePool:
             free = torch.ones(self.pages, dtype=torch.bool)
             free[used] = False
             self._free = free.nonzero().flatten().tolist()
-        self._device_table = None
+        self._device_table = self._device_sealed = None
 
     def block_tokens(self, row: int, block: int, order: torch.Tensor) -> Tokens:
         """The INT8 tokens of one sealed block [Hkv, b, ...], heads in the model's order."""

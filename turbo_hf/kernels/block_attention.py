@@ -37,7 +37,7 @@ def attend(
     mass = mass * keep + tl.sum(p, 2) * weight
     if TOKEN_SCALE:
         p = p * v_scale[:, None, :]
-        most = tl.max(p, 2)
+        most = tl.max(p, 2) + tl.sum(p * 0.0, 2)
         p = p * (1.0 / tl.where(most > 0, most, 1.0))[:, :, None]
         weight = weight * most
     else:

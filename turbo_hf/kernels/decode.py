@@ -62,8 +62,9 @@ def _walk(
         # the next tile's pages, while this one's keys are on their way
         page = entry(table + block + NB, block + NB < blocks, ASM)
         x = scores(q, keys, k_step, k_zero, STAGE2, ASM)
-        # never 0, so that -inf times it is -inf
-        unit = tl.maximum(k_scale[:, None] * factor[None, :], 1e-37)
+        # never 0, so that -inf times it is -inf; NaN stays
+        unit = k_scale[:, None] * factor[None, :]
+        unit = tl.where(unit < 1e-37, 1e-37, unit)
         if CAPPED:
             x = tanh(x * unit[:, :, None] / softcap) * (softcap * LOG2_E)
             unit = unit * 0 + 1
@@ -155,7 +156,8 @@ def _prepare(
     factor = tl.full([R], 1.0, tl.float32)
     if TURBO:
         x = x.to(tl.float32)
-        largest = tl.max(tl.abs(x), 1)
+        # max skips NaN, and codes cannot say it
+        largest = tl.max(tl.abs(x), 1) + tl.sum(x * 0.0, 1)
         factor = tl.div_rn(largest, tl.full([R], INT8_MAX, tl.float32))
         inverse = tl.div_rn(tl.full([R], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
         x = as_int8(x * inverse[:, None])

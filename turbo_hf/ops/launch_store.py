@@ -3,8 +3,9 @@
 import torch
 import triton
 
+from turbo_hf.kernels.append import append_kernel
 from turbo_hf.kernels.store import quantize_tokens_kernel, seal_kernel
-from turbo_hf.layout import PagedHeads, empty_pages
+from turbo_hf.layout import KVStore, PagedHeads, empty_pages
 
 TOKENS = 64
 """Tokens of one program."""
@@ -42,3 +43,24 @@ def seal_blocks(
             PARTS=parts, KP=triton.next_power_of_2(dim // parts), enable_fp_fusion=False,
         )  # fmt: skip
     return sealed
+
+
+def append_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: KVStore,
+    starts: torch.Tensor | None,
+    given: torch.Tensor | None,
+    broken: torch.Tensor,
+    counters: torch.Tensor,
+) -> None:
+    """`ops.append.append_tokens`; counters: int32 [B], zeros."""
+    batch, heads, tokens, dim = k.shape
+    with torch.cuda.device_of(k):
+        append_kernel[(batch * heads,)](
+            k, v, store.k_open, store.v_open, store.k_scale, store.v_scale, store.open_len,
+            store.open_len if starts is None else starts, store.k_scale if given is None else given.contiguous(),
+            broken, counters, k.stride(), v.stride(), tokens, store.k_open.shape[2], HEADS=heads, D=dim,
+            DP=triton.next_power_of_2(dim), TOKENS=triton.next_power_of_2(tokens), STARTS=starts is not None,
+            GIVEN=given is not None, enable_fp_fusion=False,
+        )  # fmt: skip

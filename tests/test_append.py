@@ -1,0 +1,139 @@
+"""`append_tokens`: what a decode step stores is what the quantizer makes, where the open tokens end."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import make_store, tokens
+from torch import Tensor
+
+from turbo_hf.chunk import Chunk
+from turbo_hf.config import TurboConfig
+from turbo_hf.layer import TurboLayer
+from turbo_hf.layout import KVStore
+from turbo_hf.ops.append import append_tokens
+from turbo_hf.ops.decode import decode
+from turbo_hf.ops.quantize import quantize_tokens
+
+pytestmark = pytest.mark.usefixtures("poison")
+BACKENDS = [pytest.param(name, id=name) for name in ("reference", "triton")]
+
+
+def cache(lengths: Sequence[int], dim: int, device: torch.device, dtype: torch.dtype) -> KVStore:
+    k, v = (tokens(len(lengths), 2, max(lengths), dim, dtype=dtype, device=device) for _ in range(2))
+    return make_store(k, v, lengths)
+
+
+def copy(store: KVStore) -> KVStore:
+    return store._replace(**{name: getattr(store, name).clone() for name in store._fields[4:9]})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
+@pytest.mark.parametrize(("m", "starts"), [(1, None), (5, None), (5, [0, 3, 5])], ids=["one", "several", "ragged"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
+def test_stores_what_the_quantizer_makes(
+    dim: int, dtype: torch.dtype, m: int, starts: list[int] | None, given: bool, backend: str, device: torch.device
+) -> None:
+    store = cache([70, 3, 72], dim, device, dtype)
+    before, broken = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
+    k, v = (tokens(3, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
+    scales = torch.rand(3, 2, 2, device=device) / 50 if given else None
+    if scales is not None:
+        scales[1, 0] = 0
+    first = None if starts is None else torch.tensor(starts, device=device)
+    append_tokens(k, v, store, starts=first, given=scales, broken=broken, backend=backend)
+    assert not broken.item()
+    for row in range(3):
+        start = 0 if starts is None else starts[row]
+        held, new = int(before.open_len[row]), m - start
+        assert int(store.open_len[row]) == held + new
+        for i, (x, codes, scale, old) in enumerate(
+            ((k, store.k_open, store.k_scale, before.k_open), (v, store.v_open.mT, store.v_scale, before.v_open.mT))
+        ):
+            want = expected(x[row : row + 1, :, start:], None if scales is None else scales[row : row + 1, :, i])
+            assert torch.equal(codes[row, :, held : held + new], want[0])
+            assert torch.equal(scale[row, :, held : held + new], want[1])
+            assert torch.equal(codes[row, :, :held], old[row, :, :held])
+
+
+def expected(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    codes, scale = quantize_tokens(x, backend="reference")
+    if given is not None:
+        codes, scale = quantize_tokens(x, torch.where(given[..., None] > 0, given[..., None], scale), "reference")
+    return codes[0], scale[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize("which", [0, 1], ids=["k", "v"])
+def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: torch.device) -> None:
+    store, broken = cache([3], 16, device, torch.float32), torch.zeros(1, dtype=torch.int32, device=device)
+    new = [tokens(1, 2, 2, 16, device=device) for _ in range(2)]
+    append_tokens(new[0], new[1], store, broken=broken, backend=backend)
+    assert not broken.item()
+    new[which][0, 1, 1, 3] = bad
+    append_tokens(new[0], new[1], store, broken=broken, backend=backend)
+    assert broken.item()
+
+
+def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
+    layer.append(k, v, Chunk(k.shape[2]))
+    layer.commit()
+
+
+@pytest.mark.parametrize("scale", ["token", "universal"])
+def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: torch.device) -> None:
+    by_kernel, plain = (TurboLayer(TurboConfig(buffer_scale=scale, backend=name)) for name in ("triton", "reference"))
+    k, v = (tokens(2, 2, 140, 32, device=device) for _ in range(2))
+    at = 0
+    for count in (50, 1, 3, 16, 1, 1):
+        for layer in (by_kernel, plain):
+            feed(layer, k[:, :, at : at + count], v[:, :, at : at + count])
+        at += count
+        assert by_kernel.lengths() == plain.lengths() == [at, at]
+        assert by_kernel.store().open_len.tolist() == by_kernel.buffer.length
+        assert by_kernel.store().sealed.tolist() == by_kernel.pool.sealed
+    for a, b in zip(by_kernel.dense(at), plain.dense(at), strict=True):
+        assert torch.equal(a, b)
+    by_kernel.reorder_cache(torch.tensor([1, 1]))
+    assert by_kernel.store().open_len.tolist() == by_kernel.buffer.length
+
+
+def test_nan_in_a_step_is_told_when_the_block_is_sealed(device: torch.device) -> None:
+    layer = TurboLayer(TurboConfig(backend="triton"), index=3)
+    k, v = (tokens(1, 2, 64, 32, device=device) for _ in range(2))
+    feed(layer, k[:, :, :40], v[:, :, :40])
+    k[0, 1, 41, 5] = torch.nan
+    feed(layer, k[:, :, 40:42], v[:, :, 40:42])
+    feed(layer, k[:, :, 42:58], v[:, :, 42:58])
+    with pytest.raises(ValueError, match="layer 3: keys or values hold NaN or Inf"):
+        feed(layer, k[:, :, 58:64], v[:, :, 58:64])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_steady_step_waits_for_nothing() -> None:
+    layer = TurboLayer(TurboConfig())
+    k, v = (tokens(3, 2, 80, 64, dtype=torch.float16, device="cuda") for _ in range(2))
+    q = tokens(3, 8, 1, 64, dtype=torch.float16, device="cuda")
+    feed(layer, k[:, :, :65], v[:, :, :65])
+    for at in range(65, 68):
+        feed(layer, k[:, :, at : at + 1], v[:, :, at : at + 1])
+        decode(q, layer.store(), scaling=0.125)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for at in range(68, 78):
+            feed(layer, k[:, :, at : at + 1], v[:, :, at : at + 1])
+            decode(q, layer.store(), scaling=0.125)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_refuses_other_shapes() -> None:
+    store = cache([3], 16, torch.device("cpu"), torch.float32)
+    k = torch.zeros(1, 2, 1, 16)
+    with pytest.raises(ValueError, match=r"v must be \[1, 2, M, 16\] like the store; got \(1, 2, 1, 32\)"):
+        append_tokens(k, torch.zeros(1, 2, 1, 32), store, broken=torch.zeros(1, dtype=torch.int32))

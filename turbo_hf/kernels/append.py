@@ -1,0 +1,59 @@
+"""New tokens into the open buffer, in one launch that waits for nothing."""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.kernels._common import as_int8
+
+CODE_MAX = tl.constexpr(119.0)
+
+
+@triton.jit
+def _codes(x, given, GIVEN: tl.constexpr):
+    """INT8 codes of tokens x [T, DP], and their scales: the given one where that is above 0, else their own."""
+    # max skips NaN: a token that holds one must show it
+    scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
+    broken = tl.sum(scale * 0.0, 0) != 0.0
+    if GIVEN:
+        scale = tl.where(given > 0, given, scale)
+    codes = tl.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape))
+    return as_int8(tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX)), scale, broken
+
+
+@triton.jit
+def append_kernel(
+    k_ptr, v_ptr,  # [B, Hkv, M, D]
+    k_open_ptr, v_open_ptr, k_scale_ptr, v_scale_ptr, open_len_ptr,  # as in `KVStore`
+    starts_ptr, given_ptr,  # int64 [B], float32 [B, Hkv, 2]
+    broken_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
+    k_strides, v_strides, tokens, cap,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, STARTS: tl.constexpr,
+    GIVEN: tl.constexpr,
+):  # fmt: skip
+    """The new tokens of one row and head, behind the open ones; the last head of a row to arrive counts them."""
+    pair = tl.program_id(0).to(tl.int64)
+    row, head = pair // HEADS, pair % HEADS
+    held = tl.load(open_len_ptr + row)
+    start = tl.load(starts_ptr + row).to(tl.int32) if STARTS else 0
+    n = tl.arange(0, TOKENS)
+    d = tl.arange(0, DP)
+    live = (n < tokens) & (n >= start)
+    inside = live[:, None] & (d < D)[None, :]
+    slot = pair * cap + held + n - start
+    k_at = row * k_strides[0] + head * k_strides[1] + n[:, None] * k_strides[2] + d[None, :] * k_strides[3]
+    v_at = row * v_strides[0] + head * v_strides[1] + n[:, None] * v_strides[2] + d[None, :] * v_strides[3]
+    k = tl.load(k_ptr + k_at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + v_at, mask=inside, other=0.0).to(tl.float32)
+    k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
+    v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
+    k, k_scale, k_broken = _codes(k, k_given, GIVEN)
+    v, v_scale, v_broken = _codes(v, v_given, GIVEN)
+    tl.store(k_open_ptr + slot[:, None] * D + d[None, :], k, mask=inside)
+    tl.store(v_open_ptr + (pair * D + d)[None, :] * cap + (held + n - start)[:, None], v, mask=inside)
+    tl.store(k_scale_ptr + slot, k_scale, mask=live)
+    tl.store(v_scale_ptr + slot, v_scale, mask=live)
+    if k_broken | v_broken:
+        tl.store(broken_ptr, 1)
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS - 1:
+        tl.store(arrived_ptr + row, 0)
+        tl.store(open_len_ptr + row, held + tokens - start)
