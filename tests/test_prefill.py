@@ -14,7 +14,7 @@ from turbo_hf.config import ATTENTION_MODES
 from turbo_hf.layout import BITS, AttentionOutput, KVStore
 from turbo_hf.ops.operands import quantize_operands
 from turbo_hf.ops.prefill import prefill
-from turbo_hf.reference import softmax
+from turbo_hf.reference import flash
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -294,7 +294,7 @@ def test_query_tiles_do_not_change_the_result(causal: bool, mode: str, monkeypat
     options |= {"past": random_past([100, 0, 64], k), "starts": torch.tensor([0, 20, 149])}
     whole = prefill(q, k, v, **options)
     # 3 rows x 4 heads x (128 past + 192 new) keys: 7 queries at a time
-    monkeypatch.setitem(softmax.TILE_ELEMENTS, "cpu", 7 * 3 * 4 * 320)
+    monkeypatch.setitem(flash.TILE_ELEMENTS, "cpu", 7 * 3 * 4 * 320)
     same(prefill(q, k, v, **options), whole, largest(v))
 
 

@@ -37,15 +37,15 @@ class TurboConfig:
         attention: how a prompt's attention is computed. "turbo": INT8 Q, K, P and V, one scale a block
             (TurboAttention alg. 1). "int8": the same with one scale of K a token (INT-FlashAttention alg. 1). "half":
             INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that has it. "fp16": the
-            model's precision. "auto": whichever of "fp8" and "fp16" was measured faster for the prompt's length on this
-            GPU, "turbo" without a GPU. Decoding computes on the stored integers in each but "fp16", which dequantises
-            them.
+            model's precision. "auto": "turbo" where it was measured faster on this GPU for the prompt's length, else
+            "fp16"; without a GPU "turbo". Decoding computes on the stored integers in each but "fp16", which
+            dequantises them.
         v_scale: in "turbo", "int8" and "fp8", V has one scale a "block", a "channel" of a row, or a row ("tensor").
         smooth_k: take the prompt's mean key from its keys before they are rounded, and add its score back.
         hadamard: rotate the prompt's queries and keys by a Hadamard matrix before they are rounded.
         backend: "triton" kernels, the "reference" in plain torch, or "auto": kernels on CUDA, the reference elsewhere.
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
-        sas_threshold: scores further than this below the row maximum are dropped by SAS; a negative number.
+        sas_threshold: scores further than this below the maximum of their tile are dropped by SAS; a negative number.
             None lowers it with the length N: -(6 + ln(max(N, 1024) / 1024)).
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
         dense_layers: layers left to Hugging Face, in full precision.

@@ -52,14 +52,12 @@ def _step(
 
     here = tl.max(s, 1)
     top_new = tl.maximum(top, here)
-    if V_TOKEN or SAS:
-        ref_new = top_new
-    else:
-        ref_new = tl.maximum(here, top_new - DEPTH)
+    ref_new = tl.maximum(here, top_new - DEPTH)
     # a row that has seen no key has a maximum of -inf; its P is 0 whatever is subtracted
     base = tl.where(ref_new == float("-inf"), 0.0, ref_new)
     if SAS:
-        p = sas((s - base[:, None]) * LN2, threshold) * tl.exp2(P_LOG2)
+        own = tl.where(here == float("-inf"), base, here)
+        p = sas((s - own[:, None]) * LN2, threshold) * tl.exp2(own - base + P_LOG2)[:, None]
     else:
         p = tl.exp2(s - (base - P_LOG2)[:, None])
     total = total * tl.exp2(ref - base) + tl.sum(p, 1)

@@ -32,17 +32,15 @@ def prefill_tiles(mode: str, dim: int, itemsize: int, block: int) -> PrefillTile
     return PrefillTiles(64, block, 4, 2 if mode == "half" else 3)
 
 
-AUTO_PREFILL = {(9, 0): {64: 8192, 128: 4096}}
-"""Tokens from which INT8 Q K and FP8 P V beat cuDNN in 16 bit, by compute capability and head dim, measured.
+AUTO_PREFILL = {(9, 0): {128: (4096, "turbo")}}
+"""(tokens, mode) by compute capability and head dim: from so many tokens of a prompt on, that mode was measured faster
+than cuDNN in 16 bit, and as right on a trained model. Elsewhere "auto" keeps to the model's own precision.
 
-Other GPUs and head dims are not measured: there "auto" keeps to the model's own precision.
+"fp8" is faster still (`eval/results/prefill-log.md`) and has twice the error of "turbo": a user's choice.
 """
 
 
-def fast_from(device: torch.device, dim: int) -> int | None:
-    """Tokens of a prompt from which "auto" computes in 8 bit on this device; None: never; 0 where no GPU is."""
-    if device.type != "cuda":
-        return 0
+def _fast_from(device: torch.device, dim: int) -> tuple[int, str] | None:
     return AUTO_PREFILL.get(torch.cuda.get_device_capability(device), {}).get(dim)
 
 
@@ -52,9 +50,9 @@ def prefill_mode(attention: str, q: torch.Tensor) -> str:
         return attention
     if q.device.type != "cuda":
         return "turbo"
-    first = fast_from(q.device, q.shape[3])
+    fast = _fast_from(q.device, q.shape[3])
     narrow = q.dtype in (torch.float16, torch.bfloat16)
-    return "fp8" if narrow and first is not None and q.shape[2] >= first else "fp16"
+    return fast[1] if narrow and fast is not None and q.shape[2] >= fast[0] else "fp16"
 
 
 def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> str:
@@ -65,8 +63,10 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
         return "prompts: turbo (auto, without a GPU)"
     parts = []
     for dim in sorted(dims):
-        first = fast_from(device, dim)
-        how = "fp16 (8 bit was not measured faster here)" if first is None else f"fp16, from {first} tokens up fp8"
+        fast = _fast_from(device, dim)
+        how = (
+            "fp16 (8 bit was not measured faster here)" if fast is None else f"fp16, from {fast[0]} tokens up {fast[1]}"
+        )
         parts.append(f"head dim {dim}: {how}")
     return "prompts (auto): " + "; ".join(parts)
 

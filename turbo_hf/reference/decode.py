@@ -3,8 +3,8 @@
 import torch
 
 from turbo_hf.layout import INT8_MAX, AttentionOutput, KVStore
+from turbo_hf.reference.flash import Operand, Run, Scoring, flash
 from turbo_hf.reference.operands import ratio, scaled
-from turbo_hf.reference.softmax import Operand, flash
 from turbo_hf.reference.store import expand
 
 
@@ -35,18 +35,9 @@ def decode(
         x = q.masked_fill(padding[:, None, :, None], 0.0).float()
         largest = x.abs().amax(-1)
         codes, q_scale = torch.round(scaled(x, largest, INT8_MAX)), ratio(largest, INT8_MAX)
-    out, lse = flash(
-        Operand(codes.to(acc), q_scale.to(acc), query),
-        Operand(k.to(acc), k_scale.to(acc), index),
-        Operand(v.to(acc), v_scale.to(acc), index),
-        scaling=scaling,
-        causal=True,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        mode=mode,
-        sas_threshold=sas_threshold,
-        block=store.block,
-    )
+    keys, values = Operand(k.to(acc), k_scale.to(acc), index), Operand(v.to(acc), v_scale.to(acc), index)
+    run = Run(Operand(codes.to(acc), q_scale.to(acc), query), keys, values, store.block)
+    how = Scoring(scaling, True, window, softcap, sas_threshold, "none" if mode == "fp16" else "int8")
+    out, lse = flash([run], how, sinks)
     out = out.masked_fill(padding[:, None, :, None], 0.0)
     return AttentionOutput(out.to(q.dtype), lse.masked_fill(padding[:, None], -torch.inf).float())

@@ -1,14 +1,18 @@
-"""The flash loop over runs of quantized keys and values (TurboAttention alg. 1, INT-FlashAttention alg. 1)."""
+"""The flash loop over runs of quantized keys and values (TurboAttention alg. 1, 2, INT-FlashAttention alg. 1).
+
+P of a key tile is relative to that tile's own maximum, whoever computes it and in whatever order: a split over programs
+gives the same P. It has one scale a query and tile.
+"""
 
 from typing import NamedTuple
 
 import torch
 
 from turbo_hf.layout import INT8_MAX, AttentionOutput
-from turbo_hf.reference.softmax import TILE_ELEMENTS, sas_exp
+from turbo_hf.reference.softmax import sas_exp
 
-DEPTH = 2.0**-16
-"""P of a key tile is scaled by the largest weight of its row there, but by no less than this share of the maximum."""
+TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
+"""Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
 
 FP8_PEAK = 448.0
 """What the largest P of a tile is in FP8."""
@@ -102,7 +106,7 @@ def _queries(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> t
 
 
 def _run(state: State, run: Run, how: Scoring) -> State:
-    """Key tiles side by side: their running maxima are a cumulative maximum, as the sequential loop would see them."""
+    """All key tiles of a run side by side."""
     batch, kv_heads, group, rows = state.top.shape
     grouped = run.q.x.reshape(batch, kv_heads, group * rows, -1)
     score = (grouped @ run.k.x.mT).unflatten(2, (group, rows))
@@ -114,27 +118,26 @@ def _run(state: State, run: Run, how: Scoring) -> State:
     allowed = _allowed(run.q.place, run.k.place, how.causal, how.window)
     score = score.masked_fill(~allowed[:, None, None], -torch.inf).unflatten(-1, (-1, run.tile))
 
-    running = torch.cat((state.top[..., None], score.amax(-1)), -1).cummax(-1).values[..., 1:]
-    # a query that has seen no key has a maximum of -inf; its P is 0 whatever is subtracted
-    shifted = score - running.masked_fill(running == -torch.inf, 0.0)[..., None]
+    own = score.amax(-1)
+    # a query that sees no key of a tile has a maximum of -inf there; its P is 0 whatever is subtracted
+    shifted = score - own.masked_fill(own == -torch.inf, 0.0)[..., None]
     p = torch.exp(shifted) if how.sas_threshold is None else sas_exp(shifted, how.sas_threshold)
 
-    top = running[..., -1]
+    top = torch.maximum(state.top, own.amax(-1))
     finite = top.masked_fill(top == -torch.inf, 0.0)
-    moved, moves = torch.exp(state.top - finite), torch.exp(running - finite[..., None])
-    v_scale = run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile))
-    weight = _rounded(p * v_scale, v_scale.amax(-1, keepdim=True) * DEPTH, how.p_type)
+    moved, moves = torch.exp(state.top - finite), torch.exp(own - finite[..., None])
+    weight = _rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), how.p_type)
     weight = (weight * moves[..., None]).flatten(-2).flatten(2, 3)
     part = (weight @ run.v.x).unflatten(2, (group, rows))
     total = state.total * moved + (p.sum(-1) * moves).sum(-1)
     return State(top, total, state.acc * moved[..., None] + part)
 
 
-def _rounded(weight: torch.Tensor, least: torch.Tensor, p_type: str) -> torch.Tensor:
+def _rounded(weight: torch.Tensor, p_type: str) -> torch.Tensor:
     """Weights [..., tile] as the second product reads them, one scale a query and key tile."""
     if p_type == "none":
         return weight
-    peak = torch.maximum(weight.amax(-1, keepdim=True), least)
+    peak = weight.amax(-1, keepdim=True)
     share = weight / torch.where(peak > 0, peak, 1.0)
     if p_type == "int8":
         share = torch.round(share * INT8_MAX) / INT8_MAX

@@ -1,0 +1,69 @@
+"""What "auto" chooses, and what it says about it."""
+
+import pytest
+import torch
+
+from turbo_hf.ops import tuning
+from turbo_hf.ops.tuning import describe_prefill, prefill_mode, prefill_tiles
+
+H200 = (9, 0)
+
+
+class OnGpu:
+    """What `prefill_mode` looks at of queries on a GPU, which this machine may not have."""
+
+    def __init__(self, tokens: int, dim: int, dtype: torch.dtype = torch.bfloat16):
+        self.device, self.shape, self.dtype = torch.device("cuda"), (1, 8, tokens, dim), dtype
+
+
+def mode(attention: str, tokens: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> str:
+    return prefill_mode(attention, OnGpu(tokens, dim, dtype))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200)
+
+
+@pytest.mark.usefixtures("h200")
+def test_auto_computes_in_8_bit_where_that_was_measured_faster() -> None:
+    assert mode("auto", 4095, 128) == "fp16"
+    assert mode("auto", 4096, 128) == "turbo"
+    assert mode("auto", 1 << 17, 64) == "fp16"
+    assert mode("auto", 1 << 17, 128, torch.float32) == "fp16"
+
+
+def test_auto_keeps_the_models_precision_on_gpus_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert mode("auto", 1 << 17, 128) == "fp16"
+
+
+def test_a_named_mode_is_itself_and_auto_without_a_gpu_is_turbo() -> None:
+    assert mode("fp8", 10, 64) == "fp8"
+    assert prefill_mode("auto", torch.zeros(1, 1, 10, 64)) == "turbo"
+
+
+@pytest.mark.usefixtures("h200")
+def test_report_says_what_auto_does() -> None:
+    gpu = torch.device("cuda")
+    text = "head dim 64: fp16 (8 bit was not measured faster here); head dim 128: fp16, from 4096 tokens up turbo"
+    assert describe_prefill("auto", gpu, {128, 64}) == f"prompts (auto): {text}"
+    assert describe_prefill("half", gpu, {64}) == "prompts: half"
+    assert describe_prefill("auto", torch.device("cpu"), {64}) == "prompts: turbo (auto, without a GPU)"
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("kind", ["turbo", "int8", "half", "fp8", "fp16"])
+def test_tiles_fit_shared_memory(kind: str, dim: int, itemsize: int) -> None:
+    """Keys and values in flight, in 227 KiB a program. What the compiler adds was looked at when they were chosen."""
+    tiles = prefill_tiles(kind, dim, itemsize, 128)
+    wide = {"fp16": (itemsize, itemsize), "half": (1, itemsize)}.get(kind, (1, 1))
+    assert tiles.block_n * dim * sum(wide) * tiles.stages <= 227 << 10
+    # only a mode without scales of P may take shorter tiles than the block that shares one
+    assert tiles.block_n == 128 or kind == "fp16"
+
+
+def test_the_table_names_modes_that_there_are() -> None:
+    for by_dim in tuning.AUTO_PREFILL.values():
+        assert all(first > 0 and name in ("turbo", "int8", "half", "fp8") for first, name in by_dim.values())
