@@ -45,6 +45,9 @@ CODE_MAX = 119
 INT8_MAX = 127
 """Largest INT8 code of what is never sealed: queries, P, and a chunk's keys and values in the flash loop."""
 
+SAS_TILE = 32
+"""Keys whose maximum SAS is relative to where nothing is quantized: short enough for float32 in shared memory."""
+
 V_TOP = {"turbo": 127.0, "int8": 127.0, "fp8": 448.0}
 """Largest value code of the attention modes that quantize values; FP8 is e4m3."""
 

@@ -7,7 +7,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
-from turbo_hf.layout import V_TOP, AttentionOutput, KVStore, Operands, half_type
+from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type
 from turbo_hf.ops.tuning import prefill_tiles
 from turbo_hf.reference.operands import align, key_mean, ratio, rotate
 
@@ -149,7 +149,8 @@ def prefill(
         precise, raw = mode == "fp16", parts.v is None
         wide = half_type(q.dtype) if mode == "half" else q.dtype
         padded_dim = _padded_dim(dim)
-        tiles = prefill_tiles(mode, padded_dim, q.element_size(), block)
+        tile = SAS_TILE if precise and sas_threshold is not None else block
+        tiles = prefill_tiles(mode, padded_dim, q.element_size(), tile)
         k_tiles = v_tiles = None
         if not precise:
             k_tiles = TensorDescriptor.from_tensor(parts.k.view(-1, dim), [block, padded_dim])

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import INT8_MAX, AttentionOutput, KVStore, Operands, half_type, value_order
+from turbo_hf.layout import INT8_MAX, SAS_TILE, AttentionOutput, KVStore, Operands, half_type, value_order
 from turbo_hf.reference.flash import Operand, Run, Scoring, flash
 from turbo_hf.reference.operands import align, quantize_operands, ratio, rotate, scaled
 from turbo_hf.reference.store import sealed_tokens
@@ -40,6 +40,7 @@ def prefill(
 
     runs = [] if past is None else _past(past, plain, mode == "fp8")
     if precise:
+        block = block if sas_threshold is None else SAS_TILE
         keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
         bias = None
     else:
