@@ -49,8 +49,8 @@ def prefill(
             "half": INT8 Q and K as in "int8", P and V in 16 bit. "fp8": INT8 Q and K as in "turbo", P and V in FP8
             (e4m3), each tile's product added in float32. "fp16": everything in q's dtype. Q has one scale a token in
             each; P one scale a query and key tile.
-        sas_threshold: SAS softmax that drops scores this far below the maximum of their block (32 keys in "fp16"); None:
-            the exponential.
+        sas_threshold: SAS softmax that drops scores this far below the maximum of their block (of 32 keys in "fp16");
+            None: the exponential.
         block: tokens in a block of K and V, and in a tile of P. Over the past these are the past's own blocks.
         v_scale: scales of V in "turbo", "int8" and "fp8": one a "block", a "channel" of a row, or a row ("tensor").
         smooth_k: take the row's mean key from its keys before they are rounded, and add it back to the scores.
