@@ -1,0 +1,86 @@
+"""Compile the prefill and store kernels for an H200 without one, through their own launchers, and print what they take.
+
+A program of its own: Triton decides at import whether it interprets, and the driver below is a stub that only names the
+target. One JSON line a kernel: {"case", "kernel", "shared"}. `--all` takes minutes.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from support import make_store
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from turbo_hf.ops import launch, launch_store
+
+
+class Stub:
+    """What compiling asks of a driver."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_only(case: list[str]) -> None:
+    """From here on a launch compiles its kernel, prints, and runs nothing."""
+    driver.set_active(Stub())
+    run: Any = JITFunction.run
+
+    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        print(json.dumps({"case": case[0], "kernel": self.__name__, "shared": kernel.metadata.shared}), flush=True)  # noqa: T201
+        return kernel
+
+    JITFunction.run = warm
+
+
+def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options: Any) -> None:
+    """One prefill of a ragged batch, which takes the general kernel."""
+    q = torch.zeros(2, 300, 4, dim, dtype=dtype).transpose(1, 2)
+    k, v = (torch.zeros(2, 300, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+    plain: dict[str, Any] = {"scaling": 0.1, "past": past, "starts": torch.zeros(2, dtype=torch.int64), "causal": True}
+    plain |= {"window": None, "softcap": None, "sinks": None, "mode": mode, "sas_threshold": None, "block": 128}
+    plain |= {"v_scale": "block", "smooth_k": False, "hadamard": False}
+    launch.prefill(q, k, v, **(plain | options))
+
+
+QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]
+"""The cases that come nearest to the limit of shared memory. Each compiles the 16-bit mode too, for heads with NaN."""
+
+
+def main(everything: bool) -> None:
+    """The quick cases, or every mode, head dim and type; every option once; each width of a page."""
+    modes, types = ("turbo", "int8", "half", "fp8", "fp16"), (torch.bfloat16, torch.float32)
+    cases = [(d, t, m) for d in (64, 80, 128, 256) for t in types for m in modes] if everything else QUICK
+    pasts = {}
+    for dim in {64, *(dim for dim, _, _ in cases)}:
+        k, v = (torch.randn(2, 2, 80, dim) for _ in range(2))
+        pasts[dim] = make_store(k, v, [80, 70])
+    case = [""]
+    compile_only(case)
+    for dim, dtype, mode in cases:
+        case[0] = f"{mode}, d = {dim}, {dtype}"
+        prefill(mode, dim, dtype, pasts[dim])
+    options = {"window": 70, "softcap": 5.0, "sinks": torch.zeros(4), "sas_threshold": -6.0, "v_scale": "channel"}
+    case[0] = "fp8 with every option"
+    prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, hadamard=True, **options)
+    x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
+    for bits in (8, 4, 3, 2):
+        case[0] = f"seal, {bits} bit"
+        launch_store.seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), bits)
+
+
+if __name__ == "__main__":
+    main("--all" in sys.argv[1:])
