@@ -214,6 +214,11 @@ def _is_plain(
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
     """Causal attention in the model's precision by torch's fastest kernel: cuDNN's where it can, then the others."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and (q.dtype == torch.float32 or q.shape[-1] > 256):
+        # no fused kernel shares keys among heads here, and the plain one holds all M x M scores
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = False
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)

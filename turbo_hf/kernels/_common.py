@@ -37,7 +37,8 @@ def tanh(x):
 @triton.jit
 def sas(x, threshold):
     """SAS exponential of x <= 0; 0 below `threshold` (TurboAttention sec. 4). e^-i is exact enough through exp2."""
-    y = -tl.maximum(x, threshold)
+    # not maximum, which drops NaN
+    y = tl.where(x < threshold, -threshold, -x)
     whole = tl.floor(y)
     f = y - whole
     cubic = ((-0.1025 * f + 0.4626) * f - 0.9922) * f + 0.9996

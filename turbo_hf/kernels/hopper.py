@@ -195,7 +195,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_scale, broken, q_smem, one
         unfit = gl.sum(xf * 0.0, 1) != 0.0
         gl.store(broken + bh + gl.where(unfit, 0, 0), gl.where(unfit, 1, 0), mask=unfit)
         top = gl.maximum(gl.max(gl.abs(xf), 1), 1e-20)
-        q_wg.store((xf * (127.0 / top)[:, None] + _MAGIC).to(gl.int32, bitcast=True).to(gl.int8))
+        q_wg.store((xf * gl.div_rn(127.0, top)[:, None] + _MAGIC).to(gl.int32, bitcast=True).to(gl.int8))
         fence_async_shared()
         gl.thread_barrier()
         q_scale = gl.convert_layout(top * (scale_log2 / 127.0), row_layout)

@@ -96,13 +96,13 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     v = torch.empty(batch, heads, dim, blocks * past.block, dtype=torch.int8, device=device)
     scale = torch.empty(batch, heads, blocks, 2, device=device)
     first = 0
-    order = past.order.contiguous()
+    order, table = past.order.contiguous(), past.table.contiguous()
     with torch.cuda.device_of(k):
         for pages in past.heads:
             slots = pages.k.shape[1]
             if blocks:
                 unpack_past_kernel[(blocks, slots, batch)](
-                    pages.k, pages.v, pages.meta, pages.scale, past.table, past.sealed, order, k, v, scale,
+                    pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
                     blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
                     BITS=pages.bits,
                 )  # fmt: skip

@@ -23,7 +23,8 @@ def prefill_tiles(mode: str, dim: int, itemsize: int, block: int) -> PrefillTile
     """
     if mode == "fp16":
         if itemsize > 2:
-            return PrefillTiles(64, min(block, 32), 8, 1 if dim > 128 else 2)
+            # products in float32 are unrolled: taller tiles take minutes to compile
+            return PrefillTiles(64 if dim <= 64 else 32, min(block, 32), 8, 1 if dim > 128 else 2)
         return PrefillTiles(128, block, 8, 3) if dim <= 128 else PrefillTiles(64, min(block, 64), 8, 2)
     if mode == "half" and itemsize > 2:
         return PrefillTiles(64, block, 4 if dim <= 128 else 8, 1)
