@@ -158,9 +158,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         return sum(x.nbytes for x in tensors), rows * cache.get_seq_length()
 
 
-def _batches(
-    requests: list[Request], longest: int, size: int
-) -> Iterator[list[tuple[list[int], list[int]]]]:
+def _batches(requests: list[Request], longest: int, size: int) -> Iterator[list[tuple[list[int], list[int]]]]:
     """(input ids, requests) of like length, continuations of one length a batch; equal inputs are run once."""
     groups: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, (_, context, continuation) in enumerate(requests):
