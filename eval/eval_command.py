@@ -97,7 +97,10 @@ def _run(
     _show(found, meta["identity"], notes)
     result = {"meta": meta, "notes": notes, **found}
     _write(folder, result, {label: outcome.samples for label, outcome in outcomes.items()})
-    out.print(f"Kept in {folder}: report.md, report.json, run_meta.json, samples and results by method.", style="dim")
+    out.print(
+        f"Kept in {folder}: report.html, report.md, report.json, run_meta.json, samples and results by method.",
+        style="dim",
+    )
     return result
 
 
@@ -121,7 +124,8 @@ def _show(found: dict[str, Any], identity: dict[str, Any], notes: list[str]) -> 
 
 
 def _write(folder: Path, result: dict[str, Any], samples: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    from turbo_hf.eval.record import write_whole  # noqa: PLC0415  as above
+    from turbo_hf.eval.page import page  # noqa: PLC0415  as above
+    from turbo_hf.eval.record import write_whole  # noqa: PLC0415
     from turbo_hf.eval.report import markdown  # noqa: PLC0415
     from turbo_hf.eval.report_plots import accuracy_plot, needle_cells, needle_map  # noqa: PLC0415
 
@@ -130,8 +134,10 @@ def _write(folder: Path, result: dict[str, Any], samples: dict[str, dict[str, li
     write_whole(folder / "report.md", markdown(result, identity, result["notes"]))
     limited = "" if identity["limit"] is None else f", LIMITED to {identity['limit']} items a task"
     title = f"{identity['model']}, suite {identity['suite']}{limited}"
-    accuracy_plot(result, title, folder / "accuracy.png")
+    pictures = [folder / "accuracy.png"] if accuracy_plot(result, title, folder / "accuracy.png") else []
     if "needle" in samples[BASELINE]:
         cells = {label: needle_cells(own["needle"]) for label, own in samples.items()}
         for label in list(cells)[2:]:
-            needle_map(cells[BASELINE], cells[label], label, folder / f"needle-{label.replace('/', '-')}.png")
+            pictures.append(folder / f"needle-{label.replace('/', '-')}.png")
+            needle_map(cells[BASELINE], cells[label], label, pictures[-1])
+    write_whole(folder / "report.html", page(result, result["meta"], result["notes"], pictures))

@@ -63,6 +63,8 @@ def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
         )
     axis.set(xlabel="KV bytes a token, measured", ylabel="% right, mean of tasks ± standard error", xlim=(0, None))
     axis.set_title(title, fontsize="small")
+    low, high = axis.get_ylim()
+    axis.set_ylim(max(low, -1), min(high, 101))
     axis.grid(alpha=0.3)
     axis.legend()
     figure.savefig(path, dpi=120)

@@ -327,8 +327,22 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     assert list(found["serving"]) == [BASELINE, AGAIN, "turbo4"]
     assert found["serving"]["turbo4"]["compression"] > 1.5
     names = {path.name for path in tmp_path.iterdir()}
-    assert {"report.md", "report.json", META, "accuracy.png", "needle-turbo4.png", "turbo4", "fp16-again"} <= names
+    assert {
+        "report.html",
+        "report.md",
+        "report.json",
+        META,
+        "accuracy.png",
+        "needle-turbo4.png",
+        "turbo4",
+        "fp16-again",
+    } <= names
     assert json.loads((tmp_path / "report.json").read_text())["accuracy"] == found["accuracy"]
+    whole = (tmp_path / "report.html").read_text()
+    assert whole.count("data:image/png;base64,") == 2
+    assert whole.count("<table>") == whole.count("</table>") == 4
+    # everything that the page shows is inside it
+    assert "http" not in whole
 
     def never(*_: Any, **__: Any) -> Any:
         raise AssertionError("everything was answered before")
