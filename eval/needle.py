@@ -5,6 +5,7 @@ prose is from Walden by Henry David Thoreau (1854, public domain), carried with 
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import accumulate
@@ -52,14 +53,59 @@ def needles(tokenizer: Any, count: int, shortest: int, longest: int, seed: int =
     if count < 1 or shortest > longest:
         raise ValueError(f"needles wants count >= 1 and shortest <= longest; got {count}, {shortest}, {longest}.")
     rng = random.Random(seed)
-    sentences = resources.files("turbo_hf.eval").joinpath("haystack.txt").read_text("utf-8").splitlines()
-    sizes = [len(ids) for ids in tokenizer([" " + s for s in sentences], add_special_tokens=False).input_ids]
+    sentences, sizes = _haystack(tokenizer)
     lengths = [shortest + (longest - shortest) * i // max(1, count - 1) for i in range(count)]
     rng.shuffle(lengths)
     return [_needle(tokenizer, sentences, sizes, length, rng) for length in lengths]
 
 
-def _needle(tokenizer: Any, sentences: list[str], sizes: list[int], length: int, rng: random.Random) -> Needle:
+def needle_grid(
+    tokenizer: Any, lengths: Sequence[int], depths: Sequence[float], seeds: Sequence[int]
+) -> list[tuple[int, int, Needle]]:
+    """(length asked for, seed, prompt) of every length, depth and seed: the cells of a heat map.
+
+    Args:
+        tokenizer: of the model that will read them.
+        lengths: tokens of a prompt, at most.
+        depths: where the needle stands, 0 to 1.
+        seeds: of key, number and prose; each fills every cell once.
+
+    Raises:
+        ValueError: a length without room for the question.
+    """
+    sentences, sizes = _haystack(tokenizer)
+    return [
+        (length, seed, _needle(tokenizer, sentences, sizes, length, random.Random(f"{seed} {length} {depth}"), depth))
+        for length in lengths
+        for depth in depths
+        for seed in seeds
+    ]
+
+
+def prose(start: int, count: int) -> str:
+    """`count` sentences of the carried prose, from sentence `start` on."""
+    sentences = _sentences()
+    return " ".join(sentences[(start + i) % len(sentences)] for i in range(count))
+
+
+def _sentences() -> list[str]:
+    return resources.files("turbo_hf.eval").joinpath("haystack.txt").read_text("utf-8").splitlines()
+
+
+def _haystack(tokenizer: Any) -> tuple[list[str], list[int]]:
+    """The sentences of the carried prose, and how many tokens each takes."""
+    sentences = _sentences()
+    return sentences, [len(ids) for ids in tokenizer([" " + s for s in sentences], add_special_tokens=False).input_ids]
+
+
+def _needle(
+    tokenizer: Any,
+    sentences: list[str],
+    sizes: list[int],
+    length: int,
+    rng: random.Random,
+    depth: float | None = None,
+) -> Needle:
     key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
     answer = str(rng.randrange(1_000_000, 10_000_000))
     fact, question = NEEDLE.format(key=key, value=answer), QUESTION.format(key=key)
@@ -72,7 +118,7 @@ def _needle(tokenizer: Any, sentences: list[str], sizes: list[int], length: int,
     order = order * rounds
     ends = accumulate(sizes[i] for i in order)
     text = [sentences[i] for i, end in zip(order, ends, strict=True) if end <= length - frame]
-    depth = rng.random()
+    depth = rng.random() if depth is None else depth
     text.insert(round(depth * len(text)), fact)
     prompt = INTRO + " ".join(text) + question
     return Needle(prompt, answer, depth, len(tokenizer(prompt).input_ids))

@@ -55,12 +55,29 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["demo", "--model", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["demo", "--device", "nowhere"], "cannot load .* on nowhere"),
         (["demo", "--shortest", "20"], "has no room for the question"),
+        (["eval", LAB, "--methods", "fp16,turbo5"], "unknown method turbo5; methods are fp16, fp16-eager, int8"),
+        (["eval", LAB, "--suite", "all"], "unknown suite all; suites are smoke, core, reasoning, long, lab"),
+        (["eval", LAB, "--data", "no/such-folder"], "expected the data folder at no/such-folder; there is none"),
+        (["eval", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["plan", "no/such-folder"], "cannot read a config from 'no/such-folder'"),
         (["plan", LAB, "--gpu-memory", "much"], "expected an amount of memory like 80GB"),
     ],
-    ids=["method", "model", "device", "short", "config", "memory"],
+    ids=[
+        "method",
+        "model",
+        "device",
+        "short",
+        "eval-method",
+        "eval-suite",
+        "eval-data",
+        "eval-model",
+        "config",
+        "memory",
+    ],
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
+    if words[0] == "eval":
+        pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
     result = run(*words, code=1)
     assert "Traceback" not in result.output
     with pytest.raises(AssertionError, match=message):

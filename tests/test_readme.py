@@ -1,5 +1,6 @@
 """The README tells the truth: its code runs, its commands exist, its tree is the real one."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -41,6 +42,11 @@ def test_commands_exist(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[0] == "turbo-hf" and words[1] == "bench":
         # as above, in test_bench
         assert CliRunner().invoke(app, [*words[1:3], "--help"]).exit_code == 0
+    elif words[0] == "turbo-hf" and words[1] == "eval":
+        # as above, in test_evaluation
+        assert CliRunner().invoke(app, ["eval", "--help"]).exit_code == 0
+    elif words[:2] == ["python", "-m"]:
+        assert importlib.util.find_spec(words[2]) is not None
     elif words[0] == "turbo-hf":
         assert CliRunner().invoke(app, words[1:]).exit_code == 0
     else:

@@ -1,4 +1,4 @@
-"""The command line: `turbo-hf demo`, `plan`, `doctor`, `bench`."""
+"""The command line: `turbo-hf demo`, `plan`, `doctor`, `bench`, `eval`."""
 
 import json
 from dataclasses import asdict
@@ -15,11 +15,13 @@ from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.doctor import Diagnosis, Machine, diagnose, machine, tested_range
 from turbo_hf.eval.bench.commands import bench
 from turbo_hf.eval.demo import Row, as_json, demo
+from turbo_hf.eval.eval_command import eval_command
 from turbo_hf.eval.needle import Needle, needles
 from turbo_hf.plan import PlanRow, parse_bytes, plan, weight_bytes
 
 app = typer.Typer(help="Attention on a compressed KV cache for Hugging Face Transformers.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.command("eval")(eval_command)
 
 DEFAULT = "turbo4"
 CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"

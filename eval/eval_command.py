@@ -1,0 +1,143 @@
+"""`turbo-hf eval`: the run, the tables, the files."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from turbo_hf.console import Device, Json, err, fail, load, out
+from turbo_hf.eval.bench.options import as_json
+from turbo_hf.eval.methods import BASELINE, method_config
+from turbo_hf.eval.suites import SUITES, Limits, build
+
+LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096}
+"""Tokens of the longest prompt, where a suite does not go to 16384."""
+
+SMOKE_ITEMS = 8
+"""Items a task of the suite smoke, which exists to be quick."""
+
+REPLY_ROOM = 2048
+"""Tokens beyond the longest prompt: few-shot tasks' replies, and prompts that cannot be chosen shorter."""
+
+
+def eval_command(
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
+    suite: Annotated[str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in SUITES.items()))] = "smoke",
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(help="fp16, fp16-eager, presets, preset/attention; commas, or repeated. fp16 runs twice always."),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder of local data sets; default: the Hub.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items a task; marks the table as no result.")] = None,
+    longest: Annotated[int | None, typer.Option(min=64, help="Tokens of the longest prompt.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows a batch.")] = 8,
+    folder: Annotated[Path | None, typer.Option("--out", help="Kept there: samples, JSON, Markdown, pictures.")] = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """Accuracy, perplexity, KV bytes and speed of each method, paired item by item with the unpatched model.
+
+    Tasks run through lm-evaluation-harness. A run that was killed goes on where it was when the same command is given
+    again; the folder of another model, version, or choice is refused.
+    """
+    for package in ("lm_eval", "datasets", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
+    wanted = [name for words in methods or ["turbo4"] for name in words.split(",") if name]
+    try:
+        for name in wanted:
+            method_config(name)
+        if suite not in SUITES:
+            raise ValueError(f"unknown suite {suite}; suites are {', '.join(SUITES)}.")
+        chosen = folder or Path("eval-results") / f"{Path(model).name}-{suite}"
+        items = limit or (SMOKE_ITEMS if suite == "smoke" else None)
+        found = _run(model, suite, wanted, data, items, longest or LONGEST.get(suite, 16384), batch, chosen, device)
+    except (ValueError, OSError) as mistake:
+        raise fail(str(mistake)) from mistake
+    if json_line:
+        print(as_json(found))  # noqa: T201
+
+
+def _run(
+    model: str,
+    suite: str,
+    wanted: list[str],
+    data: Path | None,
+    limit: int | None,
+    longest: int,
+    batch: int,
+    folder: Path,
+    device: str,
+) -> dict[str, Any]:
+    # the harness takes seconds to import, and is an extra
+    from turbo_hf.eval.evaluate import AGAIN, SEED, load_tasks, quiet, run_method  # noqa: PLC0415
+    from turbo_hf.eval.record import identity, open_run  # noqa: PLC0415
+    from turbo_hf.eval.report import report  # noqa: PLC0415
+
+    quiet()
+    loaded, tokenizer = load(model, device)
+    positions = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    context = min(positions or longest + REPLY_ROOM, longest + REPLY_ROOM)
+    limits = Limits(context, longest, limit)
+    with err.status(f"reading the tasks of {suite}"):
+        specs, notes = build(suite, tokenizer, limits, data)
+        tasks, skipped = load_tasks(specs, tokenizer, limits)
+    options = {"suite": suite, "limit": limit, "longest": longest, "context": context, "batch": batch, "seed": SEED}
+    meta = open_run(folder, identity(loaded, tokenizer, tasks, options))
+    others = dict.fromkeys(name for name in wanted if name != BASELINE)
+    runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{name: name for name in others}}
+    outcomes = {}
+    for number, (label, method) in enumerate(runs.items(), 1):
+        err.print(f"{label} ({number} of {len(runs)})", style="bold", highlight=False)
+        outcomes[label] = run_method(label, method, loaded, tokenizer, tasks, folder, batch=batch, limits=limits)
+    notes += skipped
+    found = report([spec for spec in specs if spec.name in tasks], outcomes)
+    _show(found, meta["identity"], notes)
+    result = {"meta": meta, "notes": notes, **found}
+    _write(folder, result, {label: outcome.samples for label, outcome in outcomes.items()})
+    out.print(
+        f"Kept in {folder}: report.html, report.md, report.json, run_meta.json, samples and results by method.",
+        style="dim",
+    )
+    return result
+
+
+def _show(found: dict[str, Any], identity: dict[str, Any], notes: list[str]) -> None:
+    from turbo_hf.eval.report import noise, stamps, tables  # noqa: PLC0415  as above
+
+    for line in stamps(identity):
+        style = "bold red" if line.startswith("LIMITED") else "bold"
+        out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+    for title, headings, rows in tables(found):
+        table = Table(title=title)
+        for heading in headings:
+            left = heading in ("task", "scorer", "over", "method", "metric")
+            table.add_column(heading, justify="left" if left else "right", overflow="fold")
+        for row in rows:
+            # a figure, its pairs and its p below one another: methods are many, and terminals narrow
+            table.add_row(*(cell.replace("; ", "\n") for cell in row))
+        out.print(table)
+    for note in [noise(found), *notes]:
+        out.print(f"- {note}", style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _write(folder: Path, result: dict[str, Any], samples: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+    from turbo_hf.eval.page import page  # noqa: PLC0415  as above
+    from turbo_hf.eval.record import write_whole  # noqa: PLC0415
+    from turbo_hf.eval.report import markdown  # noqa: PLC0415
+    from turbo_hf.eval.report_plots import accuracy_plot, needle_cells, needle_map  # noqa: PLC0415
+
+    identity = result["meta"]["identity"]
+    write_whole(folder / "report.json", as_json(result, indent=1) + "\n")
+    write_whole(folder / "report.md", markdown(result, identity, result["notes"]))
+    limited = "" if identity["limit"] is None else f", LIMITED to {identity['limit']} items a task"
+    title = f"{identity['model']}, suite {identity['suite']}{limited}"
+    pictures = [folder / "accuracy.png"] if accuracy_plot(result, title, folder / "accuracy.png") else []
+    if "needle" in samples[BASELINE]:
+        cells = {label: needle_cells(own["needle"]) for label, own in samples.items()}
+        for label in list(cells)[2:]:
+            pictures.append(folder / f"needle-{label.replace('/', '-')}.png")
+            needle_map(cells[BASELINE], cells[label], label, pictures[-1])
+    write_whole(folder / "report.html", page(result, result["meta"], result["notes"], pictures))

@@ -1,0 +1,154 @@
+"""Run a suite through lm-evaluation-harness: each method in turn, each item kept as soon as it is answered."""
+
+import contextlib
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_eval.api.model import CachingLM
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
+
+from turbo_hf.eval.methods import BASELINE
+from turbo_hf.eval.model import Batch, TurboLM
+from turbo_hf.eval.record import write_whole
+from turbo_hf.eval.suites import Limits
+from turbo_hf.eval.tasks import Spec
+
+AGAIN = f"{BASELINE} again"
+"""The second run of the baseline: what differs between the two is noise."""
+
+SEED = 1234
+"""Of few-shot samplers and torch; decoding is greedy."""
+
+BOOTSTRAP = 1000
+"""Resamples for the standard error of a perplexity."""
+
+Samples = dict[str, list[dict[str, Any]]]
+"""The harness' logged samples, by task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One method's run: results in the harness' schema, its samples, and what generation took."""
+
+    results: dict[str, Any]
+    samples: Samples
+    batches: list[Batch]
+
+
+def quiet() -> None:
+    """No harness chatter; its progress bars stay."""
+    for name in ("lm_eval", "datasets", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def load_tasks(specs: list[Spec], tokenizer: Any, limits: Limits) -> tuple[dict[str, Any], list[str]]:
+    """The harness' tasks with their requests built, by name, and a note for each that does not fit the model.
+
+    Raises:
+        ValueError: no task is left.
+    """
+    # the whole index of stock tasks takes seconds to read: only where one is named
+    stock = any(not (isinstance(s.config, dict) and "custom_dataset" in s.config) for s in specs)
+    manager = TaskManager(include_defaults=stock)
+    tasks: dict[str, Any] = {}
+    notes = []
+    for spec in specs:
+        # the harness fills what a stock task's override leaves out only inside a group
+        local = isinstance(spec.config, dict) and "custom_dataset" not in spec.config
+        wanted = {"group": "local", "task": [spec.config]} if local else spec.config
+        (task,) = manager.load([wanted])["tasks"].values()
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=SEED)
+        task.build_all_requests(limit=limits.limit, rank=0, world_size=1)
+        longest = _longest(task, tokenizer)
+        if longest > limits.context:
+            notes.append(
+                f"{spec.name}: skipped; it takes {longest} tokens, there is room for {limits.context} "
+                "(--longest, or the model's positions)."
+            )
+        else:
+            tasks[spec.name] = task
+    if not tasks:
+        raise ValueError(f"no task of this suite is left to run. {' '.join(notes)}")
+    return tasks, notes
+
+
+def _longest(task: Any, tokenizer: Any) -> int:
+    """Tokens of the longest prompt with its reply; 0 where text is read in windows."""
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        return 0
+    requests = [r.args for r in task.instances]
+    if task.OUTPUT_TYPE == "generate_until":
+        lengths = [len(ids) for ids in tokenizer([prompt for prompt, _ in requests]).input_ids]
+        # 256 is what HFLM generates where a task does not say
+        rooms = [int(given.get("max_gen_toks") or 256) for _, given in requests]
+        return max(length + room for length, room in zip(lengths, rooms, strict=True))
+    return max(len(ids) for ids in tokenizer([prompt + end for prompt, end in requests]).input_ids)
+
+
+def run_method(
+    label: str,
+    method: str,
+    model: Any,
+    tokenizer: Any,
+    tasks: dict[str, Any],
+    folder: Path,
+    *,
+    batch: int,
+    limits: Limits,
+) -> Outcome:
+    """Run one method on every task, or read what an earlier run of it left.
+
+    Args:
+        label: its place in the table, and its folder's name. method: what the model is patched with.
+        model, tokenizer: loaded; the tokenizer pads left.
+        tasks: from `load_tasks`.
+        folder: of the whole run. Below `folder/label`: items.db (answers as they come), batches.jsonl, and when all
+            is done samples_TASK.jsonl and results.json.
+        batch: rows of a batch.
+        limits: what the tasks were built with.
+    """
+    own = folder / label.replace(" ", "-").replace("/", "-")
+    own.mkdir(parents=True, exist_ok=True)
+    if not (own / "results.json").is_file():
+        torch.manual_seed(SEED)
+
+        def keep(taken: Batch) -> None:
+            with (own / "batches.jsonl").open("a", encoding="utf-8") as log:
+                log.write(json.dumps(asdict(taken)) + "\n")
+
+        lm = TurboLM(
+            model, preset=method, tokenizer=tokenizer, batch_size=batch, max_length=limits.context, on_batch=keep
+        )
+        caching = CachingLM(lm, str(own / "items.db"))
+        try:
+            found = evaluate(
+                lm=caching, task_dict={"tasks": tasks}, limit=limits.limit, bootstrap_iters=BOOTSTRAP, log_samples=True
+            )
+        finally:
+            lm.close()
+            with contextlib.suppress(Exception):  # closing must not hide what ended the run
+                caching.dbdict.close()
+        samples: Samples = found.pop("samples")
+        for task, rows in samples.items():
+            write_whole(own / f"samples_{task}.jsonl", "".join(json.dumps(row, default=str) + "\n" for row in rows))
+        # last: its presence says that everything above is there
+        write_whole(own / "results.json", json.dumps(found, default=str, indent=1))
+    return _read(own, list(tasks))
+
+
+def _read(own: Path, tasks: list[str]) -> Outcome:
+    samples = {
+        task: [json.loads(line) for line in (own / f"samples_{task}.jsonl").read_text("utf-8").splitlines()]
+        for task in tasks
+    }
+    log = own / "batches.jsonl"
+    lines = log.read_text("utf-8").splitlines() if log.is_file() else []
+    batches = [Batch(**json.loads(line)) for line in lines]
+    return Outcome(json.loads((own / "results.json").read_text("utf-8")), samples, batches)

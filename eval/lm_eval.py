@@ -1,0 +1,13 @@
+"""lm-evaluation-harness' own command line, with the model `turbo-hf` in it.
+
+    python -m turbo_hf.eval.lm_eval run --model turbo-hf --model_args pretrained=MODEL,preset=turbo4 --tasks gsm8k_cot
+
+`preset` is fp16, fp16-eager or a preset of turbo_hf; every other argument is the harness' own.
+"""
+
+from lm_eval.__main__ import cli_evaluate
+
+import turbo_hf.eval.model  # noqa: F401  registers the model
+
+if __name__ == "__main__":
+    cli_evaluate()

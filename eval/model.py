@@ -1,0 +1,170 @@
+"""lm-evaluation-harness' Hugging Face model on the compressed cache, registered there as `turbo-hf`."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm import tqdm
+
+from turbo_hf.eval.methods import applied, method_config
+
+Request = tuple[Any, list[int], list[int]]
+"""(what the harness caches the answer under or None, context token ids, continuation token ids)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one call of `generate` took. kv_bytes: of the cache when it returned; kv_tokens: what it holds, padding
+    included only for a dense cache, which stores it; new_tokens: without what follows a row's end token."""
+
+    rows: int
+    new_tokens: int
+    seconds: float
+    kv_bytes: int
+    kv_tokens: int
+
+
+@register_model("turbo-hf")
+class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
+    """HFLM with the compressed cache in the path of every task.
+
+    Generation goes through the patched `generate`. A log-likelihood is computed in passes over one cache: first the
+    context but its last token, then the scored positions, `chunk` at a time. So every scored token reads a context
+    that was stored in few bits (up to 16 scored tokens: by the decode path). Batches hold continuations of one
+    length, so that no item's passes depend on its neighbours. Unpatched methods run HFLM's own code, unchanged.
+
+    Args:
+        pretrained: a folder, a Hub id, or a loaded model.
+        preset: "fp16", "fp16-eager" (both unpatched), or a preset of turbo_hf.
+        attention: how a prompt's attention is computed, as in `TurboConfig.attention`; None: as the preset says.
+        chunk: scored tokens a pass.
+        on_batch: told what each call of `generate` took.
+        kwargs: HFLM's own arguments.
+
+    Raises:
+        ValueError: an unknown preset or attention, a chunk below 1, or a model that cannot be patched.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any,
+        preset: str = "turbo4",
+        attention: str | None = None,
+        chunk: int = 64,
+        on_batch: Callable[[Batch], None] | None = None,
+        **kwargs: Any,
+    ):
+        self.method = preset if attention is None else f"{preset}/{attention}"
+        method_config(self.method)  # a mistake must not wait for the model to load
+        if chunk < 1:
+            raise ValueError(f"chunk must be at least 1 token; got {chunk}.")
+        super().__init__(pretrained, **kwargs)
+        self.chunk = chunk
+        self._on_batch = on_batch
+        self._stack = ExitStack()
+        self.handle = self._stack.enter_context(applied(self.model, self.method))
+
+    def close(self) -> None:
+        """Take the patch off: the model is what it was, and this object runs HFLM's own code. Twice is harmless."""
+        self._stack.close()
+        self.handle = None
+
+    def _loglikelihood_tokens(
+        self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
+    ) -> list[tuple[float, bool]]:
+        if self.handle is None:
+            found: list[tuple[float, bool]] = super()._loglikelihood_tokens(
+                requests, disable_tqdm=disable_tqdm, override_bs=override_bs
+            )
+            return found
+        size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 1)
+        answers: dict[int, tuple[float, bool]] = {}
+        bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="log-likelihoods")
+        for batch in _batches(requests, self.max_length, size):
+            for at, answer in self._score(requests, batch):
+                answers[at] = answer
+                if requests[at][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[at][0], answer)
+                bar.update(1)
+        bar.close()
+        return [answers[at] for at in range(len(requests))]
+
+    @torch.inference_mode()
+    def _score(
+        self, requests: list[Request], batch: list[tuple[list[int], list[int]]]
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """`batch`: (input ids, the requests that share them); their continuations are of one length."""
+        assert self.handle is not None
+        scored = len(requests[batch[0][1][0]][2])
+        width = max(len(ids) for ids, _ in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.long, device=self.device)
+        mask = torch.zeros_like(ids)
+        for row, (tokens, _) in enumerate(batch):
+            ids[row, width - len(tokens) :] = torch.tensor(tokens, device=self.device)
+            mask[row, width - len(tokens) :] = 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = self.handle.new_cache()
+        sums: dict[int, float] = defaultdict(float)
+        greedy: dict[int, bool] = defaultdict(lambda: True)
+        first = width - scored
+        starts = [0] * bool(first) + list(range(first, width, self.chunk))
+        for start, end in zip(starts, [*starts[1:], width], strict=True):
+            logits = self.model(
+                input_ids=ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+                # of the context only the cache is wanted
+                logits_to_keep=1 if start < first else end - start,
+            ).logits
+            if start < first:
+                continue
+            logs = logits.log_softmax(-1, dtype=self.softmax_dtype or torch.float32)
+            best = logs.argmax(-1)
+            for row, (_, members) in enumerate(batch):
+                for at in members:
+                    target = torch.tensor(requests[at][2][start - first : end - first], device=self.device)
+                    sums[at] += float(logs[row].gather(-1, target[:, None]).sum())
+                    greedy[at] &= bool((best[row] == target).all())
+        for at, total in sums.items():
+            yield at, (total, greedy[at])
+
+    def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
+        started = time.perf_counter()
+        made = super()._model_generate(context, max_length, stop, return_dict_in_generate=True, **generation_kwargs)
+        sequences: torch.Tensor = made.sequences
+        if self._on_batch is not None:
+            new = sequences[:, context.shape[1] :].tolist()
+            seconds = time.perf_counter() - started
+            ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+            tokens = sum(next((i for i, token in enumerate(row) if token in ends), len(row)) for row in new)
+            stored, held = self._cache_size(made.past_key_values, len(context))
+            self._on_batch(Batch(len(context), tokens, seconds, stored, held))
+        return sequences
+
+    def _cache_size(self, cache: Any, rows: int) -> tuple[int, int]:
+        if self.handle is not None:
+            memory = self.handle.memory()
+            return memory.total, memory.tokens
+        tensors = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+        # a dense cache stores padding; counting its columns does not hold that against it
+        return sum(x.nbytes for x in tensors), rows * cache.get_seq_length()
+
+
+def _batches(requests: list[Request], longest: int, size: int) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """(input ids, requests) of like length, continuations of one length a batch; equal inputs are run once."""
+    groups: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for at, (_, context, continuation) in enumerate(requests):
+        # the last token is scored, never fed; what is too long loses its left end, as in HFLM
+        groups[len(continuation)][tuple((context + continuation)[-(longest + 1) : -1])].append(at)
+    for _, inputs in sorted(groups.items(), reverse=True):
+        order = sorted(inputs.items(), key=lambda pair: -len(pair[0]))
+        for at in range(0, len(order), size):
+            yield [(list(ids), members) for ids, members in order[at : at + size]]

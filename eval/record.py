@@ -1,0 +1,131 @@
+"""What a run is, so that it can be repeated, taken up again, and never mixed with another."""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turbo_hf.eval.bench.facts import facts
+
+META = "run_meta.json"
+SAMPLED = 64
+"""Values of each weight that a model's fingerprint reads."""
+
+
+def fingerprint(model: Any) -> str:
+    """Of a model's weights: names, shapes, dtypes and 64 values of each, spread over it."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        flat = weight.detach().reshape(-1)
+        # one read from the device a weight; whole tensors would take minutes for a large model
+        at = torch.linspace(0, max(0, flat.numel() - 1), min(SAMPLED, flat.numel()), dtype=torch.float64).long()
+        digest.update(flat[at.to(flat.device)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def vocabulary(tokenizer: Any) -> str:
+    """Fingerprint of a tokenizer's tokens and ids."""
+    return _digest(sorted(tokenizer.get_vocab().items()))
+
+
+def items_digest(tasks: dict[str, Any]) -> dict[str, str]:
+    """Fingerprint of each task's prompts, settings and targets, in order; its requests have been built."""
+    return {
+        name: _digest([(r.doc_id, *map(str, r.args), str(task.doc_to_target(r.doc))) for r in task.instances])
+        for name, task in sorted(tasks.items())
+    }
+
+
+def source_digest() -> str:
+    """Fingerprint of the package's own code, which its version number does not tell apart."""
+    root = Path(str(resources.files("turbo_hf")))
+    # os.walk follows the links that a checkout has for patches/ and eval/
+    files = [Path(at) / name for at, _, names in os.walk(root, followlinks=True) for name in names]
+    sources = sorted((str(path.relative_to(root)), path.read_text("utf-8")) for path in files if path.suffix == ".py")
+    return _digest(sources)
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what, ensure_ascii=False).encode()).hexdigest()[:16]
+
+
+def identity(model: Any, tokenizer: Any, tasks: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal in all parts of a table, ready for JSON."""
+    about = facts(model.device)
+    packages = ("turbo_hf", "torch", "transformers", "lm_eval", "datasets", "triton", "numpy")
+    return {
+        **options,
+        "model": Path(str(model.config._name_or_path)).name,
+        "model_fingerprint": fingerprint(model),
+        "tokenizer": vocabulary(tokenizer),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": about["gpu"] or model.device.type,
+        "versions": {name: _version(name) for name in packages} | {"python": platform.python_version()},
+        "source": source_digest(),
+        "tasks": items_digest(tasks),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
+    """Begin a run in `folder`, or go on with the one that is there.
+
+    Args:
+        folder: made if missing.
+        what: from `identity`.
+
+    Returns:
+        The run's meta: identity, commit, and every command that wrote into the folder.
+
+    Raises:
+        ValueError: the folder holds a run of another model, version, data or choice; the message names what differs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / META
+    meta: dict[str, Any] = {"identity": json.loads(json.dumps(what)), "commands": []}
+    if path.is_file():
+        before = json.loads(path.read_text("utf-8"))
+        changed = _differences(before["identity"], meta["identity"])
+        if changed:
+            raise ValueError(
+                f"{folder} holds a run that cannot be continued by this one: {'; '.join(changed)}. "
+                "Results of different runs are not merged: choose another --out, or restore what it was."
+            )
+        meta = before
+    meta["commit"] = facts(torch.device("cpu"))["commit"]
+    meta["commands"].append({"argv": sys.argv, "began": datetime.now(UTC).isoformat(timespec="seconds")})
+    write_whole(path, json.dumps(meta, indent=1))
+    return meta
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], under: str = "") -> list[str]:
+    found = []
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            found += _differences(old, new, f"{under}{key}.")
+        elif old != new:
+            found.append(f"{under}{key} was {old}, now {new}")
+    return found
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is either there in full or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, "utf-8")
+    part.replace(path)

@@ -1,0 +1,205 @@
+"""What a run found, as one structure: paired verdicts, perplexities, bytes and speed; and as Markdown."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from math import sqrt
+from typing import Any
+
+from turbo_hf.eval.evaluate import AGAIN, Outcome
+from turbo_hf.eval.methods import BASELINE
+from turbo_hf.eval.model import Batch
+from turbo_hf.eval.paired import paired
+from turbo_hf.eval.tasks import Spec
+
+SURE = 0.8
+"""Share of right answers below which a baseline says little about a method: such tasks stay out of the second mean."""
+
+PERPLEXITIES = ("word_perplexity", "byte_perplexity")
+
+
+def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """Figures of every method, ready for JSON.
+
+    Args:
+        specs: the tasks that ran.
+        outcomes: by label; the baseline is first, and every other method is paired with it.
+
+    Returns:
+        accuracy: a row for each task and scorer: items, and for each method right, accuracy, stderr and (but for the
+        baseline) kept, lost, gained, neither and the exact McNemar p. means: of the headline scorers, over all tasks
+        and over those whose baseline is at least 80 % right, with the pairs of all items. perplexity: a row a metric.
+        serving: bytes of the KV cache a token, against the baseline's, and generated tokens a second.
+    """
+    rows = []
+    headline: dict[str, dict[str, list[bool]]] = {}
+    for spec in specs:
+        for scorer in spec.scorers:
+            found = {label: scorer.verdicts(outcome.samples[spec.name]) for label, outcome in outcomes.items()}
+            order = sorted(found[BASELINE])
+            verdicts = {label: [own[item] for item in order] for label, own in found.items()}
+            rows.append(
+                {
+                    "task": spec.name,
+                    "scorer": scorer.name,
+                    "stock": scorer.stock,
+                    "headline": scorer.headline,
+                    "items": len(order),
+                    "methods": _compared(verdicts),
+                }
+            )
+            if scorer.headline:
+                headline[spec.name] = verdicts
+    sure = {task: own for task, own in headline.items() if sum(own[BASELINE]) >= SURE * len(own[BASELINE])}
+    means = [
+        {"over": over, "tasks": len(tasks), **_mean(tasks)}
+        for over, tasks in (("all tasks", headline), (f"baseline >= {SURE:.0%}", sure))
+        if tasks
+    ]
+    return {
+        "accuracy": rows,
+        "means": means,
+        "perplexity": _perplexities(outcomes),
+        "serving": _serving(outcomes),
+    }
+
+
+def _compared(verdicts: Mapping[str, list[bool]]) -> dict[str, dict[str, Any]]:
+    base = verdicts[BASELINE]
+    compared: dict[str, dict[str, Any]] = {}
+    for label, own in verdicts.items():
+        share, count = sum(own) / len(own), len(own)
+        compared[label] = {
+            "right": sum(own),
+            "accuracy": share,
+            "stderr": sqrt(share * (1 - share) / (count - 1)) if count > 1 else None,
+            **(asdict(paired(base, own)) if label != BASELINE else {}),
+        }
+    return compared
+
+
+def _mean(tasks: Mapping[str, Mapping[str, list[bool]]]) -> dict[str, Any]:
+    """The mean of the tasks' accuracies, each task counting once, and the pairs of all their items."""
+    labels = list(next(iter(tasks.values())))
+    pooled = _compared({label: [v for own in tasks.values() for v in own[label]] for label in labels})
+    for label in labels:
+        pooled[label]["accuracy"] = sum(sum(own[label]) / len(own[label]) for own in tasks.values()) / len(tasks)
+        # the error of a mean of tasks, each with its own
+        errors = [_compared(own)[label]["stderr"] or 0.0 for own in tasks.values()]
+        pooled[label]["stderr"] = sqrt(sum(error**2 for error in errors)) / len(tasks)
+    return {"items": sum(len(own[labels[0]]) for own in tasks.values()), "methods": pooled}
+
+
+def _perplexities(outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
+    rows = []
+    for task, figures in outcomes[BASELINE].results["results"].items():
+        for metric in PERPLEXITIES:
+            key = f"{metric},none"
+            if key in figures:
+                found = {label: outcome.results["results"][task][key] for label, outcome in outcomes.items()}
+                rows.append({"task": task, "metric": metric, "methods": found})
+    return rows
+
+
+def _serving(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float | int | None]]:
+    base = _bytes(outcomes[BASELINE].batches)
+    serving: dict[str, dict[str, float | int | None]] = {}
+    for label, outcome in outcomes.items():
+        own, seconds = _bytes(outcome.batches), sum(b.seconds for b in outcome.batches)
+        serving[label] = {
+            "prompts": sum(b.rows for b in outcome.batches),
+            "kv_bytes_per_token": own,
+            "compression": base / own if base and own else None,
+            "tokens_per_s": sum(b.new_tokens for b in outcome.batches) / seconds if seconds else None,
+        }
+    return serving
+
+
+def _bytes(batches: list[Batch]) -> float | None:
+    tokens = sum(b.kv_tokens for b in batches)
+    return sum(b.kv_bytes for b in batches) / tokens if tokens else None
+
+
+def tables(found: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """(title, headings, cells) of each table, for the terminal and for Markdown alike."""
+    labels = list(found["serving"])
+    shown = []
+    if found["accuracy"]:
+        rows = [
+            [row["task"], row["scorer"] + (" *" if row["headline"] else ""), str(row["items"])]
+            + [_cell(row["methods"][label]) for label in labels]
+            for row in found["accuracy"]
+        ]
+        shown.append(
+            (
+                "right: % ± standard error; - lost, + gained against fp16; exact McNemar p; * enters the means",
+                ["task", "scorer", "items", *labels],
+                rows,
+            )
+        )
+        means = [
+            [f"{mean['over']} ({mean['tasks']})", str(mean["items"])]
+            + [_cell(mean["methods"][label]) for label in labels]
+            for mean in found["means"]
+        ]
+        shown.append(("mean of tasks", ["over", "items", *labels], means))
+    if found["perplexity"]:
+        rows = [
+            [row["task"], row["metric"]] + [f"{row['methods'][label]:.4f}" for label in labels]
+            for row in found["perplexity"]
+        ]
+        shown.append(("perplexity, lower is better", ["task", "metric", *labels], rows))
+    serving = [
+        [label, str(own["prompts"]), *_figures(own, ("kv_bytes_per_token", "compression", "tokens_per_s"))]
+        for label, own in found["serving"].items()
+    ]
+    headings = ["method", "prompts", "KV bytes/token", "ratio", "tokens/s"]
+    shown.append(("memory and speed of generation", headings, serving))
+    return shown
+
+
+def _figures(own: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    forms = {"kv_bytes_per_token": "{:.0f}", "compression": "{:.2f} x", "tokens_per_s": "{:.1f}"}
+    return ["-" if own[name] is None else forms[name].format(own[name]) for name in names]
+
+
+def _cell(own: dict[str, Any]) -> str:
+    error = "" if own["stderr"] is None else f" ± {100 * own['stderr']:.1f}"
+    pairs = f"; -{own['lost']} +{own['gained']}; p {own['p']:.2g}" if "p" in own else ""
+    return f"{100 * own['accuracy']:.1f}{error}{pairs}"
+
+
+def stamps(identity: dict[str, Any]) -> list[str]:
+    """Lines that must be read with the tables."""
+    limit = identity["limit"]
+    versions = identity["versions"]
+    first = [
+        f"{identity['model']} ({identity['model_fingerprint']}), {identity['dtype']} on {identity['device']}; suite "
+        f"{identity['suite']}, batch {identity['batch']}, greedy, seed {identity['seed']}; lm-eval "
+        f"{versions['lm_eval']}, transformers {versions['transformers']}, torch {versions['torch']}."
+    ]
+    if limit is not None:
+        first.append(f"LIMITED to {limit} items a task: a smoke test, not a result.")
+    return first
+
+
+def noise(found: dict[str, Any]) -> str:
+    """What the second run of the baseline says."""
+    mean = next((m for m in found["means"] if m["over"] == "all tasks"), None)
+    if mean is None:
+        return f"{AGAIN}: no item is judged right or wrong in this suite."
+    again = mean["methods"][AGAIN]
+    return f"Noise floor: {again['lost'] + again['gained']} of {mean['items']} items differ between two baseline runs."
+
+
+def markdown(found: dict[str, Any], identity: dict[str, Any], notes: list[str]) -> str:
+    """The tables as Markdown, with what must be read beside them."""
+    parts = [f"# turbo-hf eval: {identity['model']}, suite {identity['suite']}", *stamps(identity)]
+    for title, headings, rows in tables(found):
+        lines = [f"**{title}**", "", _row(headings), _row(["---"] * len(headings)), *map(_row, rows)]
+        parts.append("\n".join(lines))
+    parts.append("\n".join(f"- {note}" for note in [noise(found), *notes]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

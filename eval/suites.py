@@ -1,0 +1,180 @@
+"""Which tasks a suite holds, read from local files or from the Hub."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turbo_hf.eval.scorers import BBH, CHOICES, GSM8K
+from turbo_hf.eval.tasks import (
+    REPLY,
+    Spec,
+    aqua_cot,
+    carried_prose,
+    lab_families,
+    lab_task,
+    needle_task,
+    prose_task,
+)
+
+SUITES = {
+    "smoke": "minutes on a CPU: needles, perplexity of carried prose, and with --data a few lab families",
+    "core": "GSM8K and BBH with chains of thought, AQuA, needles, WikiText",
+    "reasoning": "GSM8K, BBH and AQuA only: decode-heavy, short prompts",
+    "long": "needles at every depth up to the longest context, perplexity of whole windows",
+    "lab": "every family of --data/lab_tasks, for the lab models",
+}
+
+BBH_TASKS = (
+    "boolean_expressions",
+    "causal_judgement",
+    "date_understanding",
+    "disambiguation_qa",
+    "dyck_languages",
+    "formal_fallacies",
+    "geometric_shapes",
+    "hyperbaton",
+    "logical_deduction_five_objects",
+    "logical_deduction_seven_objects",
+    "logical_deduction_three_objects",
+    "movie_recommendation",
+    "multistep_arithmetic_two",
+    "navigate",
+    "object_counting",
+    "penguins_in_a_table",
+    "reasoning_about_colored_objects",
+    "ruin_names",
+    "salient_translation_error_detection",
+    "snarks",
+    "sports_understanding",
+    "temporal_sequences",
+    "tracking_shuffled_objects_five_objects",
+    "tracking_shuffled_objects_seven_objects",
+    "tracking_shuffled_objects_three_objects",
+    "web_of_lies",
+    "word_sorting",
+)
+
+SMOKE_FAMILIES = ("arith_few_shot", "bbh_boolean_expressions", "facts", "kv_hex", "niah_multikey", "passkey")
+
+# least memorised by models, of the books in the data folder
+BOOKS = ("travels_in_west_africa", "wieland", "waverley", "life_on_the_mississippi")
+
+DEPTHS = [i / 10 for i in range(11)]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of a suite is run. context: tokens that the model has positions for; longest: of a prompt, as asked."""
+
+    context: int
+    longest: int
+    limit: int | None = None
+
+
+def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) -> tuple[list[Spec], list[str]]:
+    """The tasks of a suite, and a note for each thing that was left out.
+
+    Args:
+        suite: one of `SUITES`.
+        tokenizer: of the model.
+        limits: what fits, and what was asked for.
+        data: a folder laid out as the README says; None: stock tasks come from the Hub.
+
+    Raises:
+        ValueError: an unknown suite, a file that is missing, or no task left.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"unknown suite {suite}; suites are {', '.join(SUITES)}.")
+    if data is not None and not data.is_dir():
+        raise ValueError(f"expected the data folder at {data}; there is none. Leave --data out to use the Hub.")
+    specs: list[Spec] = []
+    notes: list[str] = []
+    if suite in ("core", "reasoning"):
+        specs += _reasoning(data, limits.limit, notes)
+    if suite == "core":
+        specs.append(_wikitext(data))
+    if suite != "reasoning":
+        specs += _needles(suite, tokenizer, limits, notes)
+    if suite == "smoke":
+        specs.append(prose_task("prose", carried_prose(2, 80)))
+        if data is not None:
+            specs += _lab(data, tokenizer, limits, notes, SMOKE_FAMILIES)
+    if suite == "long":
+        specs.append(_long_prose(data, limits))
+    if suite == "lab":
+        if data is None:
+            raise ValueError("the suite lab needs --data, a folder with lab_tasks/ in it.")
+        specs += _lab(data, tokenizer, limits, notes, None)
+    return specs, notes
+
+
+def _needles(suite: str, tokenizer: Any, limits: Limits, notes: list[str]) -> list[Spec]:
+    lengths = {"smoke": [512, 1024], "core": [1024, 2048, 4096]}.get(suite) or [
+        1024 * 2**i for i in range(11) if 1024 * 2**i <= limits.longest
+    ]
+    depths, seeds = (DEPTHS[::5], range(2)) if suite == "smoke" else (DEPTHS, range(5 if suite == "long" else 1))
+    fit = [length for length in lengths if length <= min(limits.longest, limits.context - REPLY)]
+    left = sorted(set(lengths) - set(fit))
+    if left:
+        notes.append(
+            f"needle: lengths {', '.join(map(str, left))} left out: beyond --longest {limits.longest} or "
+            f"{limits.context} positions."
+        )
+    return [needle_task(tokenizer, fit, depths, list(seeds), limits.limit)] if fit else []
+
+
+def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: tuple[str, ...] | None) -> list[Spec]:
+    fit = min(limits.longest, limits.context)
+    families = lab_families(data / "lab_tasks", tokenizer, fit)
+    notes.append(f"lab families: items up to {fit} tokens.")
+    for name in chosen or ():
+        _expect(data, f"lab_tasks/{name}.jsonl")
+        if name not in families:
+            notes.append(f"{name}: left out; it has no item of {fit} tokens or fewer.")
+    names = [name for name in chosen or families if name in families]
+    return [lab_task(name, families[name], limits.limit) for name in names]
+
+
+def _reasoning(data: Path | None, limit: int | None, notes: list[str]) -> list[Spec]:
+    gsm8k = _stock("gsm8k_cot", data, "gsm8k/test.jsonl")
+    bbh = [
+        (f"bbh_cot_fewshot_{name}", _stock(f"bbh_cot_fewshot_{name}", data, f"bbh/{name}.json", field="examples"))
+        for name in BBH_TASKS
+    ]
+    specs = [Spec("gsm8k_cot", gsm8k, GSM8K), *(Spec(name, config, BBH) for name, config in bbh)]
+    if data is not None:
+        _expect(data, "aqua/cot_4shot.json")
+        _expect(data, "aqua/test.jsonl")
+        return [*specs, aqua_cot(data / "aqua", limit)]
+    notes.append("AQuA by log-likelihood of its options; its chain of thought needs the exemplars of --data.")
+    return [*specs, Spec("agieval_aqua_rat", "agieval_aqua_rat", CHOICES)]
+
+
+def _wikitext(data: Path | None) -> Spec:
+    config = _stock("wikitext", data, "wikitext2/test_documents.jsonl")
+    if isinstance(config, dict):
+        config |= {"training_split": None, "validation_split": None}
+    return Spec("wikitext", config)
+
+
+def _long_prose(data: Path | None, limits: Limits) -> Spec:
+    if data is None:
+        return prose_task("prose", carried_prose(1, 163))
+    # four characters a token, about: one window of the longest context
+    size = 4 * min(limits.longest, limits.context)
+    return prose_task("books", [_expect(data, f"books/{name}.txt").read_text("utf-8")[:size] for name in BOOKS])
+
+
+def _stock(task: str, data: Path | None, file: str, **reading: str) -> str | dict[str, Any]:
+    """A task of the harness: by name, or the same with its rows from a local file."""
+    if data is None:
+        return task
+    kwargs = {"data_files": {"test": str(_expect(data, file))}, **reading}
+    return {"task": task, "dataset_path": "json", "dataset_name": None, "dataset_kwargs": kwargs}
+
+
+def _expect(data: Path, file: str) -> Path:
+    path = (data / file).resolve()
+    if not path.is_file():
+        raise ValueError(f"expected {file} in the data folder {data}; it is not there.")
+    return path

@@ -1,0 +1,147 @@
+"""Tasks made here, as task configs of the harness: needles by depth, prose, AQuA by chain of thought, lab sets."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turbo_hf.eval.lab_tasks import Item, load_items
+from turbo_hf.eval.needle import needle_grid, prose
+from turbo_hf.eval.scorers import OWN, Scorer, right_choice
+
+REPLY = 32
+"""Tokens of a reply to a needle: a number of seven digits, and room around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One task of a suite: what the harness loads it from, and how its items are judged (empty: by perplexity)."""
+
+    name: str
+    config: str | dict[str, Any]
+    scorers: tuple[Scorer, ...] = ()
+
+
+def evenly(items: Sequence[Any], limit: int | None) -> list[Any]:
+    """At most `limit` of the items, spread over all of them: lengths and depths keep their range."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[i * len(items) // limit] for i in range(limit)]
+
+
+def _own_task(name: str, docs: list[dict[str, Any]], judge: Any, until: list[str], new_tokens: int) -> dict[str, Any]:
+    """A generate_until task over `docs`, which have "prompt" and "answer"; `judge(doc, reply)` says what is right."""
+
+    def rows(**_: Any) -> dict[str, Any]:
+        from datasets import Dataset  # noqa: PLC0415  an extra: only who evaluates needs it
+
+        return {"test": Dataset.from_list(docs)}
+
+    def verdict(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+        return {"right": float(judge(doc, results[0]))}
+
+    return {
+        "task": name,
+        "custom_dataset": rows,
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "prompt",
+        "doc_to_target": "answer",
+        "target_delimiter": "",
+        "num_fewshot": 0,
+        "generation_kwargs": {"until": until, "max_gen_toks": new_tokens, "do_sample": False},
+        "process_results": verdict,
+        "metric_list": [{"metric": "right", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1.0},
+    }
+
+
+def needle_task(
+    tokenizer: Any, lengths: Sequence[int], depths: Sequence[float], seeds: Sequence[int], limit: int | None = None
+) -> Spec:
+    """RULER's single needle in prose; each item keeps its length, depth and seed. Right: the reply holds the number."""
+    docs = [
+        {"prompt": n.prompt, "answer": n.answer, "length": length, "depth": n.depth, "seed": seed, "tokens": n.tokens}
+        for length, seed, n in evenly(needle_grid(tokenizer, lengths, depths, seeds), limit)
+    ]
+    return Spec("needle", _own_task("needle", docs, lambda doc, reply: doc["answer"] in reply, [], REPLY), OWN)
+
+
+def lab_task(name: str, items: list[Item], limit: int | None = None) -> Spec:
+    """One family of the lab models' task sets, judged as these sets say."""
+    chosen = evenly(items, limit)
+    judged = {(item.prompt, item.answer): item for item in chosen}
+    docs = [{"prompt": item.prompt, "answer": item.answer, "length": item.length} for item in chosen]
+    # a chain of thought ends with an empty line
+    until = ["\n\n"] if chosen[0].chain else []
+    longest = max(item.new_tokens for item in chosen)
+    judge = lambda doc, reply: judged[doc["prompt"], doc["answer"]].right(reply)  # noqa: E731
+    return Spec(name, _own_task(name, docs, judge, until, longest), OWN)
+
+
+def lab_families(folder: Path, tokenizer: Any, longest: int) -> dict[str, list[Item]]:
+    """Items of each family up to `longest` tokens, ValueError where the folder is no such set."""
+    missing = [name for name in ("haystack.txt", "words.json") if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"expected {missing[0]} and one JSONL file a family in {folder}; pass --data with lab_tasks/.")
+    families: dict[str, list[Item]] = {}
+    for item in load_items(folder, tokenizer, longest):
+        families.setdefault(item.task, []).append(item)
+    return families
+
+
+def prose_task(name: str, texts: list[str]) -> Spec:
+    """Perplexity of texts, each read in windows of the model's whole context."""
+
+    def rows(**_: Any) -> dict[str, Any]:
+        from datasets import Dataset  # noqa: PLC0415  as above
+
+        return {"test": Dataset.from_list([{"text": text} for text in texts])}
+
+    metrics = [
+        {"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
+        {"metric": "byte_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
+    ]
+    return Spec(
+        name,
+        {
+            "task": name,
+            "custom_dataset": rows,
+            "test_split": "test",
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "text",
+            "num_fewshot": 0,
+            "metric_list": metrics,
+            "metadata": {"version": 1.0},
+        },
+    )
+
+
+def carried_prose(texts: int, sentences: int) -> list[str]:
+    """Texts of `sentences` sentences each from the prose that the package carries."""
+    return [prose(i * sentences, sentences) for i in range(texts)]
+
+
+AQUA = "Q: {question} Answer Choices: {choices}\nA:"
+
+
+def aqua_cot(folder: Path, limit: int | None = None) -> Spec:
+    """AQuA-RAT with four exemplars of a chain of thought (Wang et al. 2022, self-consistency), from `folder`."""
+    shots = json.loads((folder / "cot_4shot.json").read_text("utf-8"))
+    head = "\n\n".join(
+        f"{_aqua(shot)} {shot['rationale']} The answer is ({shot['correct'].lower()})." for shot in shots
+    )
+    raw = [json.loads(line) for line in (folder / "test.jsonl").read_text("utf-8").splitlines()]
+    docs = [
+        {"prompt": f"{head}\n\n{_aqua(row)}", "answer": f"({row['correct'].lower()})"} for row in evenly(raw, limit)
+    ]
+    judge = lambda doc, reply: right_choice({"resps": [[reply]], "target": doc["answer"]})  # noqa: E731
+    return Spec("aqua_cot", _own_task("aqua_cot", docs, judge, ["Q:", "\n\n"], 512), OWN)
+
+
+def _aqua(row: dict[str, Any]) -> str:
+    texts = [option.split(")", 1)[-1].strip() if option[1:2] == ")" else option for option in row["options"]]
+    choices = " ".join(f"({letter}) {text}" for letter, text in zip("abcde", texts, strict=True))
+    return AQUA.format(question=row["question"], choices=choices)

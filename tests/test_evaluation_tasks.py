@@ -1,0 +1,201 @@
+"""Tasks and scorers of the evaluation: right answers score 1, wrong ones 0, and what is missing is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import lab_model
+
+pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
+pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
+
+from lm_eval.api.model import LM
+from lm_eval.evaluator import evaluate
+
+from turbo_hf.eval.evaluate import load_tasks, quiet
+from turbo_hf.eval.needle import needle_grid
+from turbo_hf.eval.scorers import BBH, GSM8K, right_choice, right_number, right_statement
+from turbo_hf.eval.suites import BBH_TASKS, SUITES, Limits, build
+from turbo_hf.eval.tasks import Spec, evenly
+
+LIMITS = Limits(context=8192, longest=512, limit=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return lab_model()[1]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder of local data sets, laid out as the README says, with rows of our own making."""
+    rows: dict[str, list[dict[str, Any]]] = {
+        "gsm8k/test.jsonl": [{"question": "How many?", "answer": "8 and 10 make 18.\n#### 1,018"}] * 3,
+        "aqua/test.jsonl": [{"question": "How much?", "options": ["A)1", "B)2", "C)3", "D)4", "E)5"], "correct": "B"}],
+        "wikitext2/test_documents.jsonl": [{"page": "= A title =\nWords stand here ."}],
+        "lab_tasks/arith_few_shot.jsonl": [
+            {
+                "prompt": f"Q: 1 + {i}?\nA:",
+                "completion": " The answer is 2.",
+                "answer": f"{i + 1}",
+                "kind": "cot",
+                "length": 9,
+            }
+            for i in range(5)
+        ],
+        "lab_tasks/passkey.jsonl": [
+            {
+                "parts": [[0, 5], ["x", 2], " The pass key is"],
+                "completion": " 7",
+                "answer": "7",
+                "kind": "retrieval",
+                "length": 9,
+            }
+        ],
+    }
+    shots = [{"question": "Half?", "options": list("12345"), "rationale": "It is one.", "correct": "A"}] * 4
+    files = {name: "".join(json.dumps(row) + "\n" for row in own) for name, own in rows.items()}
+    files["aqua/cot_4shot.json"] = json.dumps(shots)
+    files["lab_tasks/haystack.txt"] = "A haystack."
+    files["lab_tasks/words.json"] = "[]"
+    for name in BBH_TASKS:
+        files[f"bbh/{name}.json"] = json.dumps({"examples": [{"input": "Which?", "target": "(B)"}]})
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+class Oracle(LM):  # type: ignore[misc]  # the harness has no types
+    """Answers every task with its own target, or (wrong) never."""
+
+    def __init__(self, targets: dict[str, str]):
+        super().__init__()
+        self.targets = targets
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        return [self.targets.get(request.args[0], "no") for request in requests]
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return [(-1.0, False) for _ in requests]
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        return [-1.0 for _ in requests]
+
+
+def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: Any) -> None:
+    quiet()
+    specs: list[Spec] = []
+    tasks: dict[str, Any] = {}
+    for suite in ("core", "lab"):
+        own, _ = build(suite, tokenizer, Limits(8192, 512 if suite == "lab" else 4096, 2), data)
+        loaded, notes = load_tasks(own, tokenizer, Limits(8192, 4096, 2))
+        assert not notes
+        specs += own
+        tasks |= loaded
+    assert {"gsm8k_cot", "aqua_cot", "wikitext", "needle", "arith_few_shot", "passkey"} <= set(tasks)
+    assert sum(name.startswith("bbh_cot_fewshot_") for name in tasks) == 27
+    gold = {
+        request.args[0]: f" So the answer is {str(task.doc_to_target(request.doc)).rsplit('#### ')[-1]}."
+        if name.startswith(("gsm8k", "bbh", "aqua", "arith"))
+        else f" {task.doc_to_target(request.doc)}"
+        for name, task in tasks.items()
+        if task.OUTPUT_TYPE == "generate_until"
+        for request in task.instances
+    }
+    for targets, share in ((gold, 1.0), ({}, 0.0)):
+        found = evaluate(lm=Oracle(targets), task_dict={"tasks": tasks}, limit=2, bootstrap_iters=0)["samples"]
+        for spec in specs:
+            for scorer in spec.scorers:
+                verdicts = list(scorer.verdicts(found[spec.name]).values())
+                if (spec.name, scorer.name, share) == ("gsm8k_cot", "strict", 1.0):
+                    continue  # wants "The answer is" with a capital letter
+                assert verdicts, (spec.name, scorer.name)
+                assert sum(verdicts) / len(verdicts) == share, (spec.name, scorer.name)
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [
+        ("So 9 * 2 = 18. The answer is 18", True),
+        ("The answer is $18.", True),
+        ("The answer is $18.00 for 3 eggs.", True),
+        ("8 + 10 is\n18", True),
+        ("The answer is 17. Not 18.", False),
+        ("The answer is 1.8", False),
+        ("I do not know", False),
+    ],
+)
+def test_the_corrected_number(reply: str, right: bool) -> None:
+    assert right_number({"resps": [[reply]], "target": "some steps\n#### 18"}) == right
+
+
+@pytest.mark.parametrize(
+    ("reply", "target", "right"),
+    [
+        ("So the answer is (B)", "(B)", True),
+        ("So the answer is (B).", "(B)", True),
+        ("So the answer is True.\n\nMore", "True", True),
+        ("So the answer is 1.5.", "1.5", True),
+        ("So the answer is (A). No, the answer is (B).", "(B)", False),
+        ("(B)", "(B)", False),
+    ],
+)
+def test_the_corrected_statement(reply: str, target: str, right: bool) -> None:
+    assert right_statement({"resps": [[reply]], "target": target}) == right
+
+
+@pytest.mark.parametrize(
+    ("reply", "right"),
+    [("The answer is (b).", True), ("the answer is B", True), ("(a) is too small, so (b)", True), ("(a)", False)],
+)
+def test_the_choice_of_a_letter(reply: str, right: bool) -> None:
+    assert right_choice({"resps": [[reply]], "target": "(b)"}) == right
+
+
+def test_stock_scorers_stand_beside_the_corrected_ones() -> None:
+    for scorers in (GSM8K, BBH):
+        assert [scorer.headline for scorer in scorers].count(True) == 1
+        assert any(scorer.stock for scorer in scorers)
+        assert any(not scorer.stock for scorer in scorers)
+
+
+def test_the_grid_fills_every_cell_with_its_own_needle(tokenizer: Any) -> None:
+    grid = needle_grid(tokenizer, [800, 1200], [0.0, 0.5, 1.0], [0, 1])
+    assert grid == needle_grid(tokenizer, [800, 1200], [0.0, 0.5, 1.0], [0, 1])
+    assert len(grid) == 12
+    assert len({needle.answer for _, _, needle in grid}) == 12
+    for length, _, needle in grid:
+        assert needle.tokens <= length
+        at = needle.prompt.index(needle.answer) / len(needle.prompt)
+        # the frame takes a part of a short prompt
+        assert abs(at - needle.depth) < 0.2
+
+
+def test_evenly_keeps_the_range() -> None:
+    assert evenly(range(10), None) == list(range(10))
+    assert evenly(range(10), 20) == list(range(10))
+    assert evenly(range(10), 5) == [0, 2, 4, 6, 8]
+
+
+def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
+    with pytest.raises(ValueError, match="unknown suite all; suites are smoke, core, reasoning, long, lab"):
+        build("all", tokenizer, LIMITS)
+    with pytest.raises(ValueError, match=r"expected the data folder at .*nowhere; there is none"):
+        build("smoke", tokenizer, LIMITS, data / "nowhere")
+    with pytest.raises(ValueError, match="the suite lab needs --data"):
+        build("lab", tokenizer, LIMITS)
+    with pytest.raises(ValueError, match=r"expected lab_tasks/bbh_boolean_expressions.jsonl in the data folder"):
+        build("smoke", tokenizer, LIMITS, data)
+    with pytest.raises(ValueError, match=r"expected books/travels_in_west_africa.txt in the data folder"):
+        build("long", tokenizer, LIMITS, data)
+    (data / "lab_tasks" / "words.json").unlink()
+    with pytest.raises(ValueError, match=r"expected words.json and one JSONL file a family in .*lab_tasks"):
+        build("lab", tokenizer, LIMITS, data)
+    _, notes = build("smoke", tokenizer, LIMITS)
+    assert notes == ["needle: lengths 1024 left out: beyond --longest 512 or 8192 positions."]
+    specs, _ = build("reasoning", tokenizer, LIMITS)
+    assert {"gsm8k_cot", "agieval_aqua_rat"} <= {spec.name for spec in specs}
+    assert set(SUITES) == {"smoke", "core", "reasoning", "long", "lab"}
