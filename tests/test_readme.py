@@ -41,6 +41,9 @@ def test_commands_exist(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif words[0] == "turbo-hf" and words[1] == "bench":
         # as above, in test_bench
         assert CliRunner().invoke(app, [*words[1:3], "--help"]).exit_code == 0
+    elif words[0] == "turbo-hf" and words[1] == "calibrate":
+        # as above, in test_calibration
+        assert CliRunner().invoke(app, ["calibrate", "--help"]).exit_code == 0
     elif words[0] == "turbo-hf":
         assert CliRunner().invoke(app, words[1:]).exit_code == 0
     else:

@@ -194,7 +194,10 @@ class Calibration:
             OSError: there is none.
         """
         options = {"revision": revision, "token": token, "local_files_only": local_files_only}
-        paths = [cached_file(str(name), part, **options) for part in (FACTS, TENSORS)]
+        try:
+            paths = [cached_file(str(name), part, **options) for part in (FACTS, TENSORS)]
+        except OSError as error:
+            raise OSError(f"there is no calibration in {str(name)!r}, or it cannot be reached: {error}") from error
         facts, content = (Path(str(path)).read_bytes() for path in paths)
         return _read(facts, content, str(name))
 

@@ -27,7 +27,7 @@ def evaluate(
     Returns "recall": by way of choosing ("classifier", "k-means", "random"), a list by KV head of the share of
     long-range attention mass at each of `SELECTIVITY`; null for a head without a long-range query. "loss": KL in nats.
     "largest_bucket": by KV head, against the mean; "buckets_in_use": exp of the entropy of their sizes, over C.
-    "long_range": share of the queries.
+    "queries": long-range ones by KV head; "long_range": their share of all.
     """
     heads, clusters = centroids.shape[:2]
     seeded = torch.Generator().manual_seed(seed)
@@ -76,6 +76,7 @@ def evaluate(
         "loss": round(loss / max(1.0, float(counted.sum())), 4),
         "largest_bucket": [round(x, 2) for x in (share.amax(1) * clusters).tolist()],
         "buckets_in_use": [round(x, 3) for x in in_use.tolist()],
+        "queries": [int(x) for x in counted.tolist()],
         "long_range": round(float(counted.sum()) / max(1, asked), 4),
     }
 
@@ -99,6 +100,12 @@ def _rows(total: torch.Tensor, counted: torch.Tensor) -> list[list[float] | None
 
 
 def mean_recall(quality: list[dict[str, Any]], way: str) -> list[float]:
-    """Mean over all layers and KV heads that have long-range queries, at each of `SELECTIVITY`."""
-    rows = [row for each in quality for row in each["recall"][way] if row is not None]
-    return [sum(column) / len(rows) for column in zip(*rows, strict=True)] if rows else []
+    """Mean over the long-range queries of all layers and KV heads, at each of `SELECTIVITY`; [] without any."""
+    pairs = [
+        (row, count)
+        for each in quality
+        for row, count in zip(each["recall"][way], each["queries"], strict=True)
+        if row is not None
+    ]
+    total = sum(count for _, count in pairs)
+    return [sum(row[at] * count for row, count in pairs) / total for at in range(len(SELECTIVITY))] if pairs else []

@@ -231,7 +231,7 @@ def _index(
         quality = evaluate(layer, buckets[at], own, stored, range(learned, windows), settings.local, settings.seed)
         quality["training_loss"] = round(loss, 4)
         silent = [head for head, rows in enumerate(quality["recall"]["random"]) if rows is None]
-        note = f"heads {', '.join(map(str, silent))} had no long-range query held out" if silent else ""
+        note = f"no long-range query held out for heads {', '.join(map(str, silent))}" if silent else ""
         step(windows / len(layers))
         yield LayerCalibration(index, scores[index], own, stored, note, quality)
 
