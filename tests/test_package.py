@@ -11,7 +11,7 @@ import pytest
 import turbo_hf
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = {"PRESETS", "Handle", "TurboCache", "TurboConfig", "patch"}
+PUBLIC = {"PRESETS", "Calibration", "Handle", "TurboCache", "TurboConfig", "calibrate", "patch"}
 
 # who may be imported by whom: a module imports only from layers above it in this list
 LAYERS = [
@@ -21,8 +21,9 @@ LAYERS = [
     {"turbo_hf.chunk", "turbo_hf.buffer", "turbo_hf.pages", "turbo_hf.layer", "turbo_hf.cache"},
     {"turbo_hf.masks", "turbo_hf.attention", "turbo_hf.memory", "turbo_hf.selfcheck", "turbo_hf.handle"},
     {"turbo_hf.patches"},
+    {"turbo_hf.calibration"},
     {"turbo_hf.patching"},
-    {"turbo_hf.eval", "turbo_hf.plan", "turbo_hf.doctor", "turbo_hf.console"},
+    {"turbo_hf.calibrate_command", "turbo_hf.eval", "turbo_hf.plan", "turbo_hf.doctor", "turbo_hf.console"},
     {"turbo_hf.cli"},
 ]
 

@@ -47,6 +47,9 @@ def test_commands_exist(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert CliRunner().invoke(app, ["eval", "--help"]).exit_code == 0
     elif words[:2] == ["python", "-m"]:
         assert importlib.util.find_spec(words[2]) is not None
+    elif words[0] == "turbo-hf" and words[1] == "calibrate":
+        # as above, in test_calibration
+        assert CliRunner().invoke(app, ["calibrate", "--help"]).exit_code == 0
     elif words[0] == "turbo-hf":
         assert CliRunner().invoke(app, words[1:]).exit_code == 0
     else:

@@ -1,8 +1,10 @@
 """Attention on a compressed KV cache for Hugging Face Transformers: `turbo_hf.patch(model)`."""
 
 from turbo_hf.cache import TurboCache
+from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.run import calibrate
 from turbo_hf.config import PRESETS, TurboConfig
 from turbo_hf.handle import Handle
 from turbo_hf.patching import patch
 
-__all__ = ["PRESETS", "Handle", "TurboCache", "TurboConfig", "patch"]
+__all__ = ["PRESETS", "Calibration", "Handle", "TurboCache", "TurboConfig", "calibrate", "patch"]

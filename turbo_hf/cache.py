@@ -1,6 +1,6 @@
 """`TurboCache`: the compressed KV cache as a `transformers.Cache`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,9 @@ class TurboCache(Cache):
         config: a preset's name or a `TurboConfig`.
         attention_mask: [B, columns], nonzero at real tokens; only for models that are not patched.
         int8_layers, dense_layers: layers at 8 bit and layers in full precision, besides those that `config` names.
+        head_orders: for layers named here, the KV heads from the one that needs its bits most to the one that needs
+            them least (`Calibration.head_orders`); the last ones get the low bits. Other layers decide by a row's
+            first block.
 
     Raises:
         ValueError: an unknown preset, or a layer index that the model does not have.
@@ -55,6 +58,7 @@ class TurboCache(Cache):
         attention_mask: torch.Tensor | None = None,
         int8_layers: Iterable[int] = (),
         dense_layers: Iterable[int] = (),
+        head_orders: Mapping[int, Sequence[int]] | None = None,
     ):
         self.turbo_config = resolve_config(config)
         text_config = model_config.get_text_config(decoder=True)
@@ -62,7 +66,8 @@ class TurboCache(Cache):
         int8 = {*int8_layers, *(() if isinstance(own, str) else own)}
         dense = {*dense_layers, *self.turbo_config.dense_layers}
         types = _layer_types(text_config)
-        for name, chosen in (("int8_layers", int8), ("dense_layers", dense)):
+        orders = dict(head_orders or {})
+        for name, chosen in (("int8_layers", int8), ("dense_layers", dense), ("head_orders", set(orders))):
             outside = sorted(i for i in chosen if not 0 <= i < len(types))
             if outside:
                 raise ValueError(f"{name} names layers {outside}; the model has layers 0 to {len(types) - 1}.")
@@ -70,7 +75,7 @@ class TurboCache(Cache):
         for index, (kind, kwargs) in enumerate(types):
             if kind in COMPRESSED_TYPES and index not in dense:
                 chosen_config = at_8_bit(self.turbo_config) if index in int8 else self.turbo_config
-                layers.append(TurboLayer(chosen_config, kwargs.get("sliding_window"), index))
+                layers.append(TurboLayer(chosen_config, kwargs.get("sliding_window"), index, orders.get(index)))
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
         super().__init__(layers=layers)

@@ -1,4 +1,4 @@
-"""The command line: `turbo-hf demo`, `plan`, `doctor`, `bench`, `eval`."""
+"""The command line: `turbo-hf demo`, `plan`, `doctor`, `calibrate`, `eval`, `bench`."""
 
 import json
 from dataclasses import asdict
@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from transformers import AutoConfig
 
+from turbo_hf.calibrate_command import calibrate_command
 from turbo_hf.config import PRESETS
 from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.doctor import Diagnosis, Machine, diagnose, machine, tested_range
@@ -22,6 +23,7 @@ from turbo_hf.plan import PlanRow, parse_bytes, plan, weight_bytes
 app = typer.Typer(help="Attention on a compressed KV cache for Hugging Face Transformers.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.command("eval")(eval_command)
+app.command("calibrate")(calibrate_command)
 
 DEFAULT = "turbo4"
 CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"

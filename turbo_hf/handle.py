@@ -1,6 +1,7 @@
 """What `patch()` gives back: the patch itself, what it did, and the caches that it makes."""
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from turbo_hf.attention import NAME, turbo_attention
+from turbo_hf.attention import NAME, Unsupported, turbo_attention
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
 from turbo_hf.masks import turbo_mask
@@ -20,6 +21,29 @@ def register() -> None:
     """Make the attention and its masks known to Transformers under `NAME`. A second call changes nothing."""
     AttentionInterface.register(NAME, turbo_attention)
     AttentionMaskInterface.register(NAME, turbo_mask)
+
+
+def text_key(config: PreTrainedConfig) -> str | None:
+    """Under which name a multimodal config holds its text config; None: it is none, or holds it deeper inside."""
+    text = config.get_text_config(decoder=True)
+    return next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
+
+
+def switch_attention(model: PreTrainedModel, name: str) -> str | dict[str, str]:
+    """Choose the attention implementation of the language model; returns what `set_attn_implementation` takes back.
+
+    Raises `Unsupported` where the model does not let it be chosen.
+    """
+    text, key = model.config.get_text_config(decoder=True), text_key(model.config)
+    # a plain string would also switch the vision tower of a multimodal model
+    previous = text._attn_implementation if key is None else {key: text._attn_implementation}
+    model.set_attn_implementation(name if key is None else {key: name})
+    if text._attn_implementation != name:
+        raise Unsupported(
+            f"{type(model).__name__} does not let its attention implementation be set (remote code that does not use "
+            "AttentionInterface). It cannot be patched."
+        )
+    return previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +65,8 @@ class LayerReport:
 @dataclass(frozen=True, slots=True)
 class Report:
     """What `patch` did, as a table under `str()`. notes: what is special about the family's
-    attention. prompts: how the attention of prompts is computed."""
+    attention. prompts: how the attention of prompts is computed. heads: what decided which heads get the low bits; ""
+    where all have the same."""
 
     model: str
     family: str
@@ -50,13 +75,14 @@ class Report:
     layers: tuple[LayerReport, ...]
     prompts: str
     warnings: tuple[str, ...]
+    heads: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
         for at in self.layers:
             window = f", window {at.window}" if at.window else ""
             lines.append(f"  layer {at.index}: {at.storage}{window}{'; ' + at.reason if at.reason else ''}")
-        lines.append(f"  {self.prompts}")
+        lines += [f"  {text}" for text in (self.heads, self.prompts) if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
 
@@ -67,13 +93,20 @@ class CacheMaker:
     config: TurboConfig
     int8_layers: tuple[int, ...]
     dense_layers: tuple[int, ...]
+    head_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     made: int = 0
     newest: "weakref.ref[TurboCache] | None" = None
     measured: Memory | None = None
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch."""
-        cache = TurboCache(model_config, self.config, int8_layers=self.int8_layers, dense_layers=self.dense_layers)
+        cache = TurboCache(
+            model_config,
+            self.config,
+            int8_layers=self.int8_layers,
+            dense_layers=self.dense_layers,
+            head_orders=self.head_orders,
+        )
         self.made += 1
         self.newest = weakref.ref(cache)
         # the layers outlive the cache for one call, so that its last state can be measured
@@ -93,12 +126,17 @@ class CacheMaker:
 
     def __reduce__(self) -> Any:
         # a copied or pickled model makes caches of its own, and needs the names that its config says
-        return _maker_of_a_copy, (self.config, self.int8_layers, self.dense_layers)
+        return _maker_of_a_copy, (self.config, self.int8_layers, self.dense_layers, dict(self.head_orders))
 
 
-def _maker_of_a_copy(config: TurboConfig, int8_layers: tuple[int, ...], dense_layers: tuple[int, ...]) -> CacheMaker:
+def _maker_of_a_copy(
+    config: TurboConfig,
+    int8_layers: tuple[int, ...],
+    dense_layers: tuple[int, ...],
+    head_orders: dict[int, tuple[int, ...]],
+) -> CacheMaker:
     register()
-    return CacheMaker(config, int8_layers, dense_layers)
+    return CacheMaker(config, int8_layers, dense_layers, head_orders)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """One layer of the compressed cache, as Transformers and the attention function see it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -36,13 +36,21 @@ class TurboLayer(CacheLayerMixin):
         config: widths, block size, buffer scale.
         window: tokens that a query sees, itself included; None: all. Older whole blocks are dropped.
         index: the layer's number, for messages.
+        head_order: KV heads from the one that needs its bits most to the one that needs them least; None: each row's
+            first block tells.
     """
 
     is_croppable = True
 
-    def __init__(self, config: TurboConfig, window: int | None = None, index: int = 0):
+    def __init__(
+        self,
+        config: TurboConfig,
+        window: int | None = None,
+        index: int = 0,
+        head_order: Sequence[int] | None = None,
+    ):
         super().__init__()
-        self.config, self.window, self.index = config, window, index
+        self.config, self.window, self.index, self.head_order = config, window, index, head_order
         self.is_sliding = window is not None
         self.record_past = False
         self.claimed = False
@@ -66,8 +74,15 @@ class TurboLayer(CacheLayerMixin):
         block, backend = self.config.block_size, self.config.backend
         self.pool = PagePool(self.rows, groups, self.dim, block, self.device, backend)
         self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device)
-        self.order = torch.arange(self.heads, device=self.device).repeat(self.rows, 1)
-        self.ordered = [len(groups) == 1] * self.rows
+        order = list(range(self.heads) if self.head_order is None else self.head_order)
+        if sorted(order) != list(range(self.heads)):
+            raise ValueError(
+                f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
+            )
+        self.order = torch.tensor(order, device=self.device).repeat(self.rows, 1)
+        # nothing to decide: one width for all heads, or an order that was given
+        self.settled = len(groups) == 1 or self.head_order is not None
+        self.ordered = [self.settled] * self.rows
         self.dropped = [0] * self.rows
         self.columns: torch.Tensor | None = None
         self.universal: torch.Tensor | None = None
@@ -347,7 +362,7 @@ class TurboLayer(CacheLayerMixin):
         self.pool.drop_back(cut)
         for row, sealed in enumerate(self.pool.sealed):
             if not sealed and not self.dropped[row]:
-                self.ordered[row] = len(self.pool.groups) == 1
+                self.ordered[row] = self.settled
         if most:
             self.buffer.append(tokens, [most - keep for keep in left])
 

@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -13,8 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from turbo_hf.attention import NAME, Strict, TurboCall, Unsupported, complain
 from turbo_hf.cache import COMPRESSED_TYPES, TurboCache, layer_windows
+from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.choice import HeadChoice, choose_heads
 from turbo_hf.config import TurboConfig, resolve_config
-from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register
+from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches import family_of, is_attention, lost_to_bias, obstacle, shares_keys
@@ -41,15 +44,24 @@ class _Spec(NamedTuple):
 
 
 def patch(
-    model: PreTrainedModel, config: str | TurboConfig = "turbo4", *, strict: Strict = "raise", check: bool = False
+    model: PreTrainedModel,
+    config: str | TurboConfig = "turbo4",
+    *,
+    calibration: Calibration | str | Path | None = "auto",
+    strict: Strict = "raise",
+    check: bool = False,
 ) -> Handle:
     """Put `model.generate` on a compressed KV cache. Nothing else of the model changes, and `remove()` undoes it.
 
     Args:
         model: a decoder-only Transformers model, loaded.
         config: a preset ("int8", "turbo4", "turbo-mixed", "turbo2") or a `TurboConfig`.
-        strict: what happens with a layer, version or call that compressed attention cannot serve: "raise" an error,
-            "warn" and leave that part to Hugging Face, or "fallback" to it with no more than a line in the log.
+        calibration: what tells which heads get the low bits, where the config has heads of two widths: a `Calibration`,
+            a folder or Hub id that holds one, None for none (each row's first block tells), or "auto": the one beside
+            the checkpoint (its folder, or the Hub's cache), if there is one.
+        strict: what happens with a layer, version or call that compressed attention cannot serve, and with a
+            calibration that "auto" found and that is damaged or of another model: "raise" an error, "warn" and leave
+            that part to Hugging Face, or "fallback" to it with no more than a line in the log.
         check: compare the logits of a short random text before and after; an error takes the patch off again.
 
     Returns:
@@ -57,7 +69,8 @@ def patch(
 
     Raises:
         ValueError: unknown preset or strict; a model that is patched already, or (strict "raise") not supported; a
-            check that failed.
+            calibration that is damaged or of another model; a check that failed.
+        OSError: no calibration where one was named.
         TypeError: no Transformers model.
     """
     if strict not in get_args(Strict):
@@ -78,7 +91,7 @@ def patch(
         notes.append(outdated)
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported.")
-    if text is not model.config and _key_of(text, model.config) is None:
+    if text is not model.config and text_key(model.config) is None:
         raise Unsupported(
             f"the language model of {type(model).__name__} lies inside another of its parts. Patch that part "
             "(for Qwen2.5-Omni: model.thinker)."
@@ -90,8 +103,10 @@ def patch(
         warnings.warn(notes[-1], stacklevel=2)
     layers, modules = _survey(model, text, chosen)
     notes += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
+    heads = choose_heads(model, chosen, calibration, strict)
+    notes += heads.notes
     reference = probe(model) if check else None
-    handle = _apply(model, text, chosen, strict, modules, layers, notes)
+    handle = _apply(model, text, chosen, strict, modules, layers, heads, notes)
     if reference is not None:
         try:
             _check(model, handle, reference)
@@ -119,11 +134,6 @@ def check_version() -> str | None:
         f"transformers {version} is outside the tested range {OLDEST} to {NEWEST}. "
         'Install one of those, or pass strict="warn" to go on.'
     )
-
-
-def _key_of(text: PreTrainedConfig, config: PreTrainedConfig) -> str | None:
-    """Under which name a multimodal config holds its text config."""
-    return next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
 
 
 def _survey(
@@ -204,18 +214,11 @@ def _apply(
     strict: Strict,
     modules: Mapping[int, torch.nn.Module],
     layers: list[LayerReport],
+    heads: HeadChoice,
     notes: list[str],
 ) -> Handle:
     register()
-    key = _key_of(text, model.config)
-    # a plain string would also switch the vision tower of a multimodal model
-    previous = text._attn_implementation if key is None else {key: text._attn_implementation}
-    model.set_attn_implementation(NAME if key is None else {key: NAME})
-    if text._attn_implementation != NAME:
-        raise Unsupported(
-            f"{type(model).__name__} does not let its attention implementation be set (remote code that does not use "
-            "AttentionInterface). It cannot be patched."
-        )
+    previous = switch_attention(model, NAME)
     hooks = []
     for index, module in modules.items():
         at = layers[index]
@@ -223,7 +226,7 @@ def _apply(
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
     int8, dense = (tuple(at.index for at in layers if at.storage == kind) for kind in ("8 bit", "dense"))
-    maker = CacheMaker(config, int8, dense)
+    maker = CacheMaker(config, int8, dense, heads.orders)
     family = family_of(text.model_type)
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
@@ -241,7 +244,7 @@ def _apply(
     dims = {int(getattr(module, "head_dim", 0)) for module in modules.values()} - {0}
     prompts = describe_prefill(config.attention, model.device, dims)
     special = family.notes if family else ""
-    report = Report(type(model).__name__, called, special, config, tuple(layers), prompts, tuple(notes))
+    report = Report(type(model).__name__, called, special, config, tuple(layers), prompts, tuple(notes), heads.words)
     return Handle(model, report, maker, hooks, replaced, previous)
 
 

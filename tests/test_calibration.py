@@ -1,0 +1,663 @@
+"""Calibration: what is captured, what is made of it, what is kept, and how `patch` uses it."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import LAB_MODEL, lab_model, prompts, tiny_llama, tiny_mistral
+from sklearn.cluster import KMeans  # type: ignore[import-untyped] # it has no types
+from test_families import FAMILY_CASES, Case, build
+from torch import Tensor
+from typer.testing import CliRunner
+
+import turbo_hf
+from turbo_hf import Calibration, TurboCache, TurboConfig
+from turbo_hf.attention import Unsupported
+from turbo_hf.calibration import artifacts
+from turbo_hf.calibration.artifacts import FACTS, TENSORS, find, fingerprint
+from turbo_hf.calibration.capture import Seen, capturing, probe, run_window, unrotate
+from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
+from turbo_hf.calibration.heads import HeadPriorities, head_order
+from turbo_hf.calibration.quality import SELECTIVITY, mean_recall
+from turbo_hf.calibration.query_model import QueryModels, classify, divergence
+from turbo_hf.calibration.run import PART, calibrate, estimate, make_plan
+from turbo_hf.calibration.samples import Samples, bucket_sums, true_mass
+from turbo_hf.calibration.settings import Settings, resolve_settings
+from turbo_hf.calibration.texts import token_windows
+from turbo_hf.cli import app
+from turbo_hf.config import HEAD_METRICS
+from turbo_hf.ops.quantize import head_scores
+
+PROSE = (Path(turbo_hf.__file__).parent / "eval" / "haystack.txt").read_text()
+TEXTS = [PROSE] * 8
+SMALL = Settings(window=256, windows=3, queries=48, hidden=32, clusters=16, steps=8, batch=16, local=31, far=16)
+HEADS = replace(SMALL, index=False)
+MIXED = TurboConfig(block_size=32, low_heads=0.5)
+
+
+def lab(**options: Any) -> Calibration:
+    model, tokenizer = lab_model()
+    return calibrate(model, tokenizer, TEXTS, **{"settings": HEADS, **options})
+
+
+@pytest.fixture(scope="module")
+def indexed() -> Calibration:
+    """The carried model with a small index."""
+    return lab(settings=SMALL)
+
+
+def reversed_heads(calibration: Calibration) -> Calibration:
+    """The same with every head ranked the other way round."""
+    layers = [replace(at, scores={name: -x for name, x in at.scores.items()}) for at in calibration.layers]
+    return replace(calibration, layers=tuple(layers))
+
+
+def same(a: Calibration, b: Calibration) -> bool:
+    """Whether all that is stored is equal, bit by bit."""
+    return a._files() == b._files()
+
+
+# --- capture -----------------------------------------------------------------------------------------------------
+
+
+def before_rotation(model: Any, ids: Tensor) -> tuple[dict[int, Seen], dict[int, Tensor]]:
+    """What attention saw, and what each `k_proj` put out."""
+    seen: dict[int, Seen] = {}
+    true: dict[int, Tensor] = {}
+    hooks = [
+        layer.self_attn.k_proj.register_forward_hook(lambda m, a, out, i=i: true.update({i: out}))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    with capturing(model, lambda call: seen.update({call.source.index: call})):
+        run_window(model, ids)
+    for hook in hooks:
+        hook.remove()
+    return seen, true
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        pytest.param({"rope_type": "default", "rope_theta": 1e4}, id="default"),
+        pytest.param({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, id="linear"),
+        pytest.param(
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}, id="yarn"
+        ),
+    ],
+)
+def test_inverse_rotation_gives_what_the_projection_gave(rope: dict[str, Any]) -> None:
+    model = tiny_llama(rope_parameters=rope)
+    seen, true = before_rotation(model, prompts(1, 63))
+    for index, call in seen.items():
+        assert call.rotary is not None
+        got = unrotate(call.source.module, call.key, call.rotary)
+        torch.testing.assert_close(got, true[index].view(1, 63, 2, 16).transpose(1, 2))
+
+
+@pytest.mark.parametrize("case", FAMILY_CASES, ids=lambda case: case.model_type)
+def test_every_family_passes_the_probe(case: Case) -> None:
+    found = probe(build(case.model_type, **case.options))
+    assert sorted(found) == [i for i in range(len(found) + len(case.dense)) if i not in case.dense]
+    assert {at.obstacle for at in found.values()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("case", "without"),
+    [(Case("smollm3", {"no_rope_layers": [1, 1, 0]}), [2]), (Case("gpt2", {"n_layer": 3, "n_head": 4}), [0, 1, 2])],
+    ids=["smollm3", "gpt2"],
+)
+def test_layers_without_rotary_embedding_are_told_and_get_no_index(case: Case, without: list[int]) -> None:
+    plan = make_plan(build(case.model_type, **case.options), SMALL)
+    assert plan.notes == dict.fromkeys(without, "no index: it has no rotary embedding")
+    assert [group.layers for group in plan.groups if not group.indexed] == [tuple(without)]
+
+
+def test_a_wrong_inverse_fails_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turbo_hf.calibration.capture._rotate", lambda module, x, cos, sin: x)
+    for at in probe(tiny_llama()).values():
+        assert "the inverse of its rotary embedding fails the probe (relative error" in str(at.obstacle)
+
+
+def test_capture_changes_nothing_and_is_undone() -> None:
+    model = tiny_llama()
+    ids = prompts(1, 40)
+    before = model(ids).logits
+    hidden = []
+    with capturing(model, lambda call: hidden.append(call.query)):
+        run_window(model, ids)
+    with pytest.raises(RuntimeError, match="stop"), capturing(model, lambda call: None):
+        raise RuntimeError("stop")
+    assert len(hidden) == 2
+    assert torch.equal(model(ids).logits, before)
+    assert model.config._attn_implementation == "eager"
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_patched_model_is_refused() -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model), pytest.raises(ValueError, match=r"patched: calibrate it first, or call remove"):
+        make_plan(model, SMALL)
+
+
+# --- head priorities ---------------------------------------------------------------------------------------------
+
+
+def test_priorities_are_the_mean_over_blocks() -> None:
+    k, v = torch.randn(1, 3, 150, 16), torch.randn(1, 3, 150, 16)
+    got = HeadPriorities()
+    got.add(k, v)
+    for metric in HEAD_METRICS:
+        blocks = [head_scores(k[:, :, i : i + 64], v[:, :, i : i + 64], metric)[0] for i in (0, 64)]
+        torch.testing.assert_close(got.scores()[metric], torch.stack(blocks).mean(0))
+    assert head_order(torch.tensor([1.0, 3.0, 1.0, 2.0])) == (1, 3, 0, 2)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_activations_are_refused(bad: float) -> None:
+    model = tiny_llama()
+    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = bad
+    _, tokenizer = lab_model()
+    model.resize_token_embeddings(len(tokenizer))
+    with pytest.raises(ValueError, match=r"layer 1: keys or values hold NaN or Inf"):
+        calibrate(model, tokenizer, TEXTS, settings=HEADS)
+
+
+# --- centroids ---------------------------------------------------------------------------------------------------
+
+
+def test_k_means_is_as_good_as_scikit_learn() -> None:
+    seeded = torch.Generator().manual_seed(0)
+    centres = torch.nn.functional.normalize(torch.randn(2, 24, 16, generator=seeded), dim=-1)
+    keys = centres.repeat(1, 40, 1) + 0.15 * torch.randn(2, 960, 16, generator=seeded)
+    keys = torch.nn.functional.normalize(keys, dim=-1)
+    found = k_means(keys, 24, 10, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found.norm(dim=-1), torch.ones(2, 24))
+    assert torch.equal(found, k_means(keys, 24, 10, torch.Generator().manual_seed(1)))
+    for head in range(2):
+        ours = (keys[head] @ found[head].T).amax(-1).mean()
+        oracle = KMeans(24, init="random", n_init=3, max_iter=10, random_state=0).fit(keys[head].numpy())
+        theirs = torch.nn.functional.normalize(torch.tensor(oracle.cluster_centers_), dim=-1)
+        # three starts against one: ours may end in a somewhat poorer optimum
+        assert ours > (keys[head] @ theirs.T).amax(-1).mean() - 0.03
+
+
+def test_k_means_fills_centroids_that_lost_their_keys() -> None:
+    keys = torch.eye(8).repeat(1, 50, 1)  # 8 different keys for 16 centroids
+    found = k_means(keys, 16, 10, torch.Generator().manual_seed(0))
+    assert bool(torch.isfinite(found).all())
+    assert assign(keys, found).max() < 16
+
+
+def test_the_number_of_clusters_follows_the_data() -> None:
+    assert [choose_clusters(None, keys) for keys in (10**6, 32 * 1024, 32 * 1024 - 1, 100)] == [1024, 1024, 512, 8]
+    assert choose_clusters(50, 100) == 50
+    with pytest.raises(ValueError, match="99 keys a head are too few for 50 clusters"):
+        choose_clusters(50, 99)
+
+
+# --- the query classifier ----------------------------------------------------------------------------------------
+
+
+def test_true_mass_is_that_of_a_loop() -> None:
+    query, key = torch.randn(2, 5, 8), torch.randn(2, 40, 8)
+    position, buckets = torch.randint(20, 40, (2, 5)), torch.randint(0, 6, (2, 40))
+    mass, sizes = true_mass(query, position, key, buckets, 6, 11, 0.3, 5.0)
+    for n in range(2):
+        for r in range(5):
+            last = int(position[n, r]) - 12
+            score = torch.tanh(key[n, 1 : last + 1] @ query[n, r] * 0.3 / 5) * 5
+            want = torch.zeros(6).index_add(0, buckets[n, 1 : last + 1], score.softmax(-1))
+            torch.testing.assert_close(mass[n, r], want)
+            assert sizes[n, r].tolist() == buckets[n, 1 : last + 1].bincount(minlength=6).tolist()
+
+
+def test_long_range_queries_are_those_whose_best_key_is_far() -> None:
+    key = torch.zeros(1, 30, 4)
+    key[0, 3], key[0, 0] = 1.0, 9.0  # key 3 is best of all but the sink
+    query = torch.ones(1, 1, 2, 4)
+    assert Samples(1.0, None)._is_far(query, key, torch.tensor([10, 20]), 8)[0, 0].tolist() == [False, True]
+
+
+def test_folded_classifier_is_the_trained_one() -> None:
+    models = QueryModels(2, 8, 16, 5, torch.Generator().manual_seed(0))
+    query = torch.randn(2, 4000, 8) * 2 + 1
+    for _ in range(200):
+        trained = models(query)
+    torch.testing.assert_close(classify(models.folded(), query), trained.detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_divergence_is_that_of_torch() -> None:
+    target, logits = torch.rand(3, 7).softmax(-1), torch.randn(3, 7)
+    want = torch.nn.functional.kl_div(logits.log_softmax(-1), target, reduction="none").sum(-1)
+    torch.testing.assert_close(divergence(target, logits), want)
+    target = torch.tensor([[0.0, 1.0]])
+    assert divergence(target, torch.tensor([[0.0, 0.0]])).item() == pytest.approx(0.6931472)
+
+
+def test_bucket_sums_by_product_and_by_scatter_agree() -> None:
+    x, buckets = torch.randn(2, 3, 50), torch.randint(0, 4, (2, 50))
+    member = torch.nn.functional.one_hot(buckets, 4).float()
+    torch.testing.assert_close(bucket_sums(x, buckets, 4), x @ member)
+
+
+def test_training_recalls_more_than_chance() -> None:
+    found = lab(
+        settings=replace(SMALL, window=512, windows=5, queries=256, clusters=32, hidden=128, steps=150, batch=64)
+    )
+    judged = [dict(layer.quality) for layer in found.layers]
+    recall = {way: mean_recall(judged, way) for way in ("classifier", "k-means", "random")}
+    assert len(recall["classifier"]) == len(SELECTIVITY)
+    for way in ("classifier", "k-means"):
+        assert recall[way] == sorted(recall[way])
+        assert recall[way][-1] > 1.5 * recall["random"][-1]
+
+
+# --- the run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_makes_all_of_it_and_the_same_for_a_seed(indexed: Calibration) -> None:
+    for layer in indexed.layers:
+        assert set(layer.scores) == set(HEAD_METRICS)
+        assert layer.centroids is not None
+        assert layer.centroids.shape == (2, 16, 64)
+        assert {name: tuple(x.shape) for name, x in layer.classifier.items()} == {
+            "weight_1": (2, 64, 32),
+            "bias_1": (2, 32),
+            "weight_2": (2, 32, 16),
+            "bias_2": (2, 16),
+        }
+        assert set(layer.quality["recall"]) == {"classifier", "k-means", "random"}
+    assert same(indexed, lab(settings=SMALL))
+    assert not same(indexed, lab(settings=replace(SMALL, seed=1)))
+
+
+def test_sliding_layers_get_priorities_alone() -> None:
+    _, tokenizer = lab_model()
+    model = tiny_mistral(64)
+    model.resize_token_embeddings(len(tokenizer))
+    found = calibrate(model, tokenizer, TEXTS, settings=SMALL)
+    assert [(bool(at.scores), at.centroids, at.note) for at in found.layers] == [
+        (True, None, "no index: it has a sliding window")
+    ] * 2
+
+
+@pytest.mark.parametrize("stop", [0.1, 0.9])
+def test_an_interrupted_run_goes_on(stop: float, tmp_path: Path, indexed: Calibration) -> None:
+    done = 0.0
+    captured: list[float] = []
+
+    def interrupt(word: str, share: float) -> None:
+        nonlocal done
+        done += share
+        if done > stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lab(settings=SMALL, out=tmp_path, progress=interrupt)
+    assert not (tmp_path / FACTS).exists()
+    kept = len(list((tmp_path / PART).glob("group-*"))) if stop > 0.5 else 0
+    assert kept == (1 if stop > 0.5 else 0)
+    found = lab(settings=SMALL, out=tmp_path, resume=True, progress=lambda word, share: captured.append(share))
+    assert sum(captured) == pytest.approx(1.0)
+    assert same(found, indexed)
+    assert same(Calibration.from_pretrained(tmp_path), indexed)
+    assert not (tmp_path / PART).exists()
+
+
+def test_resume_refuses_another_run(tmp_path: Path, indexed: Calibration) -> None:
+    indexed.save_pretrained(tmp_path / PART / "group-0")
+    with pytest.raises(ValueError, match="had other settings, texts or another model"):
+        lab(settings=replace(SMALL, seed=3), out=tmp_path, resume=True)
+    with pytest.raises(ValueError, match="resume needs out"):
+        lab(resume=True)
+
+
+def test_estimate_counts_what_is_stored(indexed: Calibration) -> None:
+    model, _ = lab_model()
+    needs = estimate(model, make_plan(model, SMALL))
+    assert all(x > 0 for x in needs.values())
+    index = sum(x.nbytes for at in indexed.layers for n, x in at.tensors().items() if "scores" not in n)
+    assert needs["file_bytes"] == index
+    samples = 2 * (SMALL.window + 2 * SMALL.queries) * 64 * model.dtype.itemsize * 4 * 2 * SMALL.windows
+    assert needs["host_bytes"] == samples
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": 100, "local": 90}, "too short for the long-range filter: with local=90 and far=16 they need 184"),
+        ({"window": 0}, "Settings.window must be a whole number of at least 1; got 0"),
+        ({"windows": 1}, "Settings.windows must be a whole number of at least 2; got 1"),
+        ({"clusters": 1}, "Settings.clusters must be a whole number of at least 2; got 1"),
+        ({"seed": -1}, "Settings.seed must be a whole number of at least 0; got -1"),
+        ({"learning_rate": 2.0}, "Settings.learning_rate must be a number between 0 and 1; got 2.0"),
+        ({"index": 1}, "Settings.index must be True or False; got 1"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **settings)
+
+
+def test_bad_input() -> None:
+    model, tokenizer = lab_model()
+    with pytest.raises(ValueError, match="one of the presets fast, full; got 'slow'"):
+        resolve_settings("slow")
+    assert resolve_settings("fast", 6000).window == 6000
+    with pytest.raises(ValueError, match="longer than the 100 positions"):
+        resolve_settings(SMALL, 100)
+    with pytest.raises(TypeError, match=r"must be a transformers.PreTrainedModel; got str"):
+        calibrate("model", tokenizer, TEXTS)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="too few for two windows of 256"):
+        calibrate(model, tokenizer, ["A short text."], settings=HEADS)
+    with pytest.raises(ValueError, match="no file or folder 'nowhere'"):
+        calibrate(model, tokenizer, "nowhere", settings=HEADS)
+    with pytest.raises(ValueError, match="too few for 4000 clusters"):
+        lab(settings=replace(SMALL, clusters=4000))
+    with pytest.raises(ValueError, match="it belongs to another model"):
+        calibrate(tiny_llama(), tokenizer, TEXTS, settings=HEADS)
+    with pytest.raises(ValueError, match=r"no layer of .* can be calibrated"):
+        make_plan(build("llama", head_dim=24), SMALL)
+
+
+def test_windows_of_texts(tmp_path: Path) -> None:
+    _, tokenizer = lab_model()
+    (tmp_path / "a.txt").write_text(PROSE)
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps({"text": PROSE[k::1]}) for k in (100, 200)))
+    windows = token_windows(tmp_path, tokenizer, 128, 6)
+    assert windows.shape == (6, 128)
+    start = tokenizer(PROSE[:2000])["input_ids"][:128]
+    assert windows[0].tolist() == start
+    (tmp_path / "b.jsonl").write_text('{"words": 1}')
+    with pytest.raises(ValueError, match='no JSON object with a "text"'):
+        token_windows(tmp_path, tokenizer, 128, 6)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"holds no .txt or .jsonl file"):
+        token_windows(tmp_path / "empty", tokenizer, 128, 6)
+
+
+# --- artifacts ---------------------------------------------------------------------------------------------------
+
+
+def test_round_trip(tmp_path: Path, indexed: Calibration) -> None:
+    indexed.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {FACTS, TENSORS, artifacts.CARD}
+    found = Calibration.from_pretrained(tmp_path)
+    assert same(found, indexed)
+    assert found.source == str(tmp_path)
+    for metric in HEAD_METRICS:
+        assert found.head_orders(metric) == indexed.head_orders(metric)
+    with pytest.raises(ValueError, match="metric must be one of"):
+        found.head_orders("size")
+
+
+def spoil(folder: Path, how: str) -> None:
+    facts = json.loads((folder / FACTS).read_text())
+    if how == "json":
+        (folder / FACTS).write_text("{")
+    elif how == "format":
+        (folder / FACTS).write_text("[]")
+    elif how == "bytes":
+        content = bytearray((folder / TENSORS).read_bytes())
+        content[-1] ^= 1
+        (folder / TENSORS).write_bytes(bytes(content))
+    elif how == "cut":
+        (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:100])
+    else:
+        key, value = {"schema": ("schema", 2), "layers": ("layers", [{}])}[how]
+        (folder / FACTS).write_text(json.dumps(facts | {key: value}))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("json", f"damaged: {FACTS} is no JSON"),
+        ("format", "does not say that it is a turbo_hf calibration"),
+        ("bytes", f"{TENSORS} is not the file that {FACTS} was written with"),
+        ("cut", f"{TENSORS} is not the file that {FACTS} was written with"),
+        ("schema", "has schema 2; this version reads 1"),
+        ("layers", "damaged: KeyError"),
+    ],
+)
+def test_damaged_artifacts_are_refused(how: str, message: str, tmp_path: Path) -> None:
+    lab().save_pretrained(tmp_path)
+    spoil(tmp_path, how)
+    with pytest.raises(ValueError, match=message):
+        Calibration.from_pretrained(tmp_path)
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    found = lab()
+    layer = replace(found.layers[0], scores={name: x * torch.nan for name, x in found.layers[0].scores.items()})
+    replace(found, layers=(layer,)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layer 0 holds NaN or Inf"):
+        Calibration.from_pretrained(tmp_path)
+
+
+def test_a_missing_artifact_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=FACTS):
+        Calibration.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match="no-such"):
+        Calibration.from_pretrained("nobody/no-such", local_files_only=True)
+
+
+def test_fingerprints_tell_models_apart() -> None:
+    model, tokenizer = lab_model()
+    found = lab()
+    assert found.mismatch(model, tokenizer) is None
+    assert found.mismatch(tiny_llama()) == "it was made for a model with vocab_size 3072, and this one has 100"
+    other = copy.deepcopy(tokenizer)
+    other.add_tokens(["<another>"])
+    assert "made for a model with tokenizer" in str(found.mismatch(model, other))
+    assert fingerprint(model)["model"] == LAB_MODEL.name
+
+
+def test_push_to_hub_uploads_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: dict[str, bytes] = {}
+
+    class Hub:
+        def __init__(self, token: str | None) -> None:
+            sent["token"] = str(token).encode()
+
+        def create_repo(self, repo_id: str, **options: Any) -> None:
+            sent["repo"] = repo_id.encode()
+
+        def upload_file(self, path_or_fileobj: bytes, path_in_repo: str, repo_id: str) -> Any:
+            sent[path_in_repo] = path_or_fileobj
+            return type("Commit", (), {"commit_url": f"https://{repo_id}/{path_in_repo}"})
+
+    monkeypatch.setattr(artifacts, "HfApi", Hub)
+    found = lab()
+    url = found.push_to_hub("me/mine", token="t")
+    assert url.startswith("https://me/mine/")
+    assert {name: sent[name] for name in found._files()} == found._files()
+    assert (sent["repo"], sent["token"]) == (b"me/mine", b"t")
+
+
+def test_a_repository_in_the_hubs_cache_is_found_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "a" * 40
+    repo = tmp_path / "models--me--mine"
+    lab().save_pretrained(repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    model = copy.deepcopy(lab_model()[0])
+    model.config._name_or_path = "me/mine"
+    found = find(model)
+    assert found is not None
+    assert found.source == "me/mine"
+    with turbo_hf.patch(model, MIXED) as handle:
+        assert "by calibration over 768 tokens (me/mine)" in str(handle.report())
+    model.config._name_or_path = "me/another"
+    assert find(model) is None
+
+
+# --- patch -------------------------------------------------------------------------------------------------------
+
+
+def orders(handle: turbo_hf.Handle, model: Any) -> list[list[list[int]]]:
+    """Order of heads by layer and row after a prompt of two rows."""
+    cache = handle.new_cache()
+    with torch.no_grad():
+        model(prompts(2, 130), past_key_values=cache)
+    return [layer.order.tolist() for layer in cache.turbo_layers()]
+
+
+@pytest.mark.parametrize("metric", HEAD_METRICS)
+def test_patch_takes_the_heads_from_a_calibration(metric: Any) -> None:
+    model, _ = lab_model()
+    found = lab()
+    config = replace(MIXED, head_metric=metric)
+    for calibration in (found, reversed_heads(found)):
+        with turbo_hf.patch(model, config, calibration=calibration) as handle:
+            want = calibration.head_orders(metric)
+            assert orders(handle, model) == [[list(want[i])] * 2 for i in range(6)]
+            assert "2-bit heads: by calibration over 768 tokens (this process)" in str(handle.report())
+    assert reversed_heads(found).head_orders(metric) != found.head_orders(metric)
+
+
+def test_the_order_stays_through_reset_crop_and_copies() -> None:
+    model, _ = lab_model()
+    found = reversed_heads(lab())
+    want = [[list(order)] * 2 for order in found.head_orders("priority").values()]
+    with turbo_hf.patch(model, MIXED, calibration=found) as handle:
+        cache = handle.new_cache()
+        with torch.no_grad():
+            for tokens in (70, 100):
+                model(prompts(2, tokens), past_key_values=cache)
+                cache.crop(-tokens + 1)
+                model(prompts(2, 64), past_key_values=cache)
+                assert [layer.order.tolist() for layer in cache.turbo_layers()] == want
+                cache.reset()
+        twin = copy.deepcopy(model)
+        out = twin.generate(prompts(1, 80), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+        assert [layer.order.tolist() for layer in out.past_key_values.turbo_layers()] == [row[:1] for row in want]
+
+
+def test_auto_looks_beside_the_checkpoint(tmp_path: Path) -> None:
+    model = copy.deepcopy(lab_model()[0])
+    model.config._name_or_path = str(tmp_path)
+    with turbo_hf.patch(model, MIXED) as handle:
+        assert "first 32 tokens (no calibration beside the checkpoint)" in str(handle.report())
+    found = reversed_heads(lab())
+    found.save_pretrained(tmp_path)
+    for calibration in ("auto", tmp_path, str(tmp_path)):
+        with turbo_hf.patch(model, MIXED, calibration=calibration) as handle:
+            assert handle.report().heads == f"2-bit heads: by calibration over 768 tokens ({tmp_path})"
+            assert orders(handle, model)[3] == [list(found.head_orders("priority")[3])] * 2
+    with turbo_hf.patch(model, MIXED, calibration=None) as handle:
+        assert handle.report().heads == "2-bit heads: chosen by each row's first 32 tokens"
+    with turbo_hf.patch(model) as handle:
+        assert handle.report().heads == ""
+    with turbo_hf.patch(model, calibration=tmp_path) as handle:
+        assert handle.report().heads.startswith("calibration: not used, for all heads")
+
+
+def test_auto_says_what_is_wrong_with_what_it_finds(tmp_path: Path) -> None:
+    model = copy.deepcopy(lab_model()[0])
+    model.config._name_or_path = str(tmp_path)
+    lab().save_pretrained(tmp_path)
+    spoil(tmp_path, "bytes")
+    with pytest.raises(Unsupported, match=r"damaged.* To go without it, pass calibration=None"):
+        turbo_hf.patch(model, MIXED)
+    with pytest.warns(UserWarning, match="damaged"):
+        handle = turbo_hf.patch(model, MIXED, strict="warn")
+    assert "damaged" in handle.report().warnings[0]
+    assert handle.report().heads == "2-bit heads: chosen by each row's first 32 tokens"
+    handle.remove()
+    with pytest.raises(ValueError, match="damaged"):
+        turbo_hf.patch(model, MIXED, strict="warn", calibration=tmp_path)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_calibration_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = tiny_llama()
+    found = lab()
+    message = "does not fit this model: it was made for a model with vocab_size 3072, and this one has 100"
+    for strict in ("raise", "warn", "fallback"):
+        with pytest.raises(ValueError, match=message):
+            turbo_hf.patch(model, calibration=found, strict=strict)
+    found.save_pretrained(tmp_path)
+    model.config._name_or_path = str(tmp_path)
+    with pytest.raises(Unsupported, match=message):
+        turbo_hf.patch(model, MIXED)
+    with pytest.raises(TypeError, match='or "auto"; got int'):
+        turbo_hf.patch(model, calibration=3)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="nowhere"):
+        turbo_hf.patch(model, calibration="nowhere")
+
+
+def test_another_revision_is_told() -> None:
+    model = copy.deepcopy(lab_model()[0])
+    model.config._commit_hash = "b" * 40
+    found = lab()
+    found = replace(found, fingerprint={**found.fingerprint, "revision": "a" * 40})
+    with turbo_hf.patch(model, MIXED, calibration=found) as handle:
+        assert handle.report().warnings == (
+            "the calibration was made for revision aaaaaaaaaaaa of the checkpoint; this is bbbbbbbbbbbb.",
+        )
+
+
+def test_a_cache_refuses_an_order_that_is_none() -> None:
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=r"head_orders names layers \[5\]"):
+        TurboCache(model.config, MIXED, head_orders={5: (0, 1)})
+    cache = TurboCache(model.config, MIXED, head_orders={0: (1, 1)})
+    with pytest.raises(ValueError, match=r"must name each of its 2 KV heads once; got \[1, 1\]"):
+        model(prompts(1, 4), past_key_values=cache)
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+SHORT = ["--window", "256", "--windows", "3", "--local", "31", "--far", "16", "--steps", "4", "--clusters", "16"]
+
+
+def command(tmp_path: Path, *words: str, code: int = 0) -> str:
+    (tmp_path / "text.txt").write_text(PROSE)
+    line = ["calibrate", str(LAB_MODEL), "--texts", str(tmp_path), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    result = CliRunner().invoke(app, [*line, *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_command_writes_what_patch_reads(tmp_path: Path) -> None:
+    printed = command(tmp_path, *SHORT, "--json")
+    facts = json.loads(printed.strip().splitlines()[-1])
+    assert facts["tokens"] == 768
+    assert len(facts["layers"]) == 6
+    found = Calibration.from_pretrained(tmp_path / "out")
+    assert found.layers[0].centroids is not None
+    assert "recall at 4 %" in " ".join(printed.split())
+    with turbo_hf.patch(lab_model()[0], MIXED, calibration=tmp_path / "out") as handle:
+        assert "by calibration" in handle.report().heads
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    printed = command(tmp_path, *SHORT, "--dry-run", "--json")
+    facts = json.loads(printed.strip().splitlines()[-1])
+    assert facts["seconds"] > 0
+    assert facts["windows"] == 3
+    assert "layers 0, 1, 2, 3: head priorities and index" in printed
+    assert not (tmp_path / "out").exists()
+    assert "layers 0, 1, 2, 3, 4, 5: head priorities" in command(tmp_path, *SHORT, "--dry-run", "--heads-only")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--preset", "slow"], "unknown preset 'slow'; presets are fast, full"),
+        (["--texts", "nowhere"], "no file or folder 'nowhere'"),
+        (["--window", "1000"], "too short for the long-range filter"),
+        (["--heads-only", "--window", "100000"], "longer than the 32768 positions"),
+        (["--heads-only", "--window", "20000"], "too few for two windows of 20000"),
+    ],
+)
+def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
+    printed = " ".join(command(tmp_path, *words, code=1).split())
+    assert message in printed
+    assert "Traceback" not in printed

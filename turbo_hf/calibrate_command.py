@@ -1,0 +1,154 @@
+"""`turbo-hf calibrate`: calibration from the command line."""
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.quality import SELECTIVITY, mean_recall
+from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan
+from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
+from turbo_hf.calibration.texts import token_windows
+from turbo_hf.console import Device, Json, err, fail, load, out
+
+TRIAL = 1024
+"""Side of the matrices whose product tells how fast a device is."""
+SHARE = 0.3
+"""Share of that speed that a calibration is taken to reach."""
+
+
+def calibrate_command(
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
+    texts: Annotated[Path, typer.Option(help="A .txt or .jsonl file, or a folder of them; long texts, such as books.")],
+    out_folder: Annotated[Path, typer.Option("--out", help="For the result; the checkpoint's own folder is found.")],
+    preset: Annotated[str, typer.Option(help="fast or full.")] = "fast",
+    heads_only: Annotated[bool, typer.Option(help="Head priorities alone, without an index: seconds.")] = False,
+    window: Annotated[int | None, typer.Option(help="Tokens of a window, instead of the preset's.")] = None,
+    windows: Annotated[int | None, typer.Option(help="Windows at most, instead of the preset's.")] = None,
+    clusters: Annotated[
+        int | None, typer.Option(help="Centroids of a KV head; default: 1024, fewer on few keys.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps, instead of the preset's.")] = None,
+    local: Annotated[int | None, typer.Option(help="Tokens that decoding reads densely; default 2047.")] = None,
+    far: Annotated[int | None, typer.Option(help="Tokens to a long-range query's best key; default 1024.")] = None,
+    seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
+    resume: Annotated[bool, typer.Option(help="Go on with the layers that an interrupted run has finished.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Print memory and time that it would take, and what each layer gets.")
+    ] = False,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """Learn from a model's own keys and queries which heads need their bits, and an index for sparse decoding."""
+    own = {"window": window, "windows": windows, "clusters": clusters, "steps": steps, "local": local, "far": far}
+    given = {name: value for name, value in own.items() if value is not None}
+    try:
+        chosen = _settings(preset, given | {"seed": seed} | ({"index": False} if heads_only else {}))
+        loaded, tokenizer = load(model, device)
+        plan = make_plan(loaded, _cut(chosen, loaded, window))
+        if dry_run:
+            facts = _dry_run(loaded, tokenizer, plan, texts)
+        else:
+            facts = _run(loaded, tokenizer, plan, texts, out_folder, resume)
+    except (ValueError, OSError) as error:
+        raise fail(str(error)) from error
+    if json_line:
+        print(json.dumps(facts))  # noqa: T201
+
+
+def _settings(preset: str, given: dict[str, Any]) -> Settings:
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; presets are {', '.join(PRESETS)}.")
+    return replace(resolve_settings(preset), **given)
+
+
+def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
+    """A preset's windows are cut to what the model was made for; those of `--window` are not."""
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if window is None and positions is not None and positions < chosen.window:
+        return replace(chosen, window=positions)
+    return chosen
+
+
+def _run(model: Any, tokenizer: Any, plan: Plan, texts: Path, folder: Path, resume: bool) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    begun = time.perf_counter()
+    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
+        task = progress.add_task("reading texts", total=1.0)
+        found = calibrate(
+            model,
+            tokenizer,
+            texts,
+            settings=plan.settings,
+            out=folder,
+            resume=resume,
+            progress=lambda word, share: progress.update(task, advance=share, description=word),
+        )
+    seconds = time.perf_counter() - begun
+    _print(found, seconds, folder)
+    facts: dict[str, Any] = {"out": str(folder), "tokens": found.tokens, "seconds": round(seconds, 1)}
+    return facts | {"settings": dict(found.settings), "layers": [layer.facts() for layer in found.layers]}
+
+
+def _print(found: Calibration, seconds: float, folder: Path) -> None:
+    judged = [layer for layer in found.layers if layer.quality]
+    table = Table(title=f"{found.fingerprint['model']}: {found.tokens:,} tokens in {seconds:.0f} s")
+    table.add_column("layer", justify="right")
+    table.add_column("heads, by need of bits")
+    for heading in ("centroids", "recall at 4 %", "k-means", "random"):
+        table.add_column(heading, justify="right")
+    table.add_column("note")
+    orders = found.head_orders("priority")
+    for layer in found.layers:
+        order = " ".join(map(str, orders.get(layer.index, ()))) or "-"
+        figures = ["-"] * 4
+        if layer.quality and layer.centroids is not None:
+            at = SELECTIVITY.index(0.04)
+            rows = [mean_recall([dict(layer.quality)], way) for way in ("classifier", "k-means", "random")]
+            figures = [str(layer.centroids.shape[1]), *(f"{row[at]:.1%}" if row else "-" for row in rows)]
+        table.add_row(str(layer.index), order, *figures, layer.note)
+    out.print(table)
+    if judged:
+        out.print("Recall: long-range attention mass in 4 % of the keys, on text held out.", style="dim")
+    out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
+
+
+def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: Path) -> dict[str, Any]:
+    windows = token_windows(texts, tokenizer, plan.settings.window, plan.settings.windows)
+    needs = estimate(model, plan)
+    needs["flops"] *= len(windows) / plan.settings.windows
+    seconds = needs["flops"] / (SHARE * _speed(model.device, model.dtype))
+    out.print(f"{len(windows)} windows of {plan.settings.window:,} tokens, {len(plan.groups)} groups of layers:")
+    for group in plan.groups:
+        kind = "head priorities and index" if group.indexed else "head priorities"
+        out.print(f"  layers {', '.join(map(str, group.layers))}: {kind}", highlight=False)
+    for index, note in sorted(plan.notes.items()):
+        out.print(f"  layer {index}: {note}", markup=False, highlight=False)
+    sizes = {name: f"{needs[name] / 1e9:.2f} GB" for name in ("host_bytes", "device_bytes", "file_bytes")}
+    out.print(f"Memory of the host for samples: {sizes['host_bytes']}; of the device, besides the model and one pass: ")
+    out.print(f"{sizes['device_bytes']}. Result: {sizes['file_bytes']}. Time, roughly: {_time(seconds)}.")
+    return {**needs, "seconds": seconds, "windows": len(windows), "notes": plan.notes}
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a matrix product on this device."""
+    x = torch.randn(TRIAL, TRIAL, device=device, dtype=dtype)
+    rounds, begun = 0, time.perf_counter()
+    while rounds < 3 or time.perf_counter() - begun < 0.2:
+        x = torch.nn.functional.normalize(x @ x, dim=-1)
+        float(x[0, 0])  # waits for the device
+        rounds += 1
+    return rounds * 2 * TRIAL**3 / (time.perf_counter() - begun)

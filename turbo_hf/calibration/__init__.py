@@ -1,0 +1,6 @@
+"""Calibration: what a model's own keys, values and queries tell before it is used.
+
+`capture` runs the model and takes queries, keys and values; `heads` ranks KV heads for mixed precision; `centroids`,
+`query_model` and `quality` make and judge the index for sparse decoding (SAAP); `artifacts` keeps all of it; `choice`
+is how `patch` uses it.
+"""

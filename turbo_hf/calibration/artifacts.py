@@ -1,0 +1,252 @@
+"""`Calibration`: what a calibration run found, and the two files and the card that keep it."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from transformers import PreTrainedModel
+from transformers.utils.hub import cached_file
+
+from turbo_hf.calibration.heads import head_order
+from turbo_hf.config import HEAD_METRICS
+
+SCHEMA = 1
+FORMAT = "turbo_hf calibration"
+FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
+CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
+SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCalibration:
+    """One layer's part.
+
+    index: the layer's number. scores: float32 [Hkv] for each head metric; empty where nothing could be captured.
+    centroids: [Hkv, C, D], of unit length; None without an index. classifier: the query classifier of
+    `query_model.classify`, weight_1 [Hkv, D, hidden], bias_1 [Hkv, hidden], weight_2 [Hkv, hidden, C], bias_2 [Hkv, C];
+    empty without an index. note: why it has less than others. quality: figures of `quality.evaluate`, as JSON.
+    """
+
+    index: int
+    scores: Mapping[str, torch.Tensor]
+    centroids: torch.Tensor | None = None
+    classifier: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    note: str = ""
+    quality: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What the layer stores, by name."""
+        parts = {f"scores.{metric}": x for metric, x in self.scores.items()} | dict(self.classifier)
+        if self.centroids is not None:
+            parts["centroids"] = self.centroids
+        return {f"layers.{self.index}.{name}": x.contiguous().cpu() for name, x in parts.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """What the layer says, for JSON."""
+        return {"index": self.index, "note": self.note, "quality": dict(self.quality)}
+
+
+def layer_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> LayerCalibration:
+    """The layer that `LayerCalibration.facts` and `tensors` describe."""
+    index = int(facts["index"])
+    start = f"layers.{index}."
+    own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+    scores = {metric: own[f"scores.{metric}"] for metric in HEAD_METRICS if f"scores.{metric}" in own}
+    classifier = {name: own[name] for name in CLASSIFIER if name in own}
+    return LayerCalibration(index, scores, own.get("centroids"), classifier, facts["note"], facts["quality"])
+
+
+def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> dict[str, Any]:
+    """What tells models apart without reading weights: type, shapes, vocabulary, and, where known, the revision and a
+    hash of the tokenizer's vocabulary."""
+    text = model.config.get_text_config(decoder=True)
+    name = str(getattr(model.config, "_name_or_path", "") or "")
+    found: dict[str, Any] = {"model_type": text.model_type, "vocab_size": text.vocab_size}
+    found |= {field_name: getattr(text, field_name, None) for field_name in SHAPE_FIELDS}
+    found["model"] = Path(name).name if Path(name).is_dir() else name
+    found["revision"] = getattr(model.config, "_commit_hash", None)
+    found["tokenizer"] = None if tokenizer is None else tokenizer_hash(tokenizer)
+    return found
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """SHA-256 of a tokenizer's vocabulary."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Calibration:
+    """What `turbo_hf.calibrate` found of a model. `turbo_hf.patch(model, config, calibration=...)` uses it.
+
+    fingerprint: of the model it was made for. settings: of the run. layers: one for each layer of the model. tokens:
+    that were run. source: the folder or repository it was read from; "" for one made in this process.
+    """
+
+    fingerprint: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    layers: tuple[LayerCalibration, ...]
+    tokens: int
+    source: str = ""
+
+    def head_orders(self, metric: str) -> dict[int, tuple[int, ...]]:
+        """KV heads of each calibrated layer, from the one that needs its bits most to the one that needs them least.
+
+        metric: "priority", "entropy", "min_max" or "variation" (TurboAttention eq. 11, 12); another is a ValueError.
+        """
+        if metric not in HEAD_METRICS:
+            raise ValueError(f"metric must be one of {', '.join(HEAD_METRICS)}; got {metric!r}.")
+        return {layer.index: head_order(layer.scores[metric]) for layer in self.layers if layer.scores}
+
+    def mismatch(self, model: PreTrainedModel, tokenizer: Any = None) -> str | None:
+        """Why this calibration is not for `model` (and `tokenizer`); None: it fits as far as can be told.
+
+        A fine-tuned model of the same shape fits: its heads are much like those it began with.
+        """
+        own = fingerprint(model, tokenizer)
+        told = {"model", "revision"} | ({"tokenizer"} if tokenizer is None else set())
+        for name, value in own.items():
+            made = self.fingerprint.get(name)
+            if name not in told and not (name == "tokenizer" and made is None) and made != value:
+                return f"it was made for a model with {name} {made!r}, and this one has {value!r}"
+        return None
+
+    def other_revision(self, model: PreTrainedModel) -> str | None:
+        """A sentence about a known revision of the checkpoint other than the one calibrated; None: none is known."""
+        made, here = self.fingerprint.get("revision"), getattr(model.config, "_commit_hash", None)
+        if made is None or here is None or made == here:
+            return None
+        return f"the calibration was made for revision {made[:12]} of the checkpoint; this is {here[:12]}."
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, beside what is there."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        for name, content in self._files().items():
+            # a reader never finds half a file
+            partial = path / f"{name}.partial"
+            partial.write_bytes(content)
+            partial.replace(path / name)
+
+    def _files(self) -> dict[str, bytes]:
+        tensors = save({name: x for layer in self.layers for name, x in layer.tensors().items()})
+        facts = {
+            "format": FORMAT,
+            "schema": SCHEMA,
+            "fingerprint": dict(self.fingerprint),
+            "settings": dict(self.settings),
+            "tokens": self.tokens,
+            "layers": [layer.facts() for layer in self.layers],
+            "sha256": hashlib.sha256(tensors).hexdigest(),
+        }
+        # tensors first: the facts hold their hash, and are what a reader looks for
+        return {TENSORS: tensors, FACTS: (json.dumps(facts, indent=1) + "\n").encode(), CARD: self.card().encode()}
+
+    def card(self) -> str:
+        """What this is and how it was made, in Markdown."""
+        lines = [
+            f"# Calibration of {self.fingerprint.get('model') or 'a model'} for turbo_hf",
+            "",
+            f"Made from {self.tokens:,} tokens. `turbo_hf.patch(model, ...)` finds these files beside the checkpoint.",
+            "",
+            f"- `{FACTS}`: fingerprint, settings, quality",
+            f"- `{TENSORS}`: head priorities, centroids, query classifiers",
+            "",
+            "| layer | priorities | centroids | note |",
+            "|---|---|---|---|",
+        ]
+        for layer in self.layers:
+            scores = ", ".join(f"{x:.3g}" for x in layer.scores["priority"].tolist()) if layer.scores else "-"
+            count = "-" if layer.centroids is None else str(layer.centroids.shape[1])
+            lines.append(f"| {layer.index} | {scores} | {count} | {layer.note} |")
+        return "\n".join(lines) + "\n"
+
+    def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
+        """Upload the three files to a Hub repository, made if need be; returns the commit's address."""
+        api = HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        url = ""
+        for name, content in self._files().items():
+            done = api.upload_file(path_or_fileobj=content, path_in_repo=name, repo_id=repo_id)
+            url = str(done.commit_url)
+        return url
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+        local_files_only: bool = False,
+    ) -> "Calibration":
+        """Read a calibration from a folder or a Hub repository.
+
+        Raises:
+            ValueError: it is damaged, or of a newer schema.
+            OSError: there is none.
+        """
+        options = {"revision": revision, "token": token, "local_files_only": local_files_only}
+        try:
+            paths = [cached_file(str(name), part, **options) for part in (FACTS, TENSORS)]
+        except OSError as error:
+            raise OSError(f"there is no calibration in {str(name)!r}, or it cannot be reached: {error}") from error
+        facts, content = (Path(str(path)).read_bytes() for path in paths)
+        return _read(facts, content, str(name))
+
+
+def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
+    damaged = f"the calibration in {source!r} is damaged: "
+    again = " Calibrate again, or fetch it anew."
+    try:
+        facts = json.loads(facts_bytes)
+    except ValueError as error:
+        raise ValueError(f"{damaged}{FACTS} is no JSON.{again}") from error
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise ValueError(f"{damaged}{FACTS} does not say that it is a {FORMAT}.{again}")
+    if facts.get("schema") != SCHEMA:
+        raise ValueError(
+            f"the calibration in {source!r} has schema {facts.get('schema')!r}; this version reads {SCHEMA}. Calibrate "
+            "again, or install the version of turbo_hf that made it."
+        )
+    if hashlib.sha256(content).hexdigest() != facts.get("sha256"):
+        raise ValueError(f"{damaged}{TENSORS} is not the file that {FACTS} was written with.{again}")
+    try:
+        tensors = load(content)
+        layers = tuple(layer_from(each, tensors) for each in facts["layers"])
+        found = Calibration(facts["fingerprint"], facts["settings"], layers, int(facts["tokens"]), source)
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{damaged}{type(error).__name__}: {error}.{again}") from error
+    for layer in layers:
+        if any(not bool(torch.isfinite(x).all()) for x in layer.tensors().values()):
+            raise ValueError(f"{damaged}layer {layer.index} holds NaN or Inf.{again}")
+    return found
+
+
+def find(model: PreTrainedModel) -> Calibration | None:
+    """The calibration beside a model's checkpoint: in its folder, or in the Hub's cache; nothing is downloaded."""
+    name = str(getattr(model.config, "_name_or_path", "") or "")
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Calibration.from_pretrained(name) if (Path(name) / FACTS).is_file() else None
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        return None  # a folder that is gone
+    revision = getattr(model.config, "_commit_hash", None)
+    found = cached_file(
+        name,
+        FACTS,
+        revision=revision,
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return None if found is None else Calibration.from_pretrained(name, revision=revision, local_files_only=True)

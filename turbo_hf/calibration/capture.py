@@ -1,0 +1,202 @@
+"""Queries, keys and values of a running model, also as they were before rotary embedding.
+
+Everything goes through Transformers' AttentionInterface and hooks on modules of the given instance, and is undone.
+"""
+
+import functools
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from turbo_hf.attention import NAME as PATCHED
+from turbo_hf.attention import TurboCall, turbo_attention
+from turbo_hf.cache import COMPRESSED_TYPES, layer_windows
+from turbo_hf.handle import switch_attention
+from turbo_hf.masks import turbo_mask
+from turbo_hf.patches import is_attention, obstacle, shares_keys
+
+NAME = "turbo_hf_capture"
+PROBE_TOKENS, PROBE_SHIFT = 24, 777
+PROBE_ERROR = 0.2
+"""Relative error at which keys of two passes differ: rounding stays far below it, a wrong inverse far above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One layer: its attention module (None: nothing to capture, and why), and its window (None: full attention)."""
+
+    index: int
+    module: Any
+    window: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one call of attention saw. query [1, Hq, L, D]; key, value [1, Hkv, L, D], after rotary embedding."""
+
+    source: Source
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    scaling: float
+    softcap: float | None
+
+
+def sources(model: PreTrainedModel) -> list[Source]:
+    """Every layer of the model, with what stands in the way of capturing it."""
+    text = model.config.get_text_config(decoder=True)
+    found: defaultdict[int, list[Any]] = defaultdict(list)
+    for module in model.modules():
+        if is_attention(module) and getattr(module, "config", None) is text:
+            found[int(getattr(module, "layer_idx"))].append(module)  # noqa: B009 - mypy takes it for a tensor
+    result = []
+    for index, (kind, window) in enumerate(layer_windows(text)):
+        modules = found[index]
+        if kind not in COMPRESSED_TYPES:
+            reason: str | None = f"{kind} is neither full nor sliding-window attention"
+        elif len(modules) != 1:
+            reason = "it has no single attention module that uses Transformers' AttentionInterface"
+        elif shares_keys(modules[0]):
+            reason = "it shares its keys and values with other layers"
+        else:
+            reason = obstacle(modules[0])
+        result.append(Source(index, None if reason else modules[0], window, reason or ""))
+    return result
+
+
+@contextmanager
+def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterator[None]:
+    """While it is on, `receive` gets what each attention layer sees, in the order of the layers.
+
+    Raises:
+        ValueError: the model is patched, or does not let its attention be chosen.
+    """
+    if model.config.get_text_config(decoder=True)._attn_implementation == PATCHED:
+        raise ValueError("This model is patched: calibrate it first, or call remove() on its handle before.")
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, turbo_mask)
+    previous, hooks = switch_attention(model, NAME), []
+    try:
+        for source in sources(model):
+            if source.module is not None:
+                hook = functools.partial(_bring, source, receive)
+                hooks.append(source.module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+    finally:
+        for held in hooks:
+            held.remove()
+        model.set_attn_implementation(previous)
+
+
+def _bring(source: Source, receive: Any, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, {**kwargs, "turbo_capture": (source, receive, kwargs.get("position_embeddings"))}
+
+
+def _attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, turbo_capture: Any = None, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Transformers' own attention, and a report of what it was given."""
+    window = kwargs.get("sliding_window")
+    if turbo_capture is not None:
+        source, receive, rotary = turbo_capture
+        window = source.window
+        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        receive(Seen(source, query, key, value, rotary, scaling, kwargs.get("softcap")))
+    kwargs["turbo"] = TurboCall(None, None, window, "raise")
+    return turbo_attention(module, query, key, value, mask, **kwargs)
+
+
+@torch.no_grad()
+def run_window(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None = None) -> None:
+    """One pass over tokens [1, L] without a cache and, where the model has it apart, without its language head."""
+    body: Any = model.base_model
+    given = {} if positions is None else {"position_ids": positions.to(model.device)}
+    body(input_ids=ids.to(model.device), use_cache=False, **given)
+
+
+def unrotate(module: Any, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """x [1, H, L, D] as float32 before rotary embedding: the family's own rotation with -sin, over its scale squared.
+
+    rotary: this call's (cos, sin), for frequencies may change with the length. Raises AttributeError, TypeError or
+    RuntimeError where the family rotates in a way of its own; `probe` finds out.
+    """
+    cos, sin = (part.to(x.device).float() for part in rotary)
+    turned, size = x.float(), getattr(module, "rotary_ndims", None)
+    part = turned if size is None else turned[..., :size]
+    plain = _rotate(module, part, cos, -sin)
+    # the attention factor of yarn and longrope scales cos and sin alike
+    factor = (cos * cos + sin * sin).mean()
+    # without cos and sin a rotation leaves 0, but of the channels that it passes through
+    rotated = _rotate(module, torch.ones_like(part[:, :, :1]), cos[:, :1] * 0, sin[:, :1] * 0) == 0
+    plain = torch.where(rotated, plain / factor, plain)
+    return plain if size is None else torch.cat((plain, turned[..., size:]), -1)
+
+
+def _rotate(module: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    rotate: Any = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb")  # noqa: B009 - any module
+    names = list(inspect.signature(rotate).parameters)
+    if names[1] == "cos":
+        return torch.as_tensor(rotate(x, cos, sin, unsqueeze_dim=1))
+    return torch.as_tensor(rotate(x, x, cos, sin)[0])
+
+
+class Probed(NamedTuple):
+    """shape: (KV heads, query heads of each, head dim). obstacle: why keys before rotary embedding cannot be had."""
+
+    shape: tuple[int, int, int]
+    obstacle: str | None
+
+
+def probe(model: PreTrainedModel) -> dict[int, Probed]:
+    """What each layer that can be captured is, and whether its rotary embedding can be undone.
+
+    Rotary embedding is relative: a text gives the same activations wherever it begins. So the same tokens run at two
+    beginnings, and the keys must differ as they are, and agree after the inverse rotation.
+    """
+    config = model.config.get_text_config(decoder=True)
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (1, PROBE_TOKENS), generator=seeded)
+    passes: list[dict[int, Seen]] = [{}, {}]
+    limit = getattr(config, "max_position_embeddings", None) or 2048
+    shift = min(PROBE_SHIFT, max(1, limit - PROBE_TOKENS - 1))
+    for begin, seen in zip((0, shift), passes, strict=True):
+        with capturing(model, functools.partial(_keep, seen)):
+            run_window(model, ids, torch.arange(begin, begin + PROBE_TOKENS)[None])
+    found = {}
+    for index, first in passes[0].items():
+        heads, dim = first.key.shape[1], first.key.shape[3]
+        found[index] = Probed((heads, first.query.shape[1] // heads, dim), _compare(first, passes[1][index]))
+    return found
+
+
+def _keep(seen: dict[int, Seen], call: Seen) -> None:
+    seen[call.source.index] = call
+
+
+def _compare(first: Seen, second: Seen) -> str | None:
+    if first.rotary is None or second.rotary is None or not isinstance(first.rotary, tuple):
+        return "it has no rotary embedding"
+    try:
+        keys = [unrotate(call.source.module, call.key, call.rotary) for call in (first, second) if call.rotary]
+    except (AttributeError, TypeError, RuntimeError, IndexError) as error:
+        return f"its rotary embedding cannot be undone ({type(error).__name__})"
+    missed = _differ(*keys)
+    if missed < PROBE_ERROR:
+        return None
+    if _differ(first.key.float(), second.key.float()) < PROBE_ERROR:
+        return "it has no rotary embedding"
+    return f"the inverse of its rotary embedding fails the probe (relative error {missed:.2f})"
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / a.norm().clamp(min=torch.finfo(torch.float32).tiny))

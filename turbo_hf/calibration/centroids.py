@@ -1,0 +1,66 @@
+"""Spherical k-means on keys before rotary embedding, all KV heads at once (SAAP sec. 4, appendix A)."""
+
+import torch
+
+from turbo_hf.calibration.settings import DEFAULT_CLUSTERS, MIN_KEYS, SMALLEST_CLUSTERS
+
+KEYS_EACH = 256
+"""Keys for each centroid that k-means looks at, at most; more change little."""
+
+
+def choose_clusters(wanted: int | None, keys: int) -> int:
+    """C for `keys` keys a head: `wanted`, or 1024 halved until there are 32 keys for each. ValueError: too few keys."""
+    if wanted is not None:
+        if wanted * 2 > keys:
+            raise ValueError(
+                f"{keys} keys a head are too few for {wanted} clusters (2 for each at least). Give more text, or fewer "
+                "clusters."
+            )
+        return wanted
+    clusters = DEFAULT_CLUSTERS
+    while clusters * MIN_KEYS > keys and clusters > SMALLEST_CLUSTERS:
+        clusters //= 2
+    if clusters * 2 > keys:
+        raise ValueError(f"{keys} keys a head are too few for clusters. Give more text.")
+    return clusters
+
+
+def k_means(keys: torch.Tensor, clusters: int, iterations: int, generator: torch.Generator) -> torch.Tensor:
+    """Unit centroids [N, C, D] of keys [N, P, D], by head.
+
+    generator: on the CPU, so that a seed means the same on every device. It picks the keys to begin with, and those
+    that take the place of a centroid without keys.
+
+    Source: SAAP appendix A: random start, 10 iterations; assignment by the largest inner product with unit centroids.
+    """
+    heads, count = keys.shape[:2]
+    most = clusters * KEYS_EACH
+    if count > most:
+        keys = keys[:, torch.randperm(count, generator=generator)[:most].sort().values.to(keys.device)]
+        count = most
+    keys = keys.float()
+    start = torch.stack([torch.randperm(count, generator=generator)[:clusters] for _ in range(heads)])
+    found = _unit(torch.take_along_dim(keys, start.to(keys.device)[..., None], 1))
+    for _ in range(iterations):
+        buckets = assign(keys, found)
+        total = torch.zeros_like(found)
+        filled = torch.zeros(heads, clusters, device=keys.device)
+        # in parts: a one-hot matrix of all keys would be larger than the keys
+        for part, bucket in zip(keys.split(16384, 1), buckets.split(16384, 1), strict=True):
+            member = torch.nn.functional.one_hot(bucket, clusters).to(part.dtype)
+            total += torch.bmm(member.mT, part)
+            filled += member.sum(1)
+        spare = torch.randint(count, (heads, clusters), generator=generator).to(keys.device)
+        other = torch.take_along_dim(keys, spare[..., None], 1)
+        found = _unit(torch.where((filled > 0)[..., None], total, other))
+    return found
+
+
+def assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Bucket of each key: int64 [N, P] of keys [N, P, D] and unit centroids [N, C, D], by largest inner product."""
+    parts = [torch.bmm(part.float(), centroids.float().mT).argmax(-1) for part in keys.split(16384, 1)]
+    return torch.cat(parts, 1)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.normalize(x, dim=-1)

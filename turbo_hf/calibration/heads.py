@@ -1,0 +1,50 @@
+"""Head priorities: which KV heads lose least in few bits (TurboAttention eq. 11, 12), measured over many blocks."""
+
+import torch
+
+from turbo_hf.config import HEAD_METRICS
+from turbo_hf.ops.quantize import head_scores
+
+BLOCK = 64
+"""Tokens over which a channel's gap is taken: those that share a scale in the cache."""
+
+
+class HeadPriorities:
+    """Mean scores of a layer's KV heads over every block of every window, one for each metric.
+
+    A prompt-made assignment scores the first block of a row. This is the same score, without the chance of one block
+    and without the weight of a text's first tokens.
+    """
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.sums: dict[str, torch.Tensor] = {}
+
+    def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """k, v: [1, Hkv, L, D] as the cache stores them (after rotary embedding). Tokens over a whole block are left.
+
+        Raises:
+            ValueError: fewer than 64 tokens, or NaN or Inf.
+        """
+        blocks = k.shape[2] // BLOCK
+        if not blocks:
+            raise ValueError(f"head priorities need a block of {BLOCK} tokens; got {k.shape[2]}. Take longer windows.")
+        keys, values = (x[0, :, : blocks * BLOCK].unflatten(1, (blocks, BLOCK)).transpose(0, 1) for x in (k, v))
+        for metric in HEAD_METRICS:
+            score = head_scores(keys, values, metric).double().sum(0).cpu()
+            if not bool(torch.isfinite(score).all()):
+                raise ValueError(
+                    "keys or values hold NaN or Inf, from which no calibration can be made. Look for the cause in the "
+                    "model (overflow in float16 is the usual one: load it in bfloat16)."
+                )
+            self.sums[metric] = self.sums.get(metric, torch.zeros_like(score)) + score
+        self.blocks += blocks
+
+    def scores(self) -> dict[str, torch.Tensor]:
+        """float32 [Hkv] for each metric; higher needs more bits."""
+        return {metric: (total / self.blocks).float() for metric, total in self.sums.items()}
+
+
+def head_order(scores: torch.Tensor) -> tuple[int, ...]:
+    """KV heads from the highest score to the lowest: the last ones get the low bits. Equal scores keep their order."""
+    return tuple(scores.argsort(descending=True, stable=True).tolist())

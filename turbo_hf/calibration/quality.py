@@ -1,0 +1,111 @@
+"""How good an index is, on windows that it has not seen: attention mass recalled for a given share of the keys."""
+
+from typing import Any
+
+import torch
+
+from turbo_hf.calibration.query_model import classify, divergence
+from turbo_hf.calibration.samples import Samples, true_mass
+
+SELECTIVITY = (0.01, 0.02, 0.04, 0.08)
+"""Shares of the keys (those further back than the dense part) that may be read."""
+
+
+@torch.no_grad()
+def evaluate(
+    samples: Samples,
+    buckets: list[torch.Tensor],
+    centroids: torch.Tensor,
+    classifier: dict[str, torch.Tensor],
+    windows: range,
+    local: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Figures of one layer over long-range queries of `windows`, chosen as decoding does: scores summed over the query
+    heads of a KV head, best buckets first, as long as the share of keys allows.
+
+    Returns "recall": by way of choosing ("classifier", "k-means", "random"), a list by KV head of the share of
+    long-range attention mass at each of `SELECTIVITY`; null for a head without a long-range query. "loss": KL in nats.
+    "largest_bucket": by KV head, against the mean; "buckets_in_use": exp of the entropy of their sizes, over C.
+    "queries": long-range ones by KV head; "long_range": their share of all.
+    """
+    heads, clusters = centroids.shape[:2]
+    seeded = torch.Generator().manual_seed(seed)
+    ways = ("classifier", "k-means", "random")
+    total = {way: torch.zeros(heads, len(SELECTIVITY), dtype=torch.float64) for way in ways}
+    counted, asked, loss = torch.zeros(heads, dtype=torch.float64), 0, 0.0
+    device = centroids.device
+    for window in windows:
+        n = len(samples.positions[window])
+        parts = (samples.plain_queries[window], samples.queries[window], samples.far[window])
+        for plain, query, far, at in zip(
+            *(x.split(64, 2) for x in parts), samples.positions[window].split(64), strict=True
+        ):
+            groups, rows = query.shape[1], query.shape[2]
+            mass, sizes = true_mass(
+                query.flatten(1, 2).to(device),
+                at.repeat(heads, groups).to(device),
+                samples.keys[window].to(device),
+                buckets[window].to(device),
+                clusters,
+                local,
+                samples.scaling,
+                samples.softcap,
+            )
+            flat = plain.flatten(1, 2).to(device).float()
+            logits = classify(classifier, flat)
+            scores = {
+                "classifier": logits.view(heads, groups, rows, clusters).sum(1),
+                "k-means": torch.bmm(flat, centroids.float().mT).view(heads, groups, rows, clusters).sum(1),
+                "random": torch.rand(heads, rows, clusters, generator=seeded).to(device),
+            }
+            weight = far.to(device).double()
+            mass = mass.view(heads, groups, rows, clusters)
+            # keys that count depend on the position alone
+            sizes = sizes.view(heads, groups, rows, clusters)[:, 0]
+            for way, score in scores.items():
+                total[way] += _recalled(score, mass, sizes, weight).cpu()
+            counted += weight.sum((1, 2)).cpu()
+            loss += float((divergence(mass.flatten(1, 2), logits) * weight.flatten(1, 2)).sum())
+        asked += heads * groups * n
+    filled = torch.stack([x.bincount(minlength=clusters) for x in torch.cat(buckets, 1)]).double()
+    share = filled / filled.sum(1, keepdim=True)
+    in_use = (-torch.xlogy(share, share).sum(1)).exp() / clusters
+    return {
+        "recall": {way: _rows(total[way], counted) for way in ways},
+        "loss": round(loss / max(1.0, float(counted.sum())), 4),
+        "largest_bucket": [round(x, 2) for x in (share.amax(1) * clusters).tolist()],
+        "buckets_in_use": [round(x, 3) for x in in_use.tolist()],
+        "queries": [int(x) for x in counted.tolist()],
+        "long_range": round(float(counted.sum()) / max(1, asked), 4),
+    }
+
+
+def _recalled(score: torch.Tensor, mass: torch.Tensor, sizes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Sum over weighted queries of the mass in the buckets that fit, [Hkv, selectivities].
+
+    score, sizes: [Hkv, n, C]; mass: [Hkv, G, n, C]; weight: [Hkv, G, n].
+    """
+    order = score.argsort(-1, descending=True)
+    read = sizes.gather(-1, order).cumsum(-1)
+    seen = mass.gather(-1, order[:, None].expand_as(mass)).double()
+    allowed = sizes.sum(-1, keepdim=True)
+    each = [(seen * (read <= allowed * limit)[:, None]).sum(-1) * weight for limit in SELECTIVITY]
+    return torch.stack([x.sum((1, 2)) for x in each], -1)
+
+
+def _rows(total: torch.Tensor, counted: torch.Tensor) -> list[list[float] | None]:
+    pairs = zip(total, counted.tolist(), strict=True)
+    return [[round(x, 4) for x in (row / count).tolist()] if count else None for row, count in pairs]
+
+
+def mean_recall(quality: list[dict[str, Any]], way: str) -> list[float]:
+    """Mean over the long-range queries of all layers and KV heads, at each of `SELECTIVITY`; [] without any."""
+    pairs = [
+        (row, count)
+        for each in quality
+        for row, count in zip(each["recall"][way], each["queries"], strict=True)
+        if row is not None
+    ]
+    total = sum(count for _, count in pairs)
+    return [sum(row[at] * count for row, count in pairs) / total for at in range(len(SELECTIVITY))] if pairs else []

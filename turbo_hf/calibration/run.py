@@ -1,0 +1,265 @@
+"""`calibrate()`: the run itself, a group of layers at a time."""
+
+import hashlib
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration, fingerprint
+from turbo_hf.calibration.capture import Seen, Source, capturing, probe, run_window, sources
+from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
+from turbo_hf.calibration.heads import HeadPriorities
+from turbo_hf.calibration.quality import evaluate
+from turbo_hf.calibration.query_model import train
+from turbo_hf.calibration.samples import Samples
+from turbo_hf.calibration.settings import Settings, resolve_settings
+from turbo_hf.calibration.texts import token_windows
+
+PART = "turbo_calibration.part"
+"""Folder of an unfinished run, inside its output folder."""
+
+Progress = Callable[[str, float], None]
+"""Called with what is going on, and the work done since the last call, in the units of `Group.work`."""
+
+
+class Group(NamedTuple):
+    """Layers that are captured and trained together. shape: (KV heads, query heads of each, head dim)."""
+
+    layers: tuple[int, ...]
+    shape: tuple[int, int, int]
+    indexed: bool
+
+
+class Plan(NamedTuple):
+    """What a run will do. notes: why a layer gets less than others, by layer."""
+
+    settings: Settings
+    groups: tuple[Group, ...]
+    notes: dict[int, str]
+    layers: int
+
+
+def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan:
+    """Probe the model and arrange its layers.
+
+    Raises:
+        ValueError: unknown or unfit settings, or a model of which nothing can be captured.
+        TypeError: no Transformers model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers.PreTrainedModel; got {type(model).__name__}.")
+    text = model.config.get_text_config(decoder=True)
+    chosen = resolve_settings(settings, getattr(text, "max_position_embeddings", None))
+    probed, notes = probe(model), {}
+    plain: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    indexed: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    all_sources = sources(model)
+    for source in all_sources:
+        if source.index not in probed:
+            notes[source.index] = f"not calibrated: {source.reason or 'it was not called'}"
+            continue
+        shape, obstacle = probed[source.index]
+        reason = "it has a sliding window" if source.window else obstacle
+        if chosen.index and reason is not None:
+            notes[source.index] = f"no index: {reason}"
+        wanted = indexed if chosen.index and reason is None else plain
+        wanted[shape].append(source.index)
+    if not probed:
+        raise ValueError(f"no layer of {type(model).__name__} can be calibrated: {next(iter(notes.values()))}.")
+    groups = [Group(tuple(layers), shape, False) for shape, layers in plain.items()]
+    for shape, layers in indexed.items():
+        size = chosen.layers_at_once
+        groups += [Group(tuple(layers[at : at + size]), shape, True) for at in range(0, len(layers), size)]
+    return Plan(chosen, tuple(groups), notes, len(all_sources))
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: str | Path | Iterable[str],
+    *,
+    settings: str | Settings = "fast",
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Run a model over texts and learn from its keys, values and queries. The model is not changed.
+
+    It ranks the KV heads of every layer for mixed precision (TurboAttention eq. 11, 12), which `turbo_hf.patch` uses,
+    and makes the index for sparse decoding (SAAP sec. 4): centroids of keys and query classifiers, judged on text held
+    out. The same seed gives the same result on the same machine.
+
+    Args:
+        model: a decoder-only Transformers model, loaded, not patched.
+        tokenizer: the model's own.
+        texts: a .txt or .jsonl file, a folder of them, or strings; long ones, such as books.
+        settings: "fast", "full", or `turbo_hf.calibration.settings.Settings`.
+        out: where to write the result, and to keep finished layers meanwhile; None: nowhere.
+        resume: go on with the layers that an interrupted run with the same `out`, settings and texts has finished.
+        progress: called with a word and the share of the whole work done since the last call.
+
+    Returns:
+        Calibration, with `save_pretrained`, `push_to_hub` and quality figures.
+
+    Raises:
+        ValueError: unfit settings; texts too short for the long-range filter or for so many clusters; NaN or Inf in the
+            model; `resume` without `out`, or after a run of other settings, texts or model.
+        TypeError: no Transformers model.
+    """
+    plan = make_plan(model, settings)
+    chosen = plan.settings
+    if resume and out is None:
+        raise ValueError("resume needs out, the folder of the run that was interrupted.")
+    windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
+    if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
+        raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
+    told = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
+    empty = Calibration(fingerprint(model, tokenizer), told, (), windows.numel())
+    part = None if out is None else Path(out) / PART
+    if part is not None and part.exists() and not resume:
+        shutil.rmtree(part)
+    done: dict[int, LayerCalibration] = {}
+    share = 1 / sum(_work(group, chosen, len(windows)) for group in plan.groups)
+    for number, group in enumerate(plan.groups):
+        step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
+        kept = None if part is None else part / f"group-{number}"
+        if kept is not None and (kept / FACTS).exists():
+            layers = _finished(kept, empty)
+            step(_work(group, chosen, len(windows)))
+        else:
+            layers = _calibrate_group(model, group, plan, windows, step)
+            if kept is not None:
+                replace(empty, layers=layers).save_pretrained(kept)
+        done |= {layer.index: layer for layer in layers}
+    rest = {
+        index: LayerCalibration(index, {}, note=plan.notes[index]) for index in range(plan.layers) if index not in done
+    }
+    found = replace(empty, layers=tuple(layer for _, layer in sorted((done | rest).items())))
+    if out is not None and part is not None:
+        found.save_pretrained(out)
+        shutil.rmtree(part, ignore_errors=True)
+    return found
+
+
+def _advance(progress: Progress | None, word: str, share: float) -> Callable[[float], None]:
+    def step(work: float) -> None:
+        if progress is not None:
+            progress(word, work * share)
+
+    return step
+
+
+def _finished(kept: Path, empty: Calibration) -> tuple[LayerCalibration, ...]:
+    found = Calibration.from_pretrained(kept)
+    same = (found.settings, found.fingerprint) == (empty.settings, empty.fingerprint)
+    if not same:
+        raise ValueError(
+            f"the interrupted run in {str(kept.parent)!r} had other settings, texts or another model. Run it with "
+            "those, or without resume."
+        )
+    return found.layers
+
+
+def _work(group: Group, settings: Settings, windows: int) -> float:
+    """What a group costs, in passes over a window: training and judging are as dear as many passes."""
+    return windows + (settings.steps / 4 + windows if group.indexed else 0)
+
+
+def _calibrate_group(
+    model: PreTrainedModel, group: Group, plan: Plan, windows: torch.Tensor, step: Callable[[float], None]
+) -> tuple[LayerCalibration, ...]:
+    settings = plan.settings
+    priorities = {index: HeadPriorities() for index in group.layers}
+    samples: dict[int, Samples] = {}
+    current = 0
+
+    def receive(seen: Seen) -> None:
+        source: Source = seen.source
+        if source.index not in priorities:
+            return
+        try:
+            priorities[source.index].add(seen.key, seen.value)
+        except ValueError as error:
+            raise ValueError(f"layer {source.index}: {error}") from error
+        if group.indexed:
+            held = samples.setdefault(source.index, Samples(seen.scaling, seen.softcap))
+            held.add(seen, settings, current)
+
+    with capturing(model, receive):
+        for current, ids in enumerate(windows):  # noqa: B007 - receive reads it
+            run_window(model, ids[None])
+            step(1)
+    scores = {index: priorities[index].scores() for index in group.layers}
+    if not group.indexed:
+        return tuple(LayerCalibration(i, scores[i], note=plan.notes.get(i, "")) for i in group.layers)
+    return tuple(_index(model.device, group, settings, samples, scores, len(windows), step))
+
+
+def _index(
+    device: torch.device,
+    group: Group,
+    settings: Settings,
+    samples: dict[int, Samples],
+    scores: dict[int, dict[str, torch.Tensor]],
+    windows: int,
+    step: Callable[[float], None],
+) -> Iterator[LayerCalibration]:
+    """Centroids, classifiers and their quality for a group of layers of one shape."""
+    learned = windows - max(1, windows // 5)
+    heads = group.shape[0]
+    layers = [samples[index] for index in group.layers]
+    clusters = choose_clusters(settings.clusters, learned * (settings.window - 1))
+    # the sink is read always, and has no bucket to find
+    keys = torch.cat([torch.cat([k[:, 1:] for k in layer.plain_keys[:learned]], 1) for layer in layers])
+    seeded = torch.Generator().manual_seed(settings.seed + group.layers[0])
+    centroids = k_means(keys.to(device), clusters, settings.iterations, seeded)
+    del keys
+    each = list(centroids.split(heads))
+    buckets = [
+        [assign(k.to(device), own).cpu() for k in layer.plain_keys] for layer, own in zip(layers, each, strict=True)
+    ]
+    classifier, loss = train(layers, buckets, learned, clusters, settings, device, lambda: step(0.25))
+    for at, (index, layer) in enumerate(zip(group.layers, layers, strict=True)):
+        stored = {name: x[at * heads : (at + 1) * heads].half() for name, x in classifier.items()}
+        own = each[at].half()
+        quality = evaluate(layer, buckets[at], own, stored, range(learned, windows), settings.local, settings.seed)
+        quality["training_loss"] = round(loss, 4)
+        silent = [head for head, rows in enumerate(quality["recall"]["random"]) if rows is None]
+        note = f"no long-range query held out for heads {', '.join(map(str, silent))}" if silent else ""
+        step(windows / len(layers))
+        yield LayerCalibration(index, scores[index], own, stored, note, quality)
+
+
+def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
+    """Bytes and floating-point operations that a run would take.
+
+    "host_bytes": keys and queries of a group of layers. "device_bytes": one training step, besides the model and one
+    pass. "flops": of all passes and all training steps. "file_bytes": of the result.
+    """
+    settings, itemsize = plan.settings, model.dtype.itemsize
+    clusters = settings.clusters or 1024
+    weights = sum(p.numel() for p in model.parameters())
+    host = device = flops = stored = 0.0
+    for group in plan.groups:
+        heads, groups, dim = group.shape
+        attention = 2 * len(group.layers) * heads * groups * dim * settings.window**2
+        flops += settings.windows * (2 * weights * settings.window + attention)
+        if not group.indexed:
+            continue
+        count = len(group.layers) * heads
+        kept = 2 * (settings.window + groups * settings.queries) * dim * itemsize
+        host = max(host, settings.windows * count * kept)
+        one = (dim + clusters) * settings.hidden
+        device = max(device, count * (settings.batch * (settings.window * 13 + clusters * 16) + one * 16))
+        search = settings.windows * len(group.layers) * heads * groups * settings.queries * settings.window * dim * 2
+        training = settings.steps * settings.batch * count * (6 * one + 2 * settings.window * dim)
+        means = 2 * settings.iterations * settings.windows * settings.window * count * clusters * dim * 2
+        flops += search + training + means
+        stored += count * 2 * (one + clusters * (dim + 1) + settings.hidden)
+    return {"host_bytes": host, "device_bytes": device, "flops": flops, "file_bytes": stored}

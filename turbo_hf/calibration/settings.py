@@ -1,0 +1,112 @@
+"""What a calibration run may choose: `Settings` and its presets."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+MIN_KEYS = 32
+"""Keys for each centroid, at least, where the number of centroids is left to the data."""
+
+DEFAULT_CLUSTERS = 1024
+SMALLEST_CLUSTERS = 8
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"Settings.{name} must be a whole number of at least {least}; got {value!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a model is calibrated.
+
+    Args:
+        window: tokens of a window of text, fed to the model in one pass.
+        windows: windows at most; fewer where the texts are shorter, 2 at least. One in five is held out.
+        index: make centroids and query classifiers too; False: head priorities only, in a fraction of the time.
+        clusters: centroids of each KV head (C); None: 1024, or fewer where there are under 32 keys for each.
+        iterations: of k-means (SAAP appendix A: 10).
+        queries: positions of a window whose queries are kept.
+        hidden: width of the query classifier's hidden layer (SAAP sec. 5: 1024).
+        steps: training steps (SAAP appendix A: 40,000 at a learning rate of 1e-5).
+        batch: queries of a step, for each KV head (SAAP appendix A: 1000).
+        learning_rate: Adam's at the start; it falls to 0 along a cosine.
+        local: only pairs further apart than this many tokens count (SAAP sec. 4: 2047, the dense part).
+        far: only queries whose best key is further away than this many tokens train (SAAP sec. 5: 1024).
+        layers_at_once: layers captured and trained together. More is faster, and takes memory.
+        seed: of every random choice.
+    """
+
+    window: int = 8192
+    windows: int = 10
+    index: bool = True
+    clusters: int | None = None
+    iterations: int = 10
+    queries: int = 1024
+    hidden: int = 1024
+    steps: int = 500
+    batch: int = 256
+    learning_rate: float = 1e-3
+    local: int = 2047
+    far: int = 1024
+    layers_at_once: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("window", "iterations", "queries", "hidden", "steps", "batch", "layers_at_once"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("windows", self.windows, 2)
+        for name in ("local", "far", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        if self.clusters is not None:
+            _at_least("clusters", self.clusters, 2)
+        if type(self.index) is not bool:
+            raise ValueError(f"Settings.index must be True or False; got {self.index!r}.")
+        if not isinstance(self.learning_rate, float) or not 0 < self.learning_rate < 1:
+            raise ValueError(f"Settings.learning_rate must be a number between 0 and 1; got {self.learning_rate!r}.")
+        if self.index and self.window < self.shortest_window:
+            raise ValueError(
+                f"windows of {self.window} tokens are too short for the long-range filter: with local={self.local} "
+                f"and far={self.far} they need {self.shortest_window}. Take longer windows, a smaller local or far, or "
+                "index=False for head priorities alone."
+            )
+
+    @property
+    def shortest_window(self) -> int:
+        """Tokens that a window must have for long-range queries to exist in it."""
+        return 2 * self.first_query
+
+    @property
+    def first_query(self) -> int:
+        """First position whose query has a long-range key besides the sink."""
+        return max(self.local, self.far) + 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """Fields by name, for JSON."""
+        return asdict(self)
+
+
+PRESETS: dict[str, Settings] = {
+    "fast": Settings(),
+    "full": Settings(window=32768, windows=40, queries=2048, steps=4000, batch=512, layers_at_once=2),
+}
+"""`fast`: a first calibration. `full`: longer windows, more of them, and longer training."""
+
+
+def resolve_settings(settings: str | Settings, positions: int | None = None) -> Settings:
+    """A preset's name or `Settings` -> `Settings` for a model made for `positions` tokens (None: any).
+
+    A preset's windows are cut to what the model was made for. Raises ValueError for an unknown preset, and for windows
+    of one's own that are longer than that.
+    """
+    if isinstance(settings, str) and settings in PRESETS:
+        preset = PRESETS[settings]
+        window = min(preset.window, positions or preset.window)
+        return preset if window == preset.window else replace(preset, window=window)
+    if not isinstance(settings, Settings):
+        raise ValueError(f"settings must be Settings or one of the presets {', '.join(PRESETS)}; got {settings!r}.")
+    if positions is not None and settings.window > positions:
+        raise ValueError(
+            f"windows of {settings.window} tokens are longer than the {positions} positions that the model was made "
+            "for. Take shorter windows."
+        )
+    return settings

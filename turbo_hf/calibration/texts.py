@@ -1,0 +1,79 @@
+"""Texts to windows of tokens, read a file at a time."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SUFFIXES = (".txt", ".jsonl")
+CHARACTERS = 16
+"""Characters read for each token that is wanted; what is not needed is not tokenized."""
+
+
+def read_texts(source: str | Path | Iterable[str]) -> tuple[Iterator[str], int | None]:
+    """(texts, how many; None if not known) of a file, a folder of .txt and .jsonl files, or strings.
+
+    A line of a .jsonl file is an object with a "text". Raises ValueError for a path without texts.
+    """
+    if not isinstance(source, str | Path):
+        return iter(source), None
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(
+            f"texts: there is no file or folder {str(path)!r}. Pass a .txt or .jsonl file, a folder of them, or (from "
+            "Python) any iterable of strings."
+        )
+    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"texts: the folder {str(path)!r} holds no {' or '.join(SUFFIXES)} file.")
+    return (_read(file) for file in files), len(files)
+
+
+def _read(file: Path) -> str:
+    text = file.read_text(encoding="utf-8", errors="replace")
+    if file.suffix != ".jsonl":
+        return text
+    try:
+        return "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'texts: a line of {str(file)!r} is no JSON object with a "text" ({error}).') from error
+
+
+def token_windows(source: str | Path | Iterable[str], tokenizer: Any, window: int, windows: int) -> torch.Tensor:
+    """int64 [W, window]: at most `windows` windows of tokens, each begun as the tokenizer begins a text.
+
+    Files give equal shares, so that the last windows (which are held out) come from another text than the first.
+
+    Raises:
+        ValueError: no texts, or too few tokens for two windows.
+    """
+    texts, count = read_texts(source)
+    prefix = list(tokenizer("")["input_ids"])
+    body = window - len(prefix)
+    # a tokenizer may end a text too: only what precedes it belongs at the start of a window
+    if prefix and prefix[-1] == tokenizer.eos_token_id != tokenizer.bos_token_id:
+        prefix, body = prefix[:-1], body + 1
+    wanted = windows * body
+    share = wanted if count is None else math.ceil(windows / count) * body
+    found, short = [], []
+    for text in texts:
+        ids = tokenizer(text[: share * CHARACTERS], add_special_tokens=False, verbose=False)["input_ids"]
+        whole = min(len(ids), share) // body * body
+        found.append(ids[:whole])
+        short.append(ids[whole : min(len(ids), share)])
+        if sum(map(len, found)) + sum(map(len, short)) >= wanted and count is None:
+            break
+    # tails of texts make the last windows, together
+    stream = list(chain(*found, *short))[:wanted]
+    rows = len(stream) // body
+    if rows < 2:
+        raise ValueError(
+            f"the texts hold {len(stream)} tokens, too few for two windows of {window} (one to learn from, one held "
+            "out). Give more text, or shorter windows."
+        )
+    ids = torch.tensor(stream[: rows * body]).view(rows, body)
+    return torch.cat((torch.tensor(prefix, dtype=torch.int64).expand(rows, -1), ids), 1)
