@@ -1,8 +1,17 @@
 """The open part of one layer's cache: the newest tokens of each row, in INT8 with one scale a token and head."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def storing(method: Callable[P, R]) -> Callable[P, R]:
+    """No gradients, and ordinary tensors also under `torch.inference_mode`: a cache may be written again outside it."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class Tokens(NamedTuple):

@@ -1,12 +1,12 @@
 """One layer of the compressed cache, as Transformers and the attention function see it."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from turbo_hf.buffer import OpenBuffer, Tokens
+from turbo_hf.buffer import OpenBuffer, Tokens, storing
 from turbo_hf.chunk import Chunk, chunk_of
 from turbo_hf.config import TurboConfig
 from turbo_hf.layout import KVStore
@@ -16,14 +16,6 @@ from turbo_hf.pages import PagePool
 
 DECODE_TOKENS = 16
 """At most this many new tokens over a past count as decoding: they join the cache before attention reads it."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _storing(method: Callable[P, R]) -> Callable[P, R]:
-    """No gradients, and ordinary tensors also under `torch.inference_mode`: a cache may be written again outside it."""
-    return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class TurboLayer(CacheLayerMixin):
@@ -57,8 +49,6 @@ class TurboLayer(CacheLayerMixin):
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.padding: torch.Tensor | None = None
         self.seen = 0
-
-    # --- state -------------------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take batch, heads, head dim, dtype and device from the first keys."""
@@ -139,7 +129,7 @@ class TurboLayer(CacheLayerMixin):
                 f"{k.shape[0]} of {k.shape[1]}. Use a new TurboCache, or reset() this one."
             )
 
-    @_storing
+    @storing
     def append(self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk) -> None:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`."""
         self.check(k)
@@ -209,7 +199,7 @@ class TurboLayer(CacheLayerMixin):
             self.columns = torch.cat((self.columns, new.to(self.device)), 1)
         self.seen += chunk.tokens
 
-    @_storing
+    @storing
     def commit(self) -> None:
         """Seal every whole block of open tokens, and drop what has left the window. Waits while `record_past`."""
         if not self.record_past:
@@ -305,7 +295,7 @@ class TurboLayer(CacheLayerMixin):
         k, v = (torch.take_along_dim(x, pick, 2).masked_fill(~valid, 0.0) for x in (k, v))
         return k, v
 
-    @_storing
+    @storing
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns (0 or negative), then seal what waited for this.
 
@@ -349,10 +339,8 @@ class TurboLayer(CacheLayerMixin):
         left = [n * block - count for n, count in zip(cut, counts, strict=True)]
         most = max(left)
         shape = (self.rows, self.heads, most, self.dim)
-        codes, scale = (
-            torch.zeros(shape, dtype=torch.int8, device=self.device),
-            torch.zeros(shape[:3], device=self.device),
-        )
+        codes = torch.zeros(shape, dtype=torch.int8, device=self.device)
+        scale = torch.zeros(shape[:3], device=self.device)
         tokens = Tokens(codes, scale, codes.clone(), scale.clone())
         for row, keep in enumerate(left):
             if keep:
@@ -381,7 +369,7 @@ class TurboLayer(CacheLayerMixin):
         if self.is_initialized:
             self._select_rows(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
 
-    @_storing
+    @storing
     def _select_rows(self, index: torch.Tensor) -> None:
         rows, on_device = index.tolist(), index.to(self.device)
         self.pool.select_rows(rows)
