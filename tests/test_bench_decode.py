@@ -20,6 +20,7 @@ from turbo_hf.eval.bench.generate import Method, Work, attempt, compare, largest
 from turbo_hf.eval.bench.graphs import Rotation, cold_copies
 from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.rivals import Rival
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops import decode as op
@@ -255,6 +256,23 @@ def test_fp16_that_does_not_fit_is_left_out_and_said_so(monkeypatch: pytest.Monk
     assert "do not fit beside the rest" in theirs["note"]
     assert ours["us"] > 0
     assert ours["speedup"] == {}
+
+
+def test_a_rival_that_cannot_run_has_a_note_and_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs, fails = Rival("FA2", lambda: None, (16, 16)), Rival("FA2", None, (16, 16), "cannot run: no kernel")
+    assert bench._rotation([fails, fails], CPU) == (None, "cannot run: no kernel")
+    rotation, note = bench._rotation([runs, runs], CPU)
+    assert rotation is not None
+    assert (rotation.launches, note) == (2, "")
+
+    def raises(error: Exception, *_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "Rotation", partial(raises, RuntimeError("operation not permitted")))
+    assert bench._rotation([runs], CPU) == (None, "cannot run in a graph: operation not permitted")
+    monkeypatch.setattr(bench, "Rotation", partial(raises, torch.OutOfMemoryError("CUDA out of memory.")))
+    with pytest.raises(torch.OutOfMemoryError):
+        bench._rotation([runs], CPU)
 
 
 def test_steps_compare_batches_of_one_length() -> None:

@@ -1,7 +1,7 @@
 """Speed of `ops.decode` over compressed caches beside FP16 attention: checked first, then timed in the same rounds."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -168,23 +168,33 @@ def _theirs(case: Case, q: torch.Tensor, generator: torch.Generator) -> tuple[li
         copies = [_draw(shape, generator) for _ in range(cold_copies(size, device))]
         found = [sdpa_rivals(q, k, v, scaling=case.heads.dim**-0.5, causal=False) for k, v in copies]
         for each in zip(*found, strict=True):
-            rival = each[0]
-            ready = [one.call for one in each if one.call is not None]
-            rows.append(_row(case, rival.name, False, size, _joined(note, rival)))
-            if len(ready) == len(each):
-                calls[rival.name] = Rotation(ready, device)
+            name = each[0].name
+            rotation, problem = _rotation(each, device)
+            if rotation is not None:
+                calls[name] = rotation
+            rows.append(_row(case, name, False, size, "; ".join(text for text in (note, problem) if text)))
     except torch.OutOfMemoryError:
         gone = f"left out: {size / 1e9:.3g} GB of FP16 keys and values do not fit beside the rest"
         return [_row(case, name, False, size, gone) for name in names], {}
     return rows, calls
 
 
+def _rotation(copies: Sequence[Rival], device: torch.device) -> tuple[Rotation | None, str]:
+    """One rival over its copies of keys and values, and its note; None where it cannot run, and the note says why."""
+    ready = [copy.call for copy in copies if copy.call is not None]
+    note = copies[0].note
+    if len(ready) < len(copies):
+        return None, note
+    try:
+        return Rotation(ready, device), note
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        return None, f"cannot run in a graph: {error}"
+
+
 def _draw(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float16)
-
-
-def _joined(note: str, rival: Rival) -> str:
-    return "; ".join(part for part in (note, rival.note) if part)
 
 
 def _timed(row: Row, times: dict[str, list[float]], eager: dict[str, float], copy: float) -> Row:

@@ -65,8 +65,9 @@ def decode_command(
         result["rows"] += [asdict(row) for row in own]
         if folder is not None:  # after each case: a run that is cut short keeps what it has
             (folder / "decode.json").write_text(as_json(result, indent=1) + "\n")
-            plot_decode(rows, headline(about), folder / "decode.png")
         free_memory()
+    if folder is not None:  # once: a picture takes longer than a case
+        plot_decode(rows, headline(about), folder / "decode.png")
     _print_steps(rows)
     if stopwatch.device.type != "cuda":
         out.print("On a CPU: by the wall clock, without graphs. It says nothing of a GPU.", style="dim")

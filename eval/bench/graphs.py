@@ -9,15 +9,21 @@ from turbo_hf.eval.bench.timing import Call
 LAUNCHES = 8
 """Fewest launches of a graph: what a replay itself costs, and the edges of the clock, are shared by so many."""
 
+MOST_COPIES = 1024
+"""Copies of what is so small that the launch, not memory, takes the time."""
+
 EAGER_CALLS = 50
 
 
 def cold_copies(size: int, device: torch.device) -> int:
-    """How many copies of `size` bytes, read one after the other, leave nothing of the first in L2; 2 without a GPU."""
+    """How many copies of `size` bytes, read one after the other, leave nothing of the first in L2; 2 without a GPU.
+
+    At most MOST_COPIES: of caches below 4 x L2 / MOST_COPIES a part is in L2.
+    """
     if device.type != "cuda":
         return 2
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
-    return 4 * cache // size + 1
+    return min(4 * cache // size + 1, MOST_COPIES)
 
 
 class Rotation:
