@@ -1,1 +1,1 @@
-"""`turbo-hf bench`: how fast the attention of a prompt is and how far from exact, on shapes of real models."""
+"""`turbo-hf bench`: how fast attention and generation are and how far from exact, on shapes of real models."""

@@ -79,14 +79,25 @@ def verify(got: AttentionOutput, sample: Sample, options: dict[str, Any]) -> Che
     """
     # the same heads: a query that sees one key has an lse with one rounding error, which no average makes typical
     models = [reference.prefill(*(x[None] for x in head), **options) for head in sample.inputs]
-    model_out = torch.stack([model.out[0, 0, sample.rows] for model in models]).double()
-    model_lse = torch.stack([model.lse[0, 0, sample.rows] for model in models]).double()
+    model = AttentionOutput(*(torch.stack([x[0, 0, sample.rows] for x in part]) for part in zip(*models, strict=True)))
+    sampled = AttentionOutput(sample.of(got.out), sample.of(got.lse))
+    return judge(got, sampled, model, AttentionOutput(sample.out, sample.lse))
+
+
+def judge(got: AttentionOutput, sampled: AttentionOutput, model: AttentionOutput, exact: AttentionOutput) -> Check:
+    """Hold a sample of `got` against `exact`, and against how far `model`, the same mode in plain torch, is from it.
+
+    got: the whole result, of which every element must be finite. sampled, model, exact: out [..., D] and lse [...] of
+    the same queries; exact in float64.
+    """
     eps = torch.finfo(got.out.dtype).eps
-    budget = SLACK * (_worst(model_out, sample.out) + eps)
+    budget = SLACK * (_worst(model.out.double(), exact.out) + eps)
     # a relative rounding of the exponentials is an absolute one of their logarithm
-    lse_budget = SLACK * (float((model_lse - sample.lse).abs().max()) + eps * max(1.0, float(sample.lse.abs().max())))
-    worst = _worst(sample.of(got.out), sample.out)
-    lse_worst = float((sample.of(got.lse) - sample.lse).abs().max())
+    lse_off = float((model.lse.double() - exact.lse).abs().max())
+    lse_budget = SLACK * (lse_off + eps * max(1.0, float(exact.lse.abs().max())))
+    out = sampled.out.double()
+    worst = _worst(out, exact.out)
+    lse_worst = float((sampled.lse.double() - exact.lse).abs().max())
     problem = ""
     if not (bool(got.out.isfinite().all()) and bool(got.lse.isfinite().all())):
         problem = "the result has elements that are NaN or infinite, or that nothing wrote"
@@ -94,7 +105,7 @@ def verify(got: AttentionOutput, sample: Sample, options: dict[str, Any]) -> Che
         problem = f"a query is off by {worst:.2%} of its size; {budget:.2%} is what the mode may cost"
     elif not lse_worst <= lse_budget:
         problem = f"an lse is off by {lse_worst:.2g}; {lse_budget:.2g} is what the mode may cost"
-    return Check(sample.error(got.out), worst, budget, lse_worst, lse_budget, problem)
+    return Check(float((out - exact.out).norm() / exact.out.norm()), worst, budget, lse_worst, lse_budget, problem)
 
 
 def _worst(out: torch.Tensor, want: torch.Tensor) -> float:

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from turbo_hf.config import TurboConfig
 from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side, speedup, spread
@@ -24,34 +23,6 @@ class Row:
     spread: float
     speedup: float
     peak_bytes: int
-
-
-def shaped_like_8b(layers: int, device: torch.device, *, tiny: bool = False) -> Any:
-    """A Llama of Llama-3-8B's shape (32 query heads, 8 KV heads of 128) with `layers` layers and random weights.
-
-    tiny: the same heads ratio at a size for tests.
-    """
-    sizes = (128, 256, 4, 1, 512) if tiny else (4096, 14336, 32, 8, 128256)
-    hidden, inner, heads, kv_heads, vocabulary = sizes
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        num_hidden_layers=layers,
-        vocab_size=vocabulary,
-        max_position_embeddings=1 << 20,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        dtype=torch.bfloat16,
-    )
-    config._attn_implementation = "sdpa"
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(before)
 
 
 @torch.inference_mode()

@@ -9,7 +9,8 @@ from rich.table import Table
 from turbo_hf.config import ATTENTION_MODES, resolve_config
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.facts import facts, headline
-from turbo_hf.eval.bench.first_token import Row, first_token, shaped_like_8b
+from turbo_hf.eval.bench.first_token import Row, first_token
+from turbo_hf.eval.bench.models import random_model
 from turbo_hf.eval.bench.options import Folder, as_json, find_device, one_of
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import Stopwatch
@@ -38,7 +39,7 @@ def first_token_command(
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         with err.status(f"{layers} layers, {tokens_label(tokens)} tokens"):
-            model = shaped_like_8b(layers, where, tiny=tiny)
+            model = random_model("llama3-8b", layers, where, tiny=tiny)
             rows = first_token(model, tokens, batch, methods, Stopwatch(where), seconds)
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake

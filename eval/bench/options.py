@@ -1,4 +1,4 @@
-"""Options that both commands have, and what they make of a user's words and of their own results."""
+"""Options that several commands have, and what they make of a user's words and of their own results."""
 
 import json
 from collections.abc import Iterable
@@ -28,6 +28,11 @@ def one_of(what: str, value: str, allowed: Iterable[str]) -> str:
     if value not in allowed:
         raise ValueError(f"unknown {what} {value}; choose from {', '.join(allowed)}.")
     return value
+
+
+def figure(value: float | None, form: str) -> str:
+    """`value` in a table, "-" where there is none."""
+    return "-" if value is None else format(value, form)
 
 
 def find_device(name: str) -> torch.device:

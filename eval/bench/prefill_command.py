@@ -20,6 +20,7 @@ from turbo_hf.eval.bench.options import (
     Seed,
     SmoothK,
     as_json,
+    figure,
     find_device,
     one_of,
 )
@@ -129,12 +130,12 @@ def _print_case(case: Case, rows: list[Row], device: torch.device) -> None:
         ratios = [None if row.speedup is None else row.speedup.get(name) for name in baselines]
         table.add_row(
             row.method,
-            _figure(row.ms, ".4g"),
-            _figure(row.quantize_ms, ".3g"),
-            _figure(row.tflops, ".4g"),
-            _figure(row.roofline, ".0%"),
-            *(_figure(ratio, ".2f") for ratio in ratios),
-            _figure(row.error, ".2%"),
+            figure(row.ms, ".4g"),
+            figure(row.quantize_ms, ".3g"),
+            figure(row.tflops, ".4g"),
+            figure(row.roofline, ".0%"),
+            *(figure(ratio, ".2f") for ratio in ratios),
+            figure(row.error, ".2%"),
         )
     out.print(table)
     for row in rows:
@@ -146,7 +147,3 @@ def _print_case(case: Case, rows: list[Row], device: torch.device) -> None:
         out.print(f"Medians of {rounds} rounds; quartiles lie up to {max(spreads):.1%} apart.", style="dim")
     if device.type != "cuda":
         out.print("On a CPU: plain torch by the wall clock. It says nothing of a GPU.", style="dim")
-
-
-def _figure(figure: float | None, form: str) -> str:
-    return "-" if figure is None else format(figure, form)

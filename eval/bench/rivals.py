@@ -29,13 +29,16 @@ class Rival(NamedTuple):
 
 def rivals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, causal: bool) -> list[Rival]:
     """Every rival for this device. q: [B, Hq, M, D]; k, v: [B, Hkv, M, D]; each returns out [B, Hq, M, D]."""
-    if q.device.type != "cuda":
-        return [_sdpa(MATH, SDPBackend.MATH, q, k, v, scaling, causal)]
-    return [
-        _sdpa(CUDNN, SDPBackend.CUDNN_ATTENTION, q, k, v, scaling, causal),
-        _sdpa(FLASH, SDPBackend.FLASH_ATTENTION, q, k, v, scaling, causal),
-        _sage(q, k, v, scaling, causal),
-    ]
+    found = sdpa_rivals(q, k, v, scaling=scaling, causal=causal)
+    return [*found, _sage(q, k, v, scaling, causal)] if q.device.type == "cuda" else found
+
+
+def sdpa_rivals(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scaling: float, causal: bool) -> list[Rival]:
+    """Those of torch's SDPA; shapes as in `rivals`."""
+    kernels = {MATH: SDPBackend.MATH}
+    if q.device.type == "cuda":
+        kernels = {CUDNN: SDPBackend.CUDNN_ATTENTION, FLASH: SDPBackend.FLASH_ATTENTION}
+    return [_sdpa(name, kernel, q, k, v, scaling, causal) for name, kernel in kernels.items()]
 
 
 def _sdpa(

@@ -45,11 +45,11 @@ class Case:
         return 2.0 * self.batch * (self.heads.query + self.heads.kv) * self.tokens * self.heads.dim * itemsize
 
 
-def find_shape(name: str) -> Heads:
+def find_shape(name: str, shapes: dict[str, Heads] = SHAPES) -> Heads:
     """The heads of a model by name. ValueError names the models."""
-    if name not in SHAPES:
-        raise ValueError(f"unknown shape {name}; shapes are {', '.join(SHAPES)}.")
-    return SHAPES[name]
+    if name not in shapes:
+        raise ValueError(f"unknown shape {name}; shapes are {', '.join(shapes)}.")
+    return shapes[name]
 
 
 def parse_size(text: str) -> tuple[int, int]:
@@ -61,24 +61,24 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens of "1024", "1k" or "131k".
+    """Tokens of "1024", "1k", "131k" or "1M".
 
-    "k" is 1024; it also names the power of two of so many thousands, as 131k does 131,072.
+    "k" is 1024; it also names the power of two of so many thousands, as 131k does 131,072. "M" is 1024 k.
 
     Raises:
         ValueError: anything else, or no token.
     """
-    found = re.fullmatch(r"(\d+)(k?)", text)
+    found = re.fullmatch(r"(\d+)([kM]?)", text)
     if found is None or not int(found[1]):
         raise ValueError(f"expected a number of tokens like 4096 or 4k; got {text!r}.")
     number = int(found[1])
-    if not found[2]:
-        return number
+    if found[2] != "k":
+        return number << 20 if found[2] else number
     power = 1 << (number * 1000).bit_length()
     return power if power // 1000 == number else number * 1024
 
 
 def tokens_label(tokens: int) -> str:
     """The shortest text that `parse_tokens` reads as `tokens`."""
-    texts = (f"{tokens // 1000}k", f"{tokens // 1024}k")
-    return next((text for text in texts if text != "0k" and parse_tokens(text) == tokens), str(tokens))
+    texts = (f"{tokens >> 20}M", f"{tokens // 1000}k", f"{tokens // 1024}k")
+    return next((text for text in texts if text[:-1] != "0" and parse_tokens(text) == tokens), str(tokens))

@@ -1,0 +1,101 @@
+"""What `bench decode` measures: caches of real models' heads, from one short row to a batch of long ones."""
+
+from dataclasses import dataclass
+
+import torch
+
+from turbo_hf.config import PRESETS
+from turbo_hf.eval.bench.shapes import SHAPES, Heads, find_shape, parse_size, tokens_label
+from turbo_hf.layout import open_token_bytes, page_bytes
+
+BLOCK = 64
+"""Tokens of a sealed block: the presets' own."""
+
+DECODE_SHAPES = SHAPES | {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24, 64)}
+"""The models of the prompts, and the heads for which LeanAttention sec. V gives its largest and smallest gain."""
+
+WIDTHS = ("8", "4", "3", "2", "mixed")
+
+SIZES = {
+    "llama3-8b": "1x1k 1x4k 1x8k 1x32k 1x131k 1x524k 1x1M 4x4k 4x32k 16x1k 16x4k 16x32k 64x1k 64x4k 64x16k",
+    "phi3-medium": "1x4k 1x32k 1x131k 16x4k 16x16k 64x1k",
+    "qwen2.5-0.5b": "1x4k 1x32k 1x131k 16x4k 16x32k 64x2k",
+    "lean-16": "1x32k 1x524k",
+    "lean-24": "1x1k 1x32k 1x524k",
+}
+RAGGED_SIZES = {"llama3-8b": "8x32k 32x16k 64x4k", "phi3-medium": "32x8k", "qwen2.5-0.5b": "32x8k"}
+
+OCCUPANCY = ("llama3-8b", "16x8k 17x8k 20x8k")
+"""128, 136 and 160 outputs (a row and KV head each): below, just above and above the 132 SMs of an H100 or H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One decode step: a query token in each row over `lengths` tokens of compressed cache."""
+
+    shape: str
+    heads: Heads
+    lengths: tuple[int, ...]
+    ragged: bool
+
+    def __str__(self) -> str:
+        return f"{len(self.lengths)}x{tokens_label(max(self.lengths))}{' ragged' if self.ragged else ''}"
+
+    @property
+    def outputs(self) -> int:
+        """Rows times KV heads: what a kernel without splits has to share among the SMs."""
+        return len(self.lengths) * self.heads.kv
+
+    def packed_bytes(self, groups: tuple[tuple[int, int], ...]) -> int:
+        """Bytes of the cache, all of which a step reads. groups: (bits, heads) of each width."""
+        page = sum(slots * page_bytes(self.heads.dim, bits, BLOCK) for bits, slots in groups)
+        loose = self.heads.kv * open_token_bytes(self.heads.dim)
+        return sum(n // BLOCK * page + n % BLOCK * loose for n in self.lengths)
+
+    def dense_bytes(self, itemsize: int) -> int:
+        """Bytes of keys and values of `itemsize` bytes a number, every row as long as the longest."""
+        return 2 * len(self.lengths) * max(self.lengths) * self.heads.kv * self.heads.dim * itemsize
+
+
+def make_case(shape: str, size: str, ragged: bool, seed: int) -> Case:
+    """One case. ragged: lengths drawn from 1/8 of the size to all of it; the last row has all.
+
+    Raises:
+        ValueError: an unknown shape, or a size that is not like 16x1k.
+    """
+    heads = find_shape(shape, DECODE_SHAPES)
+    rows, tokens = parse_size(size)
+    lengths = [tokens] * rows
+    if ragged:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(-(-tokens // 8), tokens + 1, (rows - 1,), generator=generator)
+        lengths = [*drawn.tolist(), tokens]
+    return Case(shape, heads, tuple(lengths), ragged)
+
+
+def choose_cases(shapes: list[str], sizes: list[str], ragged: bool, seed: int) -> list[Case]:
+    """`sizes` for every one of `shapes`; without sizes the default cases, of `shapes` if there are any.
+
+    ragged: only ragged batches.
+
+    Raises:
+        ValueError: as `make_case`.
+    """
+    for shape in shapes:
+        find_shape(shape, DECODE_SHAPES)
+    wanted = shapes or list(DECODE_SHAPES)
+    if sizes:
+        return [make_case(shape, size, ragged, seed) for shape in wanted for size in sizes]
+    found = []
+    for shape in wanted:
+        even = "" if ragged else SIZES[shape]
+        if not ragged and shape == OCCUPANCY[0]:
+            even += f" {OCCUPANCY[1]}"
+        found += [make_case(shape, size, False, seed) for size in even.split()]
+        found += [make_case(shape, size, True, seed) for size in RAGGED_SIZES.get(shape, "").split()]
+    return found
+
+
+def groups_of(width: str, kv_heads: int) -> tuple[tuple[int, int], ...]:
+    """(bits, heads) of each group of `kv_heads` heads under one of WIDTHS; "mixed": as in turbo-mixed."""
+    return PRESETS["turbo-mixed"].head_groups(kv_heads) if width == "mixed" else ((int(width), kv_heads),)

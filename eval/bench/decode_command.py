@@ -1,0 +1,132 @@
+"""`turbo-hf bench decode`: the tables, the JSON and the plot."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from turbo_hf.config import BACKENDS
+from turbo_hf.console import Device, Json, err, fail, out
+from turbo_hf.eval.bench.decode import BASELINES, BURST_MS, Row, run_case
+from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases
+from turbo_hf.eval.bench.facts import facts, headline
+from turbo_hf.eval.bench.options import Backend, Folder, Seed, as_json, figure, find_device, one_of
+from turbo_hf.eval.bench.plot import plot_decode, require_matplotlib
+from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
+
+
+def decode_command(
+    shape: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(DECODE_SHAPES)}; may be repeated.")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 16x4k or 1x1M; may be repeated.")] = (
+        None
+    ),
+    width: Annotated[list[str] | None, typer.Option(help=f"Bits: {', '.join(WIDTHS)}; may be repeated.")] = None,
+    ragged: Annotated[bool, typer.Option("--ragged", help="Rows of 1/8 of the tokens to all of them.")] = False,
+    backend: Backend = "auto",
+    seconds: Annotated[float, typer.Option(min=0, help="About how long a case is timed, in 5 to 100 rounds.")] = 1.0,
+    seed: Seed = 0,
+    folder: Folder = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """One decode step over a compressed cache, beside cuDNN and FlashAttention-2 over FP16: checked first, then timed.
+
+    Default: 40 cases at 4 bit. Times are of CUDA graphs that rotate over more caches than L2 holds; a launch without a
+    graph is shown apart. Exit 1 where a result is wrong, which is then not timed, or a launch fails.
+    """
+    try:
+        widths = [one_of("width", name, WIDTHS) for name in width or ("4",)]
+        one_of("backend", backend, BACKENDS)
+        cases = choose_cases(shape or [], size or [], ragged, seed)
+        if not cases:
+            raise ValueError(f"no default case of {', '.join(shape or [])} is ragged; give --size.")
+        stopwatch = Stopwatch(find_device(device))
+        if folder is not None:
+            require_matplotlib()
+            folder.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as mistake:
+        raise fail(str(mistake)) from mistake
+    about = facts(stopwatch.device)
+    out.print(headline(about), style="bold", highlight=False)
+    copy = ceilings(stopwatch).copy
+    out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)
+    stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
+    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
+    options = {**chosen, "widths": widths}
+    result: dict[str, Any] = {"bench": "decode", "facts": about, "options": options, "copy_tb_s": copy, "rows": []}
+    rows: list[Row] = []
+    for case in cases:
+        with err.status(f"{case.shape}, {case}") as status:
+            own = run_case(case, widths, stopwatch=stopwatch, copy=copy, tell=status.update, **chosen)
+        _print_case(case, own)
+        rows += own
+        result["rows"] += [asdict(row) for row in own]
+        if folder is not None:  # after each case: a run that is cut short keeps what it has
+            (folder / "decode.json").write_text(as_json(result, indent=1) + "\n")
+        free_memory()
+    if folder is not None:  # once: a picture takes longer than a case
+        plot_decode(rows, headline(about), folder / "decode.png")
+    _print_steps(rows)
+    if stopwatch.device.type != "cuda":
+        out.print("On a CPU: by the wall clock, without graphs. It says nothing of a GPU.", style="dim")
+    missing = [row for row in rows if row.ours and row.us is None]
+    for row in missing:
+        fail(f"{row.method} on {row.shape}, {row.batch} x {row.tokens}, is not timed; {row.note}")
+    if json_line:
+        print(as_json(result))  # noqa: T201
+    if missing:
+        raise typer.Exit(1)
+
+
+def _print_case(case: Case, rows: list[Row]) -> None:
+    heads = case.heads
+    table = Table(title=f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}, {case.outputs} outputs")
+    baselines = [name for name in BASELINES if any(row.method == name for row in rows)]
+    headings = ["keys, values", "us", "eager us", "TB/s", "of copy", *(f"x {name}" for name in baselines), "error"]
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == headings[0] else "right")
+    for row in rows:
+        ratios = [None if row.speedup is None else row.speedup.get(name) for name in baselines]
+        table.add_row(
+            row.method,
+            figure(row.us, ".1f"),
+            figure(row.eager_us, ".0f"),
+            figure(row.tb_s, ".3g"),
+            figure(row.copy_share, ".0%"),
+            *(figure(ratio, ".2f") for ratio in ratios),
+            figure(row.error, ".2%"),
+        )
+    out.print(table)
+    for row in rows:
+        if row.note:
+            out.print(f"{row.method}: {row.note}", style="dim", markup=False, highlight=False)
+    spreads = [row.spread for row in rows if row.spread is not None]
+    if spreads:
+        rounds = max(row.rounds for row in rows)
+        out.print(f"Medians of {rounds} rounds; quartiles lie up to {max(spreads):.1%} apart.", style="dim")
+
+
+def _print_steps(rows: list[Row]) -> None:
+    """How time grows with outputs of one length: in step with the work, or in stairs, one a wave of the SMs."""
+    for line in steps(rows):
+        out.print(line, highlight=False)
+
+
+def steps(rows: list[Row]) -> Iterator[str]:
+    """A line for each method that ran batches of three or more sizes at one length, each against the smallest."""
+    groups: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        if row.us is not None and not row.ragged:
+            groups.setdefault((row.shape, row.tokens, row.method), []).append(row)
+    for (shape, tokens, method), own in groups.items():
+        least, *more = sorted(own, key=lambda row: row.outputs)
+        if len(more) < 2 or least.us is None:
+            continue
+        parts = [
+            f"{row.outputs} {row.us / least.us:.2f} x for {row.outputs / least.outputs:.2f} x the work"
+            for row in more
+            if row.us is not None
+        ]
+        yield f"{shape}, {tokens} tokens, {method}: {least.outputs} outputs {least.us:.1f} us; {'; '.join(parts)}"

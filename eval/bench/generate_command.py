@@ -1,0 +1,123 @@
+"""`turbo-hf bench generate`: the table and the JSON."""
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from turbo_hf.console import Device, Json, err, fail, out
+from turbo_hf.eval.bench.facts import facts, headline
+from turbo_hf.eval.bench.generate import Row, Work, compare, methods
+from turbo_hf.eval.bench.models import KINDS, random_model
+from turbo_hf.eval.bench.options import Folder, Seed, as_json, figure, find_device, one_of
+from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
+from turbo_hf.eval.bench.timing import free_memory
+
+LARGEST = "largest"
+
+PAPER = ("1k", LARGEST, 125)
+"""Context, batch and new tokens of TurboAttention's maximum throughput."""
+
+
+def generate_command(
+    shape: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KINDS)}; may be repeated.")] = None,
+    context: Annotated[list[str] | None, typer.Option(help="Tokens of the prompts, such as 1k; may be repeated.")] = (
+        None
+    ),
+    batch: Annotated[list[str] | None, typer.Option(help=f"Prompts, or {LARGEST} that fits; may be repeated.")] = None,
+    new: Annotated[int | None, typer.Option(min=2, help="Tokens to generate; default 128.")] = None,
+    preset: Annotated[list[str] | None, typer.Option(help="How the patch stores the cache; may be repeated.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
+    chunk: Annotated[
+        int | None, typer.Option("--prefill-chunk", min=1, help="Tokens of a prompt at a time; default: all.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the table shows their medians.")] = 3,
+    most: Annotated[int, typer.Option(min=1, help=f"No larger batch is tried under {LARGEST}.")] = 4096,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="1k prompts, 125 new tokens, the largest batch that fits.")
+    ] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny models: tries the command, measures nothing.")] = False,
+    seed: Seed = 0,
+    folder: Folder = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """Tokens a second and peak memory of models with random weights: patched, unpatched, and Hugging Face's caches.
+
+    Default: Llama-3-8B's shape, 1k prompts, batch 1. Exit 1 where a patched model fails; what does not fit the memory,
+    or is not installed, is a line in the table.
+    """
+    try:
+        if paper and (context or batch or new):
+            raise ValueError("--paper sets --context, --batch and --new; leave them away.")
+        own = PAPER if paper else ("1k", "1", 128)
+        shapes = [one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
+        contexts = [parse_tokens(text) for text in context or (own[0],)]
+        batches = [_parse_batch(text) for text in batch or (own[1],)]
+        works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
+        presets = preset or ["turbo4"]
+        chosen, where = methods(presets), find_device(device)
+        if None in batches and where.type != "cuda" and not tiny:
+            raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as mistake:
+        raise fail(str(mistake)) from mistake
+    about = facts(where)
+    out.print(headline(about), style="bold", highlight=False)
+    given: dict[str, Any] = {"layers": layers, "chunk": chunk, "rounds": rounds, "most": most, "seed": seed}
+    result: dict[str, Any] = {"bench": "generate", "facts": about, "options": {**given, "tiny": tiny}, "rows": []}
+    rows: list[Row] = []
+    for name in shapes:
+        with err.status(f"making {name}"):
+            model = random_model(name, layers, where, tiny=tiny)
+        for work in works:
+            for rows_at_once in batches:
+                with err.status(name) as status:
+                    found = compare(model, name, chosen, work, rows_at_once, most, status.update)
+                _print(found, model.config.num_hidden_layers)
+                rows += found
+                result["rows"] += [asdict(row) for row in found]
+                if folder is not None:  # after each: a run that is cut short keeps what it has
+                    (folder / "generate.json").write_text(as_json(result, indent=1) + "\n")
+        del model
+        free_memory()
+    failed = [row for row in rows if row.method in presets and row.note.startswith("failed")]
+    for row in failed:
+        fail(f"{row.method} on {row.shape}, {row.context} tokens: {row.note}")
+    if json_line:
+        print(as_json(result))  # noqa: T201
+    if failed:
+        raise typer.Exit(1)
+
+
+def _parse_batch(text: str) -> int | None:
+    """Rows, or None for the largest that fits. ValueError shows the form."""
+    if text == LARGEST:
+        return None
+    if not (text.isdecimal() and int(text)):
+        raise ValueError(f"expected a batch like 8, or {LARGEST}; got {text!r}.")
+    return int(text)
+
+
+def _print(rows: list[Row], layers: int) -> None:
+    first = rows[0]
+    title = f"{first.shape}, {layers} layers, {tokens_label(first.context)} tokens and {first.new} new"
+    table = Table(title=title + (", largest batch each" if first.largest else ""))
+    for heading in ("cache", "batch", "tokens/s", "x SDPA", "first ms", "step ms", "peak GB"):
+        table.add_column(heading, justify="left" if heading == "cache" else "right")
+    for row in rows:
+        table.add_row(
+            row.method,
+            str(row.batch or "-"),
+            figure(row.tokens_s, ".1f"),
+            figure(row.speedup, ".2f"),
+            figure(row.first_ms, ".1f"),
+            figure(row.step_ms, ".2f"),
+            figure(None if row.peak_bytes is None else row.peak_bytes / 1e9, ".2f"),
+        )
+    out.print(table)
+    for row in rows:
+        if row.note:
+            out.print(f"{row.method}: {row.note}", style="dim", markup=False, highlight=False)

@@ -1,0 +1,131 @@
+"""`turbo-hf bench generate` on tiny models on the CPU: figures, files, memory that runs out, refusals."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from turbo_hf.cli import app
+from turbo_hf.eval.bench import generate
+from turbo_hf.eval.bench.generate import Method, Work, attempt, compare, largest
+from turbo_hf.eval.bench.models import KINDS, random_model
+
+CPU = torch.device("cpu")
+TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
+
+
+def run(*words: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["bench", *words])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def last_json(result: Any) -> Any:
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("llama3-8b", 8.03), ("qwen2.5-0.5b", 0.494)])
+def test_models_are_of_the_published_size(shape: str, billions: float) -> None:
+    model = random_model(shape, None, torch.device("meta"))
+    assert sum(x.numel() for x in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_generate_of_tiny_models(tmp_path: Path) -> None:
+    shapes = [word for shape in KINDS for word in ("--shape", shape)]
+    words = [*TINY, *shapes, "--context", "70", "--batch", "2", "--preset", "turbo4", "--preset", "int8"]
+    report = last_json(run(*words, "--out", str(tmp_path / "new"), "--json"))
+    assert report == json.loads((tmp_path / "new" / "generate.json").read_text())
+    assert {row["shape"] for row in report["rows"]} == set(KINDS)
+    for row in report["rows"]:
+        assert (row["batch"], row["context"], row["new"], row["largest"]) == (2, 70, 3, False)
+        if row["method"] in ("SDPA", "turbo4", "int8"):
+            whole_ms = 1e3 * 2 * 3 / row["tokens_s"]
+            assert row["first_ms"] + 2 * row["step_ms"] <= whole_ms
+            assert (row["speedup"] == 1) == (row["method"] == "SDPA")
+            assert row["peak_bytes"] is None
+
+
+def test_the_paper_s_setting_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turbo_hf.eval.bench.generate_command.PAPER", ("60", "largest", 4))
+    rows = last_json(run(*TINY[:-2], "--paper", "--most", "3", "--prefill-chunk", "32", "--json"))["rows"]
+    assert [(row["method"], row["batch"]) for row in rows[:2]] == [("SDPA", 3), ("turbo4", 3)]
+    assert all((row["context"], row["new"], row["largest"]) == (60, 4, True) for row in rows)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3, 15, 16, 17, 100, 1000])
+def test_the_largest_is_found_to_a_sixteenth(limit: int) -> None:
+    tried: list[int] = []
+    found = largest(lambda n: tried.append(n) or n <= limit, 4096)  # type: ignore[func-returns-value]
+    assert limit - limit // 16 <= found <= limit
+    assert len(tried) <= 2 + limit.bit_length() + 4
+    assert largest(lambda _: True, 7) == 7
+
+
+def test_memory_that_runs_out_is_no_error_and_all_else_is() -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    assert attempt(lambda: 5) == 5
+    assert attempt(partial(fail, torch.OutOfMemoryError("CUDA out of memory."))) is None
+    assert attempt(partial(fail, RuntimeError("Triton Error [CUDA]: out of memory"))) is None
+    with pytest.raises(RuntimeError, match="illegal"):
+        attempt(partial(fail, RuntimeError("an illegal memory access")))
+
+
+def test_a_batch_that_does_not_fit_and_one_that_no_longer_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, holds = generate._generate, {"prompts": 40, "timed": 37}
+
+    def full(model: Any, method: Method, batch: int, work: Work) -> Any:
+        if batch > holds["prompts" if work.new == 2 else "timed"]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return right(model, method, 1, work)
+
+    monkeypatch.setattr(generate, "_generate", full)
+    monkeypatch.setattr(generate, "free_memory", lambda: None)  # collects all of the suite's garbage, each time
+    model, work = random_model("llama3-8b", 1, CPU, tiny=True), Work(20, 4, 1, None, 0)
+    (fixed,) = compare(model, "llama3-8b", [Method("SDPA")], work, 64, 512)
+    assert (fixed.batch, fixed.tokens_s, fixed.note) == (64, None, "does not fit the memory")
+    (found,) = compare(model, "llama3-8b", [Method("SDPA")], work, None, 512)
+    assert 33 <= found.batch <= 37
+    assert found.tokens_s
+    holds["prompts"] = 0
+    (none,) = compare(model, "llama3-8b", [Method("SDPA")], work, None, 512)
+    assert none.note == "does not fit the memory"
+
+
+def test_a_patched_model_that_fails_is_named_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no such family")
+
+    monkeypatch.setattr(generate, "patch", refuse)
+    result = run(*TINY, "--context", "20", "--json", code=1)
+    base, ours = last_json(result)["rows"][:2]
+    assert base["tokens_s"] > 0
+    assert ours["note"] == "failed: ValueError: no such family"
+    assert "turbo4 on llama3-8b, 20 tokens: failed" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "--shape", "phi"], "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b."),
+        (["generate", "--context", "long"], "expected a number of tokens like 4096 or 4k; got 'long'."),
+        (["generate", "--batch", "all"], "expected a batch like 8, or largest; got 'all'."),
+        (["generate", "--batch", "0"], "expected a batch like 8, or largest; got '0'."),
+        (["generate", "--preset", "turbo9"], "turbo9"),
+        (["generate", "--paper", "--new", "5"], "--paper sets --context, --batch and --new; leave them away."),
+        (["generate", "--paper", "--device", "cpu"], "--batch largest needs a GPU"),
+        (["generate", "--device", "nowhere"], "no device 'nowhere'"),
+    ],
+    ids=lambda words: " ".join(words[1:]) if isinstance(words, list) else "",
+)
+def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
+    result = run(*words, code=1)
+    assert "Traceback" not in result.output
+    assert message in " ".join(result.stderr.split())
