@@ -22,7 +22,7 @@ from turbo_hf.calibration.artifacts import FACTS, TENSORS, find, fingerprint
 from turbo_hf.calibration.capture import Seen, capturing, probe, run_window, unrotate
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
 from turbo_hf.calibration.heads import HeadPriorities, head_order
-from turbo_hf.calibration.quality import SELECTIVITY, mean_recall
+from turbo_hf.calibration.quality import SELECTIVITY, WAYS, _recalled, mean_recall
 from turbo_hf.calibration.query_model import QueryModels, classify, divergence
 from turbo_hf.calibration.run import PART, calibrate, estimate, make_plan
 from turbo_hf.calibration.samples import Samples, bucket_sums, true_mass
@@ -249,11 +249,20 @@ def test_training_recalls_more_than_chance() -> None:
         settings=replace(SMALL, window=512, windows=5, queries=256, clusters=32, hidden=128, steps=150, batch=64)
     )
     judged = [dict(layer.quality) for layer in found.layers]
-    recall = {way: mean_recall(judged, way) for way in ("classifier", "k-means", "random")}
+    recall = {way: mean_recall(judged, way) for way in WAYS}
     assert len(recall["classifier"]) == len(SELECTIVITY)
-    for way in ("classifier", "k-means"):
+    for way in WAYS[:-1]:
         assert recall[way] == sorted(recall[way])
         assert recall[way][-1] > 1.5 * recall["random"][-1]
+
+
+def test_recall_of_known_buckets() -> None:
+    score, mass = torch.tensor([[[3.0, 1.0, 2.0]]]), torch.tensor([[[[0.6, 0.3, 0.1]]]])
+    sizes = torch.tensor([[[2.0, 94.0, 4.0]]])
+    got = _recalled(score, mass, sizes, torch.ones(1, 1, 1, dtype=torch.float64))
+    # of 100 keys: half of bucket 0; bucket 0; half of bucket 2 too; all of 2, and 2 of 94 keys of 1
+    want = torch.tensor([[0.3, 0.6, 0.65, 0.7 + 0.3 * 2 / 94]], dtype=torch.float64)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
 
 
 # --- the run -----------------------------------------------------------------------------------------------------
@@ -270,7 +279,7 @@ def test_a_run_makes_all_of_it_and_the_same_for_a_seed(indexed: Calibration) -> 
             "weight_2": (2, 32, 16),
             "bias_2": (2, 16),
         }
-        assert set(layer.quality["recall"]) == {"classifier", "k-means", "random"}
+        assert set(layer.quality["recall"]) == set(WAYS)
     assert same(indexed, lab(settings=SMALL))
     assert not same(indexed, lab(settings=replace(SMALL, seed=1)))
 

@@ -10,6 +10,9 @@ from turbo_hf.calibration.samples import Samples, true_mass
 SELECTIVITY = (0.01, 0.02, 0.04, 0.08)
 """Shares of the keys (those further back than the dense part) that may be read."""
 
+WAYS = ("classifier", "k-means", "random")
+"""How buckets are chosen: by the query classifier, by inner products with the centroids, by chance."""
+
 
 @torch.no_grad()
 def evaluate(
@@ -22,17 +25,17 @@ def evaluate(
     seed: int,
 ) -> dict[str, Any]:
     """Figures of one layer over long-range queries of `windows`, chosen as decoding does: scores summed over the query
-    heads of a KV head, best buckets first, as long as the share of keys allows.
+    heads of a KV head, best buckets first, until the share of keys is read. Of the bucket in which that happens, its
+    mass counts in the same part as its keys.
 
-    Returns "recall": by way of choosing ("classifier", "k-means", "random"), a list by KV head of the share of
+    Returns "recall": by way of choosing (`WAYS`), a list by KV head of the share of
     long-range attention mass at each of `SELECTIVITY`; null for a head without a long-range query. "loss": KL in nats.
     "largest_bucket": by KV head, against the mean; "buckets_in_use": exp of the entropy of their sizes, over C.
     "queries": long-range ones by KV head; "long_range": their share of all.
     """
     heads, clusters = centroids.shape[:2]
     seeded = torch.Generator().manual_seed(seed)
-    ways = ("classifier", "k-means", "random")
-    total = {way: torch.zeros(heads, len(SELECTIVITY), dtype=torch.float64) for way in ways}
+    total = {way: torch.zeros(heads, len(SELECTIVITY), dtype=torch.float64) for way in WAYS}
     counted, asked, loss = torch.zeros(heads, dtype=torch.float64), 0, 0.0
     device = centroids.device
     for window in windows:
@@ -54,6 +57,8 @@ def evaluate(
             )
             flat = plain.flatten(1, 2).to(device).float()
             logits = classify(classifier, flat)
+            # keys that count depend on the position alone
+            sizes = sizes.view(heads, groups, rows, clusters)[:, 0]
             scores = {
                 "classifier": logits.view(heads, groups, rows, clusters).sum(1),
                 "k-means": torch.bmm(flat, centroids.float().mT).view(heads, groups, rows, clusters).sum(1),
@@ -61,8 +66,6 @@ def evaluate(
             }
             weight = far.to(device).double()
             mass = mass.view(heads, groups, rows, clusters)
-            # keys that count depend on the position alone
-            sizes = sizes.view(heads, groups, rows, clusters)[:, 0]
             for way, score in scores.items():
                 total[way] += _recalled(score, mass, sizes, weight).cpu()
             counted += weight.sum((1, 2)).cpu()
@@ -72,7 +75,7 @@ def evaluate(
     share = filled / filled.sum(1, keepdim=True)
     in_use = (-torch.xlogy(share, share).sum(1)).exp() / clusters
     return {
-        "recall": {way: _rows(total[way], counted) for way in ways},
+        "recall": {way: _rows(total[way], counted) for way in WAYS},
         "loss": round(loss / max(1.0, float(counted.sum())), 4),
         "largest_bucket": [round(x, 2) for x in (share.amax(1) * clusters).tolist()],
         "buckets_in_use": [round(x, 3) for x in in_use.tolist()],
@@ -82,15 +85,17 @@ def evaluate(
 
 
 def _recalled(score: torch.Tensor, mass: torch.Tensor, sizes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Sum over weighted queries of the mass in the buckets that fit, [Hkv, selectivities].
+    """Sum over weighted queries of the mass in the buckets that are read, [Hkv, selectivities].
 
     score, sizes: [Hkv, n, C]; mass: [Hkv, G, n, C]; weight: [Hkv, G, n].
     """
     order = score.argsort(-1, descending=True)
-    read = sizes.gather(-1, order).cumsum(-1)
+    size = sizes.gather(-1, order)
+    before = size.cumsum(-1) - size
     seen = mass.gather(-1, order[:, None].expand_as(mass)).double()
     allowed = sizes.sum(-1, keepdim=True)
-    each = [(seen * (read <= allowed * limit)[:, None]).sum(-1) * weight for limit in SELECTIVITY]
+    parts = [((allowed * limit - before) / size.clamp(min=1)).clamp(0, 1) for limit in SELECTIVITY]
+    each = [(seen * part[:, None]).sum(-1) * weight for part in parts]
     return torch.stack([x.sum((1, 2)) for x in each], -1)
 
 
