@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
 from models import LAB_MODEL, lab_model, prompts, tiny_llama, tiny_mistral
 from sklearn.cluster import KMeans  # type: ignore[import-untyped] # it has no types
 from test_families import FAMILY_CASES, Case, build
@@ -282,6 +283,13 @@ def test_a_run_makes_all_of_it_and_the_same_for_a_seed(indexed: Calibration) -> 
         assert set(layer.quality["recall"]) == set(WAYS)
     assert same(indexed, lab(settings=SMALL))
     assert not same(indexed, lab(settings=replace(SMALL, seed=1)))
+
+
+def test_an_offloaded_model_gives_the_same(indexed: Calibration) -> None:
+    model, tokenizer = lab_model()
+    model = copy.deepcopy(model)
+    cpu_offload(model, "cpu")
+    assert same(calibrate(model, tokenizer, TEXTS, settings=SMALL), indexed)
 
 
 def test_sliding_layers_get_priorities_alone() -> None:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.capture import input_device
 from turbo_hf.calibration.quality import SELECTIVITY, mean_recall
 from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
@@ -124,7 +125,7 @@ def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: Path) -> dict[str, A
     windows = token_windows(texts, tokenizer, plan.settings.window, plan.settings.windows)
     needs = estimate(model, plan)
     needs["flops"] *= len(windows) / plan.settings.windows
-    seconds = needs["flops"] / (SHARE * _speed(model.device, model.dtype))
+    seconds = needs["flops"] / (SHARE * _speed(input_device(model), model.dtype))
     out.print(f"{len(windows)} windows of {plan.settings.window:,} tokens, {len(plan.groups)} groups of layers:")
     for group in plan.groups:
         kind = "head priorities and index" if group.indexed else "head priorities"

@@ -120,8 +120,14 @@ def _attention(
 def run_window(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None = None) -> None:
     """One pass over tokens [1, L] without a cache and, where the model has it apart, without its language head."""
     body: Any = model.base_model
-    given = {} if positions is None else {"position_ids": positions.to(model.device)}
-    body(input_ids=ids.to(model.device), use_cache=False, **given)
+    device = input_device(model)
+    given = {} if positions is None else {"position_ids": positions.to(device)}
+    body(input_ids=ids.to(device), use_cache=False, **given)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens: weights that accelerate holds elsewhere are on no device, and it moves tokens."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
 def unrotate(module: Any, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -188,7 +188,7 @@ def _calibrate_group(
         except ValueError as error:
             raise ValueError(f"layer {source.index}: {error}") from error
         if group.indexed:
-            held = samples.setdefault(source.index, Samples(seen.scaling, seen.softcap))
+            held = samples.setdefault(source.index, Samples(seen.scaling, seen.softcap, seen.key.device))
             held.add(seen, settings, current)
 
     with capturing(model, receive):
@@ -198,11 +198,10 @@ def _calibrate_group(
     scores = {index: priorities[index].scores() for index in group.layers}
     if not group.indexed:
         return tuple(LayerCalibration(i, scores[i], note=plan.notes.get(i, "")) for i in group.layers)
-    return tuple(_index(model.device, group, settings, samples, scores, len(windows), step))
+    return tuple(_index(group, settings, samples, scores, len(windows), step))
 
 
 def _index(
-    device: torch.device,
     group: Group,
     settings: Settings,
     samples: dict[int, Samples],
@@ -214,6 +213,7 @@ def _index(
     learned = windows - max(1, windows // 5)
     heads = group.shape[0]
     layers = [samples[index] for index in group.layers]
+    device = layers[0].device
     clusters = choose_clusters(settings.clusters, learned * (settings.window - 1))
     # the sink is read always, and has no bucket to find
     keys = torch.cat([torch.cat([k[:, 1:] for k in layer.plain_keys[:learned]], 1) for layer in layers])

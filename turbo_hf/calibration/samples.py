@@ -14,11 +14,12 @@ class Samples:
 
     plain_keys, keys: [Hkv, L, D] before and after rotary embedding. plain_queries, queries: [Hkv, G, n, D], grouped by
     the KV head that they read. positions: int64 [n]. far: bool [Hkv, G, n], true where the best key is long ago.
-    scaling, softcap: of the scores.
+    scaling, softcap: of the scores. device: where the layer computes, and its index is made.
     """
 
     scaling: float
     softcap: float | None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     plain_keys: list[torch.Tensor] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
     plain_queries: list[torch.Tensor] = field(default_factory=list)
