@@ -108,9 +108,8 @@ def _queries(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> t
 def _run(state: State, run: Run, how: Scoring) -> State:
     """All key tiles of a run side by side."""
     batch, kv_heads, group, rows = state.top.shape
-    grouped = run.q.x.reshape(batch, kv_heads, group * rows, -1)
-    score = (grouped @ run.k.x.mT).unflatten(2, (group, rows))
-    score = score * (run.q.scale.reshape(state.top.shape)[..., None] * how.scaling) * run.k.scale[:, :, None, None]
+    grouped = (run.q.x * (run.q.scale * how.scaling)[..., None]).reshape(batch, kv_heads, group * rows, -1)
+    score = (grouped @ run.k.x.mT).unflatten(2, (group, rows)) * run.k.scale[:, :, None, None]
     if run.bias is not None:
         score = score + run.bias.reshape(state.top.shape)[..., None]
     if how.softcap is not None:
@@ -126,26 +125,24 @@ def _run(state: State, run: Run, how: Scoring) -> State:
     top = torch.maximum(state.top, own.amax(-1))
     finite = top.masked_fill(top == -torch.inf, 0.0)
     moved, moves = torch.exp(state.top - finite), torch.exp(own - finite[..., None])
-    weight = _rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), how.p_type)
-    weight = (weight * moves[..., None]).flatten(-2).flatten(2, 3)
+    codes, unit = _rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), how.p_type)
+    weight = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3)
     part = (weight @ run.v.x).unflatten(2, (group, rows))
     total = state.total * moved + (p.sum(-1) * moves).sum(-1)
     return State(top, total, state.acc * moved[..., None] + part)
 
 
-def _rounded(weight: torch.Tensor, p_type: str) -> torch.Tensor:
-    """Weights [..., tile] as the second product reads them, one scale a query and key tile."""
-    if p_type == "none":
-        return weight
+def _rounded(weight: torch.Tensor, p_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [..., tile] as the second product reads them: codes, and what one of them is worth [..., 1]."""
     peak = weight.amax(-1, keepdim=True)
-    share = weight / torch.where(peak > 0, peak, 1.0)
+    peak = torch.where(peak > 0, peak, 1.0)
+    if p_type == "none":
+        return weight, torch.ones_like(peak)
     if p_type == "int8":
-        share = torch.round(share * INT8_MAX) / INT8_MAX
-    elif p_type == "fp8":
-        share = (share * FP8_PEAK).float().to(torch.float8_e4m3fn).to(share.dtype) / FP8_PEAK
-    else:
-        share = share.to(getattr(torch, p_type)).to(share.dtype)
-    return share * peak
+        return torch.round(weight * (INT8_MAX / peak)), peak / INT8_MAX
+    if p_type == "fp8":
+        return (weight * (FP8_PEAK / peak)).float().to(torch.float8_e4m3fn).to(weight.dtype), peak / FP8_PEAK
+    return (weight / peak).to(getattr(torch, p_type)).to(weight.dtype), peak
 
 
 def _allowed(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
