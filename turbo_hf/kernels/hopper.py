@@ -86,6 +86,53 @@ def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, he
 
 
 @gluon.jit
+def _quantize_q(x, q_smem, broken):
+    """Queries to INT8 in shared memory; returns each row's maximum, which is 127 codes."""
+    xf = x.to(gl.float32)
+    # codes cannot say NaN or Inf: the head is reported, and computed again in 16 bit
+    unfit = gl.sum(xf * 0.0, 1) != 0.0
+    gl.store(broken + gl.where(unfit, 0, 0), gl.where(unfit, 1, 0), mask=unfit)
+    top = gl.maximum(gl.max(gl.abs(xf), 1), 1e-20)
+    q_smem.store((xf * gl.div_rn(127.0, top)[:, None] + _MAGIC).to(gl.int32, bitcast=True).to(gl.int8))
+    fence_async_shared()
+    gl.thread_barrier()
+    return top
+
+
+@gluon.jit
+def _store_out(o, out, row, som, M, D: gl.constexpr, layout: gl.constexpr):
+    """64 rows of the output, those past the end left out."""
+    rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    gl.store(o + (rows.to(gl.int64) * som)[:, None] + cols[None, :], out, mask=(rows < M)[:, None])
+
+
+@gluon.jit
+def _row_sums(W, ones, zero, layout: gl.constexpr):
+    """Sums of the rows of the rounded P, by the tensor cores."""
+    P = _operand(W, True, layout)
+    return warpgroup_mma(P, ones.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _first_tile(q_smem, k_smem, zero, c, last, first_key, OFFSET: gl.constexpr, layout: gl.constexpr):
+    """P, maximum and reference of the tile that comes first, the only one with masked keys."""
+    S = warpgroup_mma(q_smem, k_smem.permute((1, 0)), zero, use_acc=False, is_async=True)
+    S = warpgroup_mma_wait(0, deps=[S])
+    m = gl.full((64,), -1.0e30, gl.float32, gl.SliceLayout(1, layout))
+    return _probabilities(S, c, m, last, first_key, OFFSET, True, layout)
+
+
+@gluon.jit
+def _last_row(row, M, CAUSAL: gl.constexpr, layout: gl.constexpr):
+    """The last key that each of 64 rows sees."""
+    last = gl.full((64,), 0, gl.int32, layout) + (M - 1)
+    if CAUSAL:
+        last = gl.minimum(last, row + gl.arange(0, 64, layout=layout))
+    return last
+
+
+@gluon.jit
 def _probabilities(S, c, m, last, first_key, OFFSET: gl.constexpr, MASK: gl.constexpr, layout: gl.constexpr):
     """INT32 scores, times c in log2 -> (P as fp32, scaled by row and tile; running maximum; reference exponent)."""
     if MASK:
@@ -190,29 +237,15 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_scale, broken, q_smem, one
         k_scales = k_scale + kv * (Tp // 128)
         v_scales = v_scale + kv * (Tp // 128)
 
-        xf = x.to(gl.float32)
-        # codes cannot say NaN or Inf: the head is reported, and computed again in 16 bit
-        unfit = gl.sum(xf * 0.0, 1) != 0.0
-        gl.store(broken + bh + gl.where(unfit, 0, 0), gl.where(unfit, 1, 0), mask=unfit)
-        top = gl.maximum(gl.max(gl.abs(xf), 1), 1e-20)
-        q_wg.store((xf * gl.div_rn(127.0, top)[:, None] + _MAGIC).to(gl.int32, bitcast=True).to(gl.int8))
-        fence_async_shared()
-        gl.thread_barrier()
-        q_scale = gl.convert_layout(top * (scale_log2 / 127.0), row_layout)
+        q_scale = gl.convert_layout(_quantize_q(x, q_wg, broken + bh) * (scale_log2 / 127.0), row_layout)
 
-        # the last tile, the only one with masked keys, comes first
         j = n - 1
         s = it % STAGES
-        last = gl.full((64,), 0, gl.int32, row_layout) + (M - 1)
-        if CAUSAL:
-            last = gl.minimum(last, row + gl.arange(0, 64, layout=row_layout))
+        last = _last_row(row, M, CAUSAL, row_layout)
         c = q_scale * gl.load(k_scales + j)
         v_exp = _log2(gl.load(v_scales + j))
         mbarrier.wait(full.index(s), (it // STAGES) & 1)
-        S = warpgroup_mma(q_wg, k_smem.index(s).permute((1, 0)), s_zero, use_acc=False, is_async=True)
-        S = warpgroup_mma_wait(0, deps=[S])
-        m = gl.full((64,), -1.0e30, gl.float32, row_layout)
-        P, m, ref = _probabilities(S, c, m, last, j * 128, OFFSET, True, s_layout)
+        P, m, ref = _first_tile(q_wg, k_smem.index(s), s_zero, c, last, j * 128, OFFSET, s_layout)
         W = _pack(P, FP8)
         acc = gl.zeros((64, D), gl.float32, o_layout)  # in units of 2**unit
         unit = ref + v_exp
@@ -236,10 +269,8 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_scale, broken, q_smem, one
             S = warpgroup_mma(q_wg, k_smem.index(nxt).permute((1, 0)), s_zero, use_acc=False, is_async=True)
             F = warpgroup_mma(_operand(W, FP8, o_layout), v_smem.index(s).permute((1, 0)), o_zero, use_acc=False,
                               is_async=True)
-            if FP8:  # the row sums of the rounded P, by the tensor cores
-                R = warpgroup_mma(_operand(W, FP8, l_layout), ones.permute((1, 0)), l_zero, use_acc=False,
-                                  is_async=True)
             if FP8:
+                R = _row_sums(W, ones, l_zero, l_layout)
                 S = warpgroup_mma_wait(2, deps=[S])
             else:
                 S = warpgroup_mma_wait(1, deps=[S])
@@ -276,8 +307,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_scale, broken, q_smem, one
                           is_async=True)
         x = _load_q(q, round_ + 1, wg, sqb, sqh, sqm, M, n_items, n_blocks, heads, Hq, D, io_layout)
         if FP8:
-            R = warpgroup_mma(_operand(W, FP8, l_layout), ones.permute((1, 0)), l_zero, use_acc=False, is_async=True)
-            R = warpgroup_mma_wait(0, deps=[R])
+            R = warpgroup_mma_wait(0, deps=[_row_sums(W, ones, l_zero, l_layout)])
             total = gl.convert_layout(gl.max(total * _rows(beta, l_layout) + R, 1), row_layout, assert_trivial=True)
         else:
             total = gl.convert_layout(gl.sum(total, 1), row_layout)
@@ -287,10 +317,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_scale, broken, q_smem, one
 
         out = (acc * _rows(alpha, o_layout) + F.to(gl.float32)) * _rows(gl.exp2(v_exp) / total, o_layout)
         out = gl.convert_layout(out.to(o.dtype.element_ty), io_layout)
-        rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, io_layout))
-        cols = gl.arange(0, D, layout=gl.SliceLayout(0, io_layout))
-        o_base = o + b.to(gl.int64) * sob + h.to(gl.int64) * soh
-        gl.store(o_base + (rows.to(gl.int64) * som)[:, None] + cols[None, :], out, mask=(rows < M)[:, None])
+        _store_out(o + b.to(gl.int64) * sob + h.to(gl.int64) * soh, out, row, som, M, D, io_layout)
         rows = row + gl.arange(0, 64, layout=row_layout)
         gl.store(lse + bh.to(gl.int64) * M + rows, (ref - OFFSET + gl.log2(total)) * _LN2, mask=rows < M)
 
