@@ -10,8 +10,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type, with_value_major
+from turbo_hf.ops import launch_store
 from turbo_hf.ops.tuning import prefill_tiles
-from turbo_hf.reference.operands import align, key_mean, ratio, rotate
+from turbo_hf.reference.operands import align, key_mean, ratio
+from turbo_hf.reference.rotate import key_shift, query_shift
 
 P_LOG2 = {"turbo": 6.988684686772166, "int8": 6.988684686772166, "fp8": 8.807354922057604, "half": 0.0, "fp16": 0.0}
 """log2 of what the largest P of a key tile becomes: 127 in INT8, 448 in FP8."""
@@ -32,21 +34,10 @@ def _last_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def quantize_operands(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mode: str,
-    block: int,
-    v_scale: str,
-    smooth_k: bool,
-    hadamard: bool,
-    starts: torch.Tensor | None,
-) -> Operands:
+def quantize_operands(k: torch.Tensor, v: torch.Tensor, **choices: Any) -> Operands:
     """`ops.operands.quantize_operands` in one pass over k and v, in two where V is scaled by more than a block."""
     broken = torch.empty(k.shape[0] * k.shape[1], dtype=torch.int32, device=k.device)
-    choices: dict[str, Any] = {"v_scale": v_scale, "smooth_k": smooth_k, "hadamard": hadamard, "starts": starts}
-    return _quantize(k, v, mode=mode, block=block, broken=broken, **choices)[0]
+    return _quantize(k, v, broken=broken, **choices)[0]
 
 
 def _quantize(
@@ -68,7 +59,9 @@ def _quantize(
     mean = key_mean(align(k, starts), starts) if smooth_k else None
     taken = mean
     if hadamard:
-        k, taken = rotate(k), None if mean is None else rotate(mean)
+        shift = key_shift(dim)
+        taken = None if mean is None else launch_store.rotate(mean[:, :, None], shift, torch.float32)[:, :, 0]
+        k = launch_store.rotate(k, shift, torch.float32)
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
     k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
@@ -212,7 +205,7 @@ def prefill(
         if parts.k_mean is not None:
             grouped = q.unflatten(1, (kv_heads, -1)).float()
             bias = torch.einsum("bhgmd,bhd->bhgm", grouped, parts.k_mean).flatten(1, 2).contiguous() * scaling
-        rotated = _last_contiguous(rotate(q)) if hadamard else q
+        rotated = launch_store.rotate(q, query_shift(dim), torch.float32) if hadamard else q
         plain = past is None and starts is None and softcap is None and sinks is None and sas_threshold is None
         plain = plain and not hadamard
         if plain and (window is None or window >= tokens) and _hopper_serves(q, parts, mode, block):

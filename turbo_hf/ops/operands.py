@@ -34,7 +34,7 @@ def quantize_operands(
         block: tokens in a block.
         v_scale: scales of V: one a "block", one a "channel" of a row, or one for the whole row and head ("tensor").
         smooth_k: take each row's mean key from its keys.
-        hadamard: rotate keys by a Hadamard matrix; queries must be rotated too.
+        hadamard: rotate keys as `ops.rotate.rotate_keys` does; queries must be rotated too.
         starts: int64 [B], the first real column of each row.
         backend: "auto", "triton" or "reference".
 

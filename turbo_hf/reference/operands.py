@@ -3,6 +3,7 @@
 import torch
 
 from turbo_hf.layout import INT8_MAX, V_TOP, Operands, value_order
+from turbo_hf.reference.rotate import key_shift, rotate
 
 __all__ = ["quantize_operands"]
 
@@ -24,7 +25,7 @@ def quantize_operands(
         k = k.float() - mean[:, :, None]
         k = k.masked_fill(~_valid(k, starts)[:, None, :, None], 0.0)
     if hadamard:
-        k = rotate(k)
+        k = rotate(k, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
     k, v = (_blocks(x.float(), block) for x in (k, v))
     k_range = k.abs().amax(-1 if mode in ("int8", "half") else (-1, -2))
     k_codes = torch.round(scaled(k, k_range, INT8_MAX)).to(torch.int8).flatten(2, 3)
@@ -62,19 +63,6 @@ def key_mean(k: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
     """float32 [B, Hkv, D]: the mean key of each row, its tokens aligned to slot 0."""
     tokens = k.shape[2] if starts is None else (k.shape[2] - starts).clamp(min=1)[:, None, None]
     return k.sum(2, dtype=torch.float32) / tokens
-
-
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] times an orthonormal Hadamard matrix of the largest power of two that divides D, in float32 at least.
-
-    It spreads outlier channels over the others, and leaves q . k as it is when both are rotated.
-    """
-    size = x.shape[-1] & -x.shape[-1]
-    matrix = torch.ones(1, 1, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    while matrix.shape[0] < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    parts = x.to(matrix.dtype).unflatten(-1, (x.shape[-1] // size, size))
-    return torch.matmul(parts, matrix / size**0.5).flatten(-2)
 
 
 def channel_range(v: torch.Tensor, v_scale: str) -> torch.Tensor:

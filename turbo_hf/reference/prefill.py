@@ -6,7 +6,8 @@ import torch
 
 from turbo_hf.layout import INT8_MAX, SAS_TILE, SCORE_LIMIT, AttentionOutput, KVStore, Operands, half_type, value_order
 from turbo_hf.reference.flash import Operand, Run, Scoring, flash
-from turbo_hf.reference.operands import align, quantize_operands, ratio, rotate, scaled
+from turbo_hf.reference.operands import align, quantize_operands, ratio, scaled
+from turbo_hf.reference.rotate import query_shift, rotate
 from turbo_hf.reference.store import sealed_tokens, stored
 
 
@@ -38,7 +39,9 @@ def prefill(
     place = torch.where(column < count, column + length, -1)
     precise = mode == "fp16"
     plain = _queries(queries, place, precise)
-    turned = _queries(rotate(queries), place, precise) if hadamard else plain
+    turned = plain
+    if hadamard:
+        turned = _queries(rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
 
     runs = [] if past is None else _past(past, plain, mode == "fp8")
     if precise:
