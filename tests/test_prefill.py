@@ -11,7 +11,7 @@ from prefill_support import check_prefill, int8_queries
 from support import SLACK, check, largest, make_store, oracle, tokens
 
 from turbo_hf.config import ATTENTION_MODES
-from turbo_hf.layout import BITS, AttentionOutput, KVStore
+from turbo_hf.layout import BITS, SCORE_LIMIT, AttentionOutput, KVStore
 from turbo_hf.ops.operands import quantize_operands
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.reference import flash
@@ -131,7 +131,7 @@ def test_strides_do_not_matter(mode: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [pytest.param(size, id=f"scores{size:g}") for size in (0.0, 1e-6, 1e2, 1e4, 1e6)])
+@pytest.mark.parametrize("size", [0.0, 1e-6, 1e2, 3e2, 1e3, 1e4, 1e6], ids="scores{:g}".format)
 def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> None:
     """One key takes all of P, or all keys the same share, without a NaN and with lse as large as the scores.
 
@@ -139,13 +139,18 @@ def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> Non
     """
     q, k, v = inputs(1, 130, device)
     options: dict[str, Any] = {"scaling": 1.0, "sinks": torch.zeros(4, device=device), "past": random_past([70], k)}
-    if size < 1e4:
+    if size < 1e3:
         check_prefill(size * q, k, v, mode, scaling=1.0)
         check_prefill(size * q, k, v, mode, **options)
         return
     exact = check_prefill(size * q, k, v, "fp16", **options)
-    for got, want in zip(prefill(size * q, k, v, mode=mode, **options), exact, strict=True):
-        assert torch.equal(got, want)
+    out = prefill(size * q, k, v, mode=mode, **options)
+    wild = (exact.lse.abs() > SCORE_LIMIT).any(-1)
+    # at 1e3 some heads pass the limit, beyond it all do
+    assert wild.any()
+    assert wild.all() or size == 1e3
+    for got, want in zip(out, exact, strict=True):
+        assert torch.equal(got[wild], want[wild])
 
 
 @pytest.mark.parametrize("mode", MODES)
