@@ -24,7 +24,7 @@ from turbo_hf.layer import TurboLayer
 from turbo_hf.ops import launch_decode, launch_store
 from turbo_hf.selectors import Selector
 
-SMALL = TurboConfig(block_size=32, cuda_graphs="auto")
+SMALL = TurboConfig(block_size=32)
 PLAIN = TurboConfig(block_size=32, cuda_graphs=False)
 LENGTHS = [60, 33, 5]
 NEW = 75
@@ -111,11 +111,11 @@ def test_tokens_are_those_without_graphs(call: dict[str, Any], lengths: list[int
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(TurboConfig(bits=8, block_size=32, cuda_graphs="auto"), id="8bit"),
-        pytest.param(TurboConfig(low_heads=0.5, block_size=32, cuda_graphs="auto"), id="mixed"),
-        pytest.param(TurboConfig(attention="fp16", block_size=32, cuda_graphs="auto"), id="fp16"),
-        pytest.param(TurboConfig(buffer_scale="universal", block_size=32, cuda_graphs="auto"), id="universal"),
-        pytest.param(TurboConfig(sas=True, sas_threshold=-7.0, block_size=32, cuda_graphs="auto"), id="sas"),
+        pytest.param(TurboConfig(bits=8, block_size=32), id="8bit"),
+        pytest.param(TurboConfig(low_heads=0.5, block_size=32), id="mixed"),
+        pytest.param(TurboConfig(attention="fp16", block_size=32), id="fp16"),
+        pytest.param(TurboConfig(buffer_scale="universal", block_size=32), id="universal"),
+        pytest.param(TurboConfig(sas=True, sas_threshold=-7.0, block_size=32), id="sas"),
     ],
 )
 def test_tokens_of_other_configs(config: TurboConfig, runners: list[StepRunner]) -> None:
@@ -404,11 +404,9 @@ def test_without_a_gpu_all_is_as_before() -> None:
         pytest.param(SMALL, [3], True, "no CUDA graphs (layer 3 is dense)", id="dense"),
         pytest.param(SMALL, [], False, "no CUDA graphs (family without a test", id="family"),
         pytest.param(TurboConfig(cuda_graphs=True), [], False, "CUDA graphs", id="demanded"),
+        pytest.param(TurboConfig(sas=True), [], True, "no CUDA graphs (the SAS threshold", id="sas"),
         pytest.param(
-            TurboConfig(sas=True, cuda_graphs="auto"), [], True, "no CUDA graphs (the SAS threshold", id="sas"
-        ),
-        pytest.param(
-            TurboConfig(backend="reference", cuda_graphs="auto"),
+            TurboConfig(backend="reference"),
             [],
             True,
             'no CUDA graphs (backend "ref',
@@ -492,7 +490,7 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(monkeypatch: p
     tokens = []
     for graph in (False, True):
         with (
-            turbo_hf.patch(model, TurboConfig(block_size=32, backend="triton", cuda_graphs="auto")) as handle,
+            turbo_hf.patch(model, TurboConfig(block_size=32, backend="triton")) as handle,
             torch.inference_mode(),
         ):
             cache, ids = handle.new_cache(), ragged([66, 61])
@@ -599,7 +597,10 @@ def test_a_step_that_cannot_be_captured_runs_without(runners: list[StepRunner]) 
     forward = type(model.model.norm).forward
     model.model.norm.forward = lambda x: forward(model.model.norm, x) + 0 * float(x.sum().item() == 0.5)
     with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph"):
-        assert torch.equal(answer(model, SMALL, **ragged()), want)
+        got = answer(model, SMALL, **ragged())
+    assert torch.equal(got, want)
+    # what torch leaves open after a spoilt capture is closed: numbers can be drawn, and steps captured
+    assert torch.rand(1, device="cuda").isfinite().all()
     del model.model.norm.forward
     assert torch.equal(answer(model, SMALL, **ragged()), want)
     assert runners[-1].captures >= 1

@@ -957,7 +957,7 @@ def test_report() -> None:
             "  layer 1: 8 bit; asked for by int8_layers",
             "  2-bit heads: chosen by each row's first 64 tokens (no calibration beside the checkpoint)",
             "  prompts: turbo (auto, without a GPU)",
-            "  decode steps: no CUDA graphs (cuda_graphs=False)",
+            "  decode steps: CUDA graphs, once the model is on a GPU",
         ]
     assert "Scores are capped" in report.notes
     assert report.config is config

@@ -140,10 +140,10 @@ class TurboConfig:
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
         sas_threshold: scores further than this below the maximum of their tile are dropped by SAS; a negative number.
             None lowers it with the length N: -(6 + ln(max(N, 1024) / 1024)).
-        cuda_graphs: replay the decode steps of `generate` as CUDA graphs. False: never; the default until what replays
-            them has been measured on GPUs as it is. "auto": on a GPU, for the families that are tested, where nothing
-            stands in the way (`report()` says what does; hooks on modules, dense or sparse layers, and generation other
-            than greedy and sampling run without). True: for any family, and a step that cannot be captured is an error.
+        cuda_graphs: replay the decode steps of `generate` as CUDA graphs. "auto": on a GPU, for the families that are
+            tested, where nothing stands in the way (`report()` says what does; hooks on modules, dense or sparse layers,
+            and generation other than greedy and sampling run without). True: for any family, and a step that cannot be
+            captured is an error. False: never.
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
         dense_layers: layers left to Hugging Face, in full precision.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
@@ -163,7 +163,7 @@ class TurboConfig:
     backend: Literal["auto", "triton", "reference"] = "auto"
     sas: bool = False
     sas_threshold: float | None = None
-    cuda_graphs: Literal["auto"] | bool = False
+    cuda_graphs: Literal["auto"] | bool = "auto"
     int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
     dense_layers: tuple[int, ...] = ()
     sparse: SparseConfig | None = None

@@ -62,9 +62,24 @@ class CudaDevice:
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """As `Device.capture`. Other threads may go on using the device."""
         if self._anchor is None:
-            # a graph that stays: once the last one of a pool is gone, torch refuses to capture into the pool again
-            self._anchor = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
-        return self._captured(step)
+            self._cast_anchor()
+        try:
+            return self._captured(step)
+        except BaseException:
+            self._mend()
+            raise
+
+    def _cast_anchor(self) -> None:
+        """A graph that stays: once the last one of a pool is gone, torch refuses to capture into the pool again."""
+        self._anchor = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
+
+    def _mend(self) -> None:
+        """After a spoilt capture torch's allocator still records into the pool, and its generator into the graph."""
+        with suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+        # a capture that succeeds gives the generator back
+        self._cast_anchor()
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()

@@ -210,7 +210,7 @@ def _cache_of(model: Any, method: Method) -> Iterator[None]:
     how: AbstractContextManager[Any] = nullcontext()
     if method.preset is not None:
         config = resolve_config(method.preset)
-        how = patch(model, replace(config, cuda_graphs="auto" if method.cuda_graphs else False))
+        how = patch(model, config if method.cuda_graphs else replace(config, cuda_graphs=False))
     with how, torch.inference_mode():
         yield
 
