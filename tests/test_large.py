@@ -1,0 +1,112 @@
+"""Offsets past 2^31 elements: the last rows of tensors that large are what they are alone. On GPUs with 40 GB free."""
+
+from typing import Any
+
+import pytest
+import torch
+from support import make_store, tokens
+
+from turbo_hf.layout import KVStore, PagedHeads, empty_pages
+from turbo_hf.ops.append import append_step
+from turbo_hf.ops.decode import decode
+from turbo_hf.ops.prefill import prefill
+from turbo_hf.ops.quantize import quantize_tokens
+from turbo_hf.ops.rotate import rotate_keys
+
+FREE = 40 << 30
+"""Bytes that the largest of these tests takes."""
+
+
+def enough() -> bool:
+    return torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= FREE
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not enough(), reason="needs a GPU with 40 GB free")]
+
+ROWS, HEADS, TOKENS, DIM = 66, 256, 1024, 128
+LIMIT = 2**31
+
+
+def repeated(rows: torch.Tensor) -> torch.Tensor:
+    """Rows [n, ...] again and again, [ROWS, ...], in memory of their own; n divides ROWS."""
+    return rows.repeat(ROWS // len(rows), *[1] * (rows.dim() - 1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "window"),
+    [
+        pytest.param("fp8", None, id="fp8-hopper"),
+        pytest.param("turbo", 300, id="turbo"),
+        pytest.param("int8", 300, id="int8"),
+        pytest.param("fp16", 300, id="fp16"),
+    ],
+)
+def test_prefill(mode: str, window: int | None) -> None:
+    q, k, v = (tokens(1, HEADS, TOKENS, DIM, dtype=torch.float16, device="cuda") for _ in range(3))
+    want = prefill(q, k, v, scaling=0.1, window=window, mode=mode)
+    q, k, v = (repeated(x) for x in (q, k, v))
+    assert q.numel() > LIMIT
+    got = prefill(q, k, v, scaling=0.1, window=window, mode=mode)
+    for row in (0, 1, ROWS - 2, ROWS - 1):
+        assert torch.equal(got.out[row], want.out[0])
+        assert torch.equal(got.lse[row], want.lse[0])
+
+
+@pytest.mark.parametrize("call", [quantize_tokens, rotate_keys], ids=["quantize", "rotate"])
+def test_one_tensor(call: Any) -> None:
+    x = tokens(1, HEADS, TOKENS, DIM, dtype=torch.float16, device="cuda")
+    want, got = call(x), call(repeated(x))
+    pairs = zip(got, want, strict=True) if isinstance(got, tuple) else [(got, want)]
+    for large, small in pairs:
+        assert torch.equal(large[-1], small[0])
+
+
+def at_the_end(store: KVStore) -> KVStore:
+    """The same cache in a pool so large that its pages lie past 2^31 elements."""
+    (pages,) = store.heads
+    used, slots = len(pages.k), pages.k.shape[1]
+    more = LIMIT // pages.k[0].numel() + 1
+    large: PagedHeads = empty_pages(pages.bits, more + used, slots, DIM, store.block, pages.k.device)
+    for name in ("k", "v", "meta", "scale"):
+        getattr(large, name)[more:] = getattr(pages, name)
+    return store._replace(heads=(large,), table=store.table + more)
+
+
+def a_store(bits: int) -> KVStore:
+    k, v = (tokens(2, 8, 500, DIM, dtype=torch.float16, device="cuda") for _ in range(2))
+    # each row's last block is full and open, with a page of its own
+    return make_store(k, v, [448, 128], groups=((bits, 8),), sealed=[6, 1])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_decode_and_a_prompt_over_a_past(bits: int) -> None:
+    store, q = a_store(bits), tokens(2, 32, 1, DIM, dtype=torch.float16, device="cuda")
+    new = [tokens(2, heads, 40, DIM, dtype=torch.float16, device="cuda") for heads in (32, 8, 8)]
+    large = at_the_end(store)
+    assert large.heads[0].k.numel() > LIMIT
+    for mode in ("turbo", "fp16"):
+        got, want = (decode(q, past, scaling=0.1, mode=mode) for past in (large, store))
+        assert torch.equal(got.out, want.out)
+        assert torch.equal(got.lse, want.lse)
+        got, want = (prefill(*new, scaling=0.1, past=past, mode=mode) for past in (large, store))
+        assert torch.equal(got.out, want.out)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_step_seals_to_the_last_pages(bits: int) -> None:
+    k, v = (tokens(2, 8, 1, DIM, dtype=torch.float16, device="cuda") for _ in range(2))
+    found = []
+    for place in (lambda store: store, at_the_end):
+        torch.manual_seed(1)
+        store = a_store(bits)
+        table = torch.nn.functional.pad(store.table, (0, 1))
+        # the pool has a page in front of all others and one behind, of which no row knows
+        table[0, 6], table[1, 1] = 0, len(store.heads[0].k) - 1
+        store = place(store._replace(table=table))
+        broken, arrived = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1, 2))
+        append_step(k, v, store, broken=broken, arrived=arrived)
+        own = [store.table[0, 6], store.table[1, 1]]
+        found.append([getattr(store.heads[0], name)[page] for page in own for name in ("k", "v", "meta", "scale")])
+        assert store.sealed.tolist() == [7, 2]
+    for large, small in zip(*found, strict=True):
+        assert torch.equal(large, small)
