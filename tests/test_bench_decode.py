@@ -1,6 +1,7 @@
 """`turbo-hf bench decode` at toy size on the CPU: caches, checks, figures, files, refusals."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from turbo_hf.cli import app
 from turbo_hf.eval.bench import decode as bench
 from turbo_hf.eval.bench import decode_store
-from turbo_hf.eval.bench.decode import Row, check_decode
+from turbo_hf.eval.bench.decode import DecodeRow, check_decode, new_row
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of, make_case
 from turbo_hf.eval.bench.decode_command import steps
 from turbo_hf.eval.bench.decode_store import one_head, packed_stores
@@ -274,8 +275,9 @@ def test_a_rival_that_cannot_run_has_a_note_and_no_clock(monkeypatch: pytest.Mon
 
 
 def test_steps_compare_batches_of_one_length() -> None:
-    def row(batch: int, us: float | None, *, ragged: bool = False) -> Row:
-        return Row("llama3-8b", batch, 8192, batch * 8192, ragged, 8 * batch, "4 bit", True, us=us)
+    def row(batch: int, us: float | None, *, ragged: bool = False) -> DecodeRow:
+        case = replace(make_case("llama3-8b", f"{batch}x8k", False, 0), ragged=ragged)
+        return replace(new_row(case, "4 bit", True, 0), us=us)
 
     (line,) = steps([row(16, 100.0), row(17, 105.0), row(20, 130.0), row(18, None), row(19, 7.0, ragged=True)])
     assert line == (

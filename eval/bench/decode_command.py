@@ -9,11 +9,12 @@ from rich.table import Table
 
 from turbo_hf.config import BACKENDS
 from turbo_hf.console import Device, Json, err, fail, out
-from turbo_hf.eval.bench.decode import BASELINES, BURST_MS, Row, run_case
+from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow, run_case
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, PLANS, WIDTHS, Case, choose_cases
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, as_json, figure, find_device, one_of
 from turbo_hf.eval.bench.plot import plot_decode, require_matplotlib
+from turbo_hf.eval.bench.rivals import BASELINES
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
 
@@ -63,7 +64,7 @@ def decode_command(
     chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds, "plans": plans}
     options = {**chosen, "widths": widths}
     result: dict[str, Any] = {"bench": "decode", "facts": about, "options": options, "copy_tb_s": copy, "rows": []}
-    rows: list[Row] = []
+    rows: list[DecodeRow] = []
     for case in cases:
         with err.status(f"{case.shape}, {case}") as status:
             own = run_case(case, widths, stopwatch=stopwatch, copy=copy, tell=status.update, **chosen)
@@ -87,7 +88,7 @@ def decode_command(
         raise typer.Exit(1)
 
 
-def _print_case(case: Case, rows: list[Row]) -> None:
+def _print_case(case: Case, rows: list[DecodeRow]) -> None:
     heads = case.heads
     table = Table(title=f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}, {case.outputs} outputs")
     baselines = [name for name in BASELINES if any(row.method == name for row in rows)]
@@ -115,15 +116,15 @@ def _print_case(case: Case, rows: list[Row]) -> None:
         out.print(f"Medians of {rounds} rounds; quartiles lie up to {max(spreads):.1%} apart.", style="dim")
 
 
-def _print_steps(rows: list[Row]) -> None:
+def _print_steps(rows: list[DecodeRow]) -> None:
     """How time grows with outputs of one length: in step with the work, or in stairs, one a wave of the SMs."""
     for line in steps(rows):
         out.print(line, highlight=False)
 
 
-def steps(rows: list[Row]) -> Iterator[str]:
+def steps(rows: list[DecodeRow]) -> Iterator[str]:
     """A line for each method that ran batches of three or more sizes at one length, each against the smallest."""
-    groups: dict[tuple[str, int, str], list[Row]] = {}
+    groups: dict[tuple[str, int, str], list[DecodeRow]] = {}
     for row in rows:
         if row.us is not None and not row.ragged:
             groups.setdefault((row.shape, row.tokens, row.method), []).append(row)

@@ -25,7 +25,8 @@ from turbo_hf.eval.bench.options import (
     one_of,
 )
 from turbo_hf.eval.bench.plot import plot, require_matplotlib
-from turbo_hf.eval.bench.prefill import BASELINES, Row, run_case
+from turbo_hf.eval.bench.prefill import PrefillRow, run_case
+from turbo_hf.eval.bench.rivals import BASELINES
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, Case, find_shape, parse_size
 from turbo_hf.eval.bench.timing import Ceilings, Stopwatch, ceilings
 
@@ -84,7 +85,7 @@ def prefill_command(
         "ceilings": asdict(limits),
         "rows": [],
     }
-    rows: list[Row] = []
+    rows: list[PrefillRow] = []
     for case in cases:
         with err.status(str(case)) as status:
             own = run_case(
@@ -119,7 +120,7 @@ def _print_ceilings(limits: Ceilings) -> None:
     out.print(f"Ceilings measured now: {products}; copy {limits.copy:.3g} TB/s.", highlight=False)
 
 
-def _print_case(case: Case, rows: list[Row], device: torch.device) -> None:
+def _print_case(case: Case, rows: list[PrefillRow], device: torch.device) -> None:
     heads = case.heads
     table = Table(title=f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}")
     baselines = [name for name in BASELINES if any(row.method == name for row in rows)]

@@ -8,7 +8,7 @@ import typer
 from turbo_hf.config import BACKENDS
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench import decode_cases
-from turbo_hf.eval.bench.decode import BURST_MS, Row
+from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, make_case
 from turbo_hf.eval.bench.decode_command import _print_case
 from turbo_hf.eval.bench.facts import facts, headline
@@ -63,7 +63,7 @@ def sparse_command(
     chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
     options = {**chosen, "width": width, "shares": shares, **asdict(choice)}
     result: dict[str, Any] = {"bench": "sparse", "facts": about, "options": options, "copy_tb_s": copy, "rows": []}
-    rows: list[Row] = []
+    rows: list[DecodeRow] = []
     for case in cases:
         with err.status(f"{case.shape}, {case}") as status:
             own = run_case(case, width, shares, choice, stopwatch=stopwatch, copy=copy, tell=status.update, **chosen)
@@ -86,7 +86,7 @@ def sparse_command(
         raise typer.Exit(1)
 
 
-def index_shares(rows: list[Row]) -> list[str]:
+def index_shares(rows: list[DecodeRow]) -> list[str]:
     """What indexing a token costs of each sparse step, of which it is a part."""
     index = next((row.us for row in rows if row.method == INDEX), None)
     steps = [row for row in rows if row.method.endswith("%") and row.us is not None]
