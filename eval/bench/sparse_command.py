@@ -10,9 +10,10 @@ from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench import decode_cases
 from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, make_case
-from turbo_hf.eval.bench.decode_command import _print_case
+from turbo_hf.eval.bench.decode_command import print_case
+from turbo_hf.eval.bench.ending import finish, keep, untimed
 from turbo_hf.eval.bench.facts import facts, headline
-from turbo_hf.eval.bench.options import Backend, Folder, Seed, as_json, find_device, one_of
+from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of
 from turbo_hf.eval.bench.sparse import INDEX, Choice, run_case
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
@@ -67,23 +68,15 @@ def sparse_command(
     for case in cases:
         with err.status(f"{case.shape}, {case}") as status:
             own = run_case(case, width, shares, choice, stopwatch=stopwatch, copy=copy, tell=status.update, **chosen)
-        _print_case(case, own)
+        print_case(case, own)
         for line in index_shares(own):
             out.print(line, highlight=False)
         rows += own
-        result["rows"] += [asdict(row) for row in own]
-        if folder is not None:  # after each case: a run that is cut short keeps what it has
-            (folder / "sparse.json").write_text(as_json(result, indent=1) + "\n")
+        keep(result, own, folder)
         free_memory()
     if stopwatch.device.type != "cuda":
         out.print("On a CPU: by the wall clock, without graphs. It says nothing of a GPU.", style="dim")
-    missing = [row for row in rows if row.ours and row.us is None]
-    for row in missing:
-        fail(f"{row.method} on {row.shape}, {row.batch} x {row.tokens}, is not timed; {row.note}")
-    if json_line:
-        print(as_json(result))  # noqa: T201
-    if missing:
-        raise typer.Exit(1)
+    finish(result, json_line, untimed(rows))
 
 
 def index_shares(rows: list[DecodeRow]) -> list[str]:
