@@ -10,7 +10,7 @@ from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.methods import AGAIN, BASELINE, expanded, is_simulated, known_methods, method_named
-from turbo_hf.eval.output import write_report
+from turbo_hf.eval.output import Report, write_report
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.record import identity, open_run, write_whole
 from turbo_hf.eval.serve_command import TRACE, Plan, serve
@@ -160,12 +160,5 @@ def _write(folder: Path, result: dict[str, Any], samples: dict[str, dict[str, li
         for label in list(cells)[2:]:
             pictures.append(folder / f"needle-{label.replace('/', '-')}.png")
             needle_map(cells[BASELINE], cells[label], label, pictures[-1])
-    write_report(
-        folder,
-        f"turbo-hf eval: {identity['model']}, suite {identity['suite']}",
-        stamps(identity),
-        tables(result),
-        [noise(result), *result["notes"]],
-        result["meta"],
-        pictures,
-    )
+    heading, notes = f"turbo-hf eval: {identity['model']}, suite {identity['suite']}", [noise(result), *result["notes"]]
+    write_report(folder, Report(heading, stamps(identity), tables(result), notes, result["meta"], pictures))

@@ -35,33 +35,30 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def write_report(
-    folder: Path,
-    title: str,
-    lines: Sequence[str],
-    tables: Sequence[Table],
-    notes: Sequence[str],
-    meta: dict[str, Any],
-    pictures: Sequence[Path],
-) -> None:
-    """Print the tables, and write report.md and report.html into `folder`.
+class Report(NamedTuple):
+    """lines: to be read before the tables; notes: after them. meta: from `open_run`. pictures: PNG files that exist."""
 
-    Args:
-        lines: to be read before the tables. notes: to be read after them.
-        meta: from `open_run`.
-        pictures: PNG files that exist.
-    """
-    show(lines, tables, notes)
-    write_whole(folder / "report.md", markdown(title, lines, tables, notes))
-    write_whole(folder / "report.html", page(title, lines, tables, notes, meta, pictures))
+    title: str
+    lines: Sequence[str]
+    tables: Sequence[Table]
+    notes: Sequence[str]
+    meta: dict[str, Any]
+    pictures: Sequence[Path]
 
 
-def show(lines: Sequence[str], tables: Sequence[Table], notes: Sequence[str]) -> None:
+def write_report(folder: Path, report: Report) -> None:
+    """Print the tables, and write report.md and report.html into `folder`."""
+    show(report)
+    write_whole(folder / "report.md", markdown(report))
+    write_whole(folder / "report.html", page(report))
+
+
+def show(report: Report) -> None:
     """On the terminal."""
-    for line in lines:
+    for line in report.lines:
         style = "bold red" if line.startswith(LIMITED) else "bold"
         out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
-    for table in tables:
+    for table in report.tables:
         shown = rich.table.Table(title=table.title)
         for heading in table.headings:
             shown.add_column(heading, justify="left" if heading in WORDS else "right", overflow="fold")
@@ -69,17 +66,17 @@ def show(lines: Sequence[str], tables: Sequence[Table], notes: Sequence[str]) ->
             # a figure, its pairs and its p below one another: methods are many, and terminals narrow
             shown.add_row(*(cell.replace("; ", "\n") for cell in row))
         out.print(shown)
-    for note in notes:
+    for note in report.notes:
         out.print(f"- {note}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def markdown(title: str, lines: Sequence[str], tables: Sequence[Table], notes: Sequence[str]) -> str:
+def markdown(report: Report) -> str:
     """The tables with what must be read beside them."""
-    parts = [f"# {title}", *lines]
-    for table in tables:
+    parts = [f"# {report.title}", *report.lines]
+    for table in report.tables:
         rows = [_row(table.headings), _row(["---"] * len(table.headings)), *map(_row, table.rows)]
         parts.append("\n".join([f"**{table.title}**", "", *rows]))
-    parts.append("\n".join(f"- {note}" for note in notes))
+    parts.append("\n".join(f"- {note}" for note in report.notes))
     return "\n\n".join(parts) + "\n"
 
 
@@ -87,32 +84,25 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def page(
-    title: str,
-    lines: Sequence[str],
-    tables: Sequence[Table],
-    notes: Sequence[str],
-    meta: dict[str, Any],
-    pictures: Sequence[Path],
-) -> str:
+def page(report: Report) -> str:
     """An HTML page that needs nothing beside it. Text is escaped; pictures are inside it."""
-    named = html.escape(title)
+    named = html.escape(report.title)
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{named}</title>',
         f"<style>{STYLE}</style></head><body><h1>{named}</h1>",
     ]
-    for line in lines:
+    for line in report.lines:
         limited = ' class="limited"' if line.startswith(LIMITED) else ""
         parts.append(f"<p{limited}>{html.escape(line)}</p>")
-    for table in tables:
+    for table in report.tables:
         head = "".join(f"<th>{html.escape(heading)}</th>" for heading in table.headings)
         body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
         parts.append(f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{body}</table>")
-    parts.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in notes) + "</ul>")
-    for picture in pictures:
+    parts.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in report.notes) + "</ul>")
+    for picture in report.pictures:
         data = base64.b64encode(picture.read_bytes()).decode()
         parts.append(f'<p><img alt="{html.escape(picture.stem)}" src="data:image/png;base64,{data}"></p>')
-    parts.append(f"<h2>Run</h2><pre>{html.escape(json.dumps(meta, indent=1))}</pre></body></html>")
+    parts.append(f"<h2>Run</h2><pre>{html.escape(json.dumps(report.meta, indent=1))}</pre></body></html>")
     return "\n".join(parts) + "\n"
 
 

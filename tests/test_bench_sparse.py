@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from bench_support import CPU, check_refused, last_json, run
 
-from turbo_hf.cli import app
 from turbo_hf.eval.bench import sparse as bench
 from turbo_hf.eval.bench.decode_cases import Case, make_case
 from turbo_hf.eval.bench.sparse import INDEX, Choice, attention, check_sparse, index_token, make_layers, select
@@ -16,16 +15,9 @@ from turbo_hf.eval.bench.sparse_command import index_shares
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.quantize import dequantize
 
-CPU = torch.device("cpu")
 SMALL = Choice(buckets=16, hidden=8, sink=1, window=20)
 TOY = ["sparse", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "2x150", "--seconds", "0"]
 TOY += ["--buckets", "16", "--hidden", "8", "--window", "20", "--share", "0.25"]
-
-
-def run(*words: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["bench", *words])
-    assert result.exit_code == code, result.output
-    return result
 
 
 def toy() -> Case:
@@ -61,7 +53,7 @@ def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str) -> None:
 
 def test_the_table_the_json_and_the_file(tmp_path: Path) -> None:
     result = run(*TOY, "--share", "0.5", "--out", str(tmp_path / "new"), "--json")
-    report = json.loads(result.stdout.strip().splitlines()[-1])
+    report = last_json(result)
     assert report == json.loads((tmp_path / "new" / "sparse.json").read_text())
     rows = {row["method"]: row for row in report["rows"]}
     assert list(rows) == ["SDPA math", "4 bit", INDEX, "4 bit, 25.00%", "4 bit, 50.00%"]
@@ -85,7 +77,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench, "attention", wrong)
     result = run(*TOY, "--json", code=1)
-    rows = {row["method"]: row for row in json.loads(result.stdout.strip().splitlines()[-1])["rows"]}
+    rows = {row["method"]: row for row in last_json(result)["rows"]}
     assert rows["4 bit, 25.00%"]["us"] is None
     assert "wrong: a query is off by" in rows["4 bit, 25.00%"]["note"]
     assert rows["4 bit"]["us"] > 0
@@ -104,6 +96,4 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda x: x[0] if isinstance(x, list) else "",
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
-    result = run("sparse", *words, code=1)
-    assert "Traceback" not in result.output
-    assert message in " ".join(result.stderr.split())
+    check_refused(message, "sparse", *words)

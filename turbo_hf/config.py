@@ -126,7 +126,7 @@ class TurboConfig:
             passes of more than 16 tokens, or later tokens are clamped to what the first one spans. With "token"
             what a layer stores depends only on the keys and values, not on the passes that brought them.
         rotate_keys: store keys rotated by a Hadamard matrix, which spreads outlier channels over the others, and rotate
-            the queries that meet them: scores stay, and less is lost by rounding (`eval/results`).
+            the queries that meet them: scores stay, and less is lost by rounding (`eval/results`). Not with bits=16.
         attention: how a prompt's attention is computed. "turbo": INT8 Q, K, P and V, one scale a block
             (TurboAttention alg. 1). "int8": the same with one scale of K a token (INT-FlashAttention alg. 1). "half":
             INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that has it. "fp16": the

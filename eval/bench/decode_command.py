@@ -1,18 +1,17 @@
 """`turbo-hf bench decode`: the tables, the JSON and the plot."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from turbo_hf.config import BACKENDS
 from turbo_hf.console import Device, Json, err, fail, out
-from turbo_hf.eval.bench.decode import BASELINES, BURST_MS, Row, run_case
+from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow, run_case
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, PLANS, WIDTHS, Case, choose_cases
+from turbo_hf.eval.bench.ending import finish, keep, print_rows, untimed
 from turbo_hf.eval.bench.facts import facts, headline
-from turbo_hf.eval.bench.options import Backend, Folder, Seed, as_json, figure, find_device, one_of
+from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of
 from turbo_hf.eval.bench.plot import plot_decode, require_matplotlib
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
@@ -63,67 +62,44 @@ def decode_command(
     chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds, "plans": plans}
     options = {**chosen, "widths": widths}
     result: dict[str, Any] = {"bench": "decode", "facts": about, "options": options, "copy_tb_s": copy, "rows": []}
-    rows: list[Row] = []
+    rows: list[DecodeRow] = []
     for case in cases:
         with err.status(f"{case.shape}, {case}") as status:
             own = run_case(case, widths, stopwatch=stopwatch, copy=copy, tell=status.update, **chosen)
-        _print_case(case, own)
+        print_case(case, own)
         rows += own
-        result["rows"] += [asdict(row) for row in own]
-        if folder is not None:  # after each case: a run that is cut short keeps what it has
-            (folder / "decode.json").write_text(as_json(result, indent=1) + "\n")
+        keep(result, own, folder)
         free_memory()
     if folder is not None:  # once: a picture takes longer than a case
         plot_decode(rows, headline(about), folder / "decode.png")
     _print_steps(rows)
     if stopwatch.device.type != "cuda":
         out.print("On a CPU: by the wall clock, without graphs. It says nothing of a GPU.", style="dim")
-    missing = [row for row in rows if row.ours and row.us is None]
-    for row in missing:
-        fail(f"{row.method} on {row.shape}, {row.batch} x {row.tokens}, is not timed; {row.note}")
-    if json_line:
-        print(as_json(result))  # noqa: T201
-    if missing:
-        raise typer.Exit(1)
+    finish(result, json_line, untimed(rows))
 
 
-def _print_case(case: Case, rows: list[Row]) -> None:
+def print_case(case: Case, rows: list[DecodeRow]) -> None:
+    """The table of one case."""
     heads = case.heads
-    table = Table(title=f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}, {case.outputs} outputs")
-    baselines = [name for name in BASELINES if any(row.method == name for row in rows)]
-    headings = ["keys, values", "us", "eager us", "TB/s", "of copy", *(f"x {name}" for name in baselines), "error"]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == headings[0] else "right")
-    for row in rows:
-        ratios = [None if row.speedup is None else row.speedup.get(name) for name in baselines]
-        table.add_row(
-            row.method,
-            figure(row.us, ".1f"),
-            figure(row.eager_us, ".0f"),
-            figure(row.tb_s, ".3g"),
-            figure(row.copy_share, ".0%"),
-            *(figure(ratio, ".2f") for ratio in ratios),
-            figure(row.error, ".2%"),
-        )
-    out.print(table)
-    for row in rows:
-        if row.note:
-            out.print(f"{row.method}: {row.note}", style="dim", markup=False, highlight=False)
-    spreads = [row.spread for row in rows if row.spread is not None]
-    if spreads:
-        rounds = max(row.rounds for row in rows)
-        out.print(f"Medians of {rounds} rounds; quartiles lie up to {max(spreads):.1%} apart.", style="dim")
+    title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}, {case.outputs} outputs"
+    columns = {
+        "us": ("us", ".1f"),
+        "eager us": ("eager_us", ".0f"),
+        "TB/s": ("tb_s", ".3g"),
+        "of copy": ("copy_share", ".0%"),
+    }
+    print_rows(title, "keys, values", rows, columns)
 
 
-def _print_steps(rows: list[Row]) -> None:
+def _print_steps(rows: list[DecodeRow]) -> None:
     """How time grows with outputs of one length: in step with the work, or in stairs, one a wave of the SMs."""
     for line in steps(rows):
         out.print(line, highlight=False)
 
 
-def steps(rows: list[Row]) -> Iterator[str]:
+def steps(rows: list[DecodeRow]) -> Iterator[str]:
     """A line for each method that ran batches of three or more sizes at one length, each against the smallest."""
-    groups: dict[tuple[str, int, str], list[Row]] = {}
+    groups: dict[tuple[str, int, str], list[DecodeRow]] = {}
     for row in rows:
         if row.us is not None and not row.ragged:
             groups.setdefault((row.shape, row.tokens, row.method), []).append(row)

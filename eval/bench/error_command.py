@@ -1,7 +1,6 @@
 """`turbo-hf bench error`: the tables and the JSON."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from rich.table import Table
 from turbo_hf.config import ATTENTION_MODES, BACKENDS
 from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.eval.bench.capture import capture, token_ids
+from turbo_hf.eval.bench.ending import finish, keep
 from turbo_hf.eval.bench.error import DISTRIBUTIONS, METHODS, Method, Row, mean, model_errors, random_errors
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.options import (
@@ -24,7 +24,6 @@ from turbo_hf.eval.bench.options import (
     Modes,
     Seed,
     SmoothK,
-    as_json,
     find_device,
     one_of,
 )
@@ -91,16 +90,9 @@ def error_command(
     about = facts(where)
     out.print(headline(about), style="bold", highlight=False)
     _print_errors(rows, means, given)
-    result = {
-        "bench": "error",
-        "facts": about,
-        "options": {**options, **given},
-        "rows": [asdict(row) for row in [*rows, *means]],
-    }
-    if folder is not None:
-        (folder / "error.json").write_text(as_json(result, indent=1) + "\n")
-    if json_line:
-        print(as_json(result))  # noqa: T201
+    result = {"bench": "error", "facts": about, "options": {**options, **given}, "rows": []}
+    keep(result, [*rows, *means], folder)
+    finish(result, json_line)
 
 
 def _of_model(

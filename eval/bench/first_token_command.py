@@ -1,6 +1,6 @@
 """`turbo-hf bench first-token`: the table and the JSON."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
 import typer
@@ -8,10 +8,11 @@ from rich.table import Table
 
 from turbo_hf.config import ATTENTION_MODES, resolve_config
 from turbo_hf.console import Device, Json, err, fail, out
+from turbo_hf.eval.bench.ending import finish, keep
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.first_token import Row, first_token
 from turbo_hf.eval.bench.models import random_model
-from turbo_hf.eval.bench.options import Folder, as_json, find_device, one_of
+from turbo_hf.eval.bench.options import Folder, find_device, one_of
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import Stopwatch
 
@@ -47,11 +48,9 @@ def first_token_command(
     out.print(headline(about), style="bold", highlight=False)
     _print(rows, f"{batch} x {tokens_label(tokens)} tokens, {layers} layers, {preset}")
     given = {"batch": batch, "tokens": tokens, "layers": layers, "preset": preset, "tiny": tiny}
-    result = {"bench": "first-token", "facts": about, "options": given, "rows": [asdict(row) for row in rows]}
-    if folder is not None:
-        (folder / "first-token.json").write_text(as_json(result, indent=1) + "\n")
-    if json_line:
-        print(as_json(result))  # noqa: T201
+    result = {"bench": "first-token", "facts": about, "options": given, "rows": []}
+    keep(result, rows, folder)
+    finish(result, json_line)
 
 
 def _print(rows: list[Row], title: str) -> None:

@@ -1,16 +1,16 @@
 """`turbo-hf bench generate`: the table and the JSON."""
 
-from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from turbo_hf.console import Device, Json, err, fail, out
+from turbo_hf.eval.bench.ending import finish, keep, print_notes
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.generate import Row, Work, compare, methods
 from turbo_hf.eval.bench.models import KINDS, random_model
-from turbo_hf.eval.bench.options import Folder, Seed, as_json, figure, find_device, one_of
+from turbo_hf.eval.bench.options import Folder, Seed, figure, find_device, one_of
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import free_memory
 
@@ -82,18 +82,12 @@ def generate_command(
                     found = compare(model, name, chosen, work, rows_at_once, most, status.update)
                 _print(found, model.config.num_hidden_layers)
                 rows += found
-                result["rows"] += [asdict(row) for row in found]
-                if folder is not None:  # after each: a run that is cut short keeps what it has
-                    (folder / "generate.json").write_text(as_json(result, indent=1) + "\n")
+                keep(result, found, folder)
         del model
         free_memory()
     failed = [row for row in rows if row.method in presets and row.note.startswith("failed")]
-    for row in failed:
-        fail(f"{row.method} on {row.shape}, {row.context} tokens: {row.note}")
-    if json_line:
-        print(as_json(result))  # noqa: T201
-    if failed:
-        raise typer.Exit(1)
+    failures = [f"{row.method} on {row.shape}, {row.context} tokens: {row.note}" for row in failed]
+    finish(result, json_line, failures)
 
 
 def _parse_batch(text: str) -> int | None:
@@ -122,6 +116,4 @@ def _print(rows: list[Row], layers: int) -> None:
             figure(None if row.peak_bytes is None else row.peak_bytes / 1e9, ".2f"),
         )
     out.print(table)
-    for row in rows:
-        if row.note:
-            out.print(f"{row.method}: {row.note}", style="dim", markup=False, highlight=False)
+    print_notes(rows)

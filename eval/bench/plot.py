@@ -4,8 +4,8 @@ import importlib.util
 from itertools import product
 from pathlib import Path
 
-from turbo_hf.eval.bench.decode import Row as DecodeRow
-from turbo_hf.eval.bench.prefill import Row
+from turbo_hf.eval.bench.decode import DecodeRow
+from turbo_hf.eval.bench.prefill import PrefillRow
 from turbo_hf.eval.bench.shapes import tokens_label
 
 
@@ -15,7 +15,7 @@ def require_matplotlib() -> None:
         raise ValueError('the plot needs matplotlib: pip install "turbo_hf[bench]", or leave --out away.')
 
 
-def plot(rows: list[Row], title: str, path: Path) -> None:
+def plot(rows: list[PrefillRow], title: str, path: Path) -> None:
     """Write a PNG with a panel for each model shape (down) and mask (across); rows without a time are left out."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only who draws needs it
 

@@ -9,45 +9,33 @@ from typing import Any
 import torch
 
 from turbo_hf.eval.bench.check import Check, Sample, poisoned, verify
-from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, rivals
+from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
+from turbo_hf.eval.bench.rows import Row, checked, timed
 from turbo_hf.eval.bench.shapes import Case
-from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, side_by_side, speedup, spread
+from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, side_by_side
+from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops import operands
 from turbo_hf.ops import prefill as op
 
 BITS = {"turbo": (8, 8), "int8": (8, 8), "half": (8, 16), "fp8": (8, 8), "fp16": (16, 16)}
 """Width of the operands of Q K^T and of P V in each mode."""
 
-BASELINES = (CUDNN, FLASH, MATH)
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRow(Row):
+    """One method on one prompt pass.
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One method on one case; figures are None where it did not run, and `note` says why.
-
-    ms: median of the rounds, quantization included; spread: interquartile range over it. quantize_ms: of K and V
-    apart (Q is quantized inside the attention). tflops: 10^12 operations a second, counted as `Case.flops`.
-    floor_ms: from the ceilings; roofline: floor over time. speedup: times as fast as each baseline, median over the
-    rounds. error: |o - oracle| / |oracle| on the sample. check: of our own modes.
+    ms: median of the rounds, quantization included. quantize_ms: of K and V apart (Q is quantized inside the
+    attention). tflops: 10^12 operations a second, counted as `Case.flops`. floor_ms: from the ceilings; roofline:
+    floor over time.
     """
 
-    shape: str
-    batch: int
-    tokens: int
     causal: bool
-    method: str
-    ours: bool
     ms: float | None = None
-    spread: float | None = None
-    rounds: int = 0
     quantize_ms: float | None = None
     tflops: float | None = None
     floor_ms: float | None = None
     roofline: float | None = None
-    speedup: dict[str, float] | None = None
-    error: float | None = None
-    check: Check | None = None
-    note: str = ""
 
 
 def run_case(
@@ -62,7 +50,7 @@ def run_case(
     stopwatch: Stopwatch,
     limits: Ceilings,
     tell: Callable[[str], None] = lambda step: None,
-) -> list[Row]:
+) -> list[PrefillRow]:
     """Check, then time every mode and every rival on one case.
 
     Args:
@@ -78,7 +66,7 @@ def run_case(
     scaling = case.heads.dim**-0.5
     tell(f"{case}: oracle")
     sample = Sample(q, k, v, scaling=scaling, causal=case.causal, seed=seed)
-    rows: list[Row] = []
+    rows: list[PrefillRow] = []
     calls: dict[str, Call] = {}
     for rival in rivals(q, k, v, scaling=scaling, causal=case.causal):
         row = _row(case, rival.name, rival.note)
@@ -118,8 +106,16 @@ def inputs(
     return q, k, v
 
 
-def _row(case: Case, method: str, note: str = "") -> Row:
-    return Row(case.shape, case.batch, case.tokens, case.causal, method, method in BITS, note=note)
+def _row(case: Case, method: str, note: str = "") -> PrefillRow:
+    return PrefillRow(
+        shape=case.shape,
+        batch=case.batch,
+        tokens=case.tokens,
+        causal=case.causal,
+        method=method,
+        ours=method in BITS,
+        note=note,
+    )
 
 
 def _error(rival: Rival, sample: Sample) -> float:
@@ -128,51 +124,44 @@ def _error(rival: Rival, sample: Sample) -> float:
 
 
 def _checked(
-    row: Row,
+    row: PrefillRow,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sample: Sample,
     given: dict[str, Any],
     backend: str,
-) -> tuple[Row, Call | None]:
-    """The row with its check, and the call to time if the result is right."""
+) -> tuple[PrefillRow, Call | None]:
+    """The row of one mode with its check, and the call to time if the result is right."""
 
-    def call() -> object:
+    def call() -> AttentionOutput:
         return op.prefill(q, k, v, backend=backend, **given)
 
-    try:
+    def prepare() -> tuple[Check, Callable[[], Call]]:
         with poisoned():
-            got = op.prefill(q, k, v, backend=backend, **given)
-    except ValueError as error:
-        return replace(row, note=f"refused: {error}"), None
-    except Exception as error:  # one mode that fails must not cost the others their figures
-        return replace(row, note=f"failed: {type(error).__name__}: {error}"), None
-    check = verify(got, sample, given)
-    row = replace(row, error=check.error, check=check)
-    return (row, call) if not check.problem else (replace(row, note=f"wrong: {check.problem}"), None)
+            got = call()
+        return verify(got, sample, given), lambda: call
+
+    return checked(row, prepare)
 
 
 def _apart(mode: str) -> str:
     return f"{mode}: quantization"
 
 
-def _timed(row: Row, case: Case, times: dict[str, list[float]], limits: Ceilings, itemsize: int) -> Row:
+def _timed(row: PrefillRow, case: Case, times: dict[str, list[float]], limits: Ceilings, itemsize: int) -> PrefillRow:
     if row.method not in times:
         return row
-    own = times[row.method]
-    ms = statistics.median(own)
+    ms = statistics.median(times[row.method])
     bits = BITS.get(row.method) or ((16, 16) if row.method in BASELINES else (8, 16))
     floor = limits.floor_ms(case.flops, bits, case.bytes_moved(itemsize))
     apart = times.get(_apart(row.method))
-    return replace(
+    return timed(
         row,
+        times,
         ms=ms,
-        spread=spread(own),
-        rounds=len(own),
         quantize_ms=None if apart is None else statistics.median(apart),
         tflops=case.flops / ms / 1e9,
         floor_ms=floor,
         roofline=floor / ms,
-        speedup={name: speedup(own, times[name]) for name in BASELINES if name in times and name != row.method},
     )

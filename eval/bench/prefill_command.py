@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 from turbo_hf.config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, err, fail, out
+from turbo_hf.eval.bench.ending import finish, keep, print_rows, untimed
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.options import (
     DTYPES,
@@ -19,13 +19,11 @@ from turbo_hf.eval.bench.options import (
     Modes,
     Seed,
     SmoothK,
-    as_json,
-    figure,
     find_device,
     one_of,
 )
 from turbo_hf.eval.bench.plot import plot, require_matplotlib
-from turbo_hf.eval.bench.prefill import BASELINES, Row, run_case
+from turbo_hf.eval.bench.prefill import PrefillRow, run_case
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, Case, find_shape, parse_size
 from turbo_hf.eval.bench.timing import Ceilings, Stopwatch, ceilings
 
@@ -84,7 +82,7 @@ def prefill_command(
         "ceilings": asdict(limits),
         "rows": [],
     }
-    rows: list[Row] = []
+    rows: list[PrefillRow] = []
     for case in cases:
         with err.status(str(case)) as status:
             own = run_case(
@@ -99,17 +97,10 @@ def prefill_command(
             )
         _print_case(case, own, stopwatch.device)
         rows += own
-        result["rows"] += [asdict(row) for row in own]
-        if folder is not None:  # after each case: a run that is cut short keeps what it has
-            (folder / "prefill.json").write_text(as_json(result, indent=1) + "\n")
+        keep(result, own, folder)
+        if folder is not None:
             plot(rows, headline(about), folder / "prefill.png")
-    missing = [row for row in rows if row.ours and row.ms is None]
-    for row in missing:
-        fail(f"{row.method} on {row.shape}, {row.batch} x {row.tokens}, is not timed; {row.note}")
-    if json_line:
-        print(as_json(result))  # noqa: T201
-    if missing:
-        raise typer.Exit(1)
+    finish(result, json_line, untimed(rows))
 
 
 def _print_ceilings(limits: Ceilings) -> None:
@@ -119,31 +110,15 @@ def _print_ceilings(limits: Ceilings) -> None:
     out.print(f"Ceilings measured now: {products}; copy {limits.copy:.3g} TB/s.", highlight=False)
 
 
-def _print_case(case: Case, rows: list[Row], device: torch.device) -> None:
+def _print_case(case: Case, rows: list[PrefillRow], device: torch.device) -> None:
     heads = case.heads
-    table = Table(title=f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}")
-    baselines = [name for name in BASELINES if any(row.method == name for row in rows)]
-    headings = ["method", "ms", "quantize ms", "TFLOP/s", "roofline", *(f"x {name}" for name in baselines), "error"]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "method" else "right")
-    for row in rows:
-        ratios = [None if row.speedup is None else row.speedup.get(name) for name in baselines]
-        table.add_row(
-            row.method,
-            figure(row.ms, ".4g"),
-            figure(row.quantize_ms, ".3g"),
-            figure(row.tflops, ".4g"),
-            figure(row.roofline, ".0%"),
-            *(figure(ratio, ".2f") for ratio in ratios),
-            figure(row.error, ".2%"),
-        )
-    out.print(table)
-    for row in rows:
-        if row.note:
-            out.print(f"{row.method}: {row.note}", style="dim", markup=False, highlight=False)
-    spreads = [row.spread for row in rows if row.spread is not None]
-    if spreads:
-        rounds = max(row.rounds for row in rows)
-        out.print(f"Medians of {rounds} rounds; quartiles lie up to {max(spreads):.1%} apart.", style="dim")
+    title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}"
+    columns = {
+        "ms": ("ms", ".4g"),
+        "quantize ms": ("quantize_ms", ".3g"),
+        "TFLOP/s": ("tflops", ".4g"),
+        "roofline": ("roofline", ".0%"),
+    }
+    print_rows(title, "method", rows, columns)
     if device.type != "cuda":
         out.print("On a CPU: plain torch by the wall clock. It says nothing of a GPU.", style="dim")

@@ -14,6 +14,9 @@ from turbo_hf.eval.bench.timing import Call
 
 CUDNN, FLASH, MATH, SAGE = "cuDNN", "FA2", "SDPA math", "SageAttention"
 
+BASELINES = (CUDNN, FLASH, MATH)
+"""Those that a speedup is told over, where they run."""
+
 
 class Rival(NamedTuple):
     """Another implementation, ready to be called; `call` None where it cannot run, and `note` says why.

@@ -6,13 +6,14 @@ from functools import partial
 
 import torch
 
-from turbo_hf.eval.bench.check import Check, judge, poisoned
-from turbo_hf.eval.bench.decode import Row, _ours, _row, _theirs, _timed
-from turbo_hf.eval.bench.decode_cases import Case, groups_of
+from turbo_hf.eval.bench.check import Check, poisoned
+from turbo_hf.eval.bench.decode import DecodeRow, Found, beside_fp16, check_heads, dense_step, new_row
+from turbo_hf.eval.bench.decode_cases import PLANS, Case, groups_of
 from turbo_hf.eval.bench.decode_store import one_head, packed_stores
 from turbo_hf.eval.bench.graphs import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side
+from turbo_hf.eval.bench.rows import checked
+from turbo_hf.eval.bench.timing import Call, Stopwatch
 from turbo_hf.layout import AttentionOutput, KVStore, token_major
 from turbo_hf.ops.quantize import dequantize
 from turbo_hf.ops.select import Rotary, assign, classify, visit
@@ -123,13 +124,10 @@ def attention(
 def check_sparse(
     case: Case, q: torch.Tensor, layer: Layer, visited: torch.Tensor, choice: Choice, got: AttentionOutput
 ) -> Check:
-    """Hold the first KV head of the first row and the last of the last against float64 over the keys they visit."""
-    heads, scaling = case.heads, case.heads.dim**-0.5
-    group, last = heads.query // heads.kv, len(case.lengths) - 1
-    found: list[tuple[AttentionOutput, AttentionOutput, AttentionOutput]] = []
-    for row, head in {(0, 0): None, (last, heads.kv - 1): None}:
-        part, own = one_head(layer.store, row, head), slice(head * group, (head + 1) * group)
-        query, length = q[row : row + 1, own], case.lengths[row]
+    """Hold a sample against float64 over the keys that its heads visit, as `check_heads` does."""
+
+    def attended(row: int, head: int, query: torch.Tensor) -> tuple[AttentionOutput, AttentionOutput]:
+        part, scaling, length = one_head(layer.store, row, head), case.heads.dim**-0.5, case.lengths[row]
         bucket, visits = layer.index[row, head, 0, :length], visited[row, head, 0, 0]
         place = torch.arange(length, device=q.device)
         kept = visits[bucket.long()] | (place < choice.sink) | (place >= length - choice.window)
@@ -145,10 +143,9 @@ def check_sparse(
             sink_tokens=choice.sink,
             window_tokens=choice.window,
         )
-        sampled = AttentionOutput(got.out[row, own], got.lse[row, own])
-        found.append((sampled, AttentionOutput(model.out[0], model.lse[0]), exact))
-    stacked = (AttentionOutput(*(torch.stack(x) for x in zip(*part, strict=True))) for part in zip(*found, strict=True))
-    return judge(got, *stacked)
+        return model, exact
+
+    return check_heads(case, q, got, attended)
 
 
 def run_case(
@@ -163,7 +160,7 @@ def run_case(
     stopwatch: Stopwatch,
     copy: float,
     tell: Callable[[str], None] = lambda step: None,
-) -> list[Row]:
+) -> list[DecodeRow]:
     """Check, then time a sparse step at each share of the buckets, the dense step and FP16 on one case.
 
     Args:
@@ -179,31 +176,15 @@ def run_case(
     q = torch.randn(len(case.lengths), heads.query, 1, heads.dim, generator=generator, device=device).half()
     k = torch.randn(len(case.lengths), heads.kv, 1, heads.dim, generator=generator, device=device).half()
     tell(f"{case}: {width} bit, all keys")
-    rows, calls = [], {}
-    dense, rotation = _ours(case, width, q, backend, "stream-k", seed)
-    rows.append(dense)
-    if rotation is not None:
-        calls[dense.method] = rotation
+    found = [dense_step(case, width, q, backend, PLANS[0], seed)]
     sizes = {share: sparse_bytes(case, width, share, choice) for share in shares}
     layers = make_layers(case, width, choice, cold_copies(min(sizes.values()), device), device, seed + 1)
-    size = layers[0].centroids.nbytes
-    rows.append(_row(case, INDEX, True, size))
-    calls[INDEX] = Rotation([partial(index_token, layer, k, backend) for layer in layers], device)
+    indexing = Rotation([partial(index_token, layer, k, backend) for layer in layers], device)
+    found.append((new_row(case, INDEX, True, layers[0].centroids.nbytes), indexing))
     for share in shares:
         tell(f"{case}: {width} bit, {share:.2%} of the buckets")
-        row, rotation = _sparse(case, width, share, layers, q, k, choice, backend, sizes[share])
-        rows.append(row)
-        if rotation is not None:
-            calls[row.method] = rotation
-    tell(f"{case}: FP16")
-    theirs, their_calls = _theirs(case, q, generator)
-    rows, calls = theirs + rows, their_calls | calls
-    tell(f"{case}: timing")
-    eager = {name: rotation.eager_us() for name, rotation in calls.items()}
-    watched: dict[str, Call] = dict(calls)
-    times = side_by_side(watched, stopwatch, seconds)
-    each = {name: [1e3 * ms / calls[name].launches for ms in own] for name, own in times.items()}
-    return [_timed(row, each, eager, copy) for row in rows]
+        found.append(_sparse(case, width, share, layers, q, k, choice, backend, sizes[share]))
+    return beside_fp16(case, q, generator, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
 
 
 def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
@@ -228,26 +209,24 @@ def _sparse(
     choice: Choice,
     backend: str,
     size: int,
-) -> tuple[Row, Rotation | None]:
+) -> Found:
     """The row of one share with its check, and what to time if the result is right."""
     probes = max(1, round(share * choice.buckets))
-    row = _row(case, f"{width} bit, {share:.2%}", True, size)
     read = torch.zeros(1, dtype=torch.int64, device=q.device)
-    try:
+
+    def prepare() -> tuple[Check, Callable[[], Rotation]]:
         layer = layers[0]
         with poisoned():
             index_token(layer, k, backend)
             visited = select(layer, q, probes, backend)
             got = attention(layer, q, visited, choice, backend, read)
         check = check_sparse(case, q, layer, visited, choice, got)
-        there = sum(case.lengths) * case.heads.kv
-        note = f"{probes} of {choice.buckets} buckets, {int(read) / there:.2%} of the keys, dense part included"
-        row = replace(row, error=check.error, check=check, note=note)
-        if check.problem:
-            return replace(row, note=f"wrong: {check.problem}"), None
         calls: list[Call] = [partial(step, each, q, k, probes, choice, backend) for each in layers]
-        return row, Rotation(calls, q.device)
-    except ValueError as error:
-        return replace(row, note=f"refused: {error}"), None
-    except Exception as error:  # one share that fails must not cost the others their figures
-        return replace(row, note=f"failed: {type(error).__name__}: {error}"), None
+        return check, lambda: Rotation(calls, q.device)
+
+    row, rotation = checked(new_row(case, f"{width} bit, {share:.2%}", True, size), prepare)
+    if rotation is None:
+        return row, None
+    there = sum(case.lengths) * case.heads.kv
+    note = f"{probes} of {choice.buckets} buckets, {int(read) / there:.2%} of the keys, dense part included"
+    return replace(row, note=note), rotation

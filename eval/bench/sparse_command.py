@@ -8,11 +8,12 @@ import typer
 from turbo_hf.config import BACKENDS
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench import decode_cases
-from turbo_hf.eval.bench.decode import BURST_MS, Row
+from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, make_case
-from turbo_hf.eval.bench.decode_command import _print_case
+from turbo_hf.eval.bench.decode_command import print_case
+from turbo_hf.eval.bench.ending import finish, keep, untimed
 from turbo_hf.eval.bench.facts import facts, headline
-from turbo_hf.eval.bench.options import Backend, Folder, Seed, as_json, find_device, one_of
+from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of
 from turbo_hf.eval.bench.sparse import INDEX, Choice, run_case
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
@@ -63,30 +64,22 @@ def sparse_command(
     chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
     options = {**chosen, "width": width, "shares": shares, **asdict(choice)}
     result: dict[str, Any] = {"bench": "sparse", "facts": about, "options": options, "copy_tb_s": copy, "rows": []}
-    rows: list[Row] = []
+    rows: list[DecodeRow] = []
     for case in cases:
         with err.status(f"{case.shape}, {case}") as status:
             own = run_case(case, width, shares, choice, stopwatch=stopwatch, copy=copy, tell=status.update, **chosen)
-        _print_case(case, own)
+        print_case(case, own)
         for line in index_shares(own):
             out.print(line, highlight=False)
         rows += own
-        result["rows"] += [asdict(row) for row in own]
-        if folder is not None:  # after each case: a run that is cut short keeps what it has
-            (folder / "sparse.json").write_text(as_json(result, indent=1) + "\n")
+        keep(result, own, folder)
         free_memory()
     if stopwatch.device.type != "cuda":
         out.print("On a CPU: by the wall clock, without graphs. It says nothing of a GPU.", style="dim")
-    missing = [row for row in rows if row.ours and row.us is None]
-    for row in missing:
-        fail(f"{row.method} on {row.shape}, {row.batch} x {row.tokens}, is not timed; {row.note}")
-    if json_line:
-        print(as_json(result))  # noqa: T201
-    if missing:
-        raise typer.Exit(1)
+    finish(result, json_line, untimed(rows))
 
 
-def index_shares(rows: list[Row]) -> list[str]:
+def index_shares(rows: list[DecodeRow]) -> list[str]:
     """What indexing a token costs of each sparse step, of which it is a part."""
     index = next((row.us for row in rows if row.method == INDEX), None)
     steps = [row for row in rows if row.method.endswith("%") and row.us is not None]

@@ -241,6 +241,16 @@ def _merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS
 
 
 @triton.jit
+def _with_sinks(o, top, total, sinks_ptr, head_of, live):
+    """O [N, DP], maximum [N] and sum [N] of query rows with their heads' sinks, each a logit without a value."""
+    sink = tl.load(sinks_ptr + head_of, mask=live, other=0.0).to(tl.float32) * LOG2_E
+    new = tl.maximum(top, sink)
+    share = tl.exp2(top - new)
+    total = total * share + tl.exp2(sink - new)
+    return o * share[:, None], new, total
+
+
+@triton.jit
 def _finish(
     o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads,
     GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
@@ -249,12 +259,7 @@ def _finish(
     place, live, query, head_of = _rows(chunk, length, head, tokens, GROUP, o.shape[0], False)
     padding = (place < 0) | (place - length + tokens < start)
     if SINKS:
-        sink = tl.load(sinks_ptr + head_of, mask=live, other=0.0).to(tl.float32) * LOG2_E
-        new = tl.maximum(top, sink)
-        share = tl.exp2(top - new)
-        total = total * share + tl.exp2(sink - new)
-        o = o * share[:, None]
-        top = new
+        o, top, total = _with_sinks(o, top, total, sinks_ptr, head_of, live)
     o = o / tl.where(total > 0, total, 1.0)[:, None]
     lse = tl.where(padding | (total == 0), -float("inf"), (top + tl.log2(total)) * LN_2)
     d = tl.arange(0, o.shape[1])

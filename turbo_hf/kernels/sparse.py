@@ -10,7 +10,7 @@ import triton.language as tl
 
 from turbo_hf.kernels._common import tanh
 from turbo_hf.kernels.block_attention import LN_2, LOG2_E, _float_dot
-from turbo_hf.kernels.decode import _leave_part, _merge
+from turbo_hf.kernels.decode import _leave_part, _merge, _with_sinks
 from turbo_hf.kernels.tiles import channels, keys_of, packed_bytes
 
 
@@ -168,12 +168,7 @@ def _write(
 ):  # fmt: skip
     """out and lse of one query's heads. at: its first element in lse; stride: from head to head there."""
     if SINKS:
-        sink = tl.load(sinks_ptr + head_of, mask=live, other=0.0).to(tl.float32) * LOG2_E
-        new = tl.maximum(top, sink)
-        share = tl.exp2(top - new)
-        total = total * share + tl.exp2(sink - new)
-        o = o * share[:, None]
-        top = new
+        o, top, total = _with_sinks(o, top, total, sinks_ptr, head_of, live)
     o = o / tl.where(total > 0, total, 1.0)[:, None]
     lse = tl.where(empty, -float("inf"), (top + tl.log2(tl.where(empty, 1.0, total))) * LN_2)
     where = at + head_of.to(tl.int64) * stride
