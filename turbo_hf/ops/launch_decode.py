@@ -14,7 +14,7 @@ from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, decode_tiles
 PARTS = 32
 """Partial results that the merge takes at a time, of 4 query rows and 128 channels."""
 
-MANY = 0.9
+MANY = 2.0
 """Outputs an SM from which on most CTAs have whole ones."""
 
 LEAST = 2

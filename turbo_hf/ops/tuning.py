@@ -92,7 +92,7 @@ def decode_tiles(codes: int, bits: int, unpacks: bool, *, many: bool = False) ->
     Args:
         codes: numbers of K in a block, padding included. bits: of each.
         unpacks: to the query's type, as mode "fp16" does with codes. That takes room: one block at a time.
-        many: as many outputs as SMs: small CTAs do whole outputs each at its own pace, and few are merged.
+        many: at least twice as many outputs as SMs: small CTAs do whole outputs each at its own pace, and few are merged.
     """
     if unpacks:
         return DecodeTiles(1, 2, 1)
@@ -111,7 +111,7 @@ FEW_TILES = (DecodeTiles(4, 2, 3), DecodeTiles(4, 1, 3), DecodeTiles(4, 1, 2))
 """Tiles of decode, the first that fits. H200, 2026-11-21: the table of short contexts in the log."""
 
 MANY_TILES = (DecodeTiles(2, 4, 3),)
-"""The same where there are as many outputs as SMs."""
+"""The same where there are twice as many outputs as SMs, or more."""
 
 FULL_TILES = (DecodeTiles(1, 3, 3), DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3))
 """The same for 16 bit."""
