@@ -68,9 +68,9 @@ def _places(
     segment = position * 0
     # the number of segments that end at or before a position, by binary search
     for i in tl.static_range(SEARCH):
-        step: tl.constexpr = 1 << (SEARCH - 1 - i)
-        end = tl.load(ends + segment + step - 1, mask=segment + step <= segments, other=2147483647)
-        segment = tl.where(end <= position, segment + step, segment)
+        further = segment + (1 << (SEARCH - 1 - i))
+        end = tl.load(ends + further - 1, mask=further <= segments, other=2147483647)
+        segment = tl.where(end <= position, further, segment)
     live = position < total
     before = tl.load(ends + segment - 1, mask=live & (segment > 0), other=0)
     inside = tl.load(places + segment.to(tl.int64) * LIST + position - before, mask=live, other=0)
