@@ -114,6 +114,15 @@ def main(everything: bool) -> None:
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         launch_store.append_step(k, k, store, None, *flags)
+        case[0] = f"append a prompt, d = {dim}"
+        k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
+        launch_store.append_tokens(k, k, store, torch.zeros(2, dtype=torch.int64), None, torch.zeros(2, 2, 2), *flags)
+        for major in (False, True):
+            case[0] = f"seal open blocks, d = {dim}, token-major {major}"
+            launch_store.seal_open(store._replace(token_major=major), 1)
+    case[0] = "seal open blocks of 16 bit"
+    k = torch.zeros(2, 2, 128, 128)
+    launch_store.seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)
     for widths in (((8, 2),), ((4, 2),), ((3, 2),), ((2, 2),), ((4, 1), (2, 1))) if everything else (((4, 1), (2, 1)),):
         for dim in (64, 80, 128, 256) if everything else (128,):
             case[0] = f"sparse, {widths}, d = {dim}"

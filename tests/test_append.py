@@ -1,4 +1,4 @@
-"""`append_tokens`: what a decode step stores is what the quantizer makes, where the open tokens end."""
+"""The open buffer: new tokens join it as the quantizer makes them, and whole blocks leave it as `seal_blocks` does."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,8 @@ from torch import Tensor
 from turbo_hf.chunk import Chunk
 from turbo_hf.config import TurboConfig
 from turbo_hf.layer import TurboLayer
-from turbo_hf.layout import KVStore, PagedHeads
-from turbo_hf.ops.append import append_step, append_tokens
+from turbo_hf.layout import KVStore, PagedHeads, empty_pages, token_major
+from turbo_hf.ops.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
 
@@ -20,9 +20,13 @@ pytestmark = pytest.mark.usefixtures("poison")
 BACKENDS = [pytest.param(name, id=name) for name in ("reference", "triton")]
 
 
-def cache(lengths: Sequence[int], dim: int, device: torch.device, dtype: torch.dtype) -> KVStore:
+def cache(lengths: Sequence[int], dim: int, device: torch.device, dtype: torch.dtype, room: int = 0) -> KVStore:
     k, v = (tokens(len(lengths), 2, max(lengths), dim, dtype=dtype, device=device) for _ in range(2))
-    return make_store(k, v, lengths)
+    store = make_store(k, v, lengths)
+    pad = torch.nn.functional.pad
+    k_scale, v_scale = pad(store.k_scale, (0, room)), pad(store.v_scale, (0, room))
+    k_open, v_open = pad(store.k_open, (0, 0, 0, room)), pad(store.v_open, (0, room))
+    return store._replace(k_open=k_open, v_open=v_open, k_scale=k_scale, v_scale=v_scale)
 
 
 def copy(store: KVStore) -> KVStore:
@@ -31,13 +35,17 @@ def copy(store: KVStore) -> KVStore:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
-@pytest.mark.parametrize(("m", "starts"), [(1, None), (5, None), (5, [0, 3, 5])], ids=["one", "several", "ragged"])
+@pytest.mark.parametrize(
+    ("m", "starts"),
+    [(1, None), (5, None), (5, [0, 3, 5]), (130, None), (130, [0, 33, 130])],
+    ids=["one", "several", "ragged", "prompt", "ragged_prompt"],
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
 @pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
 def test_stores_what_the_quantizer_makes(
     dim: int, dtype: torch.dtype, m: int, starts: list[int] | None, given: bool, backend: str, device: torch.device
 ) -> None:
-    store = cache([70, 3, 72], dim, device, dtype)
+    store = cache([70, 3, 72], dim, device, dtype, room=m)
     before, broken = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(3, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
     scales = torch.rand(3, 2, 2, device=device) / 50 if given else None
@@ -77,6 +85,78 @@ def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: 
     new[which][0, 1, 1, 3] = bad
     append_tokens(new[0], new[1], store, broken=broken, backend=backend)
     assert broken.item()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("m", [3, 70])
+def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torch.device) -> None:
+    store, broken = cache([3, 5], 16, device, torch.float32, room=m), torch.zeros(1, dtype=torch.int32, device=device)
+    k, v = (tokens(2, 2, m, 16, device=device) for _ in range(2))
+    starts = torch.tensor([1, m], device=device)
+    wanted = torch.stack([expected(x[:1, :, 1:], None)[1].amax(-1) for x in (k, v)], -1)
+    span = torch.zeros(2, 2, 2, device=device)
+    span[0, 1], span[1] = 1e3, 0.25
+    append_tokens(k, v, store, starts=starts, span=span, broken=broken, backend=backend)
+    assert torch.equal(span[0, 0], wanted[0])
+    assert (span[0, 1] == 1e3).all()
+    # a row without new tokens
+    assert (span[1] == 0.25).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("where", [0, 40, 69])
+def test_a_prompt_reports_nan_wherever_it_is(where: int, backend: str, device: torch.device) -> None:
+    store, broken = cache([3], 16, device, torch.float32, room=70), torch.zeros(1, dtype=torch.int32, device=device)
+    new = tokens(1, 2, 70, 16, device=device)
+    new[0, 1, where, 3] = torch.nan
+    append_tokens(new, new, store, starts=torch.tensor([where + 1], device=device), broken=broken, backend=backend)
+    # padding may hold anything
+    assert not broken.item()
+    append_tokens(new, new, cache([3], 16, device, torch.float32, room=70), broken=broken, backend=backend)
+    assert broken.item()
+
+
+FULL_GROUPS = [pytest.param(((16, 2),), id="16bit"), pytest.param(((16, 1), (4, 1)), id="16bit+4bit")]
+BITS = [pytest.param(((bits, 2),), id=f"{bits}bit") for bits in (8, 4, 3, 2)]
+MIXED = [pytest.param(((4, 1), (2, 1)), id="mixed")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("groups", "major"),
+    [*((p.values[0], False) for p in (*BITS, *MIXED, *FULL_GROUPS)), *((p.values[0], True) for p in (*BITS, *MIXED))],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
+def test_whole_blocks_go_to_the_pages_that_the_table_names(
+    dim: int, groups: tuple[tuple[int, int], ...], major: bool, backend: str, device: torch.device
+) -> None:
+    """Rows that seal two blocks, one behind others, none, and one of two because the first has left the window."""
+    lengths, counted = [140, 70, 20, 150], [2, 3, 0, 1]
+    k, v = (tokens(4, 2, 150, dim, dtype=torch.float16, device=device) for _ in range(2))
+    order = torch.tensor([[1, 0], [0, 1], [1, 0], [1, 0]], device=device)
+    store = make_store(k, v, lengths, groups=groups, order=order, sealed=[0, 0, 0, 0])
+    heads = tuple(empty_pages(bits, 9, n, dim, 64, device, torch.float16, token_major=major) for bits, n in groups)
+    for x in (x for pages in heads for x in pages[1:]):
+        x.fill_(7)
+    table = torch.tensor([[4, 2, 0], [0, 1, 8], [0, 0, 0], [6, 0, 0]], device=device)
+    store = store._replace(heads=heads, table=table, sealed=torch.tensor(counted, device=device), token_major=major)
+    seal_open(store, 2, backend=backend)
+    slot = 0
+    for got in store.heads:
+        for row, n, page in ((0, 0, 4), (0, 1, 2), (1, 0, 8), (3, 1, 6)):
+            own, at = order[row, slot : slot + got.k.shape[1]], slice(64 * n, 64 * n + 64)
+            parts = [x[row, own][:, at] for x in (store.k_open, store.k_scale, store.v_open.mT, store.v_scale)]
+            if got.bits < 16 and parts[0].is_floating_point():
+                parts = [x[0] for i in (0, 2) for x in quantize_tokens(parts[i][None], backend="reference")]
+            key, key_scale, value, value_scale = (x[None] for x in parts)
+            want = seal_blocks(key, key_scale, value, value_scale, got.bits, "reference")
+            want = token_major(want) if major else want
+            for name in ("k", "v", "meta", "scale"):
+                assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
+        for x in got[1:]:
+            assert (x[[0, 1, 3, 5, 7]] == 7).all()
+        slot += got.k.shape[1]
 
 
 def full_store(dim: int, groups: tuple[tuple[int, int], ...], device: torch.device) -> KVStore:

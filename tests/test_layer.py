@@ -325,7 +325,7 @@ def test_a_long_prompt_is_sealed_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     config = TurboConfig(low_heads=0.5)
     whole = filled(config, k, v, valid)
     for blocks in (1, 3):
-        monkeypatch.setattr("turbo_hf.pages.SEAL_ELEMENTS", blocks * HEADS * 64 * 16)
+        monkeypatch.setattr("turbo_hf.reference.append.SEAL_ELEMENTS", blocks * HEADS * 64 * 16)
         parts = filled(config, k, v, valid)
         for row in range(3):
             assert_same_rows(parts, row, whole, row)

@@ -156,21 +156,21 @@ def _compressed(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> AttentionOutput:
-    layer.check(key)
+    layer.check(key, defer=True)
     if mask is not None and len(mask) != len(query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(query)}. Pass one row for each.")
     chunk = cache.chunk(mask, layer, query.shape[2])
     q, k, v = (chunk.align(x) for x in (query, key, value))
-    starts = None if chunk.starts is None else torch.tensor(chunk.starts, device=q.device)
+    starts = chunk.begin(q.device)
     mode, window = prefill_mode(layer.config.prompt_attention, q), layer.window
     threshold = sas_threshold(layer.config, layer.seen + chunk.tokens)
     with torch.no_grad():
         buckets = new_buckets(layer, source, key, chunk)
         if layer.selector is not None and layer.is_decoding(chunk.tokens):
-            layer.append(k, v, chunk, buckets)
+            layer.append(k, v, chunk, buckets, defer=True)
             result = attend_sparse(layer, source, query, chunk, starts, scaling, softcap, sinks)
         elif layer.is_decoding(chunk.tokens):
-            layer.append(k, v, chunk)
+            layer.append(k, v, chunk, defer=True)
             result = decode(
                 rotate_queries(q, layer.config.backend) if layer.config.rotates else q,
                 layer.store(),
@@ -185,7 +185,7 @@ def _compressed(
             )
         elif mode == "fp16" and layer.config.backend == "auto" and _is_plain(layer, q, starts, softcap, sinks):
             result = AttentionOutput(_sdpa(q, k, v, scaling), q.new_empty(0))
-            layer.append(k, v, chunk, buckets)
+            layer.append(k, v, chunk, buckets, defer=True)
         else:
             # over a past, the chunk's own keys stand as the stored ones do
             turned = layer.seen > 0 and layer.config.rotates
@@ -207,8 +207,8 @@ def _compressed(
                 hadamard=layer.config.hadamard and mode != "fp16" and not turned,
                 backend=layer.config.backend,
             )
-            layer.append(k, v, chunk, buckets)
-        layer.commit()
+            layer.append(k, v, chunk, buckets, defer=True)
+        layer.commit(defer=True)
         out = chunk.restore(result.out)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoGradient.apply(query, out)

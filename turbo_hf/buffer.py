@@ -9,6 +9,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 
 from turbo_hf.ops.quantize import quantize_tokens
+from turbo_hf.transfer import send
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,16 +51,22 @@ GRAIN = 16
 """Tokens by which the buffer grows. It has room for one grain at least, so that no op sees a cache without slots."""
 
 
-class OpenBuffer:
-    """Open tokens of all rows, each row from slot 0 (shapes: `turbo_hf.layout`)."""
+def _rounded(tokens: int) -> int:
+    return max(GRAIN, -(-tokens // GRAIN) * GRAIN)
 
-    def __init__(self, rows: int, heads: int, dim: int, device: torch.device, dtype: torch.dtype = torch.int8):
-        self.length = [0] * rows
+
+class OpenBuffer:
+    """Open tokens of all rows, each row from slot 0 (shapes: `turbo_hf.layout`). room: tokens expected at first."""
+
+    def __init__(
+        self, rows: int, heads: int, dim: int, device: torch.device, dtype: torch.dtype = torch.int8, room: int = 0
+    ):
+        self.length, cap = [0] * rows, _rounded(room)
         self._device_length: torch.Tensor | None = None
-        self.k = torch.empty(rows, heads, GRAIN, dim, dtype=dtype, device=device)
-        self.v = torch.empty(rows, heads, dim, GRAIN, dtype=dtype, device=device)
-        self.k_scale = torch.empty(rows, heads, GRAIN, dtype=torch.float32, device=device)
-        self.v_scale = torch.empty(rows, heads, GRAIN, dtype=torch.float32, device=device)
+        self.k = torch.empty(rows, heads, cap, dim, dtype=dtype, device=device)
+        self.v = torch.empty(rows, heads, dim, cap, dtype=dtype, device=device)
+        self.k_scale = torch.empty(rows, heads, cap, dtype=torch.float32, device=device)
+        self.v_scale = torch.empty(rows, heads, cap, dtype=torch.float32, device=device)
 
     @property
     def capacity(self) -> int:
@@ -69,18 +76,22 @@ class OpenBuffer:
     def device_length(self) -> torch.Tensor:
         """int64 [B]: `length` on the device, as it is there without being sent again in steady decoding."""
         if self._device_length is None:
-            self._device_length = torch.tensor(self.length, device=self.k.device)
+            self._device_length = send(self.length, self.k.device)
         return self._device_length
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """k, v, k_scale, v_scale and the length, as a `KVStore` holds them."""
         return self.k, self.v, self.k_scale, self.v_scale, self.device_length()
 
-    def reserve(self, tokens: int) -> None:
-        """Room for `tokens` more a row."""
-        needed = max(self.length) + tokens
+    def reserve(self, tokens: int, starts: list[int] | None) -> None:
+        """Room for `tokens` more a row, row r's from column `starts[r]` on."""
+        needed = max(self._after(tokens, starts))
         if needed > self.capacity:
             self._resize(needed, [0] * len(self.length))
+
+    def _after(self, tokens: int, starts: list[int] | None) -> list[int]:
+        new = [tokens] * len(self.length) if starts is None else [tokens - start for start in starts]
+        return [held + count for held, count in zip(self.length, new, strict=True)]
 
     def hold(self, tokens: int) -> None:
         """Room for `tokens` tokens a row in all, and what they are on the device from now on in one place."""
@@ -90,8 +101,7 @@ class OpenBuffer:
 
     def count(self, tokens: int, starts: list[int] | None) -> None:
         """Note on the host that `ops.append` has stored `tokens` tokens, row r's from column `starts[r]` on."""
-        new = [tokens] * len(self.length) if starts is None else [tokens - start for start in starts]
-        self.length = [held + count for held, count in zip(self.length, new, strict=True)]
+        self.length = self._after(tokens, starts)
 
     def nbytes(self) -> int:
         """Bytes allocated."""
@@ -100,18 +110,14 @@ class OpenBuffer:
     def append(self, new: Tokens, starts: list[int] | None) -> None:
         """Add tokens [B, H, M, ...]; row r from column `starts[r]` on."""
         k, k_scale, v, v_scale = new
-        rows, _, tokens, _ = k.shape
-        counts = [tokens] * rows if starts is None else [tokens - start for start in starts]
-        after = [held + count for held, count in zip(self.length, counts, strict=True)]
-        if max(after) > self.capacity:
-            self._resize(max(after), [0] * rows)
+        tokens, after = k.shape[2], self._after(k.shape[2], starts)
+        self.reserve(tokens, starts)
         if starts is None and len(set(self.length)) == 1:
             to = slice(self.length[0], after[0])
             self.k[:, :, to], self.k_scale[:, :, to] = k, k_scale
             self.v[:, :, :, to], self.v_scale[:, :, to] = v.mT, v_scale
         else:
-            begin = torch.tensor([tokens - count for count in counts], device=k.device)
-            held = torch.tensor(self.length, device=k.device)
+            begin, held = send(starts or [0] * len(k), k.device), self.device_length()
             row, source = (torch.arange(tokens, device=k.device) >= begin[:, None]).nonzero().unbind(-1)
             target = held[row] + source - begin[row]
             self.k[row, :, target] = k[row, :, source]
@@ -120,14 +126,10 @@ class OpenBuffer:
             self.v_scale[row, :, target] = v_scale[row, :, source]
         self.length, self._device_length = after, None
 
-    def blocks(self, rows: list[int], first: list[int], block: int) -> Tokens:
-        """Blocks of tokens, one an entry [len(rows), H, block, ...]: row `rows[i]` from slot `first[i]`."""
-        device = self.k.device
-        row = torch.tensor(rows, device=device)[:, None]
-        slot = torch.tensor(first, device=device)[:, None] + torch.arange(block, device=device)
-        k, v = self.k[row, :, slot], self.v[row, :, :, slot]
-        scales = (self.k_scale[row, :, slot], self.v_scale[row, :, slot])
-        return Tokens(k.transpose(1, 2), scales[0].transpose(1, 2), v.transpose(1, 2), scales[1].transpose(1, 2))
+    def first_block(self, rows: torch.Tensor | slice, block: int) -> Tokens:
+        """The oldest `block` tokens of `rows`."""
+        k, v = self.k[rows, :, :block], self.v[rows, :, :, :block].mT
+        return Tokens(k, self.k_scale[rows, :, :block], v, self.v_scale[rows, :, :block])
 
     def drop_front(self, counts: list[int]) -> None:
         """Forget the oldest `counts[row]` tokens of each row, and give back the memory."""
@@ -150,17 +152,27 @@ class OpenBuffer:
 
     def _resize(self, tokens: int, skip: list[int]) -> None:
         """Room for `tokens` a row, rounded up to the grain; row r begins at its old slot `skip[r]`."""
-        capacity = max(GRAIN, -(-tokens // GRAIN) * GRAIN)
-        device, old = self.k.device, self.capacity
-        kept = min(capacity, old)
-        slot = torch.tensor(skip, device=device)[:, None] + torch.arange(kept, device=device)
-        slot = slot.clamp(max=old - 1)[:, None]
+        capacity, even = _rounded(tokens), len(set(skip)) == 1
+        kept = min(capacity, self.capacity - skip[0] * even) if max(self.length) else 0
+        slot = None
+        if not even:
+            slot = send(skip, self.k.device)[:, None] + torch.arange(kept, device=self.k.device)
+            slot = slot.clamp(max=self.capacity - 1)[:, None]
         grown = []
         for x, dim in ((self.k, 2), (self.v, 3), (self.k_scale, 2), (self.v_scale, 2)):
             shape = list(x.shape)
             shape[dim] = capacity
-            new = x.new_empty(shape)
-            pick = {(2, 4): slot[..., None], (3, 4): slot[:, :, None], (2, 3): slot}[dim, x.dim()]
-            new.narrow(dim, 0, kept).copy_(torch.take_along_dim(x, pick, dim))
-            grown.append(new)
+            if not kept:
+                grown.append(x.new_empty(shape))
+                continue
+            if slot is None:
+                old = x.narrow(dim, skip[0], kept)
+            else:
+                pick = {(2, 4): slot[..., None], (3, 4): slot[:, :, None], (2, 3): slot}[dim, x.dim()]
+                old = torch.take_along_dim(x, pick, dim)
+            if kept < capacity:
+                grown.append(x.new_empty(shape))
+                grown[-1].narrow(dim, 0, kept).copy_(old)
+            else:
+                grown.append(old.clone(memory_format=torch.contiguous_format))
         self.k, self.v, self.k_scale, self.v_scale = grown

@@ -11,6 +11,7 @@ from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import TurboConfig, at_8_bit, resolve_config
 from turbo_hf.layer import TurboLayer
 from turbo_hf.selectors import Selector
+from turbo_hf.transfer import require_finite
 
 COMPRESSED_TYPES = ("full_attention", "sliding_attention")
 
@@ -108,6 +109,14 @@ class TurboCache(Cache):
             planned = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
             self._planned = planned
         return planned[3]
+
+    def require_finite(self) -> None:
+        """ValueError if the pass that ends has stored NaN or Inf; one read from each device, where there was a pass."""
+        layers = [layer for layer in self.turbo_layers() if layer.due]
+        if layers:
+            require_finite({layer.index: layer.broken for layer in layers})
+        for layer in layers:
+            layer.due = False
 
     def stop_recording(self) -> None:
         """End what `activate_past_recording` began, and seal what waited for a `crop`."""

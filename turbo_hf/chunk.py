@@ -4,6 +4,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.transfer import send
+
+DIFFERS = (
+    "attention_mask (none means all ones) differs from the one under which the cached tokens were stored. "
+    "Padding is not cached, so it cannot change later: keep the mask of earlier columns, or start a new cache."
+)
+
 
 class Step(NamedTuple):
     """A pass of one token a row that may be replayed: what the host counts is counted by who runs it (`steps.Steps`).
@@ -30,6 +37,18 @@ class Chunk(NamedTuple):
     starts: list[int] | None = None
     gather: torch.Tensor | None = None
 
+    def begin(self, device: torch.device) -> torch.Tensor | None:
+        """`starts` as int64 [B] on `device`."""
+        return None if self.starts is None else send(self.starts, device)
+
+    def blank(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, H, M, D], aligned, with 0 before each row's tokens."""
+        first = self.begin(x.device)
+        if first is None:
+            return x
+        hidden = torch.arange(self.tokens, device=x.device) < first[:, None]
+        return x.masked_fill(hidden[:, None, :, None], 0.0)
+
     def align(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, H, M, D] with each row's tokens at its end."""
         return x if self.gather is None else torch.take_along_dim(x, self.gather[:, None, :, None], 2)
@@ -41,12 +60,15 @@ class Chunk(NamedTuple):
         return torch.take_along_dim(x, self.gather.argsort(-1)[:, None, :, None], 2)
 
 
-def chunk_of(valid: torch.Tensor) -> Chunk:
-    """The `Chunk` of a mask bool [B, M]; one read from the device."""
+def chunk_of(valid: torch.Tensor, same: torch.Tensor | None = None) -> Chunk:
+    """The `Chunk` of a mask bool [B, M]; one read from the device. same: bool [], whether the past stands as it did."""
     tokens = valid.shape[1]
     counts = valid.sum(-1)
     aligned = torch.arange(tokens, device=valid.device) >= (tokens - counts)[:, None]
-    stats = torch.cat((counts, (aligned != valid).any()[None])).tolist()
+    moved = (aligned != valid).any()
+    stats = torch.cat((counts, torch.stack((moved, torch.ones_like(moved) if same is None else same)))).tolist()
+    if not stats.pop():
+        raise ValueError(DIFFERS)
     starts = [tokens - count for count in stats[:-1]]
     if not any(starts):
         return Chunk(tokens)
@@ -67,21 +89,17 @@ def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, columns: 
         ValueError: another width, or a mask that hides or shows a token of an earlier pass which it did not before.
     """
     if mask is None:
-        same = torch.ones(()) if columns is None else columns.all()
-    else:
-        if mask.shape[1] != seen + tokens:
-            raise ValueError(
-                f"attention_mask has {mask.shape[1]} columns; the cache holds {seen} and this pass brings {tokens}. "
-                "Pass a mask over all of them, [batch, cached + new], or none."
-            )
-        past = mask[:, :seen].bool()
-        same = past.all() if columns is None else (past == columns.to(mask.device)).all()
-    if not bool(same):
+        if columns is not None and not bool(columns.all()):
+            raise ValueError(DIFFERS)
+        return Chunk(tokens)
+    if mask.shape[1] != seen + tokens:
         raise ValueError(
-            "attention_mask (none means all ones) differs from the one under which the cached tokens were stored. "
-            "Padding is not cached, so it cannot change later: keep the mask of earlier columns, or start a new cache."
+            f"attention_mask has {mask.shape[1]} columns; the cache holds {seen} and this pass brings {tokens}. "
+            "Pass a mask over all of them, [batch, cached + new], or none."
         )
-    return Chunk(tokens) if mask is None else chunk_of(mask[:, seen:].bool())
+    past = mask[:, :seen].bool()
+    same = past.all() if columns is None else (past == columns.to(mask.device)).all()
+    return chunk_of(mask[:, seen:].bool(), same)
 
 
 def chunk_of_padding(padding: torch.Tensor | None, seen: int, x: torch.Tensor) -> Chunk:

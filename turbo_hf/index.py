@@ -2,6 +2,8 @@
 
 import torch
 
+from turbo_hf.transfer import send
+
 GRAIN = 64
 """Tokens by which the index grows, at least."""
 
@@ -26,7 +28,7 @@ class BucketIndex:
 
         new: int16 [B, Hkv, tables, tokens]; None: their buckets are not known.
         """
-        if not self.tables:
+        if not self.tables or not tokens:
             return
         begin = [0] * len(held) if starts is None else starts
         after = [n + tokens - start for n, start in zip(held, begin, strict=True)]
@@ -36,10 +38,11 @@ class BucketIndex:
         if len(set(held)) == 1 and not any(begin):
             self.buckets[..., held[0] : after[0]] = new
             return
-        first = torch.tensor(begin, device=new.device)
-        row, source = (torch.arange(tokens, device=new.device) >= first[:, None]).nonzero().unbind(-1)
-        place = torch.tensor(held, device=new.device)[row] + source - first[row]
-        self.buckets[row, :, :, place] = new[row, :, :, source]
+        rows = [row for row, start in enumerate(begin) if start < tokens]
+        row, first, end = (send([x[r] for r in rows], new.device)[:, None] for x in (range(len(held)), begin, held))
+        # columns of padding repeat the first token: to find the others would be to wait for the device
+        source = torch.maximum(torch.arange(tokens, device=new.device), first)
+        self.buckets[row, :, :, end + source - first] = new[row, :, :, source]
 
     def _reserve(self, needed: int) -> None:
         room = self.buckets.shape[-1]

@@ -6,16 +6,18 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from turbo_hf.buffer import OpenBuffer, Tokens, on_scale, storing, to_open
+from turbo_hf.buffer import OpenBuffer, on_scale, storing, to_open
 from turbo_hf.chunk import Chunk, Step, chunk_of_padding
 from turbo_hf.config import TurboConfig
 from turbo_hf.index import BucketIndex
 from turbo_hf.layout import FULL, KVStore, full_type
-from turbo_hf.ops.append import append_step, append_tokens
+from turbo_hf.ops.append import append_step, append_tokens, seal_open
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.quantize import dequantize, head_scores
 from turbo_hf.ops.rotate import rotate_keys, unrotate_keys
 from turbo_hf.pages import PagePool
 from turbo_hf.selectors import Selector
+from turbo_hf.transfer import require_finite, send
 
 DECODE_TOKENS = 16
 """At most this many new tokens over a past count as decoding: they join the cache before attention reads it."""
@@ -49,8 +51,8 @@ class TurboLayer(CacheLayerMixin):
         self.selector = selector
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         self.is_sliding = window is not None
-        self.record_past = False
-        self.claimed = False
+        # due: what kernels have noted in this pass is still to be read
+        self.record_past = self.claimed = self.due = False
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.padding: torch.Tensor | None = None
         self.step: Step | None = None
@@ -64,25 +66,26 @@ class TurboLayer(CacheLayerMixin):
                 "shape; only one head dim is compressed. Leave the layer dense (TurboConfig.dense_layers)."
             )
         self.rows, self.heads, _, self.dim = key_states.shape
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, kernel_obstacle(key_states)
         groups = self.config.head_groups(self.heads)
         block, full, sparse = self.config.block_size, full_type(self.dtype), self.selector is not None
-        self.pool = PagePool(self.rows, groups, self.dim, block, self.device, self.config.backend, full, sparse)
+        self.pool = PagePool(self.rows, groups, self.dim, block, self.device, full, sparse)
         self.bucket_index = BucketIndex(self.rows, self.heads, getattr(self.selector, "tables", 0), self.device)
         opened = full if FULL in dict(groups) else torch.int8
-        self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device, opened)
+        self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
         order = list(range(self.heads) if self.head_order is None else self.head_order)
         if sorted(order) != list(range(self.heads)):
             raise ValueError(
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
-        self.order = torch.tensor(order, device=self.device).repeat(self.rows, 1)
+        self.order = send(order, self.device).repeat(self.rows, 1)
         # nothing to decide: one width for all heads, or an order that was given
         self.settled = len(groups) == 1 or self.head_order is not None
         self.ordered = [self.settled] * self.rows
         self.dropped = [0] * self.rows
         self.masked: torch.Tensor | None = None
-        self.universal: torch.Tensor | None = None
+        ranged = self.config.buffer_scale == "universal"
+        self.universal = torch.zeros(self.rows, self.heads, 2, device=self.device) if ranged else None
         self.broken = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
@@ -91,7 +94,8 @@ class TurboLayer(CacheLayerMixin):
         held = "pool buffer bucket_index order ordered dropped masked universal broken rows"
         for name in held.split():
             self.__dict__.pop(name, None)
-        self.is_initialized, self.seen, self.claimed, self.pending, self.padding = False, 0, False, None, None
+        self.is_initialized = self.claimed = self.due = False
+        self.seen, self.pending, self.padding = 0, None, None
 
     def lengths(self) -> list[int]:
         """Tokens held by each row (older ones may have left a sliding window)."""
@@ -137,13 +141,13 @@ class TurboLayer(CacheLayerMixin):
         known, plans = (tuple(pool.sealed), None) if step is None else (step.sealed, step.plans)
         return KVStore(pool.heads, *places, *opened, pool.block, known, pool.token_major, plans)
 
-    def check(self, k: torch.Tensor) -> None:
+    def check(self, k: torch.Tensor, defer: bool = False) -> None:
         """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds.
 
         Blocks that a `Step` has left full are sealed here, if no further one follows that does it.
         """
         if self.is_initialized and self.step is None and max(self.buffer.length) >= self.config.block_size:
-            self.commit()
+            self.commit(defer)
         if self.is_initialized and k.shape[:2] != (self.rows, self.heads):
             raise ValueError(
                 f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads; this pass brings "
@@ -151,63 +155,61 @@ class TurboLayer(CacheLayerMixin):
             )
 
     @storing
-    def append(self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, buckets: torch.Tensor | None = None) -> None:
-        """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`, as are their buckets."""
-        self.check(k)
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, buckets: torch.Tensor | None = None, defer: bool = False
+    ) -> None:
+        """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`, as are their buckets.
+
+        defer: what kernels note of NaN and Inf is left to be read (`due`), for all layers at once.
+        """
+        self.check(k, defer)
         if not self.is_initialized:
-            self.lazy_initialization(k, v)
+            longest = min(chunk.starts or [0])
+            self.lazy_initialization(k[:, :, longest:], v[:, :, longest:])
         self.bucket_index.append(buckets, self.lengths(), chunk.tokens, chunk.starts)
         k = rotate_keys(k, self.config.backend) if self.config.rotates else k
         if self.step is not None:
             flags = {"broken": self.broken, "arrived": self.step.arrived}
             append_step(k, v, self.store(), given=self.universal, **flags, backend=self.config.backend)
             return
-        if self.appends_in_place(chunk.tokens):
-            self._append_step(k, v, chunk)
-            return
-        if chunk.starts is not None:
-            # real tokens only: what lies under padding may be anything, and must not reach a scale
-            begin = torch.tensor(chunk.starts, device=k.device)
-            hidden = (torch.arange(chunk.tokens, device=k.device) < begin[:, None])[:, None, :, None]
-            k, v = k.masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+        # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
+        decoding = self.is_decoding(chunk.tokens)
+        given, span = (self.universal, None) if decoding else (None, self.universal)
+        if self.appends_in_place():
+            self.buffer.reserve(chunk.tokens, chunk.starts)
+            starts, scales = chunk.begin(self.device), {"given": given, "span": span}
+            append_tokens(k, v, self.store(), starts=starts, **scales, broken=self.broken, backend=self.config.backend)
+            self.buffer.count(chunk.tokens, chunk.starts)
+            if not decoding:
+                self._listen(defer)
+        else:
+            self._append(k, v, chunk, given, span)
+        self._see(chunk)
+
+    def _append(
+        self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, given: torch.Tensor | None, span: torch.Tensor | None
+    ) -> None:
+        """In plain torch what `append_tokens` does in a kernel; NaN and Inf are told before anything is stored."""
+        # what lies under padding may be anything, and must not reach a scale
+        k, v = chunk.blank(k), chunk.blank(v)
         tokens = to_open(k, v, self.buffer.k.dtype, self.config.backend)
-        self.require_finite(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all())
-        if self.config.buffer_scale == "universal":
-            tokens = self._universal_scale(k, v, tokens)
+        require_finite({self.index: ~(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all())})
+        if span is not None:
+            torch.maximum(span, torch.stack((tokens.k_scale.amax(-1), tokens.v_scale.amax(-1)), -1), out=span)
+        if given is not None:
+            tokens = on_scale(k, v, tokens, given, self.config.backend)
         self.buffer.append(tokens, chunk.starts)
-        self._see(chunk)
 
-    def _append_step(self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk) -> None:
-        """The few tokens of a decode step. Nothing here waits for the device: NaN and Inf are noted there."""
-        self.buffer.reserve(chunk.tokens)
-        starts = None if chunk.starts is None else torch.tensor(chunk.starts, device=k.device)
-        append_tokens(
-            k, v, self.store(), starts=starts, given=self.universal, broken=self.broken, backend=self.config.backend
-        )
-        self.buffer.count(chunk.tokens, chunk.starts)
-        self._see(chunk)
+    def appends_in_place(self) -> bool:
+        """Whether a kernel stores new tokens."""
+        return uses_triton(self.config.backend, self.device, self.obstacle)
 
-    def appends_in_place(self, tokens: int) -> bool:
-        """Whether a kernel stores the new tokens: in decoding, once the range of a universal scale is known."""
-        kernel = self.config.backend == "triton" or (self.device.type == "cuda" and self.config.backend == "auto")
-        ranged = self.config.buffer_scale == "token" or self.universal is not None
-        return kernel and ranged and self.is_decoding(tokens)
-
-    def require_finite(self, finite: torch.Tensor) -> None:
-        """ValueError unless `finite`, which is read from the device."""
-        if not bool(finite):
-            raise ValueError(
-                f"layer {self.index}: keys or values hold NaN or Inf, which no quantized cache can store. Look for the "
-                "cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
-            )
-
-    def _universal_scale(self, k: torch.Tensor, v: torch.Tensor, own: Tokens) -> Tokens:
-        """Tokens of a prompt as they are, and their range noted; later ones on the scale of that range."""
-        if self.universal is not None and self.is_decoding(k.shape[2]):
-            return on_scale(k, v, own, self.universal, self.config.backend)
-        span = torch.stack((own.k_scale.amax(-1), own.v_scale.amax(-1)), -1)
-        self.universal = span if self.universal is None else torch.maximum(self.universal, span)
-        return own
+    def _listen(self, defer: bool) -> None:
+        """ValueError if kernels have noted NaN or Inf; defer: who reads all layers at once will ask."""
+        self.due = True
+        if not defer:
+            require_finite({self.index: self.broken})
+            self.due = False
 
     def _see(self, chunk: Chunk) -> None:
         if chunk.valid is not None:
@@ -218,28 +220,28 @@ class TurboLayer(CacheLayerMixin):
         self.seen += chunk.tokens
 
     @storing
-    def commit(self) -> None:
+    def commit(self, defer: bool = False) -> None:
         """Seal every whole block of open tokens, and drop what has left the window. Waits while `record_past`."""
         if not self.record_past and self.step is None:
-            self._commit()
+            self._commit(defer)
 
-    def _commit(self) -> None:
+    def _commit(self, defer: bool = False) -> None:
         block, pool, buffer = self.config.block_size, self.pool, self.buffer
         whole = [length // block for length in buffer.length]
         leaving = self.leaving()
         if not any(whole) and not any(leaving):
             return
-        # a block is final: here the host waits for the device, and hears of what it noted
-        self.require_finite(self.broken == 0)
+        # a block is final: what its tokens had noted must be heard
+        self._listen(defer)
         self._order_heads([row for row, n in enumerate(whole) if n and not self.ordered[row]])
         old = [min(n, held) for n, held in zip(leaving, pool.sealed, strict=True)]
         skip = [min(n - o, w) for n, o, w in zip(leaving, old, whole, strict=True)]
         if any(old):
             pool.drop_front(old)
-        jobs = [(row, n) for row in range(self.rows) for n in range(skip[row], whole[row])]
-        if jobs:
-            rows = [row for row, _ in jobs]
-            pool.append(rows, buffer.blocks(rows, [n * block for _, n in jobs], block), self.order)
+        new = [w - s for w, s in zip(whole, skip, strict=True)]
+        if any(new):
+            pool.append(new)
+            seal_open(self.store(), max(whole), backend=self.config.backend)
         if any(whole):
             buffer.drop_front([n * block for n in whole])
         self.dropped = [d + (o + s) * block for d, o, s in zip(self.dropped, old, skip, strict=True)]
@@ -254,11 +256,12 @@ class TurboLayer(CacheLayerMixin):
         """Rank the heads of rows that seal their first block. One block decides, however the prompt was cut."""
         if not rows:
             return
-        k, k_scale, v, v_scale = self.buffer.blocks(rows, [0] * len(rows), self.config.block_size)
+        where = slice(None) if len(rows) == self.rows else send(rows, self.device)
+        k, k_scale, v, v_scale = self.buffer.first_block(where, self.config.block_size)
         keys = k * k_scale[..., None]
         keys = unrotate_keys(keys, self.config.backend) if self.config.rotates else keys  # the metrics look at channels
         score = head_scores(keys, v * v_scale[..., None], self.config.head_metric)
-        self.order[torch.tensor(rows, device=self.device)] = score.argsort(dim=-1, descending=True, stable=True)
+        self.order[where] = score.argsort(dim=-1, descending=True, stable=True)
         for row in rows:
             self.ordered[row] = True
 
@@ -281,13 +284,10 @@ class TurboLayer(CacheLayerMixin):
         tokens = k.shape[2]
         chunk = chunk_of_padding(self.padding, self.seen, k)
         columns = self.get_mask_sizes(tokens)[0]
-        if self.is_decoding(tokens):
-            self.append(chunk.align(k), chunk.align(v), chunk)
-            dense = self.dense(columns)
-        else:
-            past = self.dense(columns - tokens) if self.seen else (k[:, :, :0], v[:, :, :0])
-            self.append(chunk.align(k), chunk.align(v), chunk)
-            dense = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+        decoding = self.is_decoding(tokens)
+        past = (k[:, :, :0], v[:, :, :0]) if decoding or not self.seen else self.dense(columns - tokens)
+        self.append(chunk.align(k), chunk.align(v), chunk)
+        dense = self.dense(columns) if decoding else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         self.commit()
         return dense
 
@@ -300,7 +300,7 @@ class TurboLayer(CacheLayerMixin):
         if self.columns is not None:
             valid = self.columns[:, first:]
             token = (self.columns.cumsum(-1) - 1)[:, first:]
-        token = token - torch.tensor(self.dropped, device=self.device)[:, None]
+        token = token - send(self.dropped, self.device)[:, None]
         valid = (valid & (token >= 0))[:, None, :, None]
         pick = token.clamp(min=0)[:, None, :, None]
         k, v = (torch.take_along_dim(x, pick, 2).masked_fill(~valid, 0.0) for x in (k, v))

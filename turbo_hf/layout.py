@@ -191,7 +191,7 @@ def empty_pages(
 
 def value_order(block: int, device: torch.device) -> torch.Tensor:
     """int64 [block]: the token that each stored position of a block's values holds."""
-    group = torch.tensor(VALUE_ORDER, device=device)
+    group = torch.tensor(VALUE_ORDER).to(device, non_blocking=True)
     return (torch.arange(0, block, 16, device=device)[:, None] + group).flatten()
 
 

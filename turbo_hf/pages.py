@@ -4,12 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from turbo_hf.buffer import Tokens, to_open
-from turbo_hf.layout import FULL, PagedHeads, empty_pages, token_major, value_major
-from turbo_hf.ops.quantize import seal_blocks, unpack_blocks
-
-SEAL_ELEMENTS = 1 << 22
-"""INT8 elements sealed at a time: bounds the float temporaries of sealing a long prompt."""
+from turbo_hf.buffer import Tokens
+from turbo_hf.layout import FULL, PagedHeads, empty_pages, value_major
+from turbo_hf.ops.quantize import unpack_blocks
+from turbo_hf.transfer import send
 
 TABLE_GRAIN = 16
 """Blocks by which the table grows at least."""
@@ -29,12 +27,11 @@ class PagePool:
         dim: int,
         block: int,
         device: torch.device,
-        backend: str = "auto",
         full: torch.dtype = torch.float16,
         token_major: bool = False,
     ):
         self.token_major = token_major
-        self.groups, self.dim, self.block, self.device, self.backend = groups, dim, block, device, backend
+        self.groups, self.dim, self.block, self.device = groups, dim, block, device
         self.full = full
         self.heads = tuple(empty_pages(bits, 0, slots, dim, block, device, full, token_major) for bits, slots in groups)
         self.table = torch.zeros(rows, 0, dtype=torch.int64)
@@ -52,13 +49,13 @@ class PagePool:
     def device_table(self) -> torch.Tensor:
         """int64 [B, blocks] on the cache's device; at least as many blocks as the longest row has."""
         if self._device_table is None:
-            self._device_table = self.table[:, : max(self.sealed, default=0)].to(self.device)
+            self._device_table = self._sent(self.sealed)
         return self._device_table
 
     def device_sealed(self) -> torch.Tensor:
         """int64 [B]: `sealed` on the cache's device."""
         if self._device_sealed is None:
-            self._device_sealed = torch.tensor(self.sealed, device=self.device)
+            self._device_sealed = send(self.sealed, self.device)
         return self._device_sealed
 
     def nbytes(self) -> tuple[int, int]:
@@ -68,33 +65,10 @@ class PagePool:
             x.nbytes for x in (self.device_table(), self.device_sealed())
         )
 
-    def append(self, rows: list[int], blocks: Tokens, order: torch.Tensor) -> None:
-        """Seal one block [Hkv, b, ...] for each entry of `rows`, in that order. order: int64 [B, Hkv]."""
-        self._release()
-        k, k_scale, v, v_scale = blocks
-        pages = self._allocate(len(rows))
-        step = max(1, SEAL_ELEMENTS // max(1, k[0].numel()))
-        for at in range(0, len(rows), step):
-            part = slice(at, at + step)
-            slot_head = order[torch.tensor(rows[part], device=self.device)]
-            pick = slot_head[:, :, None, None]
-            inputs = [torch.take_along_dim(x[part], pick, 1) for x in (k, v)]
-            scales = [torch.take_along_dim(x[part], pick[..., 0], 1) for x in (k_scale, v_scale)]
-            where, slot = torch.tensor(pages[part], device=self.device), 0
-            for target, (bits, slots) in zip(self.heads, self.groups, strict=True):
-                own = slice(slot, slot + slots)
-                parts = (inputs[0][:, own], scales[0][:, own], inputs[1][:, own], scales[1][:, own])
-                if parts[0].is_floating_point() and bits != FULL:
-                    # a narrower head of a layer whose open tokens are in 16 bit
-                    parts = to_open(parts[0], parts[2], torch.int8, self.backend)
-                sealed = seal_blocks(*parts, bits, self.backend)
-                sealed = token_major(sealed) if self.token_major else sealed
-                for name in ("k", "v", "meta", "scale"):
-                    getattr(target, name)[where] = getattr(sealed, name)
-                slot += slots
-        self.sealed = self._enter(rows, pages, self.sealed)
-        self.given = list(self.sealed)
-        self._device_table = self._device_sealed = None
+    def append(self, counts: Sequence[int]) -> None:
+        """Pages for `counts[row]` more blocks of each row, for the caller to seal them to (`ops.append.seal_open`)."""
+        self.reserve(counts)
+        self.sealed = list(self.given)
 
     def reserve(self, ahead: Sequence[int]) -> None:
         """Pages for the next `ahead[row]` blocks of each row, in the table before kernels seal blocks to them."""
@@ -102,8 +76,11 @@ class PagePool:
         rows = [row for row, count in enumerate(ahead) for _ in range(count)]
         self.given = self._enter(rows, self._allocate(len(rows)), self.given)
         # with what was reserved: launches that are replayed find in it what lies beyond the longest row of today
-        self._device_table = self.table[:, : max(self.given, default=0)].to(self.device, copy=True)
-        self._device_sealed = None
+        self._device_table, self._device_sealed = self._sent(self.given), None
+
+    def _sent(self, held: list[int]) -> torch.Tensor:
+        """A copy of the table on the device, as wide as the longest row; the host does not wait."""
+        return self.table[:, : max(held, default=0)].to(self.device, non_blocking=True, copy=True)
 
     def _enter(self, rows: list[int], pages: list[int], held: list[int]) -> list[int]:
         """`pages` to the table, each behind the `held` pages of its row; returns how many each row has then."""
@@ -135,18 +112,21 @@ class PagePool:
             # growth by a thirty-second: copying stays a constant cost a token, the slack under 1.05 of what is sealed
             grow = max(missing, self.pages // 32)
             self._free += range(self.pages, self.pages + grow)
-            self._resize(torch.arange(self.pages, device=self.device), grow)
+            self._resize(range(self.pages), grow)
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
-    def _resize(self, keep: torch.Tensor, extra: int) -> None:
-        """Keep the pages `keep`, in that order, and add `extra` uninitialised ones."""
+    def _resize(self, keep: torch.Tensor | range, extra: int) -> None:
+        """Keep the pages `keep`, in that order, and add `extra` uninitialised ones. A range: all, from the first on."""
         grown = []
         for old, (bits, slots) in zip(self.heads, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)
             new = empty_pages(bits, *shape, self.device, self.full, self.token_major)
-            for name in ("k", "v", "meta", "scale"):
-                torch.index_select(getattr(old, name), 0, keep, out=getattr(new, name)[: len(keep)])
+            for source, target in zip(old[1:], new[1:], strict=True) if len(keep) else ():
+                if isinstance(keep, range):
+                    target[: len(keep)] = source
+                else:
+                    torch.index_select(source, 0, keep, out=target[: len(keep)])
             grown.append(new)
         self.heads = tuple(grown)
 
@@ -175,7 +155,7 @@ class PagePool:
         used = self.table[held].unique()
         if shrink and self.pages - len(used) > self.pages // 32:
             self.table = torch.where(held, torch.searchsorted(used, self.table), 0)
-            self._resize(used.to(self.device), 0)
+            self._resize(used.to(self.device, non_blocking=True), 0)
             self._free = []
         else:
             free = torch.ones(self.pages, dtype=torch.bool)

@@ -239,6 +239,8 @@ def _apply(
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, at.storage != "dense", strict))
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
+    # the last attention of a pass: what the layers before it have noted is read at once, before any token is chosen
+    hooks.append(modules[max(modules)].register_forward_hook(_end_pass, with_kwargs=True))
     maker = CacheMaker(config, int8, dense, heads.orders, selectors)
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
@@ -302,6 +304,13 @@ def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) 
         call.layer.claimed, call.layer.pending = False, None
 
 
+def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of the last attention module: hear of NaN and Inf in what the pass has stored."""
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, TurboCache):
+        cache.require_finite()
+
+
 def _prepare_cache(
     maker: CacheMaker,
     before: Any,
@@ -363,7 +372,7 @@ def _compiled_call(door: Door, before: Any, model: Any, compile_config: Any) -> 
 
 
 def _is_own(hook: Any) -> bool:
-    return hook is _release_layer or getattr(hook, "func", None) is _bring_layer
+    return hook is _release_layer or hook is _end_pass or getattr(hook, "func", None) is _bring_layer
 
 
 def _check_rows(mask: Any) -> None:

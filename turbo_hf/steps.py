@@ -17,6 +17,7 @@ from turbo_hf.cache import TurboCache
 from turbo_hf.chunk import Step
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.decode import check_step
+from turbo_hf.transfer import require_finite
 
 AHEAD = 8
 """Blocks of a row for which pages are reserved at a time, at most: when they are used up, a step is captured again."""
@@ -68,7 +69,7 @@ def lasting_obstacle(cache: TurboCache) -> str | None:
             continue
         if layer.buffer.k.dtype != torch.int8:
             return f"layer {index} keeps its open tokens in 16 bit"
-        if not layer.appends_in_place(1) and not _waits_for_range(layer):
+        if not layer.appends_in_place():
             return f"layer {index} runs without kernels"
         mode = "fp16" if config.attention == "fp16" else "turbo"
         limit = check_step(torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype), config.block_size, mode)
@@ -89,13 +90,7 @@ def obstacle(cache: TurboCache) -> str | None:
             return "blocks wait for a crop"
         if not all(layer.ordered):
             return f"layer {index} has heads without a rank: a row's first block gives it"
-        if _waits_for_range(layer):
-            return f"layer {index} has no range for its universal scale"
     return None
-
-
-def _waits_for_range(layer: TurboLayer) -> bool:
-    return layer.config.buffer_scale == "universal" and layer.universal is None
 
 
 class Steps:
@@ -108,6 +103,8 @@ class Steps:
 
     @storing
     def __init__(self, cache: TurboCache, limit: int | None):
+        # of a pass that was broken off: nothing is read while steps run
+        cache.require_finite()
         self.cache, self.layers, self._limit = cache, cache.turbo_layers(), limit
         first = self.layers[0]
         self._arrived = torch.zeros(first.rows, dtype=torch.int32, device=first.device)
@@ -178,8 +175,7 @@ class Steps:
 
     def require_finite(self) -> None:
         """ValueError if `broken`, which is read from the device, names a layer."""
-        for layer, broken in zip(self.layers, self.broken.tolist(), strict=True):
-            layer.require_finite(torch.tensor(not broken))
+        require_finite({layer.index: layer.broken for layer in self.layers})
 
     @storing
     def begin(self) -> None:

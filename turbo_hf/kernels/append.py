@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.kernels._common import as_int8
-from turbo_hf.kernels.store import seal_block
+from turbo_hf.kernels.store import copy_block, seal_block
 
 CODE_MAX = tl.constexpr(119.0)
 
@@ -35,17 +35,18 @@ def append_kernel(
     k_ptr, v_ptr,  # [B, Hkv, M, D]
     k_open_ptr, v_open_ptr, k_scale_ptr, v_scale_ptr, open_len_ptr,  # as in `KVStore`
     starts_ptr, given_ptr,  # int64 [B], float32 [B, Hkv, 2]
+    span_ptr,  # [B, Hkv, 2], the bits of float32 in int32: those of numbers >= 0 stand in the numbers' own order
     broken_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     k_strides, v_strides, tokens, cap,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, STARTS: tl.constexpr,
-    GIVEN: tl.constexpr,
+    GIVEN: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """The new tokens of one row and head, behind the open ones; the last head of a row to arrive counts them."""
-    pair = tl.program_id(0).to(tl.int64)
+    """TOKENS new tokens of one row and head, behind the open ones; the last program of a row to arrive counts all."""
+    pair = tl.program_id(1).to(tl.int64)
     row, head = pair // HEADS, pair % HEADS
     held = tl.load(open_len_ptr + row)
     start = tl.load(starts_ptr + row).to(tl.int32) if STARTS else 0
-    n = tl.arange(0, TOKENS)
+    n = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, DP)
     live = (n < tokens) & (n >= start)
     inside = live[:, None] & (d < D)[None, :]
@@ -64,9 +65,51 @@ def append_kernel(
     tl.store(v_scale_ptr + slot, v_scale, mask=live)
     if k_broken | v_broken:
         tl.store(broken_ptr, 1)
-    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS - 1:
+    if SPAN:
+        tl.atomic_max(span_ptr + 2 * pair, tl.max(k_scale, 0).to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_max(span_ptr + 2 * pair + 1, tl.max(v_scale, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS * tl.num_programs(0) - 1:
         tl.store(arrived_ptr + row, 0)
         tl.store(open_len_ptr + row, held + tokens - start)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def seal_open_kernel(
+    heads,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
+    opened,  # for each bit width (k, v, k_scale, v_scale, v's stride of a token, and of a channel)
+    order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
+    table_stride, cap,
+    HEADS: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, KP: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """One whole open block of one slot of one row to its page. The constants are those of `append_step_kernel`."""
+    n = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1).to(tl.int64)
+    row, slot = program // HEADS, program % HEADS
+    whole = tl.load(open_len_ptr + row) // BLOCK
+    at = tl.load(sealed_ptr + row) - whole + n
+    # blocks that a row does not have, or that have left its window
+    if (n < whole) & (at >= 0):
+        page = tl.load(table_ptr + row * table_stride + at)
+        pair = row * HEADS + tl.load(order_ptr + program)
+        own = slot
+        for g in tl.static_range(len(SLOTS)):
+            if (own >= 0) & (own < SLOTS[g]):
+                k_out, v_out, meta, scale = heads[g]
+                k, v, k_scale, v_scale, v_token, v_channel = opened[g]
+                k += (pair * cap + n * BLOCK) * D
+                v += pair * cap * D + n * BLOCK * v_token
+                to = page * SLOTS[g] + own
+                if BITS[g] == 16:
+                    copy_block(k, v, v_token, v_channel, k_out, v_out, scale, to, D, DP, BLOCK)
+                else:
+                    k_scale += pair * cap + n * BLOCK
+                    v_scale += pair * cap + n * BLOCK
+                    seal_block(
+                        k, k_scale, v, v_scale, v_token, v_channel, k_out, v_out, meta, scale, to, D, DP, BLOCK,
+                        BITS[g], PARTS[g], KP[g], LINES,
+                    )  # fmt: skip
+            own -= SLOTS[g]
 
 
 @triton.jit
@@ -102,6 +145,7 @@ def append_step_kernel(
                 seal_block(
                     k_open + pair * cap * D, k_scales + pair * cap, v_open + pair * D * cap, v_scales + pair * cap, 1,
                     cap, k_out, v_out, meta, scale, page * SLOTS[g] + own, D, DP, BLOCK, BITS[g], PARTS[g], KP[g],
+                    False,
                 )  # fmt: skip
             own -= SLOTS[g]
         # the new token takes a place that other threads have read by now

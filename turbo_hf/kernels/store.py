@@ -93,14 +93,41 @@ def _store_planes(ptr, at, codes, inside, part: tl.constexpr, before, width, BIT
 
 
 @triton.jit
+def _seal_lines(
+    x_ptr, token, channel, ratio, out_ptr, meta_ptr, page,
+    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; its steps and zeros to `meta_ptr`."""
+    LEVELS: tl.constexpr = 2.0**BITS - 1
+    WIDTH: tl.constexpr = D // PARTS
+    n = tl.arange(0, BLOCK)
+    j = tl.arange(0, KP)
+    none = tl.zeros((BLOCK, KP), tl.int32)
+    planes = (none, none, none)
+    at = page * (BLOCK * D * BITS // 8) + n[:, None] * (D * BITS // 8) + j[None, :]
+    for part in tl.static_range(PARTS):
+        run = part * WIDTH + j
+        inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
+        q1 = _stage1(x_ptr, n[:, None] * token + run[None, :] * channel, inside, ratio[:, None])
+        if BITS == 8:
+            tl.store(out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :], q1.to(tl.int8), mask=inside)
+        else:
+            step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
+            tl.store(meta_ptr + run, step.to(tl.int8), mask=j < WIDTH)
+            tl.store(meta_ptr + D + run, zero.to(tl.int8), mask=j < WIDTH)
+            codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
+            planes = _store_planes(out_ptr, at, codes, inside, part, planes, WIDTH, BITS, PARTS)
+
+
+@triton.jit
 def seal_block(
     k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, v_token, v_channel, k_out_ptr, v_out_ptr, meta_ptr, scale_ptr, page,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
-    KP: tl.constexpr,
+    KP: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """One block of one head to page `page`, int64, of its width. k_ptr: [BLOCK, D]; v_ptr: with strides of its own.
 
-    PARTS: codes in a byte of the finest plane; KP: a part's channels, padded.
+    PARTS: codes in a byte of the finest plane; KP: a part's channels, padded. LINES: values are stored as keys are.
     """
     LEVELS: tl.constexpr = 2.0**BITS - 1
     n = tl.arange(0, BLOCK)
@@ -110,49 +137,51 @@ def seal_block(
     tl.store(scale_ptr + page * 2 + 1, v_scale)
     base = page * BLOCK * D
     meta = meta_ptr + page * 4 * D
-
-    WIDTH: tl.constexpr = D // PARTS
-    j = tl.arange(0, KP)
-    none = tl.zeros((BLOCK, KP), tl.int32)
-    planes = (none, none, none)
-    k_at = page * (BLOCK * D * BITS // 8) + n[:, None] * (D * BITS // 8) + j[None, :]
-    for part in tl.static_range(PARTS):
-        channel = part * WIDTH + j
-        inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
-        q1 = _stage1(k_ptr, n[:, None] * D + channel[None, :], inside, k_ratio[:, None])
-        if BITS == 8:
-            tl.store(k_out_ptr + base + n[:, None] * D + channel[None, :], q1.to(tl.int8), mask=inside)
-        else:
+    _seal_lines(k_ptr, D, 1, k_ratio, k_out_ptr, meta, page, D, BLOCK, BITS, PARTS, KP)
+    if LINES:
+        _seal_lines(v_ptr, v_token, v_channel, v_ratio, v_out_ptr, meta + 2 * D, page, D, BLOCK, BITS, PARTS, KP)
+    else:
+        d = tl.arange(0, DP)
+        step = tl.full((DP,), 1.0, tl.float32)
+        zero = step
+        if BITS != 8:
+            at = n[:, None] * v_token + d[None, :] * v_channel
+            q1 = _stage1(v_ptr, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
             step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
-            tl.store(meta + channel, step.to(tl.int8), mask=j < WIDTH)
-            tl.store(meta + D + channel, zero.to(tl.int8), mask=j < WIDTH)
-            codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
-            planes = _store_planes(k_out_ptr, k_at, codes, inside, part, planes, WIDTH, BITS, PARTS)
+            tl.store(meta + 2 * D + d, step.to(tl.int8), mask=d < D)
+            tl.store(meta + 3 * D + d, zero.to(tl.int8), mask=d < D)
+        TOKENS: tl.constexpr = BLOCK // PARTS
+        i = tl.arange(0, TOKENS)
+        none = tl.zeros((DP, TOKENS), tl.int32)
+        planes = (none, none, none)
+        inside = (d < D)[:, None] & (i >= 0)[None, :]
+        v_at = page * (D * BLOCK * BITS // 8) + d[:, None] * (BLOCK * BITS // 8) + i[None, :]
+        for part in tl.static_range(PARTS):
+            token = value_order(part * TOKENS + i)
+            share = tl.div_rn(tl.load(v_scale_ptr + token), tl.where(v_scale > 0, v_scale, 1.0))
+            q1 = _stage1(v_ptr, token[None, :] * v_token + d[:, None] * v_channel, inside, share[None, :])
+            if BITS == 8:
+                tl.store(v_out_ptr + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
+            else:
+                codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
+                planes = _store_planes(v_out_ptr, v_at, codes, inside, part, planes, TOKENS, BITS, PARTS)
 
+
+@triton.jit
+def copy_block(
+    k_ptr, v_ptr, v_token, v_channel, k_out_ptr, v_out_ptr, scale_ptr, page,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one head to a page of 16 bit, as it is. The pointers are those of `seal_block`."""
+    n = tl.arange(0, BLOCK)
     d = tl.arange(0, DP)
-    step = tl.full((DP,), 1.0, tl.float32)
-    zero = step
-    if BITS != 8:
-        at = n[:, None] * v_token + d[None, :] * v_channel
-        q1 = _stage1(v_ptr, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
-        step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
-        tl.store(meta + 2 * D + d, step.to(tl.int8), mask=d < D)
-        tl.store(meta + 3 * D + d, zero.to(tl.int8), mask=d < D)
-    TOKENS: tl.constexpr = BLOCK // PARTS
-    i = tl.arange(0, TOKENS)
-    none = tl.zeros((DP, TOKENS), tl.int32)
-    planes = (none, none, none)
-    inside = (d < D)[:, None] & (i >= 0)[None, :]
-    v_at = page * (D * BLOCK * BITS // 8) + d[:, None] * (BLOCK * BITS // 8) + i[None, :]
-    for part in tl.static_range(PARTS):
-        token = value_order(part * TOKENS + i)
-        share = tl.div_rn(tl.load(v_scale_ptr + token), tl.where(v_scale > 0, v_scale, 1.0))
-        q1 = _stage1(v_ptr, token[None, :] * v_token + d[:, None] * v_channel, inside, share[None, :])
-        if BITS == 8:
-            tl.store(v_out_ptr + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
-        else:
-            codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
-            planes = _store_planes(v_out_ptr, v_at, codes, inside, part, planes, TOKENS, BITS, PARTS)
+    inside = (n >= 0)[:, None] & (d < D)[None, :]
+    k_at = n[:, None] * D + d[None, :]
+    tl.store(k_out_ptr + page * BLOCK * D + k_at, tl.load(k_ptr + k_at, mask=inside), mask=inside)
+    v = tl.load(v_ptr + n[:, None] * v_token + d[None, :] * v_channel, mask=inside)
+    tl.store(v_out_ptr + page * BLOCK * D + d[None, :] * BLOCK + n[:, None], v, mask=inside)
+    tl.store(scale_ptr + page * 2, 1.0)
+    tl.store(scale_ptr + page * 2 + 1, 1.0)
 
 
 @triton.jit
@@ -166,5 +195,5 @@ def seal_kernel(
     base = page * BLOCK * D
     seal_block(
         k_ptr + base, k_scale_ptr + page * BLOCK, v_ptr + base, v_scale_ptr + page * BLOCK, D, 1, k_out_ptr, v_out_ptr,
-        meta_ptr, scale_ptr, page, D, DP, BLOCK, BITS, PARTS, KP,
+        meta_ptr, scale_ptr, page, D, DP, BLOCK, BITS, PARTS, KP, False,
     )  # fmt: skip

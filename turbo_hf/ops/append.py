@@ -1,4 +1,4 @@
-"""New tokens into the open buffer of a cache."""
+"""New tokens into the open buffer of a cache, and whole blocks of them out of it."""
 
 from functools import lru_cache
 
@@ -16,16 +16,20 @@ def append_tokens(
     *,
     starts: torch.Tensor | None = None,
     given: torch.Tensor | None = None,
+    span: torch.Tensor | None = None,
     broken: torch.Tensor,
     backend: str = "auto",
 ) -> None:
     """Quantize new tokens to INT8 behind the open ones of `store`, in place; on a GPU one launch, and no wait.
+
+    In a store with heads of 16 bit they join the open ones as they are, with scale 1.
 
     Args:
         k, v: float [B, Hkv, M, D].
         store: one layer's cache, with room for M more open tokens a row; k_open, v_open, their scales, open_len change.
         starts: int64 [B], the first column that holds a token of the row; None: all do.
         given: float32 [B, Hkv, 2], scales of K and of V to use where they are above 0; codes are clamped to +-119.
+        span: float32 [B, Hkv, 2], raised to the largest scales of K and of V among the new tokens.
         broken: int32 [1], set to 1 if a token holds NaN or Inf, else left alone.
         backend: "auto", "triton" or "reference".
 
@@ -45,9 +49,9 @@ def append_tokens(
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
 
         stream = torch.cuda.current_stream(k.device).cuda_stream if k.is_cuda else 0
-        launch_store.append_tokens(k, v, store, starts, given, broken, _counters(batch, k.device, stream))
+        launch_store.append_tokens(k, v, store, starts, given, span, broken, _counters(batch, k.device, stream))
     else:
-        reference.append_tokens(k, v, store, starts=starts, given=given, broken=broken)
+        reference.append_tokens(k, v, store, starts=starts, given=given, span=span, broken=broken)
 
 
 def append_step(
@@ -94,6 +98,32 @@ def append_step(
         launch_store.append_step(k, v, store, given, broken, arrived)
     else:
         reference.append_step(k, v, store, given=given, broken=broken, arrived=arrived)
+
+
+def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
+    """Seal the whole blocks of open tokens to the pages that the table names; on a GPU one launch, and no wait.
+
+    Args:
+        store: one layer's cache, whose table and `sealed` count these blocks already: the `open_len // block` of row r
+            end at entry `sealed[r]` of its part of the table; those that would begin before entry 0 are left out. The
+            pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
+        blocks: the most that a row has.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: a backend that cannot run.
+
+    Source: as for `ops.quantize.seal_blocks`, whose bits these are.
+    """
+    if uses_triton(backend, store.k_open.device, kernel_obstacle(store.k_open)):
+        from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
+
+        launch_store.seal_open(store, blocks)
+    else:
+        reference.seal_open(store, blocks)
 
 
 @lru_cache(maxsize=32)

@@ -3,10 +3,10 @@
 import torch
 import triton
 
-from turbo_hf.kernels.append import append_kernel, append_step_kernel
+from turbo_hf.kernels.append import append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.kernels.rotate import rotate_kernel
 from turbo_hf.kernels.store import quantize_tokens_kernel, seal_kernel
-from turbo_hf.layout import KVStore, PagedHeads, empty_pages
+from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages
 
 TOKENS = 64
 """Tokens of one program."""
@@ -14,7 +14,10 @@ TOKENS = 64
 ROTATED = 32
 """Runs of channels that a program rotates: few enough for a decode step to be spread over the SMs."""
 
-PARTS = {8: 1, 4: 2, 3: 8, 2: 4}
+APPENDED = 32
+"""New tokens that a program appends, at most: keys and values fit the registers."""
+
+PARTS = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
 """Parts of a half-split run: the codes in one byte of its finest plane."""
 
 
@@ -70,18 +73,43 @@ def append_tokens(
     store: KVStore,
     starts: torch.Tensor | None,
     given: torch.Tensor | None,
+    span: torch.Tensor | None,
     broken: torch.Tensor,
     counters: torch.Tensor,
 ) -> None:
     """`ops.append.append_tokens`; counters: int32 [B], zeros."""
     batch, heads, tokens, dim = k.shape
+    part = min(APPENDED, triton.next_power_of_2(tokens))
     with torch.cuda.device_of(k):
-        append_kernel[(batch * heads,)](
+        append_kernel[(triton.cdiv(tokens, part), batch * heads)](
             k, v, store.k_open, store.v_open, store.k_scale, store.v_scale, store.open_len,
             store.open_len if starts is None else starts, store.k_scale if given is None else given.contiguous(),
-            broken, counters, k.stride(), v.stride(), tokens, store.k_open.shape[2], HEADS=heads, D=dim,
-            DP=triton.next_power_of_2(dim), TOKENS=triton.next_power_of_2(tokens), STARTS=starts is not None,
-            GIVEN=given is not None, enable_fp_fusion=False,
+            broken if span is None else span.view(torch.int32), broken, counters, k.stride(), v.stride(), tokens,
+            store.k_open.shape[2], HEADS=heads, D=dim, DP=triton.next_power_of_2(dim), TOKENS=part,
+            STARTS=starts is not None, GIVEN=given is not None, SPAN=span is not None, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def seal_open(store: KVStore, blocks: int) -> None:
+    """`ops.append.seal_open`."""
+    batch, heads, cap, dim = store.k_open.shape
+    bits = tuple(pages.bits for pages in store.heads)
+    parts = tuple(PARTS[width] for width in bits)
+    held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
+    codes = held
+    if store.k_open.dtype != torch.int8 and min(bits) < FULL:
+        # narrower heads of a layer whose open tokens are in 16 bit
+        (k, k_scale), (v, v_scale) = (quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
+        codes = (k, v, k_scale, v_scale, dim, 1)
+    with torch.cuda.device_of(store.k_open):
+        # as in `seal_blocks`, products must round as the reference's do
+        seal_open_kernel[(blocks, batch * heads)](
+            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
+            tuple(held if width == FULL else codes for width in bits), store.order.contiguous(), store.table,
+            store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
+            SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=bits, D=dim, DP=triton.next_power_of_2(dim),
+            BLOCK=store.block, PARTS=parts, KP=tuple(triton.next_power_of_2(dim // n) for n in parts),
+            LINES=store.token_major, enable_fp_fusion=False,
         )  # fmt: skip
 
 

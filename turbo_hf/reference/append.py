@@ -1,9 +1,12 @@
-"""New tokens into the open buffer, in plain torch."""
+"""New tokens into the open buffer and whole blocks out of it, in plain torch."""
 
 import torch
 
-from turbo_hf.layout import KVStore
+from turbo_hf.layout import FULL, KVStore, PagedHeads, token_major
 from turbo_hf.reference.quantize import quantize_tokens, seal_blocks
+
+SEAL_ELEMENTS = 1 << 22
+"""INT8 elements sealed at a time: bounds the float temporaries of sealing a long prompt."""
 
 
 def append_tokens(
@@ -13,6 +16,7 @@ def append_tokens(
     *,
     starts: torch.Tensor | None = None,
     given: torch.Tensor | None = None,
+    span: torch.Tensor | None = None,
     broken: torch.Tensor,
 ) -> None:
     tokens = k.shape[2]
@@ -33,6 +37,8 @@ def append_tokens(
             if given is not None:
                 own = given[row : row + 1, :, i, None]
                 codes, scale = quantize_tokens(new, torch.where(own > 0, own, scale))
+            if span is not None and new.shape[2]:
+                span[row, :, i] = torch.maximum(span[row, :, i], scale[0].amax(-1))
             place = codes_to[row, :, to] if i == 0 else codes_to[row, :, :, to].mT
             place.copy_(codes[0])
             scale_to[row, :, to] = scale[0]
@@ -48,21 +54,38 @@ def append_step(
     broken: torch.Tensor,
     arrived: torch.Tensor,
 ) -> None:
-    block = store.block
-    for row in (store.open_len == block).nonzero().flatten().tolist():
-        page, slot = store.table[row, store.sealed[row]], 0
-        for pages in store.heads:
-            own = store.order[row, slot : slot + pages.k.shape[1]]
-            sealed = seal_blocks(
-                store.k_open[row, own, :block][None],
-                store.k_scale[row, own, :block][None],
-                store.v_open[row, own, :, :block].mT[None],
-                store.v_scale[row, own, :block][None],
-                pages.bits,
-            )
-            for target, source in zip(pages[1:], sealed[1:], strict=True):
-                target[page] = source[0]
-            slot += len(own)
-        store.open_len[row] = 0
-        store.sealed[row] += 1
+    full = store.open_len == store.block
+    store.sealed.add_(full)
+    seal_open(store, 1)
+    store.open_len[full] = 0
     append_tokens(k, v, store, given=given, broken=broken)
+
+
+def seal_open(store: KVStore, blocks: int) -> None:
+    block, (_, heads, _, dim) = store.block, store.k_open.shape
+    whole, n = (store.open_len // block)[:, None], torch.arange(blocks, device=store.k_open.device)
+    entry = store.sealed[:, None] - whole + n
+    # blocks that a row does not have, or that have left its window
+    row, n = ((n < whole) & (entry >= 0)).nonzero().unbind(-1)
+    page = store.table[row, entry[row, n]]
+    token = n[:, None] * block + torch.arange(block, device=n.device)
+    step = max(1, SEAL_ELEMENTS // (heads * block * dim))
+    for begin in range(0, len(row), step):
+        part, slot = slice(begin, begin + step), 0
+        for pages in store.heads:
+            own = store.order[row[part], slot : slot + pages.k.shape[1]]
+            sealed = _sealed(store, pages.bits, row[part], own, token[part])
+            for target, source in zip(pages[1:], sealed[1:], strict=True):
+                target[page[part]] = source
+            slot += own.shape[1]
+
+
+def _sealed(store: KVStore, bits: int, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> PagedHeads:
+    """P pages of the open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S]."""
+    at = (row[:, None, None], head[:, :, None], token[:, None])
+    k, k_scale, v, v_scale = store.k_open[at], store.k_scale[at], store.v_open.mT[at], store.v_scale[at]
+    if k.is_floating_point() and bits != FULL:
+        # a narrower head of a layer whose open tokens are in 16 bit
+        (k, k_scale), (v, v_scale) = quantize_tokens(k), quantize_tokens(v)
+    sealed = seal_blocks(k, k_scale, v, v_scale, bits)
+    return token_major(sealed) if store.token_major else sealed

@@ -1,0 +1,268 @@
+"""What a prompt costs the host: torch operations of a layer, and waits for the device; and when it hears of NaN."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import left_padded, prompts, tiny_llama
+from support import tokens
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+import turbo_hf
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.chunk import Chunk, chunk_of
+from turbo_hf.index import BucketIndex
+from turbo_hf.layer import TurboLayer
+from turbo_hf.selectors import Reformer
+from turbo_hf.transfer import require_finite, send
+
+READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.unique", "tolist")
+"""What waits for the device, where a tensor lies there."""
+
+MESSAGE = "layer {}: keys or values hold NaN or Inf"
+
+
+class Work(TorchDispatchMode):
+    """Counts operations, launches of kernels among them; what a kernel does in the interpreter is not the host's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._inside:
+            self.counts[str(func).rpartition(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+    def launched(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run` of a kernel, counted."""
+
+        def counted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            self.counts["launch"] += 1
+            self._inside = True
+            try:
+                return run(kernel, *args, **kwargs)
+            finally:
+                self._inside = False
+
+        return counted
+
+    def listed(self, tolist: Callable[..., Any]) -> Callable[..., Any]:
+        """`Tensor.tolist`, which no mode sees on a CPU, counted."""
+
+        def counted(x: torch.Tensor) -> Any:
+            self.counts["tolist"] += not self._inside
+            return tolist(x)
+
+        return counted
+
+    @property
+    def reads(self) -> int:
+        """Times that the host waited, or would have."""
+        return sum(self.counts[name] for name in READS)
+
+
+@contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    with monkeypatch.context() as patched, Work() as work:
+        for kernel in (InterpretedFunction, JITFunction):
+            patched.setattr(kernel, "run", work.launched(kernel.run))
+        patched.setattr(torch.Tensor, "tolist", work.listed(torch.Tensor.tolist))
+        yield work
+
+
+KERNELS: dict[str, Any] = {"backend": "triton"}
+
+
+def sparse_layer() -> TurboLayer:
+    chosen = SparseConfig(selector="lsh-reformer", buckets=16, probes=3, window_tokens=20, dense_layers=())
+    config = TurboConfig(sparse=chosen, attention="fp16", **KERNELS)
+    return TurboLayer(config, selector=Reformer(chosen, 0, "triton"))
+
+
+LAYERS = [
+    pytest.param(lambda: TurboLayer(TurboConfig(**KERNELS)), id="4bit"),
+    pytest.param(lambda: TurboLayer(TurboConfig(low_heads=0.5, **KERNELS), head_order=[1, 0]), id="mixed"),
+    pytest.param(lambda: TurboLayer(TurboConfig(bits=16, **KERNELS)), id="16bit"),
+    pytest.param(lambda: TurboLayer(TurboConfig(buffer_scale="universal", **KERNELS)), id="universal"),
+    pytest.param(lambda: TurboLayer(TurboConfig(**KERNELS), window=50), id="window"),
+    pytest.param(sparse_layer, id="sparse"),
+]
+RANKED = [*LAYERS, pytest.param(lambda: TurboLayer(TurboConfig(low_heads=0.5, **KERNELS)), id="ranked")]
+"""The last one looks at a row's first block for the heads that get the low bits."""
+
+MOST = 54
+"""Operations of a layer's first pass, what it makes of itself included, attention not."""
+
+
+def feed(layer: TurboLayer, k: torch.Tensor, chunk: Chunk) -> None:
+    shape = (k.shape[0], 2, 1, k.shape[2])
+    known = layer.selector is not None
+    layer.append(k, k, chunk, torch.zeros(shape, dtype=torch.int16, device=k.device) if known else None, defer=True)
+    layer.commit(defer=True)
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_prompt_takes_few_operations_and_no_wait(
+    make: Callable[[], TurboLayer], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    k = tokens(2, 150, 2, 16, device=device).transpose(1, 2)
+    layer = make()
+    with counting(monkeypatch) as work:
+        feed(layer, k, Chunk(150))
+    assert layer.pool.sealed == [2, 2] if layer.window is None else [1, 1]
+    assert layer.due
+    assert work.reads == 0
+    assert sum(work.counts.values()) <= MOST, work.counts
+    assert work.counts["launch"] <= 4
+
+
+@pytest.mark.parametrize("make", RANKED)
+def test_ragged_and_later_chunks_wait_for_nothing(
+    make: Callable[[], TurboLayer], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    layer, first = make(), chunk_of(torch.arange(150, device=device) >= torch.tensor([[0], [70]], device=device))
+    with counting(monkeypatch) as work:
+        for length, chunk in ((150, first), (70, Chunk(70)), (60, Chunk(60))):
+            feed(layer, tokens(2, 2, length, 16, device=device), chunk)
+    assert work.reads == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("make", RANKED)
+def test_on_a_gpu_a_prompt_waits_for_nothing(make: Callable[[], TurboLayer]) -> None:
+    k, mask = tokens(2, 2, 150, 64, dtype=torch.float16, device="cuda"), torch.arange(150) >= torch.tensor([[0], [70]])
+    chunk = chunk_of(mask.cuda())
+    feed(make(), k, chunk)
+    layer = make()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            feed(layer, k, chunk)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("padded", "reads"), [(False, 1), (True, 2)], ids=["plain", "padded"])
+def test_a_pass_of_a_model_reads_once_and_its_mask_once(
+    padded: bool, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama(num_hidden_layers=3)
+    batch = left_padded([prompts(1, 130)[0], prompts(1, 70)[0]]) if padded else {"input_ids": prompts(2, 130)}
+    with turbo_hf.patch(model, TurboConfig(backend="triton")) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        held: list[int] = []
+        monkeypatch.setattr(TurboCache, "require_finite", _noted(TurboCache.require_finite, held))
+        with counting(monkeypatch) as work:
+            module = model.model.layers[0].self_attn
+            seen: list[int] = []
+            module.register_forward_pre_hook(lambda *_: seen.append(work.reads))
+            model.model.layers[2].register_forward_hook(lambda *_: seen.append(work.reads))
+            model(**batch, past_key_values=cache)
+    assert seen[1] - seen[0] == reads
+    assert len(held) == 1
+
+
+def _noted(run: Callable[..., None], calls: list[int]) -> Callable[..., None]:
+    def noted(cache: TurboCache) -> None:
+        calls.append(1)
+        run(cache)
+
+    return noted
+
+
+# --- when NaN is told -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_pass_names_the_layer_before_its_tokens_are_chosen(bad: float, backend: Any) -> None:
+    model, told = tiny_llama(num_hidden_layers=3), []
+    model.lm_head.register_forward_hook(lambda *_: told.append("logits"))
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    with turbo_hf.patch(model, TurboConfig(backend=backend)) as handle, torch.no_grad():
+        kept = weight[0, 0].clone()
+        weight[0, 0] = bad
+        cache = handle.new_cache()
+        with pytest.raises(ValueError, match=MESSAGE.format(1)):
+            model(prompts(1, 66), past_key_values=cache)
+        with pytest.raises(ValueError, match=MESSAGE.format(1)):
+            model.generate(prompts(1, 66), max_new_tokens=3)
+        assert not told
+        weight[0, 0] = kept
+        cache.reset()
+        model(prompts(1, 66), past_key_values=cache)
+        assert not any(layer.due for layer in cache.turbo_layers())
+
+
+def test_a_spoilt_cache_tells_of_it_again() -> None:
+    model = tiny_llama()
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    with turbo_hf.patch(model, TurboConfig(backend="triton")) as handle, torch.no_grad():
+        kept = weight[0, 0].clone()
+        weight[0, 0] = torch.nan
+        cache = handle.new_cache()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=MESSAGE.format(1)):
+                model(prompts(1, 40), past_key_values=cache)
+            weight[0, 0] = kept
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_without_a_patch_nan_is_told_at_once(backend: Any) -> None:
+    model = tiny_llama(num_hidden_layers=3)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    cache = TurboCache(model.config, TurboConfig(backend=backend))
+    with pytest.raises(ValueError, match=MESSAGE.format(1)), torch.no_grad():
+        model(prompts(1, 66), past_key_values=cache)
+    assert not cache.turbo_layers()[2].seen
+
+
+def test_a_layer_that_was_chosen_to_be_dense_ends_the_pass_too() -> None:
+    """The last attention module reads for all, also where its own layer is not compressed."""
+    model = tiny_llama(num_hidden_layers=3)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
+    with (
+        turbo_hf.patch(model, TurboConfig(backend="triton", dense_layers=(2,))) as handle,
+        pytest.raises(ValueError, match=MESSAGE.format(0)),
+        torch.no_grad(),
+    ):
+        model(prompts(1, 66), past_key_values=handle.new_cache())
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+
+def test_lists_arrive(device: torch.device) -> None:
+    for numbers in ([3, 0, 2], [0, 0], [], range(4)):
+        sent = send(numbers, device)
+        assert sent.dtype == torch.int64
+        assert sent.device.type == device.type
+        assert sent.tolist() == list(numbers)
+
+
+def test_the_first_broken_layer_is_named(device: torch.device) -> None:
+    good, bad = (torch.full((1,), n, dtype=torch.int32, device=device) for n in (0, 1))
+    require_finite({0: good, 1: good})
+    with pytest.raises(ValueError, match=MESSAGE.format(2)):
+        require_finite({4: bad, 0: good, 2: bad, 3: good})
+
+
+@pytest.mark.parametrize("starts", [None, [0, 3, 5], [5, 5, 5]], ids=["even", "ragged", "empty"])
+def test_buckets_find_their_places(starts: list[int] | None, device: torch.device) -> None:
+    index, held = BucketIndex(3, 2, 1, device), [7, 2, 0]
+    index.append(torch.full((3, 2, 1, 7), 9, dtype=torch.int16, device=device), [0, 0, 0], 7, [0, 5, 7])
+    new = torch.arange(30, dtype=torch.int16, device=device).view(3, 2, 1, 5)
+    index.append(new, held, 5, starts)
+    for row, (n, start) in enumerate(zip(held, starts or [0, 0, 0], strict=True)):
+        assert (index.buckets[row, ..., :n] == 9).all()
+        assert torch.equal(index.buckets[row, ..., n : n + 5 - start], new[row, ..., start:])
