@@ -92,7 +92,7 @@ def decode_tiles(codes: int, bits: int, unpacks: bool, *, many: bool = False) ->
     Args:
         codes: numbers of K in a block, padding included. bits: of each.
         unpacks: to the query's type, as mode "fp16" does with codes. That takes room: one block at a time.
-        many: at least twice as many outputs as SMs: small CTAs do whole outputs each at its own pace, and few are merged.
+        many: at least twice as many outputs as SMs: small CTAs do whole outputs at their own pace, few are merged.
     """
     if unpacks:
         return DecodeTiles(1, 2, 1)
