@@ -97,7 +97,7 @@ LAYERS = [
 RANKED = [*LAYERS, pytest.param(lambda: TurboLayer(TurboConfig(low_heads=0.5, **KERNELS)), id="ranked")]
 """The last one looks at a row's first block for the heads that get the low bits."""
 
-MOST = 54
+MOST = 55
 """Operations of a layer's first pass, what it makes of itself included, attention not."""
 
 

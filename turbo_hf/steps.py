@@ -23,7 +23,7 @@ AHEAD = 8
 """Blocks of a row for which pages are reserved at a time, at most: when they are used up, a step is captured again."""
 
 SLACK = 32
-"""Pages of a layer that may be reserved in any case. Beyond them it is an eighth of the pages in use."""
+"""Pages of a layer that may be reserved in any case; else a block a row, or a twentieth of the pages in use."""
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ class Steps:
 
     def _ahead(self, group: _Group) -> list[int]:
         pages, rows = group.layers[0].pool.pages, len(group.length)
-        most = min(AHEAD, max(1, SLACK // rows, pages // (8 * rows)))
+        most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
         left = 0 if self._limit is None else self._limit - group.layers[0].seen
         if left <= 0:
             # no limit, or one that does not count what the cache held before
