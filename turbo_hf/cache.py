@@ -111,7 +111,7 @@ class TurboCache(Cache):
         return planned[3]
 
     def require_finite(self) -> None:
-        """ValueError if the pass that ends has stored NaN or Inf; one read from each device, where there was a pass."""
+        """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read from each device."""
         layers = [layer for layer in self.turbo_layers() if layer.due]
         if layers:
             require_finite({layer.index: layer.broken for layer in layers})

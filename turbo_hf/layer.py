@@ -180,11 +180,11 @@ class TurboLayer(CacheLayerMixin):
             starts, scales = chunk.begin(self.device), {"given": given, "span": span}
             append_tokens(k, v, self.store(), starts=starts, **scales, broken=self.broken, backend=self.config.backend)
             self.buffer.count(chunk.tokens, chunk.starts)
-            if not decoding:
-                self._listen(defer)
         else:
             self._append(k, v, chunk, given, span)
         self._see(chunk)
+        if not decoding and self.appends_in_place():
+            self._listen(defer)
 
     def _append(
         self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, given: torch.Tensor | None, span: torch.Tensor | None

@@ -22,5 +22,6 @@ def require_finite(flags: Mapping[int, torch.Tensor]) -> None:
     if found:
         raise ValueError(
             f"layer {min(found)}: keys or values hold NaN or Inf, which no quantized cache can store. Look for the "
-            "cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
+            "cause in the model (overflow in float16 is the usual one: load it in bfloat16), and take a new cache, or "
+            "reset() this one."
         )
