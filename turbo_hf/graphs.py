@@ -75,6 +75,7 @@ class CudaDevice:
 
     def _mend(self) -> None:
         """After a spoilt capture torch's allocator still records into the pool, and its generator into the graph."""
+        # torch has no public call for this; where it is gone or has been done, a new pool does without
         with suppress(AttributeError, RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
