@@ -5,6 +5,7 @@ launches are the same from one step to the next, which a graph takes for granted
 """
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -130,6 +131,40 @@ def test_tokens_with_windows(runners: list[StepRunner]) -> None:
     want = answer(model, PLAIN, max_new_tokens=150, **ragged())
     assert torch.equal(answer(model, SMALL, max_new_tokens=150, **ragged()), want)
     assert runners[-1].captures >= 1
+
+
+def test_an_answer_that_ends_early_leaves_no_reserved_pages(runners: list[StepRunner]) -> None:
+    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+    wide: list[int] = []
+
+    def talk(config: TurboConfig) -> Tensor:
+        said = {name: x.to(model.device) for name, x in ragged([150, 100]).items()}
+        with turbo_hf.patch(model, config) as handle:
+            cache = handle.new_cache()
+
+            def at(end: int) -> Callable[[Tensor, Tensor], Tensor]:
+                def enough(ids: Tensor, scores: Tensor) -> Tensor:
+                    wide.append(max(layer.pool.pages for layer in cache.turbo_layers()))
+                    return torch.full((len(ids),), ids.shape[1] >= end, device=ids.device)
+
+                return enough
+
+            for end in (156, 166):
+                options: dict[str, Any] = {"max_new_tokens": 400, "do_sample": False, "stopping_criteria": [at(end)]}
+                ids = torch.as_tensor(model.generate(**said, past_key_values=cache, **options))
+                new = ids.shape[1] - said["attention_mask"].shape[1]
+                mask = torch.nn.functional.pad(said["attention_mask"], (0, new), value=1)
+                said = {"input_ids": ids, "attention_mask": mask}
+                runners.clear()
+                # the stand-in for a graph holds its runner
+                gc.collect()
+                for layer in cache.turbo_layers():
+                    assert layer.pool.pages == sum(layer.pool.sealed)
+        return ids
+
+    want = talk(PLAIN)
+    assert torch.equal(talk(SMALL), want)
+    assert max(wide) > 6 + 4 + 8
 
 
 def test_turns_on_one_cache(runners: list[StepRunner]) -> None:

@@ -168,6 +168,13 @@ class StepRunner:
         self._steps.finish()
         return out
 
+    def __del__(self) -> None:
+        # `generate` has let go of it: the only word of its end
+        steps = self._steps
+        self._forget()
+        if steps is not None:
+            steps.close()
+
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call brings one token a row to a TurboCache and asks for nothing else. Reads no device."""
         cache, ids, at = (kwargs.get(name) for name in ("past_key_values", "input_ids", "position_ids"))

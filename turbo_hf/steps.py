@@ -23,7 +23,8 @@ AHEAD = 8
 """Blocks of a row for which pages are reserved at a time, at most: when they are used up, a step is captured again."""
 
 SLACK = 32
-"""Pages of a layer that may be reserved in any case; else a block a row, or a twentieth of the pages in use."""
+"""Pages of a layer that may be reserved in any case; else a block a row, or a twentieth of the pages in use. What steps
+leave unused is given back when they end."""
 
 
 @dataclass(slots=True)
@@ -208,6 +209,13 @@ class Steps:
             found += (pool.heads, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
             found += (buffer.k, buffer.device_length(), layer.broken)
         return found
+
+    @storing
+    def close(self) -> None:
+        """Give back what was reserved for steps that do not come. What was captured must not be replayed any more."""
+        if self.intact():
+            for layer in self.layers:
+                layer.pool.trim()
 
     def finish(self) -> None:
         """Count what the step has stored."""
