@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from turbo_hf.eval.needle import Needle
+from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.handle import Handle
 from turbo_hf.patching import patch
 
@@ -109,7 +110,7 @@ def demo(
         patched: AbstractContextManager[Handle | None] = (
             nullcontext(None) if method == BASELINE else patch(model, method)
         )
-        with torch.inference_mode(), patched as handle:
+        with torch.inference_mode(), without_plans(), patched as handle:
             run = run_method(model, tokenizer, prompts, handle, batch, new_tokens, partial(advance, method))
         base = base or run
         texts = tokenizer.batch_decode(run.replies, skip_special_tokens=True)
