@@ -212,9 +212,11 @@ class Steps:
 
     @storing
     def close(self) -> None:
-        """Give back what was reserved for steps that do not come. What was captured must not be replayed any more."""
+        """Seal what is full, and give back what was reserved for steps that do not come. No replay may follow."""
         if self.intact():
             for layer in self.layers:
+                # NaN in the block is told by whoever uses the cache next
+                layer.commit(defer=True)
                 layer.pool.trim()
 
     def finish(self) -> None:
