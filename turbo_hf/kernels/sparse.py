@@ -11,7 +11,7 @@ import triton.language as tl
 from turbo_hf.kernels._common import tanh
 from turbo_hf.kernels.block_attention import LN_2, LOG2_E
 from turbo_hf.kernels.decode import _leave_part, _merge, _with_sinks
-from turbo_hf.kernels.tiles import packed_bytes
+from turbo_hf.kernels.lines import codes_of, line_of, order_of, signed, words
 
 
 @triton.jit
@@ -82,94 +82,6 @@ def _places(
 
 
 @triton.jit
-def _turns(x, y):
-    """x and y [1, T, N], column by column in turn: nothing moves between threads."""
-    return tl.join(x, y).reshape(1, x.shape[1], 2 * x.shape[2])
-
-
-@triton.jit
-def _order(D: tl.constexpr, DP: tl.constexpr, PIECES: tl.constexpr, UNIT: tl.constexpr):
-    """The channel at each place of what `_signed` and `_codes` return, D where there is none."""
-    i = tl.arange(0, DP)
-    byte = i * 0
-    if UNIT == 4:
-        byte = i % 2 * 2 + i // 2 % 2
-    rest = i // UNIT
-    piece = i * 0
-    if PIECES > 1:
-        piece = rest % 2
-    if PIECES > 2:
-        piece = piece * 2 + rest // 2 % 2
-    if PIECES > 4:
-        piece = piece * 2 + rest // 4 % 2
-    inside = rest // PIECES * UNIT + byte
-    return tl.where(inside < D // PIECES, piece * (D // PIECES) + inside, D)
-
-
-@triton.jit
-def _words(at, ok, D: tl.constexpr, DP: tl.constexpr, PIECES: tl.constexpr, UNIT: tl.constexpr):
-    """D bytes at each of `at` [1, T, 1], UNIT in a number: int32 [1, T, DP // UNIT]; PIECES of them take turns."""
-    if PIECES > 1:
-        low = _words(at, ok, D // 2, DP // 2, PIECES // 2, UNIT)
-        return _turns(low, _words(at + D // 2, ok, D // 2, DP // 2, PIECES // 2, UNIT))
-    else:
-        c = tl.arange(0, DP // UNIT)[None, None, :]
-        if UNIT == 4:
-            at = at.to(tl.pointer_type(tl.int32), bitcast=True)
-        return packed_bytes(at + c, ok, c, D // UNIT, DP // UNIT).to(tl.int32)
-
-
-@triton.jit
-def _lanes(words, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    """(byte >> SHIFT) & MASK of the 4 bytes of each word."""
-    low = _turns(words >> SHIFT & MASK, words >> (SHIFT + 8) & MASK)
-    return _turns(low, _turns(words >> (SHIFT + 16) & MASK, words >> (SHIFT + 24) & MASK))
-
-
-@triton.jit
-def _signed(words, UNIT: tl.constexpr):
-    """Signed bytes, float32."""
-    if UNIT == 4:
-        words = _turns(_turns(words << 24 >> 24, words << 16 >> 24), _turns(words << 8 >> 24, words >> 24))
-    return words.to(tl.float32)
-
-
-@triton.jit
-def _line(at, ok, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr):
-    """The codes of the tokens whose lines are at `at` [1, T, 1], as they lie: int32 [1, T, N]."""
-    if BITS == 3:
-        low = _words(at, ok, D // 8, DP // 8, 1, 1) & 255
-        high = _words(at + D // 8, ok, D // 8, DP // 8, 1, 1) & 255
-        return low | high << 8 | (_words(at + D // 4, ok, D // 8, DP // 8, 1, 1) & 255) << 16
-    else:
-        return _words(at, ok, D * BITS // 8, DP * BITS // 8, 1, 4)
-
-
-@triton.jit
-def _three(w, J: tl.constexpr):
-    """The codes of 3 bit of pieces J and J + 1, in turn (`_line`)."""
-    first = w >> J & 3 | (w >> (16 + J) & 1) << 2
-    return _turns(first, w >> (8 + J) & 3 | (w >> (17 + J) & 1) << 2)
-
-
-@triton.jit
-def _codes(w, BITS: tl.constexpr):
-    """What `_line` has loaded, unpacked: float32 [1, T, DP]."""
-    if BITS == 8:
-        return _signed(w, 4)
-    elif BITS == 4:
-        nibbles = _turns(w & 0x0F0F0F0F, w >> 4 & 0x0F0F0F0F)
-        return _lanes(nibbles, 0, 255).to(tl.float32)
-    elif BITS == 2:
-        low = _turns(w & 0x03030303, w >> 2 & 0x03030303)
-        pairs = _turns(low, _turns(w >> 4 & 0x03030303, w >> 6 & 0x03030303))
-        return _lanes(pairs, 0, 255).to(tl.float32)
-    else:
-        low = _turns(_three(w, 0), _three(w, 2))
-        return _turns(low, _turns(_three(w, 4), _three(w, 6))).to(tl.float32)
-
-
-@triton.jit
 def _attend(q, k, v, k_scale, v_scale, live, factor, softcap, acc, top, mass, CAPPED: tl.constexpr):
     """One step of T softmaxes, one a place of the tile: nothing is exchanged between threads but scores.
 
@@ -198,19 +110,6 @@ def _together(acc, top, mass):
 
 
 @triton.jit
-def _find(
-    ends, places, table, tile, stop, total, segments,
-    BLOCK: tl.constexpr, T: tl.constexpr, LIST: tl.constexpr, SEARCH: tl.constexpr,
-):  # fmt: skip
-    """Of a tile, if it is before `stop`: the page and place in it of each token [1, T, 1], and which are some."""
-    position = tile * T + tl.arange(0, T)[None, :, None]
-    total = tl.where(tile < stop, total, 0)
-    live = position < total
-    place = _places(ends, places, position, total, segments, LIST, SEARCH)
-    return tl.load(table + place // BLOCK, mask=live, other=0), place % BLOCK, live
-
-
-@triton.jit
 def _fetch(
     heads, slot, page, inside, live,
     SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
@@ -220,7 +119,7 @@ def _fetch(
     LINE: tl.constexpr = D * BITS // 8
     at = page * SLOTS + slot
     line = at * (BLOCK * LINE) + inside * LINE
-    k, v = _line(k_ptr + line, live, D, DP, BITS), _line(v_ptr + line, live, D, DP, BITS)
+    k, v = line_of(k_ptr + line, live, D, DP, BITS), line_of(v_ptr + line, live, D, DP, BITS)
     k_scale = tl.load(scale_ptr + 2 * at, mask=live, other=0.0)
     v_scale = tl.load(scale_ptr + 2 * at + 1, mask=live, other=0.0)
     if BITS == 8:
@@ -229,9 +128,9 @@ def _fetch(
         PIECES: tl.constexpr = 8 if BITS == 3 else 8 // BITS
         UNIT: tl.constexpr = 1 if BITS == 3 else 4
         meta = meta_ptr + at * (4 * D)
-        k_step, k_zero = _words(meta, live, D, DP, PIECES, UNIT), _words(meta + D, live, D, DP, PIECES, UNIT)
+        k_step, k_zero = words(meta, live, D, DP, PIECES, UNIT), words(meta + D, live, D, DP, PIECES, UNIT)
         meta += 2 * D
-        v_step, v_zero = _words(meta, live, D, DP, PIECES, UNIT), _words(meta + D, live, D, DP, PIECES, UNIT)
+        v_step, v_zero = words(meta, live, D, DP, PIECES, UNIT), words(meta + D, live, D, DP, PIECES, UNIT)
         return k, v, k_scale, v_scale, k_step, k_zero, v_step, v_zero
 
 
@@ -243,23 +142,33 @@ def _gather(
 ):  # fmt: skip
     """Tiles begin to stop of one list, T tokens each, of which the first `total` are in sealed blocks.
 
-    While one tile is computed, the next one is on its way, and the pages of the one after that are looked up.
+    While one tile is computed, the next one is on its way, and so are the pages of the one after that and the places of
+    the third: each is known by what came before.
     """
     UNIT: tl.constexpr = 1 if BITS == 3 else 4
-    page, inside, live = _find(ends, places, table, begin, stop, total, segments, BLOCK, T, LIST, SEARCH)
+    t = tl.arange(0, T)[None, :, None]
+    total = tl.minimum(total, stop * T)
+    place = _places(ends, places, begin * T + t, total, segments, LIST, SEARCH)
+    live, inside = begin * T + t < total, place % BLOCK
+    page = tl.load(table + place // BLOCK, mask=live, other=0)
     k, v, k_scale, v_scale, k_step, k_zero, v_step, v_zero = _fetch(
         heads, slot, page, inside, live, SLOTS, D, DP, BLOCK, BITS
     )
-    page, inside, coming = _find(ends, places, table, begin + 1, stop, total, segments, BLOCK, T, LIST, SEARCH)
+    place = _places(ends, places, begin * T + T + t, total, segments, LIST, SEARCH)
+    coming, inside = begin * T + T + t < total, place % BLOCK
+    page = tl.load(table + place // BLOCK, mask=coming, other=0)
+    place = _places(ends, places, begin * T + 2 * T + t, total, segments, LIST, SEARCH)
     for tile in tl.range(begin, stop, num_stages=1):
         k2, v2, k_scale2, v_scale2, k_step2, k_zero2, v_step2, v_zero2 = _fetch(
             heads, slot, page, inside, coming, SLOTS, D, DP, BLOCK, BITS
         )
-        page, inside, later = _find(ends, places, table, tile + 2, stop, total, segments, BLOCK, T, LIST, SEARCH)
-        keys, values = _codes(k, BITS), _codes(v, BITS)
+        later, inside = tile * T + 2 * T + t < total, place % BLOCK
+        page = tl.load(table + place // BLOCK, mask=later, other=0)
+        place = _places(ends, places, tile * T + 3 * T + t, total, segments, LIST, SEARCH)
+        keys, values = codes_of(k, BITS), codes_of(v, BITS)
         if BITS != 8:
-            keys = keys * _signed(k_step, UNIT) + _signed(k_zero, UNIT)
-            values = values * _signed(v_step, UNIT) + _signed(v_zero, UNIT)
+            keys = keys * signed(k_step, UNIT) + signed(k_zero, UNIT)
+            values = values * signed(v_step, UNIT) + signed(v_zero, UNIT)
         acc, top, mass = _attend(q, keys, values, k_scale, v_scale, live, factor, softcap, acc, top, mass, CAPPED)
         k, v, k_scale, v_scale = k2, v2, k_scale2, v_scale2
         k_step, k_zero, v_step, v_zero = k_step2, k_zero2, v_step2, v_zero2
@@ -282,7 +191,7 @@ def _gather_open(
         live = (position >= open_from) & (position < total)
         own = _places(ends, places, position, total, segments, LIST, SEARCH) - sealed * BLOCK
         at = pair * cap + own
-        k = _signed(_words(k_ptr + at * D, live, D, DP, PIECES, UNIT), UNIT)
+        k = signed(words(k_ptr + at * D, live, D, DP, PIECES, UNIT), UNIT)
         v_at = v_ptr + (pair * D + c[None, None, :]) * cap + own
         v = tl.load(v_at, mask=live & (c < D)[None, None, :], other=0).to(tl.float32)
         k_scale = tl.load(k_scale_ptr + at, mask=live, other=0.0)
@@ -366,7 +275,7 @@ def sparse_decode_kernel(
         for g in tl.static_range(len(SLOTS)):
             if (own >= 0) & (own < SLOTS[g]):
                 BITS_G: tl.constexpr = BITS[g]
-                c = _order(D, DP, 8 if BITS_G == 3 else 8 // BITS_G, 1 if BITS_G == 3 else 4)
+                c = order_of(D, DP, 8 if BITS_G == 3 else 8 // BITS_G, 1 if BITS_G == 3 else 4)
                 q_at = q_ptr + row * q_strides[0] + query * q_strides[2]
                 q_at = q_at + head_of.to(tl.int64)[:, None, None] * q_strides[1] + c[None, None, :] * q_strides[3]
                 q = tl.load(q_at, mask=live[:, None, None] & (c < D)[None, None, :], other=0.0).to(tl.float32)

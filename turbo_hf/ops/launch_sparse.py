@@ -15,7 +15,7 @@ from turbo_hf.ops.tuning import sparse_tiles
 SEGMENT = 2048
 """Tokens of a row that one program looks through for those to attend to."""
 
-PART_FLOATS = 1 << 12
+PART_FLOATS = 1 << 13
 """Numbers of partial results that a merge takes at a time."""
 
 
