@@ -49,10 +49,9 @@ def words(at, ok, D: tl.constexpr, DP: tl.constexpr, PIECES: tl.constexpr, UNIT:
 
 
 @triton.jit
-def _lanes(w, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    """(byte >> SHIFT) & MASK of the 4 bytes of each word."""
-    low = turns(w >> SHIFT & MASK, w >> (SHIFT + 8) & MASK)
-    return turns(low, turns(w >> (SHIFT + 16) & MASK, w >> (SHIFT + 24) & MASK))
+def _bytes(w):
+    """The 4 bytes of each word, below 256."""
+    return turns(turns(w & 255, w >> 8 & 255), turns(w >> 16 & 255, w >> 24 & 255))
 
 
 @triton.jit
@@ -88,11 +87,11 @@ def codes_of(w, BITS: tl.constexpr):
         return signed(w, 4)
     elif BITS == 4:
         nibbles = turns(w & 0x0F0F0F0F, w >> 4 & 0x0F0F0F0F)
-        return _lanes(nibbles, 0, 255).to(tl.float32)
+        return _bytes(nibbles).to(tl.float32)
     elif BITS == 2:
         low = turns(w & 0x03030303, w >> 2 & 0x03030303)
         pairs = turns(low, turns(w >> 4 & 0x03030303, w >> 6 & 0x03030303))
-        return _lanes(pairs, 0, 255).to(tl.float32)
+        return _bytes(pairs).to(tl.float32)
     else:
         low = turns(_three(w, 0), _three(w, 2))
         return turns(low, turns(_three(w, 4), _three(w, 6))).to(tl.float32)
