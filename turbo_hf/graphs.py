@@ -6,6 +6,7 @@ token of each row; `Steps` knows when it can be replayed. Every other pass goes 
 
 import functools
 import operator
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -173,7 +174,8 @@ class StepRunner:
         # `generate` has let go of it: the only word of its end
         steps = self._steps
         self._forget()
-        if steps is not None:
+        # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors
+        if steps is not None and not sys.is_finalizing():
             steps.close()
 
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
