@@ -24,8 +24,8 @@ from turbo_hf.calibration.artifacts import FACTS, TENSORS, find, fingerprint
 from turbo_hf.calibration.capture import Seen, capturing, probe, run_window
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
 from turbo_hf.calibration.heads import HeadPriorities, head_order
-from turbo_hf.calibration.quality import SELECTIVITY, WAYS, _recalled, mean_recall
-from turbo_hf.calibration.query_model import QueryModels, classify, divergence
+from turbo_hf.calibration.quality import SELECTIVITY, WAYS, _recalled, evaluate, mean_recall
+from turbo_hf.calibration.query_model import QueryModels, classify, divergence, train
 from turbo_hf.calibration.run import PART, calibrate, estimate, make_plan
 from turbo_hf.calibration.samples import Samples, bucket_sums, true_mass
 from turbo_hf.calibration.settings import Settings, resolve_settings
@@ -225,20 +225,95 @@ def test_long_range_queries_are_those_whose_best_key_is_far() -> None:
     assert Samples(1.0, None)._is_far(query, key, torch.tensor([10, 20]), 8)[0, 0].tolist() == [False, True]
 
 
-def test_folded_classifier_is_the_trained_one() -> None:
-    models = QueryModels(2, 8, 16, 5, torch.Generator().manual_seed(0))
+def untrained(query: Tensor, hidden: int, clusters: int) -> QueryModels:
+    covariance = torch.stack([x.T.cov(correction=0) for x in query])
+    return QueryModels(query.mean(1, keepdim=True), covariance, hidden, clusters, torch.Generator().manual_seed(0))
+
+
+def test_folded_classifier_has_the_batch_norm_of_all_queries() -> None:
     query = torch.randn(2, 4000, 8) * 2 + 1
-    for _ in range(200):
-        trained = models(query)
-    torch.testing.assert_close(classify(models.folded(), query), trained.detach(), rtol=1e-4, atol=1e-4)
+    models = untrained(query, 16, 5)
+    with torch.no_grad():
+        models.gain.uniform_(0.5, 2)
+        models.shift.normal_()
+        x = torch.bmm(query, models.weight_1)
+        x = torch.nn.functional.batch_norm(x.transpose(0, 1).flatten(1), None, None, training=True).view(4000, 2, 16)
+        hidden = (x.transpose(0, 1) * models.gain + models.shift).relu()
+        want = torch.bmm(hidden, models.weight_2) + models.bias_2
+        torch.testing.assert_close(classify(models.folded(), query), want, rtol=1e-4, atol=1e-4)
+        assert torch.equal(models(query), classify(models.folded(), query))
 
 
-def test_divergence_is_that_of_torch() -> None:
+@pytest.mark.parametrize("hidden", [16, 40])
+def test_the_classifier_starts_at_k_means(hidden: int) -> None:
+    query = torch.randn(2, 4000, 8) * 2 + 1
+    models = untrained(query, hidden, 30)
+    centroids = torch.nn.functional.normalize(torch.randn(2, 30, 8), dim=-1)
+    models.start_at(3 * centroids)
+    other = torch.randn(2, 500, 8)
+    want = 3 * torch.bmm(other, centroids.mT)
+    got = models(other).detach()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    # as exact as float32 is: no two buckets change places but those that are as good as equal
+    ranked = want.gather(-1, got.argsort(-1, descending=True))
+    assert bool((ranked.diff(dim=-1) < 1e-5).all())
+
+
+def test_a_narrow_classifier_starts_at_random() -> None:
+    query = torch.randn(1, 100, 8)
+    models, same_seed = untrained(query, 15, 4), untrained(query, 15, 4)
+    models.start_at(torch.randn(1, 4, 8))
+    assert all(map(torch.equal, models.state_dict().values(), same_seed.state_dict().values()))
+
+
+def made_up(windows: int, turned: bool) -> tuple[Samples, list[Tensor], Tensor]:
+    """A layer without rotary embedding whose classifier sees its queries, or sees them turned away from the keys."""
+    seeded = torch.Generator().manual_seed(0)
+    dim, length, count = 8, 200, 128
+    turn = torch.linalg.qr(torch.randn(dim, dim, generator=seeded)).Q if turned else torch.eye(dim)
+    samples = Samples(1.0, None)
+    for _ in range(windows):
+        keys = torch.randn(1, length, dim, generator=seeded)
+        query = 2 * torch.randn(1, 2, count, dim, generator=seeded)
+        samples.plain_keys.append(keys)
+        samples.keys.append(keys)
+        samples.plain_queries.append(query)
+        samples.queries.append(query @ turn)
+        samples.positions.append(torch.randint(100, length, (count,), generator=seeded))
+        samples.far.append(torch.ones(1, 2, count, dtype=torch.bool))
+    centroids = k_means(torch.cat(samples.keys, 1), 32, 5, seeded)
+    return samples, [assign(keys, centroids) for keys in samples.keys], centroids
+
+
+@pytest.mark.parametrize(("turned", "gain"), [(False, 0.95), (True, 4.0)], ids=["in-place", "turned"])
+def test_training_keeps_what_k_means_finds_and_learns_what_it_cannot(turned: bool, gain: float) -> None:
+    samples, buckets, centroids = made_up(13, turned)
+    found = []
+    for steps in (1, 200):
+        settings = replace(SMALL, hidden=64, steps=steps, batch=64, learning_rate=1e-2)
+        classifier, loss = train([samples], [buckets], [centroids], 12, settings, lambda: None)
+        judged = evaluate(samples, buckets, centroids, classifier, range(12, 13), settings.local, 0)
+        found.append((loss, judged["loss"]))
+    for before, after in zip(*found, strict=True):
+        assert after < 0.75 * before
+    recall, by_k_means, by_chance = (mean_recall([judged], way)[2] for way in WAYS)
+    assert recall > gain * max(by_k_means, by_chance)
+
+
+def test_divergence_counts_the_keys_of_a_bucket() -> None:
     target, logits = torch.rand(3, 7).softmax(-1), torch.randn(3, 7)
-    want = torch.nn.functional.kl_div(logits.log_softmax(-1), target, reduction="none").sum(-1)
-    torch.testing.assert_close(divergence(target, logits), want)
-    target = torch.tensor([[0.0, 1.0]])
-    assert divergence(target, torch.tensor([[0.0, 0.0]])).item() == pytest.approx(0.6931472)
+    sizes = torch.randint(1, 9, (3, 7)).float()
+    told = sizes * logits.exp()
+    want = torch.nn.functional.kl_div((told / told.sum(-1, keepdim=True)).log(), target, reduction="none").sum(-1)
+    torch.testing.assert_close(divergence(target, logits, sizes), want)
+    target, logits = torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2, requires_grad=True)
+    assert divergence(target, logits, torch.tensor([[3.0, 1.0]])).item() == pytest.approx(1.3862944)
+    # a bucket without keys has no mass and no say, and teaches nothing
+    alone = divergence(target, logits, torch.tensor([[0.0, 1.0]]))
+    alone.sum().backward()
+    assert logits.grad is not None
+    assert alone.item() == 0
+    assert logits.grad.abs().max() < 1e-30
 
 
 def test_bucket_sums_by_product_and_by_scatter_agree() -> None:

@@ -57,6 +57,7 @@ def evaluate(
             )
             flat = plain.flatten(1, 2).to(device).float()
             logits = classify(classifier, flat)
+            loss += float((divergence(mass, logits, sizes) * far.flatten(1, 2).to(device)).sum())
             # keys that count depend on the position alone
             sizes = sizes.view(heads, groups, rows, clusters)[:, 0]
             scores = {
@@ -69,7 +70,6 @@ def evaluate(
             for way, score in scores.items():
                 total[way] += _recalled(score, mass, sizes, weight).cpu()
             counted += weight.sum((1, 2)).cpu()
-            loss += float((divergence(mass.flatten(1, 2), logits) * weight.flatten(1, 2)).sum())
         asked += heads * groups * n
     filled = torch.stack([x.bincount(minlength=clusters) for x in torch.cat(buckets, 1)]).double()
     share = filled / filled.sum(1, keepdim=True)

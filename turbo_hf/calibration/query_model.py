@@ -8,15 +8,22 @@ import torch
 from turbo_hf.calibration.samples import Samples, true_mass
 from turbo_hf.calibration.settings import Settings
 
-MOMENTUM, EPSILON = 0.1, 1e-5
+EPSILON = 1e-5
 """Of the batch norm, as in torch."""
 
 
 class QueryModels(torch.nn.Module):
-    """N classifiers D -> hidden -> C with batch norm and ReLU between, one for each KV head, in batched products."""
+    """N classifiers D -> hidden -> C with batch norm and ReLU between, one for each KV head, in batched products.
 
-    def __init__(self, heads: int, dim: int, hidden: int, clusters: int, generator: torch.Generator):
+    The batch norm takes the mean and the variance over all training queries, which follow from the queries' own mean
+    [N, 1, D] and covariance [N, D, D]: no running averages, and what is stored is what was trained.
+    """
+
+    def __init__(
+        self, mean: torch.Tensor, covariance: torch.Tensor, hidden: int, clusters: int, generator: torch.Generator
+    ):
         super().__init__()
+        heads, _, dim = mean.shape
 
         def uniform(*shape: int, fan: int) -> torch.nn.Parameter:
             return torch.nn.Parameter((torch.rand(*shape, generator=generator) * 2 - 1) / math.sqrt(fan))
@@ -27,31 +34,47 @@ class QueryModels(torch.nn.Module):
         self.gain = torch.nn.Parameter(torch.ones(heads, 1, hidden))
         self.shift = torch.nn.Parameter(torch.zeros(heads, 1, hidden))
         self.mean: torch.Tensor
-        self.variance: torch.Tensor
-        self.register_buffer("mean", torch.zeros(heads, 1, hidden))
-        self.register_buffer("variance", torch.ones(heads, 1, hidden))
-
-    def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """Logits [N, R, C] of queries [N, R, D] before rotary embedding; training: on the batch's own statistics."""
-        # a bias before a batch norm has no effect, so the first layer has none
-        x = torch.bmm(query, self.weight_1)
-        variance, mean = torch.var_mean(x, 1, correction=0, keepdim=True)
-        with torch.no_grad():
-            self.mean.lerp_(mean, MOMENTUM)
-            self.variance.lerp_(variance, MOMENTUM)
-        x = (x - mean) * torch.rsqrt(variance + EPSILON) * self.gain + self.shift
-        return torch.bmm(x.relu(), self.weight_2) + self.bias_2
+        self.covariance: torch.Tensor
+        self.register_buffer("mean", mean)
+        self.register_buffer("covariance", covariance)
 
     @torch.no_grad()
+    def start_at(self, centroids: torch.Tensor) -> None:
+        """Make the logits q . centroids, centroids [N, C, D] of any length; nothing where hidden < 2 D.
+
+        2 D hidden units pass the query, for relu(x) - relu(-x) = x; the others begin with no say. Ours.
+        """
+        dim, hidden = self.weight_1.shape[1:]
+        if hidden < 2 * dim:
+            return
+        self.weight_2.zero_()
+        for sign, units in ((1, slice(dim)), (-1, slice(dim, 2 * dim))):
+            self.weight_1[:, :, units] = sign * torch.eye(dim)
+            self.weight_2[:, units] = sign * centroids.mT
+        mean, deviation = self._statistics()
+        self.gain[..., : 2 * dim] = deviation[..., : 2 * dim]
+        self.shift[..., : 2 * dim] = mean[..., : 2 * dim]
+
+    def _statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and standard deviation [N, 1, hidden] of what enters the batch norm, over all training queries."""
+        # a bias before a batch norm has no effect, so the first layer has none
+        variance = (self.weight_1 * torch.bmm(self.covariance, self.weight_1)).sum(1, keepdim=True)
+        return torch.bmm(self.mean, self.weight_1), (variance + EPSILON).sqrt()
+
     def folded(self) -> dict[str, torch.Tensor]:
-        """The trained classifiers with the batch norm inside the first layer, float32, as `classify` takes them."""
-        factor = self.gain * torch.rsqrt(self.variance + EPSILON)
+        """The classifiers with the batch norm inside the first layer, float32, as `classify` takes them."""
+        mean, deviation = self._statistics()
+        factor = self.gain / deviation
         return {
             "weight_1": self.weight_1 * factor,
-            "bias_1": (self.shift - self.mean * factor)[:, 0],
-            "weight_2": self.weight_2.detach().clone(),
-            "bias_2": self.bias_2.detach()[:, 0].clone(),
+            "bias_1": (self.shift - mean * factor)[:, 0],
+            "weight_2": self.weight_2,
+            "bias_2": self.bias_2[:, 0],
         }
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        """Logits [N, R, C] of queries [N, R, D] before rotary embedding."""
+        return classify(self.folded(), query)
 
 
 def classify(classifier: dict[str, torch.Tensor], query: torch.Tensor) -> torch.Tensor:
@@ -64,52 +87,50 @@ def classify(classifier: dict[str, torch.Tensor], query: torch.Tensor) -> torch.
 def train(
     layers: list[Samples],
     buckets: list[list[torch.Tensor]],
+    centroids: list[torch.Tensor],
     windows: int,
-    clusters: int,
     settings: Settings,
-    device: torch.device,
     advance: Callable[[], None],
 ) -> tuple[dict[str, torch.Tensor], float]:
     """Classifiers of all KV heads of layers of one shape, from the first `windows` windows.
 
     Args:
-        layers: samples by layer; buckets: int64 [Hkv, L] by layer and window.
+        layers: samples by layer; buckets: int64 [Hkv, L] by layer and window; centroids: [Hkv, C, D] by layer.
         advance: called after each step.
 
     Returns:
         `QueryModels.folded`, N = layers x Hkv, and the mean loss of the last tenth of the steps (nats).
 
-    Source: SAAP eq. 1: KL divergence between the true mass by bucket and softmax f_q, on long-range queries. Unlike
-    appendix A (40,000 steps at 1e-5) the learning rate is higher and falls, for far fewer steps: see `eval/results`.
+    Source: SAAP eq. 1, KL divergence between the true mass by bucket and what the classifier foretells. Ours, each
+    measured in `eval/results`: it foretells the mass a key, see `divergence`; it starts at k-means; all queries train,
+    not the long-range ones alone; fewer steps than appendix A's 40,000 at 1e-5, at a higher rate that falls.
     """
     seeded = torch.Generator().manual_seed(settings.seed)
-    heads, groups, _, dim = layers[0].queries[0].shape
-    models = QueryModels(len(layers) * heads, dim, settings.hidden, clusters, seeded).to(device)
+    device = centroids[0].device
+    models = _start(layers, centroids, windows, settings, seeded).to(device)
     optimizer = torch.optim.Adam(models.parameters(), settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
-    pools = [[_pool(layer.far[w]) for layer in layers] for w in range(windows)]
     losses = []
     for _ in range(settings.steps):
         window = int(torch.randint(windows, (1,), generator=seeded))
-        picks = [_draw(rows, settings.batch, seeded) for layer in pools[window] for rows in layer]
-        pick = torch.stack(picks).view(len(layers), heads, -1)
+        groups, count = layers[0].queries[window].shape[1:3]
+        pick = torch.randint(groups * count, (settings.batch,), generator=seeded)
         plain, query = (
-            torch.cat([torch.take_along_dim(x.flatten(1, 2), at[..., None], 1) for x, at in zip(xs, pick, strict=True)])
+            torch.cat([x.flatten(1, 2)[:, pick] for x in xs]).to(device)
             for xs in ([layer.plain_queries[window] for layer in layers], [layer.queries[window] for layer in layers])
         )
-        places = [layer.positions[window].repeat(groups)[at] for layer, at in zip(layers, pick, strict=True)]
         with torch.no_grad():
-            target, _ = true_mass(
-                query.to(device),
-                torch.cat(places).to(device),
+            target, sizes = true_mass(
+                query,
+                layers[0].positions[window].repeat(groups)[pick].expand(len(query), -1).to(device),
                 torch.cat([layer.keys[window] for layer in layers]).to(device),
                 torch.cat([each[window] for each in buckets]).to(device),
-                clusters,
+                centroids[0].shape[1],
                 settings.local,
                 layers[0].scaling,
                 layers[0].softcap,
             )
-        loss = divergence(target, models(plain.to(device).float())).mean(1)
+        loss = divergence(target, models(plain), sizes).mean(1)
         optimizer.zero_grad()
         # heads share no weights: the sum trains each on its own
         loss.sum().backward()
@@ -118,19 +139,36 @@ def train(
         losses.append(float(loss.detach().mean()))
         advance()
     last = losses[-max(1, len(losses) // 10) :]
-    return models.folded(), sum(last) / len(last)
+    return {name: x.detach() for name, x in models.folded().items()}, sum(last) / len(last)
 
 
-def divergence(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """KL divergence (nats) of softmax(logits) from the target, by row."""
-    return (torch.xlogy(target, target) - target * logits.log_softmax(-1)).sum(-1)
+def _start(
+    layers: list[Samples], centroids: list[torch.Tensor], windows: int, settings: Settings, seeded: torch.Generator
+) -> QueryModels:
+    """Classifiers that rank as k-means does, on the CPU. A key is taken for its centroid, as long as keys are in the
+    mean: what a key of the bucket adds to the attention of a query is then exp of the logit, as training wants it."""
+    queries = [
+        torch.cat([x[head].flatten(0, 1) for x in layer.plain_queries[:windows]]).float()
+        for layer in layers
+        for head in range(len(layer.plain_queries[0]))
+    ]
+    lengths = [
+        torch.cat([keys.float().norm(dim=-1) for keys in layer.plain_keys[:windows]], 1).mean(1) * layer.scaling
+        for layer in layers
+    ]
+    mean = torch.stack([x.mean(0, keepdim=True) for x in queries])
+    covariance = torch.stack([x.T.cov(correction=0) for x in queries])
+    models = QueryModels(mean, covariance, settings.hidden, centroids[0].shape[1], seeded)
+    models.start_at(torch.cat(centroids).float().cpu() * torch.cat(lengths)[:, None, None])
+    return models
 
 
-def _pool(far: torch.Tensor) -> list[torch.Tensor]:
-    """Rows to draw from for each KV head: its long-range queries; all of them for a head that has none."""
-    rows = far.flatten(1)
-    return [(row if bool(row.any()) else torch.ones_like(row)).nonzero().flatten() for row in rows]
+def divergence(target: torch.Tensor, logits: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """KL divergence (nats), by row, between the true mass by bucket and size x exp(logit), as a share of their sum.
 
-
-def _draw(rows: torch.Tensor, count: int, seeded: torch.Generator) -> torch.Tensor:
-    return rows[torch.randint(len(rows), (count,), generator=seeded)]
+    sizes: keys that count in each bucket. A classifier trained so tells the mass that a key of the bucket has, whatever
+    the number of keys that a text puts there. It is what buckets are to be ranked by for a given share of keys. SAAP's
+    softmax of the logits tells the mass of whole buckets, and so those that are large in the training texts.
+    """
+    told = logits + sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log()
+    return (torch.xlogy(target, target) - target * told.log_softmax(-1)).sum(-1)

@@ -224,7 +224,7 @@ def _index(
     buckets = [
         [assign(k.to(device), own).cpu() for k in layer.plain_keys] for layer, own in zip(layers, each, strict=True)
     ]
-    classifier, loss = train(layers, buckets, learned, clusters, settings, device, lambda: step(0.25))
+    classifier, loss = train(layers, buckets, each, learned, settings, lambda: step(0.25))
     for at, (index, layer) in enumerate(zip(group.layers, layers, strict=True)):
         stored = {name: x[at * heads : (at + 1) * heads].half() for name, x in classifier.items()}
         own = each[at].half()

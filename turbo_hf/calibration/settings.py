@@ -26,12 +26,14 @@ class Settings:
         clusters: centroids of each KV head (C); None: 1024, or fewer where there are under 32 keys for each.
         iterations: of k-means (SAAP appendix A: 10).
         queries: positions of a window whose queries are kept.
-        hidden: width of the query classifier's hidden layer (SAAP sec. 5: 1024).
+        hidden: width of the query classifier's hidden layer (SAAP sec. 5: 1024). From twice the head dim on training
+            starts at k-means; below that, at random.
         steps: training steps (SAAP appendix A: 40,000 at a learning rate of 1e-5).
         batch: queries of a step, for each KV head (SAAP appendix A: 1000).
         learning_rate: Adam's at the start; it falls to 0 along a cosine.
         local: only pairs further apart than this many tokens count (SAAP sec. 4: 2047, the dense part).
-        far: only queries whose best key is further away than this many tokens train (SAAP sec. 5: 1024).
+        far: only queries whose best key is further away than this many tokens are judged (SAAP sec. 5: 1024, which
+            trains on those alone).
         layers_at_once: layers captured and trained together. More is faster, and takes memory.
         seed: of every random choice.
     """
