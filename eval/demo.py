@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from turbo_hf.eval.needle import Needle
+from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.handle import Handle
 from turbo_hf.patching import patch
 
@@ -50,33 +51,33 @@ def run_method(
     """Greedy replies to all prompts, in left-padded batches; `handle` None: the unpatched model."""
     replies: list[list[int]] = []
     stored, cached, seconds = 0.0, 0, 0.0
-    # the first call pays for loading and compiling what later ones use
-    first = tokenizer(prompts[0].prompt, return_tensors="pt").to(model.device)
-    model.generate(**first, max_new_tokens=2, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    for at in range(0, len(prompts), batch):
-        texts = [p.prompt for p in prompts[at : at + batch]]
-        inputs = tokenizer(texts, return_tensors="pt", padding=True).to(model.device)
+
+    def reply(inputs: Any, count: int = new_tokens) -> Any:
+        options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+        return model.generate(**inputs, **options, return_dict_in_generate=True)
+
+    texts = [[p.prompt for p in prompts[at : at + batch]] for at in range(0, len(prompts), batch)]
+    batches = [tokenizer(rows, return_tensors="pt", padding=True).to(model.device) for rows in texts]
+    # the clock runs when what is loaded, and on a GPU compiled for each size, is there
+    for inputs in batches if model.device.type == "cuda" else ():
+        reply(inputs)
+    reply(tokenizer(texts[0][:1], return_tensors="pt").to(model.device), 2)
+    for inputs in batches:
         start = time.perf_counter()
-        out = model.generate(
-            **inputs,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-            return_dict_in_generate=True,
-        )
+        out = reply(inputs)
         new = out.sequences[:, inputs.input_ids.shape[1] :].tolist()
         seconds += time.perf_counter() - start
         if handle is None:
             # a dense cache stores padding; counting columns does not hold that against it
             stored += sum(x.nbytes for layer in out.past_key_values.layers for x in (layer.keys, layer.values))
-            cached += len(texts) * out.past_key_values.get_seq_length()
+            cached += len(new) * out.past_key_values.get_seq_length()
         else:
             memory = handle.memory()
             stored += memory.total
             cached += memory.tokens
         ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
         replies += [_until(row, ends) for row in new]
-        advance(len(texts))
+        advance(len(new))
     return Run(replies, stored / cached, seconds)
 
 
@@ -109,7 +110,7 @@ def demo(
         patched: AbstractContextManager[Handle | None] = (
             nullcontext(None) if method == BASELINE else patch(model, method)
         )
-        with torch.inference_mode(), patched as handle:
+        with torch.inference_mode(), without_plans(), patched as handle:
             run = run_method(model, tokenizer, prompts, handle, batch, new_tokens, partial(advance, method))
         base = base or run
         texts = tokenizer.batch_decode(run.replies, skip_special_tokens=True)

@@ -27,6 +27,8 @@ SIMULATION = (
     "is in full precision, bytes are computed, a prompt reads itself unrounded."
 )
 
+NO_PLANS = "SDPA ran without cuDNN, which would make a plan for each new length of each step."
+
 REPLY_ROOM = 2048
 """Tokens beyond the longest prompt: few-shot tasks' replies, and prompts that cannot be chosen shorter."""
 
@@ -133,6 +135,8 @@ def _run(
             label, method, loaded, prompts, tasks, folder, batch=batch, batch_tokens=batch_tokens, limits=limits
         )
     notes += skipped
+    if str(loaded.device).startswith("cuda"):
+        notes.append(NO_PLANS)
     if any(map(is_simulated, wanted)):
         notes.append(SIMULATION)
     found = report([spec for spec in specs if spec.name in tasks], outcomes)

@@ -16,6 +16,7 @@ from turbo_hf.eval.methods import BASELINE
 from turbo_hf.eval.model import Batch, TurboLM
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.record import write_whole
+from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec
 
@@ -136,9 +137,14 @@ def run_method(
         )
         caching = CachingLM(lm, str(own / "items.db"))
         try:
-            found = evaluate(
-                lm=caching, task_dict={"tasks": tasks}, limit=limits.limit, bootstrap_iters=BOOTSTRAP, log_samples=True
-            )
+            with without_plans():
+                found = evaluate(
+                    lm=caching,
+                    task_dict={"tasks": tasks},
+                    limit=limits.limit,
+                    bootstrap_iters=BOOTSTRAP,
+                    log_samples=True,
+                )
         finally:
             lm.close()
             with contextlib.suppress(Exception):  # closing must not hide what ended the run

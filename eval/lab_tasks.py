@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
 from turbo_hf.config import PRESETS, TurboConfig
 from turbo_hf.eval.methods import method_named
 from turbo_hf.eval.paired import paired
+from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.handle import Report
 from turbo_hf.patching import patch
 
@@ -106,6 +107,7 @@ def _keys(seed: int, count: int, words: list[list[str]]) -> list[tuple[str, str]
 
 
 @torch.inference_mode()
+@without_plans()
 def answers(model: Any, tokenizer: Any, items: list[Item], label: str) -> list[bool]:
     """Which items the model answers right, greedy, in left-padded batches of like length."""
     order = sorted(range(len(items)), key=lambda i: (items[i].length, items[i].new_tokens))

@@ -113,7 +113,9 @@ def main(everything: bool) -> None:
         case[0] = f"append a step, d = {dim}"
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-        launch_store.append_step(k, k, store, None, *flags)
+        launch_store.append_step(k, k, store, None, None, *flags)
+        noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
+        launch_store.append_step(k, k, store._replace(token_major=True), None, noted, *flags)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         launch_store.append_tokens(k, k, store, torch.zeros(2, dtype=torch.int64), None, torch.zeros(2, 2, 2), *flags)

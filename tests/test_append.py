@@ -225,6 +225,32 @@ def test_a_step_seals_what_is_full_and_then_appends(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tables", [1, 3])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_a_step_of_a_sparse_layer(
+    groups: tuple[tuple[int, int], ...], tables: int, backend: str, device: torch.device
+) -> None:
+    """Its pages are token-major, and the bucket of each new token goes to its place, whether the row seals or not."""
+    store = full_store(80, groups, device)
+    other = snapshot(store)._replace(heads=tuple(token_major(pages) for pages in store.heads), token_major=True)
+    k, v = (tokens(4, 2, 1, 80, device=device) for _ in range(2))
+    index = torch.arange(4 * 2 * tables * 192, device=device).view(4, 2, tables, 192).to(torch.int16)
+    buckets = -1 - torch.arange(4 * 2 * tables, device=device).view(4, 2, tables, 1).to(torch.int16)
+    want = index.clone()
+    for row, place in enumerate([128, 70, 64, 3]):
+        want[row, ..., place] = buckets[row, ..., 0]
+    flags = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4)]
+    append_step(k, v, store, broken=flags[0], arrived=flags[1], backend=backend)
+    append_step(k, v, other, noted=(index, buckets), broken=flags[0], arrived=flags[1], backend=backend)
+    assert torch.equal(index, want)
+    for plain, got in zip(store.heads, other.heads, strict=True):
+        for x, y in zip(token_major(plain)[1:], got[1:], strict=True):
+            assert torch.equal(x, y)
+    for name in ("sealed", "k_open", "v_open", "open_len"):
+        assert torch.equal(getattr(store, name), getattr(other, name)), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_reports_nan(backend: str, device: torch.device) -> None:
     store, broken = full_store(16, ((4, 2),), device), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 2, 1, 16, device=device) for _ in range(2))
@@ -239,7 +265,11 @@ def test_a_step_refuses_other_shapes() -> None:
     k = torch.zeros(4, 2, 2, 16)
     with pytest.raises(ValueError, match=r"k must be \[4, 2, 1, 16\] like the store; got \(4, 2, 2, 16\)"):
         append_step(k, k, store, broken=broken, arrived=arrived)
-    k, store = k[:, :, :1], store._replace(block=128)
+    k, index = k[:, :, :1], torch.zeros(4, 2, 1, 192, dtype=torch.int16)
+    wanted = r"noted must be an index \[4, 2, L, places\] and buckets \[4, 2, L, 1\]; got \(4, 2, 1, 192\) and"
+    with pytest.raises(ValueError, match=wanted):
+        append_step(k, k, store, noted=(index, index[..., 0]), broken=broken, arrived=arrived)
+    store = store._replace(block=128)
     with pytest.raises(ValueError, match="store must have room for 128 open tokens; it has 64"):
         append_step(k, k, store, broken=broken, arrived=arrived)
 

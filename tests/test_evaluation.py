@@ -26,6 +26,7 @@ from turbo_hf.eval.record import META, fingerprint, identity, open_run
 from turbo_hf.eval.report import noise, report, stamps, tables
 from turbo_hf.eval.report_plots import accuracy_plot, memory_plot, needle_cells, needle_map, worst
 from turbo_hf.eval.scorers import OWN, Scorer
+from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec, carried_prose, needle_task, prose_task
 
@@ -410,3 +411,10 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     assert again["accuracy"] == found["accuracy"]
     refused = command("--batch", "2", code=1)
     assert "batch was 8, now 2" in " ".join(refused.output.split())
+
+
+def test_sdpa_is_without_plans_inside_and_as_it_was_after() -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with without_plans():
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()

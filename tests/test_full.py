@@ -30,10 +30,12 @@ OPTIONS = [
 ]
 
 
-def a_store(lengths: list[int], groups: tuple[tuple[int, int], ...], dtype: torch.dtype, dim: int = 64) -> KVStore:
+def a_store(
+    lengths: list[int], groups: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device
+) -> KVStore:
     heads = sum(n for _, n in groups)
-    k, v = (tokens(len(lengths), heads, max(lengths), dim, dtype=dtype) for _ in range(2))
-    order = torch.stack([torch.randperm(heads) for _ in lengths])
+    k, v = (tokens(len(lengths), heads, max(lengths), 64, dtype=dtype, device=device) for _ in range(2))
+    order = torch.stack([torch.randperm(heads) for _ in lengths]).to(device)
     return make_store(k, v, lengths, groups=groups, order=order)
 
 
@@ -44,20 +46,22 @@ def a_store(lengths: list[int], groups: tuple[tuple[int, int], ...], dtype: torc
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_decode_is_plain_attention(options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str) -> None:
+def test_decode_is_plain_attention(
+    options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str, device: torch.device
+) -> None:
     """In both modes: what is stored as it is is computed so. Lengths with and without open tokens and blocks."""
-    store, q = a_store([130, 5, 64], ((FULL, 2),), dtype), tokens(3, 8, 3, 64, dtype=dtype)
+    store, q = a_store([130, 5, 64], ((FULL, 2),), dtype, device), tokens(3, 8, 3, 64, dtype=dtype, device=device)
     if options.get("sinks"):
-        options = options | {"sinks": torch.randn(8)}
+        options = options | {"sinks": torch.randn(8, device=device)}
     got = decode(q, store, scaling=0.125, mode=mode, backend=backend, **options)
     check_exact(got, q, [row.values() for row in store_codes(store)], scaling=0.125, **options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str) -> None:
+def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
     """Rows of whole blocks, so that the oracle of either kind holds for a head's every token."""
     groups = ((FULL, 2), (8, 1), (4, 1))
-    store, q = a_store([128, 64], groups, torch.float32), tokens(2, 8, 2, 64)
+    store, q = a_store([128, 64], groups, torch.float32, device), tokens(2, 8, 2, 64, device=device)
     got = decode(q, store, scaling=0.125, backend=backend)
     rounded, rows = int8_queries(q, [0, 0]), store_codes(store)
     for row, order in enumerate(store.order.tolist()):
@@ -71,28 +75,29 @@ def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str
                 check_turbo(one, rounded[row : row + 1, own], q.dtype, [part], scaling=0.125)
 
 
-def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads() -> None:
+def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads(device: torch.device) -> None:
     """Their blocks are codes and their open tokens are not: two kinds of products in one head."""
-    store, q = a_store([130, 7, 70], ((FULL, 1), (4, 1)), torch.float32), tokens(3, 4, 3, 64)
+    store = a_store([130, 7, 70], ((FULL, 1), (4, 1)), torch.float32, device)
+    q = tokens(3, 4, 3, 64, device=device)
     got, want = (decode(q, store, scaling=0.125, backend=name) for name in ("triton", "reference"))
     exact = oracle(q, [row.values() for row in store_codes(store)], scaling=0.125)
     eager = oracle(q, [row.values() for row in store_codes(store)], scaling=0.125, dtype=torch.float32)
     values = largest(dequantize(store, torch.float32)[1])
     # both round P of a block to the same codes, but for those that float32 moves over a tie: one step of one value
     budget = float_budget(exact.out, eager.out, values, torch.float32) + values / 127 / 2
-    check("out", got.out, want.out.double(), budget)
+    check("out", got.out, want.out.double().cpu(), budget)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("groups", [((FULL, 2),), ((FULL, 1), (4, 1))], ids=["16", "16+4"])
-def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str) -> None:
-    store = a_store([130, 7], groups, torch.float32)
-    q, k, v = tokens(2, 4, 40, 64), tokens(2, 2, 40, 64), tokens(2, 2, 40, 64)
+def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str, device: torch.device) -> None:
+    store = a_store([130, 7], groups, torch.float32, device)
+    q, k, v = (tokens(2, heads, 40, 64, device=device) for heads in (4, 2, 2))
     got = prefill(q, k, v, scaling=0.125, past=store, mode="fp16", backend=backend)
     rows = []
     for row, codes in enumerate(store_codes(store)):
         past_k, past_v = codes.values()
-        rows.append((torch.cat((past_k, k[row].double()), 1), torch.cat((past_v, v[row].double()), 1)))
+        rows.append((torch.cat((past_k, k[row].double().cpu()), 1), torch.cat((past_v, v[row].double().cpu()), 1)))
     check_exact(got, q, rows, scaling=0.125)
     with pytest.raises(ValueError, match=r'a past with heads of 16 bit is read in mode "fp16".*; got \'turbo\''):
         prefill(q, k, v, scaling=0.125, past=store, mode="turbo", backend=backend)
@@ -172,9 +177,9 @@ def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backe
 
 
 @pytest.mark.parametrize("attention", ["auto", "fp16"])
-def test_generate_gives_the_models_own_tokens(attention: Any) -> None:
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    ids = torch.randint(5, 200, (2, 90))
+def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.device) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval().to(device)
+    ids = torch.randint(5, 200, (2, 90)).to(device)
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
     run: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 50, "do_sample": False}

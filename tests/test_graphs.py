@@ -5,6 +5,7 @@ launches are the same from one step to the next, which a graph takes for granted
 """
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,12 +18,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboCache, TurboConfig, graphs, patching
+from turbo_hf import Calibration, SparseConfig, TurboCache, TurboConfig, graphs, patching, steps
 from turbo_hf.attention import Unsupported
+from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.graphs import CudaDevice, StepRunner, describe
+from turbo_hf.handle import Report
 from turbo_hf.layer import TurboLayer
-from turbo_hf.ops import launch_decode, launch_store
-from turbo_hf.selectors import Selector
+from turbo_hf.ops import launch_decode, launch_sparse, launch_store
+from turbo_hf.selectors import Reformer
 
 SMALL = TurboConfig(block_size=32)
 PLAIN = TurboConfig(block_size=32, cuda_graphs=False)
@@ -78,10 +81,17 @@ def ragged(lengths: list[int] | None = None) -> dict[str, Any]:
 
 def answer(model: Any, config: TurboConfig, **options: Any) -> Tensor:
     """The tokens of one patched `generate`, sampled from one seed."""
+    return answer_and_report(model, config, None, **options)[0]
+
+
+def answer_and_report(
+    model: Any, config: TurboConfig, calibration: Calibration | None, **options: Any
+) -> tuple[Tensor, Report]:
     inputs = {name: x.to(model.device) if isinstance(x, Tensor) else x for name, x in options.items()}
-    with turbo_hf.patch(model, config):
+    with turbo_hf.patch(model, config, calibration=calibration) as handle:
         torch.manual_seed(3)
-        return torch.as_tensor(model.generate(**{"max_new_tokens": NEW, "do_sample": False, **inputs}))
+        tokens = torch.as_tensor(model.generate(**{"max_new_tokens": NEW, "do_sample": False, **inputs}))
+        return tokens, handle.report()
 
 
 # --- the same tokens -----------------------------------------------------------------------------------------------
@@ -130,6 +140,111 @@ def test_tokens_with_windows(runners: list[StepRunner]) -> None:
     want = answer(model, PLAIN, max_new_tokens=150, **ragged())
     assert torch.equal(answer(model, SMALL, max_new_tokens=150, **ragged()), want)
     assert runners[-1].captures >= 1
+
+
+def an_index(model: Any) -> Calibration:
+    """Random centroids and query classifiers of 16 buckets for a tiny model."""
+    heads, dim = model.config.num_key_value_heads, SHAPE["head_dim"]
+    shapes = {"weight_1": (dim, 32), "bias_1": (32,), "weight_2": (32, 16), "bias_2": (16,)}
+    generator = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.nn.functional.normalize(torch.randn(heads, *shape, generator=generator), dim=-1)
+
+    layers = []
+    for index in range(model.config.num_hidden_layers):
+        classifier = {name: drawn(*shape) for name, shape in shapes.items()}
+        layers.append(LayerCalibration(index, {}, drawn(16, dim), classifier, rotated_centroids=drawn(16, dim)))
+    return Calibration(fingerprint(model), {}, tuple(layers), 0)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        pytest.param({"selector": "saap", "probes": 3}, id="saap"),
+        pytest.param({"selector": "saap", "mass": 0.5, "most_probes": 5}, id="saap-mass"),
+        pytest.param({"selector": "saap", "probes": 3, "dense_layers": (0,)}, id="saap-dense-layer"),
+        pytest.param({"selector": "kmeans", "probes": 3}, id="kmeans"),
+        pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
+        pytest.param({"selector": "window"}, id="window"),
+        pytest.param({"selector": "full"}, id="full"),
+    ],
+)
+@pytest.mark.parametrize("lengths", [LENGTHS, [40]], ids=["ragged", "one-row"])
+def test_tokens_and_counts_of_sparse_layers(
+    lengths: list[int], choice: dict[str, Any], runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pages of a single block are reserved at a time, and so steps captured again
+    monkeypatch.setattr(steps, "AHEAD", 1)
+    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+    plain = replace(PLAIN, sparse=SparseConfig(**{"window_tokens": 12, "dense_layers": (), **choice}))
+    index = an_index(model)
+    want, counted = answer_and_report(model, plain, index, **ragged(lengths))
+    assert not runners
+    got, report = answer_and_report(model, replace(plain, cuda_graphs="auto"), index, **ragged(lengths))
+    assert torch.equal(got, want)
+    assert runners[-1].captures >= 2
+    assert "decode steps: CUDA graphs" in str(report)
+    assert report.selectivity == counted.selectivity
+    for read in report.selectivity:
+        # 74 steps after the prompt, 2 KV heads
+        assert read.there == 2 * sum(length + step for length in lengths for step in range(1, NEW))
+        assert read.read == read.there if choice["selector"] == "full" else 0 < read.read < read.there
+
+
+def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner]) -> None:
+    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+    plain = replace(PLAIN, sparse=SparseConfig(selector="saap", probes=3, window_tokens=12, dense_layers=()))
+    index, found = an_index(model), []
+    for config in (plain, replace(plain, cuda_graphs="auto")):
+        with turbo_hf.patch(model, config, calibration=index) as handle:
+            cache, said = handle.new_cache(), prompts(1, 40).to(model.device)
+            for turn in range(3):
+                said = torch.cat((said, prompts(1, 5, seed=turn).to(model.device)), 1)
+                said = model.generate(said, past_key_values=cache, max_new_tokens=40, do_sample=False)
+                cache.crop(-3)
+                said = said[:, :-3]
+            layers = cache.turbo_layers()
+            buckets = [layer.bucket_index.buckets[..., : layer.lengths()[0]].tolist() for layer in layers]
+            found.append((said.tolist(), buckets, handle.report().selectivity))
+    assert found[0] == found[1]
+    assert [runner.captures >= 1 for runner in runners] == [True] * 3
+
+
+def test_an_answer_that_ends_early_leaves_nothing_reserved_and_nothing_full(runners: list[StepRunner]) -> None:
+    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+    wide: list[int] = []
+
+    def talk(config: TurboConfig) -> tuple[list[int], list[Any]]:
+        held: list[Any] = []
+        said = {name: x.to(model.device) for name, x in ragged([150, 100]).items()}
+        with turbo_hf.patch(model, config) as handle:
+            cache = handle.new_cache()
+
+            def at(end: int) -> Callable[[Tensor, Tensor], Tensor]:
+                def enough(ids: Tensor, scores: Tensor) -> Tensor:
+                    wide.append(max(layer.pool.pages for layer in cache.turbo_layers()))
+                    return torch.full((len(ids),), ids.shape[1] >= end, device=ids.device)
+
+                return enough
+
+            # the first ends where a row fills a block
+            for end in (161, 169):
+                options: dict[str, Any] = {"max_new_tokens": 400, "do_sample": False, "stopping_criteria": [at(end)]}
+                ids = torch.as_tensor(model.generate(**said, past_key_values=cache, **options))
+                new = ids.shape[1] - said["attention_mask"].shape[1]
+                mask = torch.nn.functional.pad(said["attention_mask"], (0, new), value=1)
+                said = {"input_ids": ids, "attention_mask": mask}
+                runners.clear()
+                # the stand-in for a graph holds its runner
+                gc.collect()
+                for layer in cache.turbo_layers():
+                    assert layer.pool.pages == sum(layer.pool.sealed)
+                    held.append((layer.pool.sealed, layer.buffer.length))
+        return ids.flatten().tolist(), held
+
+    assert talk(SMALL) == talk(PLAIN)
+    assert max(wide) > 6 + 4 + 8
 
 
 def test_turns_on_one_cache(runners: list[StepRunner]) -> None:
@@ -334,6 +449,17 @@ def test_a_capture_that_fails_warns_once_and_changes_nothing(monkeypatch: pytest
         demanding.step()
 
 
+def test_the_end_of_the_interpreter_closes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.step()
+    steps = bench.runner._steps
+    assert steps is not None
+    closed: list[Any] = []
+    monkeypatch.setattr(steps, "close", lambda: closed.append(steps))
+    monkeypatch.setattr("sys.is_finalizing", lambda: True)
+    bench.runner.__del__()
+    assert not closed
+
+
 # --- patch and report ----------------------------------------------------------------------------------------------
 
 
@@ -420,15 +546,17 @@ def test_the_report_says_how_steps_run(config: TurboConfig, dense: list[int], kn
     assert (reason is None) == (not words.startswith("no") or config.cuda_graphs is False)
 
 
-def test_sparse_layers_run_without(runners: list[StepRunner]) -> None:
+@pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables", "random"])
+def test_selectors_that_draw_on_the_host_run_without(selector: Any, runners: list[StepRunner]) -> None:
     model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
-    sparse = replace(SMALL, sparse=SparseConfig(selector="window", window_tokens=16))
+    sparse = replace(SMALL, sparse=SparseConfig(selector=selector, window_tokens=16, buckets=16, probes=3))
+    reason = f'selector "{selector}" draws numbers on the host'
     with turbo_hf.patch(model, sparse) as handle:
-        assert "decode steps: no CUDA graphs (the host keeps the index of sparse layers" in str(handle.report())
+        assert f"decode steps: no CUDA graphs ({reason})" in str(handle.report())
         assert not [name for name in (patching.MAY_COMPILE, patching.COMPILED) if name in model.__dict__]
     assert torch.equal(answer(model, sparse, **ragged()), answer(model, replace(sparse, cuda_graphs=False), **ragged()))
     assert not runners
-    with pytest.raises(Unsupported, match="cuda_graphs=True: the host keeps the index of sparse layers"):
+    with pytest.raises(Unsupported, match=f"cuda_graphs=True: {reason}"):
         turbo_hf.patch(model, replace(sparse, cuda_graphs=True))
 
 
@@ -436,8 +564,8 @@ def test_a_runner_leaves_a_sparse_cache_to_the_model(runners: list[StepRunner]) 
     """A runner that was made before the cache was chosen."""
     model = tiny_llama()
     with turbo_hf.patch(model, SMALL):
-        chosen = SparseConfig(selector="window", window_tokens=16)
-        cache = TurboCache(model.config, TurboConfig(sparse=chosen), selectors={1: Selector(chosen, 1)})
+        chosen = SparseConfig(selector="lsh-reformer", window_tokens=16, buckets=16, probes=3)
+        cache = TurboCache(model.config, TurboConfig(sparse=chosen), selectors={1: Reformer(chosen, 1)})
         model.generate(prompts(1, 40), past_key_values=cache, max_new_tokens=6)
     assert [runner.captures for runner in runners] == [0]
 
@@ -474,12 +602,17 @@ def _numbers(values: tuple[Any, ...]) -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("selector", [None, "window", "saap"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU replays")
-def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
+    selector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     notes: list[Any] = []
-    for module, name in ((launch_decode, "decode_kernel"), (launch_store, "append_step_kernel")):
+    sparse_kernels = [(launch_sparse, name) for name in vars(launch_sparse) if name.endswith("_kernel")]
+    for module, name in ((launch_decode, "decode_kernel"), (launch_store, "append_step_kernel"), *sparse_kernels):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), notes))
     model = tiny_llama(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    sparse = None if selector is None else SparseConfig(selector=selector, probes=3, window_tokens=12, dense_layers=())
     captured: list[int] = []
 
     class Noting(Again):
@@ -490,7 +623,9 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(monkeypatch: p
     tokens = []
     for graph in (False, True):
         with (
-            turbo_hf.patch(model, TurboConfig(block_size=32, backend="triton")) as handle,
+            turbo_hf.patch(
+                model, TurboConfig(block_size=32, backend="triton", sparse=sparse), calibration=an_index(model)
+            ) as handle,
             torch.inference_mode(),
         ):
             cache, ids = handle.new_cache(), ragged([66, 61])
@@ -511,8 +646,10 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(monkeypatch: p
     # the second row seals in the fourth step
     assert cache.turbo_layers()[0].lengths() == [74, 69]
     assert runner.captures == 1
-    steps = [notes[n : n + 2] for n in range(captured[0], len(notes), 2)]
+    each = (len(notes) - captured[0]) // 7
+    steps = [notes[n : n + each] for n in range(captured[0], len(notes), each)]
     assert len(steps) == 7
+    assert each >= 2
     assert all(step == steps[0] for step in steps)
 
 
@@ -523,11 +660,21 @@ def half(**options: Any) -> Any:
     return tiny_llama(attn_implementation="sdpa", **options).to("cuda", torch.bfloat16)
 
 
+SAAP = SparseConfig(selector="saap", probes=3, window_tokens=12, dense_layers=())
+SPARSE = [
+    pytest.param(SAAP, id="saap"),
+    pytest.param(replace(SAAP, selector="kmeans"), id="kmeans"),
+    pytest.param(replace(SAAP, dense_layers=(0,)), id="dense-layer"),
+]
+
+
 @pytest.mark.gpu
 @CUDA
-def test_a_replayed_step_waits_for_nothing_but_the_mask(runners: list[StepRunner]) -> None:
+@pytest.mark.parametrize("sparse", [pytest.param(None, id="dense"), *SPARSE])
+def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: list[StepRunner]) -> None:
     model = half()
-    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad():
+    config = replace(SMALL, sparse=sparse)
+    with turbo_hf.patch(model, config, calibration=an_index(model)) as handle, torch.no_grad():
         cache = handle.new_cache()
         ids = prompts(3, 40).cuda()
         model(ids, past_key_values=cache, use_cache=True)
@@ -571,6 +718,21 @@ def test_on_a_gpu_many_steps_take_few_captures(rows: int, runners: list[StepRunn
     batch = ragged([40 + 9 * row for row in range(rows)])
     want = answer(model, PLAIN, max_new_tokens=700, **batch)
     assert torch.equal(answer(model, SMALL, max_new_tokens=700, **batch), want)
+    assert runners[-1].captures <= 8
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_on_a_gpu_many_steps_of_sparse_layers(sparse: Any, rows: int, runners: list[StepRunner]) -> None:
+    model = half()
+    index, plain = an_index(model), replace(PLAIN, sparse=sparse)
+    batch = ragged([40 + 9 * row for row in range(rows)])
+    want, counted = answer_and_report(model, plain, index, max_new_tokens=700, **batch)
+    got, report = answer_and_report(model, replace(plain, cuda_graphs=True), index, max_new_tokens=700, **batch)
+    assert torch.equal(got, want)
+    assert report.selectivity == counted.selectivity
     assert runners[-1].captures <= 8
 
 

@@ -398,7 +398,7 @@ def test_lists_of_many_segments_in_many_shares(
     launch = pytest.importorskip("turbo_hf.ops.launch_sparse")
     monkeypatch.setattr(launch, "SEGMENT", segment)
     monkeypatch.setattr(launch, "sms", lambda device: ctas)
-    monkeypatch.setattr(launch, "sparse_tiles", lambda dim, size: SparseTiles(16, 1, 4, 2))
+    monkeypatch.setattr(launch, "sparse_tiles", lambda dim, rows: SparseTiles(16, 1, 4, None))
     monkeypatch.setattr(launch, "LEAST", 1)
     monkeypatch.setattr(launch, "PART_FLOATS", 2 * 8 * 32)
     launch._workspace.cache_clear()
@@ -408,6 +408,24 @@ def test_lists_of_many_segments_in_many_shares(
     for _ in range(2):  # counters are zeros again
         check_sparse(q, store, index, visited, "triton", starts=[0, 1, 0])
     launch._workspace.cache_clear()
+
+
+def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -> None:
+    launch = pytest.importorskip("turbo_hf.ops.launch_sparse")
+    store = sparse_store([150, 3, 90], 2, 32, device)
+    index, visited = random_index(store, 1, 9, 0.3)
+    q = tokens(3, 4, 1, 32, device=device)
+    want = check_sparse(q, store, index, visited, "triton")
+    plans: dict[Any, Any] = {}
+    held: set[int] = set()
+    for _ in range(3):
+        got = check_sparse(q, store._replace(plans=plans), index, visited, "triton")
+        assert torch.equal(got.out, want.out)
+        # others have come between, and theirs is the one that is remembered
+        launch._workspace.cache_clear()
+        held.update(id(kept.words) for kept in plans.values())
+    assert len(held) == 1
+    assert launch._workspace.cache_info().currsize == 0
 
 
 def test_several_tables(device: torch.device) -> None:

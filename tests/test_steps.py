@@ -13,16 +13,18 @@ from transformers import LlamaConfig
 from turbo_hf import SparseConfig, TurboCache, TurboConfig, steps
 from turbo_hf.chunk import Chunk, chunk_of
 from turbo_hf.layer import TurboLayer
-from turbo_hf.selectors import Selector
+from turbo_hf.selectors import Centroids, Reformer
 from turbo_hf.steps import Steps, obstacle
 
 HEADS, DIM, LAYERS = 2, 16, 2
 LENGTHS = [70, 33, 5]
+KMEANS = SparseConfig(selector="kmeans-rotated", probes=2)
 CONFIGS = [
     pytest.param(TurboConfig(block_size=32), id="4bit"),
     pytest.param(TurboConfig(bits=8, block_size=32), id="8bit"),
     pytest.param(TurboConfig(block_size=32, int8_layers=(1,)), id="4bit-8bit"),
     pytest.param(TurboConfig(bits=2, block_size=32, buffer_scale="universal"), id="2bit-universal"),
+    pytest.param(TurboConfig(block_size=32, sparse=KMEANS), id="sparse"),
 ]
 
 
@@ -36,15 +38,22 @@ def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | 
     """A left-padded batch in a cache of two layers."""
     lengths = LENGTHS if lengths is None else lengths
     shape = {**SHAPE, "num_hidden_layers": LAYERS}
-    cache = TurboCache(LlamaConfig(**shape), config, head_orders={n: [1, 0] for n in range(LAYERS)})
-    chunk = chunk_of(torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None])
     generator = torch.Generator().manual_seed(3)
+    centroids = torch.randn(HEADS, 8, DIM, generator=generator)
+    selectors = {n: Centroids(KMEANS, n, centroids, plain=False) for n in range(LAYERS) if config.sparse is not None}
+    orders = {n: [1, 0] for n in range(LAYERS)}
+    cache = TurboCache(LlamaConfig(**shape), config, head_orders=orders, selectors=selectors)
+    chunk = chunk_of(torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None])
     for layer in cache.turbo_layers():
         layer.window = window
         k, v = (torch.randn(len(lengths), HEADS, max(lengths), DIM, generator=generator) for _ in range(2))
-        layer.append(k, v, chunk)
+        layer.append(k, v, chunk, buckets_of(layer, k))
         layer.commit()
     return cache
+
+
+def buckets_of(layer: TurboLayer, k: Tensor) -> Tensor | None:
+    return None if layer.selector is None else layer.selector.buckets(k)
 
 
 def new_tokens(rows: int = len(LENGTHS)) -> list[tuple[Tensor, Tensor]]:
@@ -54,7 +63,7 @@ def new_tokens(rows: int = len(LENGTHS)) -> list[tuple[Tensor, Tensor]]:
 
 def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
     for layer, (k, v) in zip(cache.turbo_layers(), new, strict=True):
-        layer.append(k, v, Chunk(1))
+        layer.append(k, v, Chunk(1), buckets_of(layer, k))
         layer.commit()
 
 
@@ -62,7 +71,7 @@ def by_steps(run: Steps, new: list[tuple[Tensor, Tensor]]) -> None:
     run.begin()
     with run.running():
         for layer, (k, v) in zip(run.layers, new, strict=True):
-            layer.append(k, v, Chunk(1))
+            layer.append(k, v, Chunk(1), buckets_of(layer, k))
             layer.commit()
     run.finish()
 
@@ -86,6 +95,9 @@ def assert_same(a: TurboCache, b: TurboCache) -> None:
             assert store.open_len.tolist() == layer.buffer.length
             assert store.sealed.tolist() == list(layer.pool.sealed)
         for p, q in zip(x.dense(x.seen), y.dense(y.seen), strict=True):
+            assert torch.equal(p, q)
+        for row, length in enumerate(x.lengths() if x.bucket_index.tables else []):
+            p, q = (layer.bucket_index.buckets[row, ..., :length] for layer in (x, y))
             assert torch.equal(p, q)
 
 
@@ -139,9 +151,10 @@ def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.M
         assert x.pool.pages <= 3 * 8
 
 
-def test_nothing_moves_between_two_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[-1]])
+def test_nothing_moves_between_two_reservations(config: TurboConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "AHEAD", 2)
-    run = Steps(filled(TurboConfig(block_size=32)), None)
+    run = Steps(filled(config), None)
     moved, seals = 0, 0
     for _ in range(200):
         asked, before = run.needs_pages(), run.tensors()
@@ -168,7 +181,7 @@ def test_nothing_moves_between_two_reservations(monkeypatch: pytest.MonkeyPatch)
 )
 @pytest.mark.parametrize("count", [26, 31, 60])
 def test_other_changes_between_steps(change: Callable[[TurboCache], None], count: int) -> None:
-    config = TurboConfig(block_size=32, low_heads=0.5)
+    config = TurboConfig(block_size=32, low_heads=0.5, sparse=KMEANS)
     replayed, plain = filled(config), filled(config)
     run = Steps(replayed, None)
     for _ in range(2):
@@ -201,6 +214,38 @@ def test_a_copy_goes_its_own_way() -> None:
         by_host(plain, new)
     settle(twin)
     assert_same(twin, plain)
+
+
+def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
+    cache = filled(TurboConfig(block_size=32, sparse=KMEANS), lengths=[70, 33])
+    run = Steps(cache, None)
+    room = [layer.bucket_index.buckets for layer in cache.turbo_layers()]
+    # 2 blocks sealed, 8 reserved, one more that is open when those are sealed; a grain is 64
+    assert [x.shape[-1] for x in room] == [384, 384]
+    while not run.needs_pages():
+        by_steps(run, new_tokens(2))
+    assert [layer.lengths() for layer in cache.turbo_layers()] == [[11 * 32, 315]] * 2
+    assert all(layer.bucket_index.buckets is x for layer, x in zip(cache.turbo_layers(), room, strict=True))
+    run.close()
+    assert [layer.bucket_index.buckets.shape[-1] for layer in cache.turbo_layers()] == [384, 384]
+    cache = filled(TurboConfig(block_size=32, sparse=KMEANS), lengths=[70, 33])
+    plain = copy.deepcopy(cache)
+    Steps(cache, None).close()
+    assert [layer.bucket_index.buckets.shape[-1] for layer in cache.turbo_layers()] == [128, 128]
+    assert_same(cache, plain)
+
+
+def test_a_token_whose_bucket_is_not_known_is_noted_as_such() -> None:
+    cache = filled(TurboConfig(block_size=32, sparse=KMEANS))
+    run = Steps(cache, None)
+    with run.running():
+        for layer, (k, v) in zip(run.layers, new_tokens(), strict=True):
+            layer.append(k, v, Chunk(1))
+    run.finish()
+    for layer in run.layers:
+        for row, length in enumerate(LENGTHS):
+            assert (layer.bucket_index.buckets[row, ..., length] == -1).all()
+            assert (layer.bucket_index.buckets[row, ..., :length] >= 0).all()
 
 
 def test_a_reset_ends_the_steps() -> None:
@@ -254,7 +299,7 @@ def with_dense_layer() -> TurboCache:
 
 def sparse() -> TurboCache:
     cache = filled(TurboConfig())
-    cache.turbo_layers()[1].selector = Selector(SparseConfig(selector="window"), 1)
+    cache.turbo_layers()[1].selector = Reformer(SparseConfig(selector="lsh-reformer"), 1)
     return cache
 
 
@@ -265,7 +310,7 @@ def sparse() -> TurboCache:
         pytest.param(lambda: TurboCache(LlamaConfig(**SHAPE)), "layer 0 holds no tokens", id="empty"),
         pytest.param(recording, "blocks wait for a crop", id="recording"),
         pytest.param(lambda: short_prompt(TurboConfig(low_heads=0.5)), "heads without a rank", id="unranked"),
-        pytest.param(sparse, "layer 1 is sparse: the host keeps its index", id="sparse"),
+        pytest.param(sparse, 'layer 1 is sparse: selector "lsh-reformer" draws numbers on the host', id="sparse"),
         pytest.param(lambda: filled(TurboConfig(sas=True)), "SAS threshold follows the length", id="sas"),
     ],
 )

@@ -142,9 +142,9 @@ class TurboConfig:
         sas_threshold: scores further than this below the maximum of their tile are dropped by SAS; a negative number.
             None lowers it with the length N: -(6 + ln(max(N, 1024) / 1024)).
         cuda_graphs: replay the decode steps of `generate` as CUDA graphs. "auto": on a GPU, for the families that are
-            tested, where nothing stands in the way (`report()` says what does; hooks on modules, dense or sparse
-            layers, and generation other than greedy and sampling run without). True: for any family, and a step that
-            cannot be captured is an error. False: never.
+            tested, where nothing stands in the way (`report()` says what does; hooks on modules, dense layers, hashing
+            and random selectors, and generation other than greedy and sampling run without). True: for any family, and
+            a step that cannot be captured is an error. False: never.
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
         dense_layers: layers left to Hugging Face, in full precision.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.

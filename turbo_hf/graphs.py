@@ -6,6 +6,7 @@ token of each row; `Steps` knows when it can be replayed. Every other pass goes 
 
 import functools
 import operator
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from turbo_hf.attention import NAME, Unsupported
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
 from turbo_hf.layout import FULL
+from turbo_hf.selectors import selector_obstacle
 from turbo_hf.steps import Steps, lasting_obstacle, obstacle
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
@@ -168,6 +170,14 @@ class StepRunner:
         self._steps.finish()
         return out
 
+    def __del__(self) -> None:
+        # `generate` has let go of it: the only word of its end
+        steps = self._steps
+        self._forget()
+        # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors
+        if steps is not None and not sys.is_finalizing():
+            steps.close()
+
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call brings one token a row to a TurboCache and asks for nothing else. Reads no device."""
         cache, ids, at = (kwargs.get(name) for name in ("past_key_values", "input_ids", "position_ids"))
@@ -278,10 +288,10 @@ def describe(config: TurboConfig, dense: list[int], known_family: bool, cuda: bo
         reason = "16-bit pages"
     elif dense:
         reason = f"layer {dense[0]} is dense"
-    elif config.sparse is not None:
-        reason = "the host keeps the index of sparse layers, and counts what they read"
     elif config.sas and config.sas_threshold is None:
         reason = "the SAS threshold follows the length: choose sas_threshold"
+    else:
+        reason = selector_obstacle(config.sparse)
     if config.cuda_graphs is False:
         return "decode steps: no CUDA graphs (cuda_graphs=False)", reason
     if reason is None and config.cuda_graphs == "auto" and not known_family:

@@ -32,9 +32,8 @@ class BucketIndex:
             return
         begin = [0] * len(held) if starts is None else starts
         after = [n + tokens - start for n, start in zip(held, begin, strict=True)]
-        self._reserve(max(after))
-        if new is None:
-            new = self.buckets.new_full((*self.buckets.shape[:3], tokens), -1)
+        self.reserve(max(after))
+        new = self._known(new, tokens)
         if len(set(held)) == 1 and not any(begin):
             self.buckets[..., held[0] : after[0]] = new
             return
@@ -44,12 +43,26 @@ class BucketIndex:
         source = torch.maximum(torch.arange(tokens, device=new.device), first)
         self.buckets[row, :, :, end + source - first] = new[row, :, :, source]
 
-    def _reserve(self, needed: int) -> None:
+    def noted(self, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What `ops.append.append_step` takes to note one new token of each row; None without tables."""
+        return (self.buckets, self._known(new, 1)) if self.tables else None
+
+    def _known(self, new: torch.Tensor | None, tokens: int) -> torch.Tensor:
+        return self.buckets.new_full((*self.buckets.shape[:3], tokens), -1) if new is None else new
+
+    def reserve(self, needed: int) -> None:
+        """Room for `needed` tokens of a row in all."""
         room = self.buckets.shape[-1]
-        if needed > room:
+        if self.tables and needed > room:
             # by a thirty-second, as pages grow
             more = max(needed - room, room // 32)
             self.buckets = torch.nn.functional.pad(self.buckets, (0, -(-more // GRAIN) * GRAIN), value=-1)
+
+    def trim(self, held: int) -> None:
+        """Give back the room behind `held` tokens of a row, where it is worth it."""
+        room = -(-held // GRAIN) * GRAIN
+        if self.buckets.shape[-1] - room > room // 32:
+            self.buckets = self.buckets[..., :room].clone()
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row i becomes what row `rows[i]` was."""

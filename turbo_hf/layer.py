@@ -166,12 +166,12 @@ class TurboLayer(CacheLayerMixin):
         if not self.is_initialized:
             longest = min(chunk.starts or [0])
             self.lazy_initialization(k[:, :, longest:], v[:, :, longest:])
-        self.bucket_index.append(buckets, self.lengths(), chunk.tokens, chunk.starts)
         k = rotate_keys(k, self.config.backend) if self.config.rotates else k
         if self.step is not None:
-            flags = {"broken": self.broken, "arrived": self.step.arrived}
-            append_step(k, v, self.store(), given=self.universal, **flags, backend=self.config.backend)
+            flags, noted = {"broken": self.broken, "arrived": self.step.arrived}, self.bucket_index.noted(buckets)
+            append_step(k, v, self.store(), given=self.universal, noted=noted, **flags, backend=self.config.backend)
             return
+        self.bucket_index.append(buckets, self.lengths(), chunk.tokens, chunk.starts)
         # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
         decoding = self.is_decoding(chunk.tokens)
         given, span = (self.universal, None) if decoding else (None, self.universal)

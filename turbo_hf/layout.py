@@ -106,7 +106,7 @@ class KVStore(NamedTuple):
     open_len: int64 [B], open tokens a row. block: tokens in a block. sealed_host: the numbers in `sealed`, where the
     host knows them: a launch then need not wait for the device. token_major: `v` of the pages is stored as `k` is.
     plans: of launches that will be replayed, made by the first one and kept up to date by who replays them
-    (`ops.schedule.LivePlan`); None: nothing is replayed.
+    (`ops.schedule.LivePlan`, `Kept`); None: nothing is replayed.
     Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
     """
 

@@ -97,6 +97,10 @@ class PagePool:
         self.table[where[0], where[1]] = entries
         return end
 
+    def trim(self) -> None:
+        """Give back the pages that hold no block, reserved or free, where it is worth it."""
+        self._reclaim()
+
     def _release(self) -> None:
         """Take back the pages that no block was sealed to."""
         if self.given == self.sealed:

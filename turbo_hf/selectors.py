@@ -69,11 +69,13 @@ class Selector:
 
     plain: it wants queries and keys as they were before rotary embedding. tables: buckets that each key has.
     meetings: of those, how many a query must visit for the key to be read. window: newest tokens always read.
+    draws: it draws numbers on the host in each step, which a replay of the step would not.
     """
 
     plain = False
     tables = 0
     meetings = 1
+    draws = False
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         self.config, self.layer, self.backend = config, layer, backend
@@ -94,6 +96,14 @@ class Selector:
     def visited(self, queries: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         """bool [B, Hkv, M, tables, C] of queries [B, Hkv, M, G, D], grouped by KV head; None: none is visited."""
         return None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What its launches refer to in every step."""
+        return []
+
+    def count(self, lengths: list[int], tokens: list[int], heads: int) -> None:
+        """Note in `tally` what the host knows of a step; arguments as there."""
+        self.tally.add(lengths, tokens, heads, self.config.sink_tokens + self.window)
 
     def _visit(self, logits: torch.Tensor) -> torch.Tensor:
         how = self.config
@@ -138,6 +148,9 @@ class Centroids(Selector):
     def visited(self, queries: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return self._visit(self.logits(queries, rotary))
 
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self._weights.values())
+
     def logits(self, queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         """What the visits are chosen by: float [B, Hkv, M, G, C]."""
         heads = queries.transpose(2, 3).flatten(1, 2)
@@ -177,6 +190,8 @@ class Hash(Selector):
     """Buckets by signs of random projections: one table in Gray order ("lsh-gray", KDEformer), or several
     ("lsh-tables", MagicPig: a key is read where it meets the query in two of them). SAAP appendix B, eq. 2."""
 
+    draws = True
+
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         super().__init__(config, layer, backend)
         self.ordered = config.selector == "lsh-gray"
@@ -212,6 +227,7 @@ class Reformer(Selector):
     """Buckets by the largest inner product with random directions ("lsh-reformer"; SAAP appendix B, eq. 3)."""
 
     tables = 1
+    draws = True
 
     def _random(self, x: torch.Tensor) -> torch.Tensor:
         return _directions((x.shape[-1], self.config.buckets), self.config.seed + self.layer, x.device)
@@ -228,6 +244,7 @@ class Chance(Selector):
     """Buckets and visits by chance ("random")."""
 
     tables = 1
+    draws = True
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         super().__init__(config, layer, backend)
@@ -257,3 +274,10 @@ UNTRAINED = {
     "full": Full,
 }
 """Selectors that need no calibration."""
+
+
+def selector_obstacle(config: SparseConfig | None) -> str | None:
+    """Why decode steps with this selector cannot be replayed; None if they can."""
+    if config is None or not UNTRAINED.get(config.selector, Selector).draws:
+        return None
+    return f'selector "{config.selector}" draws numbers on the host'

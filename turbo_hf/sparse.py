@@ -49,8 +49,10 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
     for first in range(0, key.shape[2], PART):
         part = key[:, :, first : first + PART]
         parts.append(selector.buckets(*(source.plain(part, first) if selector.plain else (part,))))
-    found = torch.cat([part for part in parts if part is not None], 3)
-    return found if chunk.gather is None else torch.take_along_dim(found, chunk.gather[:, None, None], 3)
+    found = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
+    if found is None or chunk.gather is None:
+        return found
+    return torch.take_along_dim(found, chunk.gather[:, None, None], 3)
 
 
 def attend_sparse(
@@ -75,8 +77,10 @@ def attend_sparse(
         asked, rotary = source.plain(query, fused=chunk.gather is None) if selector.plain else (query, None)
         visited = selector.visited(chunk.align(asked).unflatten(1, (layer.heads, -1)).transpose(2, 3), rotary)
     sink, window = selector.config.sink_tokens, selector.window
-    new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
-    selector.tally.add(layer.lengths(), new, layer.heads, sink + window)
+    if layer.step is None:
+        # who runs a step counts it: a replay would not
+        new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
+        selector.count(layer.lengths(), new, layer.heads)
     q = chunk.align(query)
     return sparse_decode(
         rotate_queries(q, layer.config.backend) if layer.config.rotates else q,

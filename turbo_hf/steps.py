@@ -17,13 +17,15 @@ from turbo_hf.cache import TurboCache
 from turbo_hf.chunk import Step
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.decode import check_step
+from turbo_hf.selectors import selector_obstacle
 from turbo_hf.transfer import require_finite
 
 AHEAD = 8
 """Blocks of a row for which pages are reserved at a time, at most: when they are used up, a step is captured again."""
 
 SLACK = 32
-"""Pages of a layer that may be reserved in any case; else a block a row, or a twentieth of the pages in use."""
+"""Pages of a layer that may be reserved in any case; else a block a row, or a twentieth of the pages in use. What steps
+leave unused is given back when they end."""
 
 
 @dataclass(slots=True)
@@ -60,8 +62,9 @@ def lasting_obstacle(cache: TurboCache) -> str | None:
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, TurboLayer):
             return f"layer {index} is not compressed"
-        if layer.selector is not None:
-            return f"layer {index} is sparse: the host keeps its index, and counts what it reads"
+        drawing = None if layer.selector is None else selector_obstacle(layer.selector.config)
+        if drawing is not None:
+            return f"layer {index} is sparse: {drawing}"
         config = layer.config
         if config.sas and config.sas_threshold is None:
             return "the SAS threshold follows the length; choose TurboConfig.sas_threshold"
@@ -144,6 +147,8 @@ class Steps:
         group.sealed, group.given = first.pool.sealed, first.pool.given
         for layer in group.layers:
             layer.pool.sealed = group.sealed
+            # a place for each token of the blocks that have pages, and of one more that is open then
+            layer.bucket_index.reserve((max(group.given) + 1) * group.block)
 
     def _ahead(self, group: _Group) -> list[int]:
         pages, rows = group.layers[0].pool.pages, len(group.length)
@@ -206,8 +211,19 @@ class Steps:
         for layer in self.layers:
             pool, buffer = layer.pool, layer.buffer
             found += (pool.heads, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
-            found += (buffer.k, buffer.device_length(), layer.broken)
+            found += (buffer.k, buffer.device_length(), layer.broken, layer.bucket_index.buckets)
+            found += [] if layer.selector is None else layer.selector.tensors()
         return found
+
+    @storing
+    def close(self) -> None:
+        """Seal what is full, and give back what was reserved for steps that do not come. No replay may follow."""
+        if self.intact():
+            for layer in self.layers:
+                # NaN in the block is told by whoever uses the cache next
+                layer.commit(defer=True)
+                layer.pool.trim()
+                layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self) -> None:
         """Count what the step has stored."""
@@ -216,3 +232,5 @@ class Steps:
             for layer in group.layers:
                 layer.pool.sealed, layer.buffer.length = group.sealed, group.length
                 layer.seen += 1
+                if layer.selector is not None:
+                    layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)

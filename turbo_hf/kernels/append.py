@@ -119,14 +119,17 @@ def append_step_kernel(
     opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
     order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
     given_ptr,  # float32 [B, Hkv, 2]
+    index_ptr, buckets_ptr,  # int16 [B, Hkv, TABLES, places], [B, Hkv, TABLES, 1]
     broken_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
-    k_strides, v_strides, table_stride, cap,
+    k_strides, v_strides, table_stride, cap, places,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, KP: tl.constexpr, GIVEN: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, KP: tl.constexpr, GIVEN: tl.constexpr, LINES: tl.constexpr,
+    TABLES: tl.constexpr,
 ):  # fmt: skip
     """One slot of one row: its block to a page if it is full, then its new token. The last slot of a row counts both.
 
-    SLOTS, BITS: heads of each width, and the width. PARTS, KP: of each width, as in `seal_block`.
+    SLOTS, BITS: heads of each width, and the width. PARTS, KP: of each width, as in `seal_block`. LINES: pages are
+    token-major. TABLES: buckets of a token, 0 without an index.
     """
     program = tl.program_id(0).to(tl.int64)
     row, slot = program // HEADS, program % HEADS
@@ -145,7 +148,7 @@ def append_step_kernel(
                 seal_block(
                     k_open + pair * cap * D, k_scales + pair * cap, v_open + pair * D * cap, v_scales + pair * cap, 1,
                     cap, k_out, v_out, meta, scale, page * SLOTS[g] + own, D, DP, BLOCK, BITS[g], PARTS[g], KP[g],
-                    False,
+                    LINES,
                 )  # fmt: skip
             own -= SLOTS[g]
         # the new token takes a place that other threads have read by now
@@ -166,6 +169,10 @@ def append_step_kernel(
     tl.store(v_open + (pair * D + d)[None, :] * cap + at, v, mask=inside)
     tl.store(k_scales + pair * cap + at + one, k_scale)
     tl.store(v_scales + pair * cap + at + one, v_scale)
+    for table in tl.static_range(TABLES):
+        # a token's place in its row is the same before its block is sealed and after
+        line = pair * TABLES + table
+        tl.store(index_ptr + line * places + sealed * BLOCK + held, tl.load(buckets_ptr + line))
     if k_broken | v_broken:
         tl.store(broken_ptr, 1)
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS - 1:

@@ -234,8 +234,9 @@ def _merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS
         shift = tl.where(new == -float("inf"), 0.0, new)
         share = tl.exp2(found - shift[None, :])
         keep = tl.exp2(top - shift)
-        total = total * keep + tl.sum(sums * share, 0)
-        o = o * keep[:, None] + tl.sum(part * share[:, :, None], 0)
+        # selected after the product: one that is fused with the sum would leave other bits in other threads
+        total = total * keep + tl.sum(tl.where(live, sums * share, 0.0), 0)
+        o = o * keep[:, None] + tl.sum(tl.where(live[:, :, None], part * share[:, :, None], 0.0), 0)
         top = new
     return o, top, total
 

@@ -24,6 +24,51 @@ def _unrotated(rows, stride, d, ok, cos, sin, ROTARY: tl.constexpr):
 
 
 @triton.jit
+def _ordered(x):
+    """Numbers of float32 as integers in [0, 2^32) of the same order, int64; equal zeros of both signs."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64) + 2147483648
+
+
+@triton.jit
+def assign_few_kernel(
+    keys_ptr,  # [B, Hkv, M, D]
+    centroids_ptr,  # [Hkv, C, D]
+    out_ptr,  # int16 [B, Hkv, M]
+    cos_ptr, sin_ptr,  # [1 or B, M, ROTARY]
+    best_ptr, arrived_ptr,  # int64 [B * Hkv, TOKENS], the least integers, and int32 [B * Hkv], zeros, before and after
+    strides, rotary_stride, tokens, buckets,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
+    ROTARY: tl.constexpr,
+):  # fmt: skip
+    """Up to TOKENS keys of one row and head against TILE centroids; the last tile to arrive writes the best of all."""
+    pair = tl.program_id(1).to(tl.int64)
+    row, head = pair // HEADS, pair % HEADS
+    n = tl.arange(0, TOKENS)
+    d = tl.arange(0, DP)
+    at = keys_ptr + row * strides[0] + head * strides[1] + n.to(tl.int64) * strides[2]
+    turn = row * rotary_stride + n.to(tl.int64) * ROTARY
+    ok = (n < tokens)[:, None] & (d < D)[None, :]
+    keys = _unrotated(at, strides[3], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
+    c = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    where = (head * buckets + c)[None, :] * D + d[:, None]
+    tile = tl.load(centroids_ptr + where, mask=(c < buckets)[None, :] & (d < D)[:, None], other=0.0)
+    score = tl.dot(keys.to(tile.dtype), tile, input_precision="ieee")
+    score = tl.where((c < buckets)[None, :], score, -float("inf"))
+    top, index = tl.max(score, 1, return_indices=True)
+    # the best score in the high half, and of equals the first in the low half
+    found = ((_ordered(top) - 2147483648) << 32) + (4294967295 - (tl.program_id(0) * TILE + index).to(tl.int64))
+    tl.atomic_max(best_ptr + pair * TOKENS + n, found, mask=n < tokens, sem="relaxed")
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived_ptr + pair, 0)
+        best = tl.load(best_ptr + pair * TOKENS + n, mask=n < tokens, other=0, cache_modifier=".cg")
+        tl.store(out_ptr + pair * tokens + n, (4294967295 - (best & 4294967295)).to(tl.int16), mask=n < tokens)
+        least = tl.full([TOKENS], 1, tl.int64) << 63
+        tl.store(best_ptr + pair * TOKENS + n, least, mask=n < tokens)
+
+
+@triton.jit
 def assign_kernel(
     keys_ptr,  # [B, Hkv, M, D]
     centroids_ptr,  # [Hkv, C, D]
@@ -58,20 +103,16 @@ def assign_kernel(
 
 
 @triton.jit
-def _ordered(x):
-    """Numbers of float32 as integers in [0, 2^32) of the same order, int64; equal zeros of both signs."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64) + 2147483648
-
-
-@triton.jit
 def _best(u, live, count):
-    """Which of the integers u (where live) are the `count` largest; of equals the first."""
+    """Which of the integers u (where live) are the `count` largest; of equals the first. At most 2^15 integers."""
     bound = tl.zeros([], tl.int64)
-    for i in range(32):
-        trial = bound + (tl.full([], 1, tl.int64) << (31 - i))
-        enough = tl.sum((live & (u >= trial)).to(tl.int32), 0) >= count
-        bound = tl.where(enough, trial, bound)
+    for i in range(16):
+        unit = tl.full([], 1, tl.int64) << (30 - 2 * i)
+        # two bits of the bound at a time: how many reach each of the next three, counted in one sum
+        reach = (live & (u >= bound + unit)).to(tl.int64) + ((live & (u >= bound + 2 * unit)).to(tl.int64) << 16)
+        reached = tl.sum(reach + ((live & (u >= bound + 3 * unit)).to(tl.int64) << 32), 0)
+        enough = (reached & 65535 >= count).to(tl.int64) + (reached >> 16 & 65535 >= count).to(tl.int64)
+        bound += unit * (enough + (reached >> 32 >= count).to(tl.int64))
     above = live & (u > bound)
     equal = live & (u == bound)
     left = count - tl.sum(above.to(tl.int32), 0)

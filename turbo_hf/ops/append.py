@@ -60,6 +60,7 @@ def append_step(
     store: KVStore,
     *,
     given: torch.Tensor | None = None,
+    noted: tuple[torch.Tensor, torch.Tensor] | None = None,
     broken: torch.Tensor,
     arrived: torch.Tensor,
     backend: str = "auto",
@@ -74,6 +75,8 @@ def append_step(
         store: one layer's cache. A row has at most `block` open tokens; where it has so many, `table[row, sealed[row]]`
             is a page of its own. The pages, the open tokens, their scales, sealed and open_len change.
         given: float32 [B, Hkv, 2], as in `append_tokens`.
+        noted: the index int16 [B, Hkv, L, places], with a place for every token of a row, and the buckets of the new
+            tokens int16 [B, Hkv, L, 1], written to their place in it. None: tokens have no buckets.
         broken: int32 [1], set to 1 if a token holds NaN or Inf, else left alone.
         arrived: int32 [B], zeros before and after: for this launch's own use.
         backend: "auto", "triton" or "reference".
@@ -92,12 +95,17 @@ def append_step(
             raise ValueError(f"{name} must be [{batch}, {heads}, 1, {dim}] like the store; got {tuple(x.shape)}.")
     if room < store.block:
         raise ValueError(f"store must have room for {store.block} open tokens; it has {room}.")
+    if noted is not None and (noted[0].shape[:2] != (batch, heads) or noted[1].shape != (*noted[0].shape[:3], 1)):
+        raise ValueError(
+            f"noted must be an index [{batch}, {heads}, L, places] and buckets [{batch}, {heads}, L, 1]; got "
+            f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
+        )
     if uses_triton(backend, k.device, kernel_obstacle(k)):
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
 
-        launch_store.append_step(k, v, store, given, broken, arrived)
+        launch_store.append_step(k, v, store, given, noted, broken, arrived)
     else:
-        reference.append_step(k, v, store, given=given, broken=broken, arrived=arrived)
+        reference.append_step(k, v, store, given=given, noted=noted, broken=broken, arrived=arrived)
 
 
 def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:

@@ -17,6 +17,9 @@ PARTS = 32
 MANY = 2.0
 """Outputs an SM from which on most CTAs have whole ones."""
 
+ROUND = 8
+"""Tiles of a CTA for which one more round of the merge is worth it, where few outputs leave SMs without work."""
+
 LEAST = 2
 """Tiles of a CTA, where there is a choice; twice as many where a tile is one block."""
 
@@ -39,8 +42,10 @@ def _plan(
     if kind != "stream-k":
         parts = 1 if kind == "whole" else split_count(len(each), max(tiles), ctas)
         return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
-    # one round of the merge has room for so many parts of an output, and a part of one tile is not worth its merge
-    ctas = max(1, min(ctas, PARTS * len(each), int(each.sum()) // max(LEAST, 4 // blocks)))
+    # a round of the merge has room for so many parts of an output, and a part of one tile is not worth its merge
+    steps, whole = int(each.sum()), PARTS * len(each)
+    rounds = max(1, steps // (whole * ROUND * 4 // blocks))
+    ctas = max(1, min(ctas, whole * rounds, steps // max(LEAST, 4 // blocks)))
     return stream_k(each, cost.repeat(len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 

@@ -1,21 +1,22 @@
 """Launches of the kernels of sparse decode, and their workspace. Imported where one runs: it needs Triton."""
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import triton
 
-from turbo_hf.kernels.select import assign_kernel, hidden_kernel, logits_kernel, visit_kernel
+from turbo_hf.kernels.select import assign_few_kernel, assign_kernel, hidden_kernel, logits_kernel, visit_kernel
 from turbo_hf.kernels.sparse import keep_kernel, sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.launch_decode import LEAST, sms
+from turbo_hf.ops.schedule import Kept
 from turbo_hf.ops.tuning import sparse_tiles
 
 SEGMENT = 2048
 """Tokens of a row that one program looks through for those to attend to."""
 
-PART_FLOATS = 1 << 12
+PART_FLOATS = 1 << 13
 """Numbers of partial results that a merge takes at a time."""
 
 
@@ -30,21 +31,41 @@ def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, t
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
 
 
+FEW = 16
+"""Tokens up to which the centroids of a head are shared out among programs."""
+
+
+@cache
+def _bests(device: torch.device, stream: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What programs of one head compare their best centroids by, and their counters: as each launch leaves them."""
+    with torch.inference_mode(False):
+        least = torch.full((pairs, FEW), torch.iinfo(torch.int64).min, dtype=torch.int64, device=device)
+        return least, torch.zeros(pairs, dtype=torch.int32, device=device)
+
+
 def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     """`ops.select.assign`."""
     batch, heads, tokens, dim = keys.shape
     out = torch.empty(batch, heads, tokens, dtype=torch.int16, device=keys.device)
     padded = max(16, triton.next_power_of_2(dim))
-    few = tokens <= 16
-    rows = 16 if few else 64
-    # of a single token the centroids are all that is read: long tiles, on their way at once
-    tile = (256 if few else 128) * 128 // max(padded, 128) // (2 if centroids.element_size() > 2 else 1)
-    tile = min(tile, max(16, triton.next_power_of_2(centroids.shape[1])))
     cos, sin, stride, turned = _turns(rotary, keys)
+    if tokens <= FEW:
+        # of a step the centroids are all that is read: every SM should read a part of them
+        stream = torch.cuda.current_stream(keys.device).cuda_stream if keys.is_cuda else 0
+        tile = min(64, max(16, triton.next_power_of_2(centroids.shape[1])))
+        with torch.cuda.device_of(keys):
+            assign_few_kernel[(triton.cdiv(centroids.shape[1], tile), batch * heads)](
+                keys, centroids.contiguous(), out, cos, sin, *_bests(keys.device, stream, batch * heads),
+                keys.stride(), stride, tokens, centroids.shape[1], HEADS=heads, D=dim, DP=padded, TOKENS=FEW,
+                TILE=tile, ROTARY=turned, num_warps=4,
+            )  # fmt: skip
+        return out
+    tile = 128 * 128 // max(padded, 128) // (2 if centroids.element_size() > 2 else 1)
+    tile = min(tile, max(16, triton.next_power_of_2(centroids.shape[1])))
     with torch.cuda.device_of(keys):
-        assign_kernel[(triton.cdiv(tokens, rows), batch * heads)](
+        assign_kernel[(triton.cdiv(tokens, 64), batch * heads)](
             keys, centroids.contiguous(), out, cos, sin, keys.stride(), stride, tokens, centroids.shape[1],
-            HEADS=heads, D=dim, DP=padded, TOKENS=rows, TILE=tile, ROTARY=turned, STAGES=2, num_warps=8 if few else 4,
+            HEADS=heads, D=dim, DP=padded, TOKENS=64, TILE=tile, ROTARY=turned, STAGES=2, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -94,7 +115,7 @@ def visit(logits: torch.Tensor, *, probes: int | None, mass: float | None, most:
         visit_kernel[(out.numel() // buckets,)](
             logits.contiguous(), out.view(torch.uint8), group, buckets, count or 0, mass or 0.0,
             G=triton.next_power_of_2(group), C=triton.next_power_of_2(buckets), MASS=mass is not None,
-            COUNT=count is not None, num_warps=8,
+            COUNT=count is not None, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -103,11 +124,13 @@ def visit(logits: torch.Tensor, *, probes: int | None, mass: float | None, most:
 def _workspace(
     device: torch.device, stream: int, lists: int, segments: int, outputs: int, ctas: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
-    """places, counts, ends, arrival counters of lists and of outputs (zeros, as each launch leaves them), parts."""
+    """places, counts, ends, begins of open tokens, arrival counters of lists and of outputs (zeros, as each launch
+    leaves them), parts."""
     return (
         torch.empty(lists * segments * SEGMENT, dtype=torch.int16, device=device),
         torch.empty(lists * segments, dtype=torch.int32, device=device),
         torch.empty(lists * segments, dtype=torch.int32, device=device),
+        torch.empty(lists, dtype=torch.int32, device=device),
         torch.zeros(lists, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(2 * ctas * floats, dtype=torch.float32, device=device),
@@ -134,24 +157,32 @@ def sparse_decode(
     kv_heads, cap = store.k_open.shape[1:3]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
-    rows, padded = (8 if group <= 8 else 16), max(32, triton.next_power_of_2(dim))
+    rows, padded = (4 if group <= 4 else 8), max(32, triton.next_power_of_2(dim))
     lists = batch * kv_heads * queries
     outputs = lists * -(-group // rows)
     # what the longest row may hold: the host need not know how many of its open slots are taken
     segments = max(1, -(-(store.table.shape[1] * store.block + cap) // SEGMENT))
-    tune = sparse_tiles(padded, q.element_size())
+    tune = sparse_tiles(padded, rows)
     ctas = sms(q.device) * tune.occupancy
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     floats = rows * (padded + 2)
     # by powers of two, so that a cache that grows does not leave a workspace behind at each step
     room = triton.next_power_of_2(segments)
-    places, counts, ends, kept, arrived, parts = _workspace(q.device, stream, lists, room, outputs, ctas, floats)
+    shape = (q.device, stream, lists, room, outputs, ctas, floats)
+    if store.plans is None:
+        workspace = _workspace(*shape)
+    else:
+        # launches that are replayed refer to it: it stays as long as they do
+        if shape not in store.plans:
+            store.plans[shape] = Kept(_workspace(*shape))
+        workspace = store.plans[shape].words
+    places, counts, ends, opens, kept, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
     with torch.cuda.device_of(q):
         keep_kernel[(segments, lists)](
             buckets if indexed else places,
             visited.contiguous().view(torch.uint8) if visited is not None else places,
-            places, counts, ends, kept, counts if read is None else read,
+            places, counts, ends, opens, kept, counts if read is None else read,
             store.open_len if starts is None else starts, store.sealed, store.open_len,
             buckets.shape[-1] if buckets is not None else 0, queries, kv_heads, segments,
             visited.shape[-1] if visited is not None else 0, sink_tokens, window_tokens,
@@ -162,13 +193,13 @@ def sparse_decode(
             q, out, lse, lse if sinks is None else sinks,
             tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            store.order.contiguous(), store.table, store.sealed, places, ends, parts, arrived,
+            store.order.contiguous(), store.table, store.sealed, places, ends, opens, parts, arrived,
             q.stride(), store.table.stride(0), cap, queries, kv_heads, segments, outputs, LEAST, scaling,
             softcap or 0.0,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
             GROUP=group, D=dim, DP=padded, BLOCK=store.block, T=tune.tokens, LIST=SEGMENT,
             SEARCH=room.bit_length(), OUTPUTS=triton.next_power_of_2(outputs), HEADS=triton.next_power_of_2(kv_heads),
             R=rows, CAPPED=softcap is not None, SINKS=sinks is not None,
-            PARTS=max(1, PART_FLOATS // (rows * padded)), STAGES=tune.stages, ASM=q.is_cuda, num_warps=tune.warps,
+            PARTS=max(1, PART_FLOATS // (rows * padded)), num_warps=tune.warps, maxnreg=tune.registers,
         )  # fmt: skip
     return AttentionOutput(out, lse)

@@ -118,20 +118,24 @@ def append_step(
     v: torch.Tensor,
     store: KVStore,
     given: torch.Tensor | None,
+    noted: tuple[torch.Tensor, torch.Tensor] | None,
     broken: torch.Tensor,
     arrived: torch.Tensor,
 ) -> None:
     """`ops.append.append_step`."""
     batch, heads, _, dim = k.shape
+    index, buckets = (arrived, arrived) if noted is None else (noted[0], noted[1].contiguous())
+    tables, places = (0, 0) if noted is None else index.shape[2:]
     bits = tuple(pages.bits for pages in store.heads)
     parts = tuple(PARTS[width] for width in bits)
     with torch.cuda.device_of(k):
         append_step_kernel[(batch * heads,)](
             k, v, tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale), store.order.contiguous(), store.table,
-            store.sealed, store.open_len, store.k_scale if given is None else given.contiguous(), broken, arrived,
-            k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], HEADS=heads,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=bits, D=dim, DP=triton.next_power_of_2(dim),
-            BLOCK=store.block, PARTS=parts, KP=tuple(triton.next_power_of_2(dim // n) for n in parts),
-            GIVEN=given is not None, enable_fp_fusion=False,
+            store.sealed, store.open_len, store.k_scale if given is None else given.contiguous(), index, buckets,
+            broken, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
+            HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=bits, D=dim,
+            DP=triton.next_power_of_2(dim), BLOCK=store.block, PARTS=parts,
+            KP=tuple(triton.next_power_of_2(dim // n) for n in parts), GIVEN=given is not None,
+            LINES=store.token_major, TABLES=tables, enable_fp_fusion=False,
         )  # fmt: skip

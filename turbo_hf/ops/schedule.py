@@ -152,6 +152,16 @@ class LivePlan:
         self.words.copy_(torch.cat((plan.words[:split], idle, plan.words[split:])), non_blocking=True)
 
 
+class Kept:
+    """In place of a `LivePlan`, for launches whose work the device shares out: memory that must not be freed before."""
+
+    def __init__(self, words: Any):
+        self.words = words
+
+    def update(self, sealed: Sequence[int]) -> None:
+        """Nothing hangs on the lengths."""
+
+
 def _power_of_two(n: int) -> int:
     """The least that is not below n."""
     return 1 << (n - 1).bit_length()

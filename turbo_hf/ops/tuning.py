@@ -118,18 +118,18 @@ FULL_TILES = (DecodeTiles(1, 3, 3), DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3))
 
 
 class SparseTiles(NamedTuple):
-    """tokens: gathered at a time. occupancy: CTAs of an SM. warps: of a CTA. stages: of the load pipeline."""
+    """tokens: gathered at a time. occupancy: CTAs of an SM. warps: of a CTA. registers: of a thread, at most."""
 
     tokens: int
     occupancy: int
     warps: int
-    stages: int
+    registers: int | None
 
 
-def sparse_tiles(dim: int, itemsize: int) -> SparseTiles:
-    """Tiles of sparse decode, by channels (padded) and bytes of the query's numbers. Chosen by size, not measured."""
-    tokens = 64 if dim <= 64 else 32
-    return SparseTiles(tokens // 2 if itemsize > 2 or dim > 128 else tokens, 2, 4, 3)
+def sparse_tiles(dim: int, rows: int) -> SparseTiles:
+    """Tiles of sparse decode, by channels (padded) and query heads of a KV head: 16 numbers a thread of K and of V."""
+    warps = 4
+    return SparseTiles(max(4, warps * 32 * 64 // (dim * rows)), 2, warps, None)
 
 
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.1}

@@ -51,9 +51,14 @@ def append_step(
     store: KVStore,
     *,
     given: torch.Tensor | None = None,
+    noted: tuple[torch.Tensor, torch.Tensor] | None = None,
     broken: torch.Tensor,
     arrived: torch.Tensor,
 ) -> None:
+    if noted is not None:
+        index, buckets = noted
+        place = store.sealed * store.block + store.open_len
+        index.scatter_(3, place[:, None, None, None].expand_as(buckets), buckets)
     full = store.open_len == store.block
     store.sealed.add_(full)
     seal_open(store, 1)

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Every kernel at small shapes under NVIDIA's compute-sanitizer, on a GPU: bash tests/sanitize.sh memcheck
+# (or racecheck, synccheck, initcheck; a second argument: how many run side by side). Needs an installed environment,
+# and compute-sanitizer, which comes with the CUDA toolkit.
+set -euo pipefail
+tool=${1:?memcheck, racecheck, synccheck or initcheck}
+jobs=${2:-4}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+tests=(
+  "test_append.py::test_stores_what_the_quantizer_makes[cuda-d80-float32-ragged_prompt-given_scale-triton]"
+  "test_append.py::test_whole_blocks_go_to_the_pages_that_the_table_names[cuda-d80-((4, 1), (2, 1))-True-triton]"
+  "test_append.py::test_a_step_seals_what_is_full_and_then_appends[cuda-d80-mixed-given_scale-triton]"
+  "test_append.py::test_a_prompt_reports_nan_wherever_it_is[cuda-40-triton]"
+  "test_rotate.py::test_the_kernel_gives_the_references_bits[cuda-d96-torch.float32]"
+  "test_rotate.py::test_keys_come_back[cuda-d256-triton]"
+  "test_quantize.py::test_kernel_gives_the_references_tokens[cuda-d80-float32]"
+  "test_quantize.py::test_kernel_gives_the_references_pages[cuda-d80-b64-3bit]"
+  "test_quantize.py::test_kernel_gives_the_references_pages[cuda-d128-b128-2bit]"
+  "test_quantize.py::test_dequantize_heads_in_any_order[cuda-8+4+3+2]"
+  "test_operands.py::test_kernel_gives_the_references_codes[cuda-plain-block-turbo]"
+  "test_operands.py::test_kernel_gives_the_references_codes[cuda-both-tensor-fp8]"
+  "test_decode.py::test_heads_of_any_width_in_any_order[cuda-triton-8+4+3+2-turbo]"
+  "test_decode.py::test_several_tokens[cuda-triton-m16-turbo]"
+  "test_decode.py::test_options[cuda-triton-all-turbo]"
+  "test_decode.py::test_options[cuda-triton-all-fp16]"
+  "test_full.py::test_decode_is_plain_attention[cuda-all-bfloat16-fp16-triton]"
+  "test_full.py::test_a_prompt_over_a_past[cuda-16+4-triton]"
+  "test_sparse.py::test_a_key_goes_to_its_nearest_centroid[cuda-triton-130-200-128]"
+  "test_sparse.py::test_rotary_embedding_is_undone_on_the_way[cuda-triton-2-80-32]"
+  "test_sparse.py::test_classify_is_two_layers[cuda-triton-3-80-64-33-True]"
+  "test_sparse.py::test_visits_are_the_best_buckets[cuda-triton-mass0.01-most2-256-4]"
+  "test_sparse.py::test_mixed_widths_and_blocks[cuda-triton-128]"
+  "test_sparse.py::test_lists_of_many_segments_in_many_shares[cuda-32-16]"
+  "test_prefill_kernel.py::test_head_groups[cuda-gqa7:1-turbo]"
+  "test_prefill_kernel.py::test_head_groups[cuda-gqa7:1-int8]"
+  "test_prefill_kernel.py::test_head_groups[cuda-gqa7:1-half]"
+  "test_prefill_kernel.py::test_head_groups[cuda-gqa7:1-fp8]"
+  "test_prefill_kernel.py::test_head_groups[cuda-gqa7:1-fp16]"
+  "test_prefill_kernel.py::test_over_a_ragged_past[cuda-all-turbo]"
+  "test_prefill_kernel.py::test_over_a_ragged_past[cuda-all-fp16]"
+  "test_prefill_kernel.py::test_a_past_of_any_bits_and_blocks[cuda-b128-2bit]"
+  "test_prefill_kernel.py::test_nan_and_inf_reach_the_rows_that_see_them_and_no_other[cuda-nan-q-turbo]"
+  "test_prefill_kernel.py::test_prompts_in_16_bit[cuda-f16-d64-causal-turbo]"
+  "test_prefill_kernel.py::test_prompts_in_16_bit[cuda-bf16-d128-full-fp8]"
+)
+run=(python3 -m pytest -m gpu -q --tb=short -p no:warnings -p no:cacheprovider)
+tests=("${tests[@]/#/tests/}")
+echo "== compiling the kernels"
+"${run[@]}" "${tests[@]}" | tail -1
+echo "== $tool, $jobs side by side"
+logs=$(mktemp -d)
+processes=()
+for ((job = 0; job < jobs; job++)); do
+  part=()
+  for ((at = job; at < ${#tests[@]}; at += jobs)); do part+=("${tests[at]}"); done
+  # memory that torch keeps would hide what lies beyond a tensor's end
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9 \
+    "${run[@]}" "${part[@]}" > "$logs/$job.log" 2>&1 &
+  processes+=($!)
+done
+status=0
+for ((job = 0; job < jobs; job++)); do
+  wait "${processes[job]}" || status=$?
+  grep -hE "SUMMARY|passed|failed|=========.*(Invalid|hazard|Error)" "$logs/$job.log" || tail -20 "$logs/$job.log"
+done
+exit "$status"
