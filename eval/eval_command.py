@@ -10,7 +10,7 @@ from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.methods import AGAIN, BASELINE, expanded, is_simulated, known_methods, method_named
-from turbo_hf.eval.output import Report, write_report
+from turbo_hf.eval.output import Report, show, write_report
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.record import identity, open_run, write_whole
 from turbo_hf.eval.serve_command import TRACE, Plan, serve
@@ -127,21 +127,27 @@ def _run(
     options = {"suite": suite, "limit": limit, "longest": longest, "context": context, "seed": SEED}
     options |= {"batch": batch, "batch_tokens": batch_tokens}
     meta = open_run(folder, identity(loaded, tokenizer, tasks, options))
-    runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{name: name for name in wanted}}
-    outcomes = {}
-    for number, (label, method) in enumerate(runs.items(), 1):
-        err.print(f"{label} ({number} of {len(runs)})", style="bold", highlight=False)
-        outcomes[label] = run_method(
-            label, method, loaded, prompts, tasks, folder, batch=batch, batch_tokens=batch_tokens, limits=limits
-        )
     notes += skipped
     if str(loaded.device).startswith("cuda"):
         notes.append(NO_PLANS)
     if any(map(is_simulated, wanted)):
         notes.append(SIMULATION)
-    found = report([spec for spec in specs if spec.name in tasks], outcomes)
-    result = {"meta": meta, "notes": notes, **found}
-    _write(folder, result, {label: outcome.samples for label, outcome in outcomes.items()})
+    runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{name: name for name in wanted}}
+    outcomes: dict[str, Any] = {}
+    result: dict[str, Any] = {}
+    for number, (label, method) in enumerate(runs.items(), 1):
+        err.print(f"{label} ({number} of {len(runs)})", style="bold", highlight=False)
+        outcomes[label] = run_method(
+            label, method, loaded, prompts, tasks, folder, batch=batch, batch_tokens=batch_tokens, limits=limits
+        )
+        left = list(runs)[number:]
+        if left and number < 3:
+            continue
+        # after each method: a run that is cut short leaves the table of what it has
+        unfinished = [f"UNFINISHED: {', '.join(left)} still to run; the same command goes on."] if left else []
+        found = report([spec for spec in specs if spec.name in tasks], outcomes)
+        result = {"meta": meta, "notes": [*unfinished, *notes], **found}
+        _write(folder, result, {name: outcome.samples for name, outcome in outcomes.items()}, shown=not left)
     out.print(
         f"Kept in {folder}: report.html, report.md, report.json, run_meta.json, samples and results by method.",
         style="dim",
@@ -149,7 +155,9 @@ def _run(
     return result
 
 
-def _write(folder: Path, result: dict[str, Any], samples: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
+def _write(
+    folder: Path, result: dict[str, Any], samples: dict[str, dict[str, list[dict[str, Any]]]], *, shown: bool
+) -> None:
     from turbo_hf.eval.report import noise, stamps, tables  # noqa: PLC0415  as above
     from turbo_hf.eval.report_plots import accuracy_plot, memory_plot, needle_cells, needle_map  # noqa: PLC0415
 
@@ -165,4 +173,7 @@ def _write(folder: Path, result: dict[str, Any], samples: dict[str, dict[str, li
             pictures.append(folder / f"needle-{label.replace('/', '-')}.png")
             needle_map(cells[BASELINE], cells[label], label, pictures[-1])
     heading, notes = f"turbo-hf eval: {identity['model']}, suite {identity['suite']}", [noise(result), *result["notes"]]
-    write_report(folder, Report(heading, stamps(identity), tables(result), notes, result["meta"], pictures))
+    whole = Report(heading, stamps(identity), tables(result), notes, result["meta"], pictures)
+    if shown:
+        show(whole)
+    write_report(folder, whole)

@@ -47,8 +47,7 @@ class Report(NamedTuple):
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Print the tables, and write report.md and report.html into `folder`."""
-    show(report)
+    """Write report.md and report.html into `folder`."""
     write_whole(folder / "report.md", markdown(report))
     write_whole(folder / "report.html", page(report))
 

@@ -14,7 +14,7 @@ from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.options import as_json, find_device
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated, method_named
-from turbo_hf.eval.output import Report, Table, write_report
+from turbo_hf.eval.output import Report, Table, show, write_report
 from turbo_hf.eval.record import identity, open_run, write_whole
 from turbo_hf.eval.report_plots import memory_plot
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
@@ -195,4 +195,6 @@ def _write(folder: Path, result: dict[str, Any]) -> None:
     drawn = {"memory": memory, "serving": {label: {"simulated": False} for label in memory}}
     picture = folder / "memory.png"
     pictures = [picture] if memory and memory_plot(drawn, title, picture) else []
-    write_report(folder, Report(title, lines, tables(result), result["notes"], result["meta"], pictures))
+    whole = Report(title, lines, tables(result), result["notes"], result["meta"], pictures)
+    show(whole)
+    write_report(folder, whole)

@@ -373,8 +373,8 @@ def test_means_leave_out_what_the_baseline_cannot_do() -> None:
 def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-    def command(*more: str, code: int = 0) -> Any:
-        words = ["eval", str(LAB_MODEL), "--methods", "turbo4", "--limit", "1", "--longest", "512", "--device", "cpu"]
+    def command(*more: str, code: int = 0, methods: str = "turbo4") -> Any:
+        words = ["eval", str(LAB_MODEL), "--methods", methods, "--limit", "1", "--longest", "512", "--device", "cpu"]
         result = CliRunner().invoke(app, [*words, "--out", str(tmp_path), *more])
         assert result.exit_code == code, result.output
         return result
@@ -409,6 +409,12 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(TurboLM, "_model_generate", never)
     again = json.loads(command("--json").stdout.strip().splitlines()[-1])
     assert again["accuracy"] == found["accuracy"]
+    stopped = command(methods="turbo4,int8", code=1)
+    assert isinstance(stopped.exception, AssertionError)
+    partial = json.loads((tmp_path / "report.json").read_text())
+    assert partial["notes"][0] == "UNFINISHED: int8 still to run; the same command goes on."
+    assert partial["accuracy"] == found["accuracy"]
+    assert "UNFINISHED" in (tmp_path / "report.md").read_text()
     refused = command("--batch", "2", code=1)
     assert "batch was 8, now 2" in " ".join(refused.output.split())
 
