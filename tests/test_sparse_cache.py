@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +17,11 @@ from turbo_hf import Calibration, SparseConfig, TurboCache, TurboConfig
 from turbo_hf.calibration.query_model import classify
 from turbo_hf.chunk import Chunk
 from turbo_hf.config import SELECTORS
+from turbo_hf.index import BucketIndex
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.select import assign
 from turbo_hf.rotary import turns_by_halves
-from turbo_hf.selectors import Centroids, Hash, Reformer
+from turbo_hf.selectors import Centroids, Classifier, Hash, Reformer
 
 ANY: dict[str, Any] = {"buckets": 16, "probes": 3, "window_tokens": 20, "dense_layers": ()}
 """Choices of a selector without calibration, small enough for short texts."""
@@ -340,6 +342,33 @@ def test_visits_by_mass(indexed: Calibration) -> None:
             shares.append(sum(read.share_beyond for read in handle.report().selectivity))
     assert shares[0] > shares[1] > 0
     assert shares[0] > shares[2] > 0
+
+
+def test_mass_is_that_of_the_keys_that_the_buckets_hold() -> None:
+    index = BucketIndex(2, 3, 1, torch.device("cpu"))
+    index.append(torch.randint(-1, 8, (2, 3, 1, 90)).to(torch.int16), [0, 0], 90, None)
+    held = torch.tensor([90, 31]) - 20
+    sizes = index.sizes(8, held)
+    for row, head in itertools.product(range(2), range(3)):
+        own = index.buckets[row, head, 0, : int(held[row])].tolist()
+        assert sizes[row, head].tolist() == [own.count(bucket) for bucket in range(8)]
+    assert not index.sizes(8, torch.tensor([-5, 0])).any()
+
+    shapes = {"weight_1": (16, 12), "bias_1": (12,), "weight_2": (12, 8), "bias_2": (8,)}
+    weights = {name: torch.randn(3, *shape) for name, shape in shapes.items()}
+    chosen = SparseConfig(mass=0.3)
+    selector = Classifier(chosen, 1, torch.nn.functional.normalize(torch.randn(3, 8, 16), dim=-1), weights)
+    assert selector.weighs == 8
+    queries = torch.randn(2, 3, 1, 2, 16)
+    visited = selector.visited(queries, None, sizes)
+    assert visited is not None
+    told = selector.logits(queries, None).exp() * sizes[:, :, None, None]
+    share = (told / told.sum(-1, keepdim=True)).mean(3)
+    seen = visited[:, :, :, 0]
+    assert bool(((share * seen).sum(-1) > 1 - 0.3).all())
+    least = share.masked_fill(~seen, torch.inf).amin(-1)
+    assert bool(((share * seen).sum(-1) - least <= 1 - 0.3 + 1e-6).all()), "no bucket more than needed"
+    assert not bool((seen & (sizes[:, :, None] == 0)).any())
 
 
 # --- the report -----------------------------------------------------------------------------------------------------

@@ -58,6 +58,13 @@ class BucketIndex:
             more = max(needed - room, room // 32)
             self.buckets = torch.nn.functional.pad(self.buckets, (0, -(-more // GRAIN) * GRAIN), value=-1)
 
+    def sizes(self, count: int, tokens: torch.Tensor) -> torch.Tensor:
+        """Of the first `tokens` [B] of each row, how many each of `count` buckets has: float32 [B, Hkv, count]."""
+        own = self.buckets[:, :, 0].long()
+        live = (torch.arange(own.shape[-1], device=own.device) < tokens[:, None])[:, None] & (own >= 0)
+        found = torch.zeros(*own.shape[:2], count, device=own.device)
+        return found.scatter_add_(2, own.clamp(min=0), live.to(found.dtype))
+
     def trim(self, held: int) -> None:
         """Give back the room behind `held` tokens of a row, where it is worth it."""
         room = -(-held // GRAIN) * GRAIN

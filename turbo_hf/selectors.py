@@ -11,6 +11,9 @@ from turbo_hf.config import SparseConfig
 from turbo_hf.ops.select import Rotary, assign, classify, visit
 from turbo_hf.reference.select import unrotated
 
+EMPTY = 1e-30
+"""In place of no key at all, where the logarithm of a number of keys is taken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selectivity:
@@ -67,13 +70,14 @@ class Tally:
 class Selector:
     """The selector "window", and what all selectors share. One a layer, for every cache of a patched model.
 
-    plain: it wants queries and keys as they were before rotary embedding. tables: buckets that each key has.
+    plain: it wants queries and keys as they were before rotary embedding. tables: buckets that each key has. weighs:
+    buckets whose keys it wants counted, 0: none.
     meetings: of those, how many a query must visit for the key to be read. window: newest tokens always read.
     draws: it draws numbers on the host in each step, which a replay of the step would not.
     """
 
     plain = False
-    tables = 0
+    tables = weighs = 0
     meetings = 1
     draws = False
 
@@ -93,8 +97,13 @@ class Selector:
         """
         return None
 
-    def visited(self, queries: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
-        """bool [B, Hkv, M, tables, C] of queries [B, Hkv, M, G, D], grouped by KV head; None: none is visited."""
+    def visited(
+        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """bool [B, Hkv, M, tables, C] of queries [B, Hkv, M, G, D], grouped by KV head; None: none is visited.
+
+        sizes: float [B, Hkv, C], keys in each bucket beyond the dense part, where the selector `weighs` them.
+        """
         return None
 
     def tensors(self) -> list[torch.Tensor]:
@@ -145,8 +154,14 @@ class Centroids(Selector):
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return assign(keys, self._on("centroids", keys.device), rotary=rotary, backend=self.backend)[:, :, None]
 
-    def visited(self, queries: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
-        return self._visit(self.logits(queries, rotary))
+    def visited(
+        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        logits = self.logits(queries, rotary)
+        if sizes is not None:
+            # a logit tells the mass of one key of the bucket
+            logits = logits + sizes.clamp(min=EMPTY).log()[:, :, None, None]
+        return self._visit(logits)
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._weights.values())
@@ -179,6 +194,7 @@ class Classifier(Centroids):
     ):
         super().__init__(config, layer, centroids, True, backend)
         self._weights |= classifier
+        self.weighs = centroids.shape[1] if config.mass is not None else 0
 
     def logits(self, queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         weights = {name: self._on(name, queries.device) for name in self._weights if name != "centroids"}
@@ -214,7 +230,9 @@ class Hash(Selector):
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return self._codes(keys).to(torch.int16).movedim(-1, 2)
 
-    def visited(self, queries: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
+    def visited(
+        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         code = self._codes(queries)
         bucket = torch.arange(2**self.bits, device=code.device)
         if self.ordered:
@@ -236,7 +254,9 @@ class Reformer(Selector):
         shared = self._random(keys).mT.expand(keys.shape[1], -1, -1).contiguous()
         return assign(keys, shared, backend=self.backend)[:, :, None]
 
-    def visited(self, queries: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
+    def visited(
+        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         return self._visit(queries.float() @ self._random(queries))
 
 
@@ -254,7 +274,9 @@ class Chance(Selector):
         drawn = torch.randint(self.config.buckets, (*keys.shape[:2], 1, keys.shape[2]), generator=self._seeded)
         return drawn.to(keys.device, torch.int16)
 
-    def visited(self, queries: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
+    def visited(
+        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         drawn = torch.rand(*queries.shape[:3], 1, self.config.buckets, generator=self._seeded)
         return self._visit(drawn.to(queries.device))
 

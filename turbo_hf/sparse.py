@@ -75,7 +75,8 @@ def attend_sparse(
     if selector.tables:
         # columns that are moved take their rotation along: undo it before
         asked, rotary = source.plain(query, fused=chunk.gather is None) if selector.plain else (query, None)
-        visited = selector.visited(chunk.align(asked).unflatten(1, (layer.heads, -1)).transpose(2, 3), rotary)
+        grouped = chunk.align(asked).unflatten(1, (layer.heads, -1)).transpose(2, 3)
+        visited = selector.visited(grouped, rotary, _sizes(layer) if selector.weighs else None)
     sink, window = selector.config.sink_tokens, selector.window
     if layer.step is None:
         # who runs a step counts it: a replay would not
@@ -97,3 +98,10 @@ def attend_sparse(
         read=selector.tally.counter(query.device),
         backend=layer.config.backend,
     )
+
+
+def _sizes(layer: TurboLayer) -> torch.Tensor:
+    """Keys in each bucket beyond the newest tokens, which are read anyway: float [B, Hkv, C]."""
+    assert layer.selector is not None
+    held = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length()
+    return layer.bucket_index.sizes(layer.selector.weighs, held - layer.selector.window)
