@@ -52,6 +52,22 @@ def test_a_key_goes_to_its_nearest_centroid(
                 assert found[row, head, key] == next(i for i, x in enumerate(score[key].tolist()) if x == best)
 
 
+@pytest.mark.parametrize("broken", [torch.nan, -torch.nan, torch.inf])
+@pytest.mark.parametrize("buckets", [5, 100])
+def test_a_key_that_is_not_finite_has_some_bucket(
+    buckets: int, broken: float, device: torch.device, backend: str
+) -> None:
+    k, centroids = torch.randn(2, 3, 4, 16, device=device), torch.randn(3, buckets, 16, device=device)
+    want = assign(k, centroids, backend=backend)
+    k[0, 1, 2], k[1, 2, 3, 5] = broken, broken
+    # twice: nothing of it stays behind
+    for _ in range(2):
+        found = assign(k, centroids, backend=backend)
+        assert bool(((found >= 0) & (found < buckets)).all())
+        found[0, 1, 2], found[1, 2, 3] = want[0, 1, 2], want[1, 2, 3]
+        assert torch.equal(found, want)
+
+
 def turned(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """x [B, H, M, D] after rotary embedding, by complex numbers."""
     cos, sin = (part.double()[:, None] for part in rotary)

@@ -54,7 +54,8 @@ def assign_few_kernel(
     where = (head * buckets + c)[None, :] * D + d[:, None]
     tile = tl.load(centroids_ptr + where, mask=(c < buckets)[None, :] & (d < D)[:, None], other=0.0)
     score = tl.dot(keys.to(tile.dtype), tile, input_precision="ieee")
-    score = tl.where((c < buckets)[None, :], score, -float("inf"))
+    # NaN too: beside it a place without a centroid would be the largest
+    score = tl.where((c < buckets)[None, :] & (score == score), score, -float("inf"))
     top, index = tl.max(score, 1, return_indices=True)
     # the best score in the high half, and of equals the first in the low half
     found = ((_ordered(top) - 2147483648) << 32) + (4294967295 - (tl.program_id(0) * TILE + index).to(tl.int64))
