@@ -743,6 +743,32 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
     assert blocks <= layer.pool.pages <= blocks + blocks // 32
 
 
+@pytest.mark.parametrize("shrinks", [False, True], ids=["grows", "shrinks"])
+def test_pages_for_which_there_is_no_memory_change_nothing(shrinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = filled(TurboConfig(block_size=32), *random_kv(3, 200))
+    # rows that share pages, between pages that no row holds
+    layer.batch_select_indices(torch.tensor([1, 1, 2]))
+    pool, before = layer.pool, layer.dense(200)
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    if shrinks:
+        pool.reserve([3, 0, 3])
+    with monkeypatch.context() as patched:
+        patched.setattr("turbo_hf.pages.empty_pages", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            pool.trim() if shrinks else pool.reserve([20, 20, 20])
+    assert all(torch.equal(x, y) for x, y in zip(layer.dense(200), before, strict=True))
+    pool.reserve([9, 9, 9])
+    held = pool.table[:, :15]
+    assert int(held.max()) < pool.pages
+    assert len(held[:, 6:].unique()) == 27
+    pool.trim()
+    assert pool.pages == 12
+    assert all(torch.equal(x, y) for x, y in zip(layer.dense(200), before, strict=True))
+
+
 def test_nothing_of_full_precision_stays() -> None:
     layer = filled(TurboConfig(low_heads=0.5), *random_kv(2, 200))
     layer.update(*random_kv(2, 1))

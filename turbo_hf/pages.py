@@ -114,9 +114,9 @@ class PagePool:
         missing = count - len(self._free)
         if missing > 0:
             # growth by a thirty-second: copying stays a constant cost a token, the slack under 1.05 of what is sealed
-            grow = max(missing, self.pages // 32)
-            self._free += range(self.pages, self.pages + grow)
-            self._resize(range(self.pages), grow)
+            first, grow = self.pages, max(missing, self.pages // 32)
+            self._resize(range(first), grow)
+            self._free += range(first, first + grow)
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
@@ -158,8 +158,9 @@ class PagePool:
         held = torch.arange(self.table.shape[1]) < torch.tensor(self.sealed)[:, None]
         used = self.table[held].unique()
         if shrink and self.pages - len(used) > self.pages // 32:
-            self.table = torch.where(held, torch.searchsorted(used, self.table), 0)
+            # first what may find no memory
             self._resize(used.to(self.device, non_blocking=True), 0)
+            self.table = torch.where(held, torch.searchsorted(used, self.table), 0)
             self._free = []
         else:
             free = torch.ones(self.pages, dtype=torch.bool)
