@@ -421,6 +421,20 @@ def test_nan_is_told_before_its_block_is_sealed(bench: Bench) -> None:
     assert bench.cache.turbo_layers()[0].pool.sealed == [1, 1]
 
 
+@pytest.mark.parametrize("before", [0, 4], ids=["warming", "replaying"])
+def test_after_a_step_that_was_broken_off_the_next_is_refused(bench: Bench, before: int) -> None:
+    for _ in range(before):
+        bench.step()
+    hook = bench.model.model.layers[1].self_attn.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.step()
+    hook.remove()
+    counts = bench.counts
+    with pytest.raises(ValueError, match=f"mask has {42 + before} columns; the cache holds {40 + before}"):
+        bench.step()
+    assert bench.counts == counts
+
+
 def test_another_cache_is_another_beginning(bench: Bench) -> None:
     for _ in range(3):
         bench.step()

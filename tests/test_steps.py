@@ -267,6 +267,53 @@ def test_layers_that_hold_the_same_share_one_count() -> None:
     assert second.buffer.length == [n + 1 for n in first.buffer.length]
 
 
+@pytest.mark.parametrize("config", CONFIGS[3:])
+def test_later_steps_of_a_cache_are_the_only_ones(config: TurboConfig) -> None:
+    cache = filled(config)
+    earlier, plain = Steps(cache, None), copy.deepcopy(cache)
+    # its runner may be collected at any time: here between the layers of a step that seals
+    while max(cache.turbo_layers()[0].buffer.length) < 32:
+        new = new_tokens()
+        by_steps(earlier, new)
+        by_host(plain, new)
+    later, new = Steps(cache, None), new_tokens()
+    later.begin()
+    with later.running():
+        for layer, (k, v) in zip(later.layers, new, strict=True):
+            assert not earlier.intact()
+            earlier.close()
+            layer.append(k, v, Chunk(1), buckets_of(layer, k))
+    later.finish()
+    by_host(plain, new)
+    for _ in range(40):
+        new = new_tokens()
+        by_steps(later, new)
+        by_host(plain, new)
+    settle(cache)
+    assert_same(cache, plain)
+
+
+@pytest.mark.parametrize("before", [20, 27], ids=["open", "seals"])
+def test_a_step_that_is_broken_off_is_counted_where_it_was_stored(before: int) -> None:
+    cache = filled(TurboConfig(block_size=32))
+    run, plain = Steps(cache, None), copy.deepcopy(cache)
+    for _ in range(before):
+        new = new_tokens()
+        by_steps(run, new)
+        by_host(plain, new)
+    first, new = cache.turbo_layers()[0], new_tokens()
+    run.begin()
+    with run.running():
+        first.append(*new[0], Chunk(1))
+    run.recount()
+    assert not run.intact()
+    assert obstacle(cache) == f"layer 1 holds {70 + before} columns, and the first layer {71 + before}"
+    first.crop(-1)
+    assert obstacle(cache) is None
+    settle(cache)
+    assert_same(cache, plain)
+
+
 def test_nan_is_told_by_the_layer_before_its_block_is_sealed() -> None:
     cache = filled(TurboConfig(block_size=32), lengths=[30])
     run = Steps(cache, None)

@@ -163,11 +163,17 @@ class StepRunner:
         if self._steps.needs_pages():
             # what was captured holds the pages of today
             self._drop()
-        self._steps.begin()
-        out = self._run(self._steps)
+        steps = self._steps
+        steps.begin()
+        try:
+            out = self._run(steps)
+        except BaseException:
+            # some layers may hold the token, which the next pass is to know
+            steps.recount()
+            raise
         if out is None:
             return self._model(**kwargs)
-        self._steps.finish()
+        steps.finish()
         return out
 
     def __del__(self) -> None:

@@ -89,6 +89,8 @@ def obstacle(cache: TurboCache) -> str | None:
     for index, layer in enumerate(cache.turbo_layers()):
         if not (layer.is_initialized and layer.seen):
             return f"layer {index} holds no tokens"
+        if layer.seen != cache.get_seq_length():
+            return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
         if layer.record_past:
             return "blocks wait for a crop"
         if not all(layer.ordered):
@@ -125,12 +127,14 @@ class Steps:
     def _join(self, layer: TurboLayer) -> None:
         """The layer to the group whose lists say the same as its own, which it then shares."""
         block, length, sealed = layer.config.block_size, layer.buffer.length, layer.pool.sealed
-        for group in self._groups:
-            if (group.block, group.window, group.length, group.sealed) == (block, layer.window, length, sealed):
-                layer.buffer.length, layer.pool.sealed = group.length, group.sealed
-                group.layers.append(layer)
-                return
-        self._groups.append(_Group([layer], block, layer.window, length, sealed))
+        known = (block, layer.window, length, sealed)
+        group = next((g for g in self._groups if (g.block, g.window, g.length, g.sealed) == known), None)
+        if group is None:
+            # lists of these steps' own: earlier ones of the cache are not intact from now on, and close nothing
+            group = _Group([], block, layer.window, list(length), list(sealed))
+            self._groups.append(group)
+        layer.buffer.length, layer.pool.sealed = group.length, group.sealed
+        group.layers.append(layer)
 
     def _reserve(self, group: _Group) -> None:
         """Pages for the blocks to come; of a sliding layer those of blocks that have left the window come free."""
@@ -204,6 +208,15 @@ class Steps:
         finally:
             for layer in self.layers:
                 layer.step = None
+
+    def recount(self) -> None:
+        """After a step that was broken off: what each layer holds, asked of the device. No step may follow."""
+        for layer in self.layers:
+            held = layer.buffer.length
+            layer.buffer.length = layer.buffer.device_length().tolist()
+            layer.pool.sealed = layer.pool.device_sealed().tolist()
+            # of a row that seals the open tokens are fewer afterwards
+            layer.seen += layer.buffer.length != held
 
     def tensors(self) -> list[Any]:
         """What the launches of a step refer to. As long as these are the same objects, it can be replayed."""
