@@ -463,13 +463,14 @@ def test_a_capture_that_fails_warns_once_and_changes_nothing(monkeypatch: pytest
         demanding.step()
 
 
-def test_the_end_of_the_interpreter_closes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["sys.is_finalizing", "turbo_hf.graphs._capturing"])
+def test_where_nothing_can_run_nothing_is_closed(when: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.step()
     steps = bench.runner._steps
     assert steps is not None
     closed: list[Any] = []
     monkeypatch.setattr(steps, "close", lambda: closed.append(steps))
-    monkeypatch.setattr("sys.is_finalizing", lambda: True)
+    monkeypatch.setattr(when, lambda *args: True)
     bench.runner.__del__()
     assert not closed
 

@@ -180,8 +180,9 @@ class StepRunner:
         # `generate` has let go of it: the only word of its end
         steps = self._steps
         self._forget()
-        # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors
-        if steps is not None and not sys.is_finalizing():
+        # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors, or
+        # while another runner captures, where what is launched does not run
+        if steps is not None and not (sys.is_finalizing() or _capturing(steps.broken)):
             steps.close()
 
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
@@ -203,7 +204,7 @@ class StepRunner:
         if not (kwargs.get("use_cache", True) and kwargs.get("return_dict", True)):
             return False
         busy = torch.is_grad_enabled() or self._model.training or torch.is_autocast_enabled(ids.device.type)
-        return not (busy or (ids.is_cuda and torch.cuda.is_current_stream_capturing()))
+        return not (busy or _capturing(ids))
 
     def _confirmed(self, steps: Steps, mask: torch.Tensor | None) -> bool:
         """Whether the mask says what the cache holds, and that the new tokens are some. One read from the device.
@@ -283,6 +284,11 @@ class StepRunner:
     def _forget(self) -> None:
         self._drop()
         self._steps, self._warm = None, 0
+
+
+def _capturing(x: torch.Tensor) -> bool:
+    """Whether launches over x would be captured, and not run."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def describe(config: TurboConfig, dense: list[int], known_family: bool, cuda: bool) -> tuple[str, str | None]:
