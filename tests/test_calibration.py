@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
 from turbo_hf.attention import Unsupported
-from turbo_hf.calibration import artifacts
+from turbo_hf.calibration import artifacts, run
 from turbo_hf.calibration.artifacts import FACTS, TENSORS, find, fingerprint
 from turbo_hf.calibration.capture import Seen, capturing, probe, run_window
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
@@ -367,6 +367,23 @@ def test_an_offloaded_model_gives_the_same(indexed: Calibration) -> None:
     model = copy.deepcopy(model)
     cpu_offload(model, "cpu")
     assert same(calibrate(model, tokenizer, TEXTS, settings=SMALL), indexed)
+
+
+def test_a_classifier_that_float16_cannot_hold_leaves_its_layer_without_an_index(
+    monkeypatch: pytest.MonkeyPatch, indexed: Calibration
+) -> None:
+    def wide(*args: Any) -> Any:
+        classifier, loss = train(*args)
+        bias = classifier["bias_1"].clone()
+        bias[:2] = 1e6
+        return classifier | {"bias_1": bias}, loss
+
+    monkeypatch.setattr(run, "train", wide)
+    first, *others = lab(settings=SMALL).layers
+    assert first.note == run.HARDLY_VARY
+    assert first.centroids is None
+    assert first.scores
+    assert others[0].centroids is not None
 
 
 def test_sliding_layers_get_priorities_alone() -> None:

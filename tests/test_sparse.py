@@ -414,7 +414,7 @@ def test_lists_of_many_segments_in_many_shares(
     launch = pytest.importorskip("turbo_hf.ops.launch_sparse")
     monkeypatch.setattr(launch, "SEGMENT", segment)
     monkeypatch.setattr(launch, "sms", lambda device: ctas)
-    monkeypatch.setattr(launch, "sparse_tiles", lambda dim, rows: SparseTiles(16, 1, 4, None))
+    monkeypatch.setattr(launch, "sparse_tiles", lambda dim, rows: SparseTiles(16, 1, 4))
     monkeypatch.setattr(launch, "LEAST", 1)
     monkeypatch.setattr(launch, "PART_FLOATS", 2 * 8 * 32)
     launch._workspace.cache_clear()

@@ -56,10 +56,12 @@ class CudaDevice:
         """As `Device.warm`."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            out = step()
-        current.wait_stream(self._stream)
-        return out
+        try:
+            with torch.cuda.stream(self._stream):
+                return step()
+        finally:
+            # after an error too: what the step has stored is then asked for
+            current.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """As `Device.capture`. Other threads may go on using the device."""

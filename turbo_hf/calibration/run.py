@@ -202,6 +202,9 @@ def _calibrate_group(
     return tuple(_index(group, settings, samples, scores, len(windows), step))
 
 
+HARDLY_VARY = "no index: its queries hardly vary around a large mean, and the query classifier does not fit float16"
+
+
 def _index(
     group: Group,
     settings: Settings,
@@ -227,6 +230,10 @@ def _index(
     classifier, loss = train(layers, buckets, each, learned, settings, lambda: step(0.25))
     for at, (index, layer) in enumerate(zip(group.layers, layers, strict=True)):
         stored = {name: x[at * heads : (at + 1) * heads].half() for name, x in classifier.items()}
+        if not all(bool(x.isfinite().all()) for x in stored.values()):
+            step(windows / len(layers))
+            yield LayerCalibration(index, scores[index], note=HARDLY_VARY)
+            continue
         own = each[at].half()
         quality = evaluate(layer, buckets[at], own, stored, range(learned, windows), settings.local, settings.seed)
         quality["training_loss"] = round(loss, 4)

@@ -65,9 +65,7 @@ def keep_kernel(
 
 
 @triton.jit
-def _places(
-    ends, places, position, total, segments, LIST: tl.constexpr, SEARCH: tl.constexpr
-):  # fmt: skip
+def _places(ends, places, position, total, segments, LIST: tl.constexpr, SEARCH: tl.constexpr):
     """The tokens at these positions of a list, 0 past its end. ends, places: of the list. LIST: its segments' TILE."""
     segment = position * 0
     # the number of segments that end at or before a position, by binary search

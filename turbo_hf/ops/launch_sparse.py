@@ -200,6 +200,6 @@ def sparse_decode(
             GROUP=group, D=dim, DP=padded, BLOCK=store.block, T=tune.tokens, LIST=SEGMENT,
             SEARCH=room.bit_length(), OUTPUTS=triton.next_power_of_2(outputs), HEADS=triton.next_power_of_2(kv_heads),
             R=rows, CAPPED=softcap is not None, SINKS=sinks is not None,
-            PARTS=max(1, PART_FLOATS // (rows * padded)), num_warps=tune.warps, maxnreg=tune.registers,
+            PARTS=max(1, PART_FLOATS // (rows * padded)), num_warps=tune.warps,
         )  # fmt: skip
     return AttentionOutput(out, lse)

@@ -118,18 +118,19 @@ FULL_TILES = (DecodeTiles(1, 3, 3), DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3))
 
 
 class SparseTiles(NamedTuple):
-    """tokens: gathered at a time. occupancy: CTAs of an SM. warps: of a CTA. registers: of a thread, at most."""
+    """tokens: gathered at a time. occupancy: CTAs of an SM. warps: of a CTA."""
 
     tokens: int
     occupancy: int
     warps: int
-    registers: int | None
 
 
 def sparse_tiles(dim: int, rows: int) -> SparseTiles:
-    """Tiles of sparse decode, by channels (padded) and query heads of a KV head: 16 numbers a thread of K and of V."""
-    warps = 4
-    return SparseTiles(max(4, warps * 32 * 64 // (dim * rows)), 2, warps, None)
+    """Tiles of sparse decode, by channels (padded) and query heads that are computed together.
+
+    Of O a thread holds 64 numbers. H200, 2026-11-21, d = 128 and 4 rows: `eval/results/sparse-log.md`; others follow.
+    """
+    return SparseTiles(max(4, 4 * 32 * 64 // (dim * rows)), 2, 4)
 
 
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.1}
