@@ -57,10 +57,10 @@ class Tally:
 
     def add(self, lengths: list[int], tokens: list[int], heads: int, dense: int) -> None:
         """Note a step: row r holds `lengths[r]` tokens, the newest `tokens[r]` of which ask."""
-        for length, new in zip(lengths, tokens, strict=True):
-            for seen in range(length - new + 1, length + 1):
-                self.there += heads * seen
-                self.dense += heads * min(seen, dense)
+        seen = [n for length, new in zip(lengths, tokens, strict=True) for n in range(length - new + 1, length + 1)]
+        self.there += heads * sum(seen)
+        short = [n for n in seen if n < dense]
+        self.dense += heads * (sum(short) + dense * (len(seen) - len(short)))
 
     def selectivity(self, layer: int) -> Selectivity:
         """Read from the device."""
