@@ -27,6 +27,7 @@ tests=(
   "test_full.py::test_decode_is_plain_attention[cuda-all-bfloat16-fp16-triton]"
   "test_full.py::test_a_prompt_over_a_past[cuda-16+4-triton]"
   "test_sparse.py::test_a_key_goes_to_its_nearest_centroid[cuda-triton-130-200-128]"
+  "test_sparse.py::test_a_key_goes_to_its_nearest_centroid[cuda-triton-1-8-16]"
   "test_sparse.py::test_rotary_embedding_is_undone_on_the_way[cuda-triton-2-80-32]"
   "test_sparse.py::test_classify_is_two_layers[cuda-triton-3-80-64-33-True]"
   "test_sparse.py::test_visits_are_the_best_buckets[cuda-triton-mass0.01-most2-256-4]"
