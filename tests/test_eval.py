@@ -1,11 +1,12 @@
 """The needle generator and the demonstration."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from models import lab_model
 
-from turbo_hf.eval.demo import BASELINE, demo
+from turbo_hf.eval.demo import BASELINE, Row, demo
 from turbo_hf.eval.needle import needles
 
 
@@ -68,3 +69,21 @@ def test_demo_on_the_carried_model(lab: tuple[Any, Any]) -> None:
     assert base.needle_right == base.needle_total == 6
     assert base.needle_right - turbo4.needle_right <= 1
     assert turbo4.kv_bytes_per_token < int8.kv_bytes_per_token < base.kv_bytes_per_token
+
+
+def test_a_rehearsal_changes_no_answer(lab: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = lab
+    asked, generate = needles(tokenizer, 3, 200, 300, seed=3), model.generate
+    calls: list[int] = []
+
+    def counted(**inputs: Any) -> Any:
+        calls.append(len(inputs["input_ids"]))
+        return generate(**inputs)
+
+    def rows(rehearse: bool) -> list[Row]:
+        found = demo(model, tokenizer, asked, ["turbo4"], batch=2, rehearse=rehearse)
+        return [replace(row, tokens_per_s=0.0) for row, _ in found]
+
+    monkeypatch.setattr(model, "generate", counted)
+    assert rows(rehearse=False) == rows(rehearse=True)
+    assert calls == 2 * [1, 2, 1] + 2 * [2, 1, 1, 2, 1]

@@ -110,8 +110,8 @@ def _print_demo(rows: list[Row], name: str, asked: list[Needle]) -> None:
             f"{row.tokens_per_s:.1f}",
         )
     out.print(table)
-    note = "Bytes are read off the caches; padding is not held against the baseline. Time includes the prompts."
-    out.print(note, style="dim")
+    note = "Bytes are read off the caches; padding is not held against the baseline. Time includes the prompts"
+    out.print(f"{note}; on a GPU not what is compiled at first use, and SDPA runs without cuDNN.", style="dim")
 
 
 @app.command("plan")
