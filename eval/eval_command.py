@@ -165,9 +165,10 @@ def _write(
     write_whole(folder / "report.json", as_json(result, indent=1) + "\n")
     limited = "" if identity["limit"] is None else f", LIMITED to {identity['limit']} items a task"
     title = f"{identity['model']}, suite {identity['suite']}{limited}"
-    drawn = (("accuracy", accuracy_plot), ("memory", memory_plot))
+    # of an unfinished run the tables alone: pictures of all methods after each would take longer than they are worth
+    drawn = (("accuracy", accuracy_plot), ("memory", memory_plot)) if shown else ()
     pictures = [folder / f"{name}.png" for name, draw in drawn if draw(result, title, folder / f"{name}.png")]
-    if "needle" in samples[BASELINE]:
+    if shown and "needle" in samples[BASELINE]:
         cells = {label: needle_cells(own["needle"]) for label, own in samples.items()}
         for label in list(cells)[2:]:
             pictures.append(folder / f"needle-{label.replace('/', '-')}.png")
