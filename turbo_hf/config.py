@@ -39,6 +39,7 @@ class SparseConfig:
         probes: buckets that a step visits for each KV head (SAAP: l = 32).
         mass: visit buckets until the classifier leaves less than this share of the attention beyond the dense part to
             the others, instead of a fixed number; between 0 and 1, selector "saap" only, not together with `probes`.
+            Each step then counts the buckets of all keys, in plain torch.
         most_probes: buckets visited at most under `mass`; None: no limit.
         buckets: of each KV head, for the selectors without a calibration; "lsh-tables": of each of its tables.
         tables: hash tables of "lsh-tables"; a key counts where it meets the query in two of them. They take 2 bytes a

@@ -70,9 +70,9 @@ class Tally:
 class Selector:
     """The selector "window", and what all selectors share. One a layer, for every cache of a patched model.
 
-    plain: it wants queries and keys as they were before rotary embedding. tables: buckets that each key has. weighs:
-    buckets whose keys it wants counted, 0: none.
+    plain: it wants queries and keys as they were before rotary embedding. tables: buckets that each key has.
     meetings: of those, how many a query must visit for the key to be read. window: newest tokens always read.
+    weighs: buckets of which it wants to know how many keys each has; 0: it does not.
     draws: it draws numbers on the host in each step, which a replay of the step would not.
     """
 
