@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Every kernel at small shapes under NVIDIA's compute-sanitizer, on a GPU: bash tests/sanitize.sh memcheck
 # (or racecheck, synccheck, initcheck; a second argument: how many run side by side). Needs an installed environment,
-# and compute-sanitizer, which comes with the CUDA toolkit.
+# and compute-sanitizer, which comes with the CUDA toolkit. racecheck reports the hand-over of Triton's own warp_specialize
+# in the Hopper kernel and so exits non-zero there (eval/results/sparse-log.md).
 set -euo pipefail
 tool=${1:?memcheck, racecheck, synccheck or initcheck}
 jobs=${2:-4}
