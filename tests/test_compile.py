@@ -31,7 +31,7 @@ def test_kernels_compile_and_fit() -> None:
         "hidden_kernel",
         "logits_kernel",
         "visit_kernel",
-        "keep_kernel",
+        "rank_kernel",
     }
     assert {kernel["kernel"] for kernel in kernels} >= wanted
     too_large = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY]

@@ -412,10 +412,10 @@ def test_lists_of_many_segments_in_many_shares(
     segment: int, ctas: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = pytest.importorskip("turbo_hf.ops.launch_sparse")
-    monkeypatch.setattr(launch, "SEGMENT", segment)
+    monkeypatch.setattr(launch, "SCAN", segment)
     monkeypatch.setattr(launch, "sms", lambda device: ctas)
     monkeypatch.setattr(launch, "sparse_tiles", lambda dim, rows: SparseTiles(16, 1, 4))
-    monkeypatch.setattr(launch, "LEAST", 1)
+    monkeypatch.setattr(launch, "LEAST_TOKENS", 1)
     monkeypatch.setattr(launch, "PART_FLOATS", 2 * 8 * 32)
     launch._workspace.cache_clear()
     store = sparse_store([150, 3, 90], 2, 32, device)

@@ -24,10 +24,16 @@ def _unrotated(rows, stride, d, ok, cos, sin, ROTARY: tl.constexpr):
 
 
 @triton.jit
-def _ordered(x):
-    """Numbers of float32 as integers in [0, 2^32) of the same order, int64; equal zeros of both signs."""
+def _signed(x):
+    """Numbers of float32 as int32 of the same order; equal zeros of both signs."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64) + 2147483648
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def _ordered(x):
+    """The same in [0, 2^32), int64."""
+    return _signed(x).to(tl.int64) + 2147483648
 
 
 @triton.jit
@@ -140,33 +146,57 @@ def _until(u, p, live, mass):
 
 
 @triton.jit
+def _sum_of(at, c, group, buckets, G: tl.constexpr):
+    """Of buckets c the logits' sum over a group, as int32 of the same order; the least one where there is no bucket."""
+    g = tl.arange(0, G)
+    x = tl.load(at + g[:, None] * buckets + c[None, :], mask=(g < group)[:, None] & (c < buckets)[None, :], other=0.0)
+    return tl.where(c < buckets, _signed(tl.sum(x.to(tl.float32), 0)), -2147483648)
+
+
+@triton.jit
+def rank_kernel(
+    logits_ptr,  # [N, G, C]
+    out_ptr,  # uint8 [N, C]
+    group, buckets, count,
+    G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One KV head and query: which of OWN buckets are among its `count` best, of equals the first. G: padded."""
+    n = tl.program_id(1).to(tl.int64)
+    at = logits_ptr + n * group * buckets
+    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    u = _sum_of(at, own, group, buckets, G)[:, None]
+    better = tl.zeros([OWN], tl.int32)
+    for start in tl.range(0, buckets, TILE, num_stages=1):
+        c = start + tl.arange(0, TILE)
+        other = _sum_of(at, c, group, buckets, G)[None, :]
+        before = (other == u) & (c[None, :] < own[:, None])
+        better += tl.sum(((other > u) | before).to(tl.int32), 1)
+    tl.store(out_ptr + n * buckets + own, (better < count).to(tl.uint8), mask=own < buckets)
+
+
+@triton.jit
 def visit_kernel(
     logits_ptr,  # [N, G, C]
     out_ptr,  # uint8 [N, C]
-    group, buckets, count, mass,
-    G: tl.constexpr, C: tl.constexpr, MASS: tl.constexpr, COUNT: tl.constexpr,
+    group, buckets, most, mass,
+    G: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """One KV head and query: its visits by count, by mass, or both (`ops.select.visit`). G, C: padded."""
+    """One KV head and query: its visits by mass, with COUNT at most `most` (`ops.select.visit`). G, C: padded."""
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
     g = tl.arange(0, G)
     live = c < buckets
     inside = (g < group)[:, None] & live[None, :]
-    other = -float("inf") if MASS else 0.0
-    x = tl.load(logits_ptr + (n * group + g)[:, None] * buckets + c[None, :], mask=inside, other=other).to(tl.float32)
-    if MASS:
-        top = tl.max(x, 1)
-        p = tl.exp(x - tl.where((g < group), top, 0.0)[:, None])
-        p = p / tl.where(g < group, tl.sum(p, 1), 1.0)[:, None]
-        score = tl.sum(p, 0) / group
-    else:
-        score = tl.sum(x, 0)
+    at = logits_ptr + (n * group + g)[:, None] * buckets + c[None, :]
+    x = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
+    top = tl.max(x, 1)
+    p = tl.exp(x - tl.where((g < group), top, 0.0)[:, None])
+    p = p / tl.where(g < group, tl.sum(p, 1), 1.0)[:, None]
+    score = tl.sum(p, 0) / group
     u = _ordered(score)
-    taken = live
+    taken = live & _until(u, score, live, mass)
     if COUNT:
-        taken = _best(u, live, count)
-    if MASS:
-        taken = taken & _until(u, score, live, mass)
+        taken = taken & _best(u, live, most)
     tl.store(out_ptr + n * buckets + c, taken.to(tl.uint8), mask=live)
 
 

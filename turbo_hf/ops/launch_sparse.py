@@ -6,17 +6,30 @@ from functools import cache, lru_cache
 import torch
 import triton
 
-from turbo_hf.kernels.select import assign_few_kernel, assign_kernel, hidden_kernel, logits_kernel, visit_kernel
-from turbo_hf.kernels.sparse import keep_kernel, sparse_decode_kernel
+from turbo_hf.kernels.select import (
+    assign_few_kernel,
+    assign_kernel,
+    hidden_kernel,
+    logits_kernel,
+    rank_kernel,
+    visit_kernel,
+)
+from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.launch_decode import LEAST, sms
+from turbo_hf.ops.launch_decode import sms
 from turbo_hf.ops.schedule import Kept
 from turbo_hf.ops.tuning import sparse_tiles
 
-SEGMENT = 2048
-"""Tokens of a row that one program looks through for those to attend to."""
+SCAN = 2048
+"""Tokens of a row that a CTA looks through at once for those to attend to."""
 
-PART_FLOATS = 1 << 13
+STRANDS = 64
+"""Every how many blocks of a row a CTA looks through."""
+
+LEAST_TOKENS = 32
+"""Tokens of a CTA, where there is a choice."""
+
+PART_FLOATS = 1 << 14
 """Numbers of partial results that a merge takes at a time."""
 
 
@@ -70,6 +83,9 @@ def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None
     return out
 
 
+RANKED = 16
+"""Buckets that one program compares with all others."""
+
 UNITS = 64
 """Hidden units of a program of the first layer, and of a step of the second."""
 
@@ -110,28 +126,29 @@ def visit(logits: torch.Tensor, *, probes: int | None, mass: float | None, most:
     """`ops.select.visit`."""
     *shape, group, buckets = logits.shape
     out = torch.empty(*shape, buckets, dtype=torch.bool, device=logits.device)
-    count = probes or most
+    lists = out.numel() // buckets
     with torch.cuda.device_of(logits):
-        visit_kernel[(out.numel() // buckets,)](
-            logits.contiguous(), out.view(torch.uint8), group, buckets, count or 0, mass or 0.0,
-            G=triton.next_power_of_2(group), C=triton.next_power_of_2(buckets), MASS=mass is not None,
-            COUNT=count is not None, num_warps=4,
-        )  # fmt: skip
+        if probes is not None:
+            rank_kernel[(triton.cdiv(buckets, RANKED), lists)](
+                logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=triton.next_power_of_2(group),
+                OWN=RANKED, TILE=min(512, max(16, triton.next_power_of_2(buckets))), num_warps=4,
+            )  # fmt: skip
+        else:
+            visit_kernel[(lists,)](
+                logits.contiguous(), out.view(torch.uint8), group, buckets, most or 0, mass,
+                G=triton.next_power_of_2(group), C=triton.next_power_of_2(buckets), COUNT=most is not None,
+                num_warps=4,
+            )  # fmt: skip
     return out
 
 
 @lru_cache(maxsize=16)
 def _workspace(
-    device: torch.device, stream: int, lists: int, segments: int, outputs: int, ctas: int, floats: int
+    device: torch.device, stream: int, outputs: int, room: int, ctas: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
-    """places, counts, ends, begins of open tokens, arrival counters of lists and of outputs (zeros, as each launch
-    leaves them), parts."""
+    """lines, arrival counters of outputs (zeros, as each launch leaves them), parts."""
     return (
-        torch.empty(lists * segments * SEGMENT, dtype=torch.int16, device=device),
-        torch.empty(lists * segments, dtype=torch.int32, device=device),
-        torch.empty(lists * segments, dtype=torch.int32, device=device),
-        torch.empty(lists, dtype=torch.int32, device=device),
-        torch.zeros(lists, dtype=torch.int32, device=device),
+        torch.empty(outputs * room, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(2 * ctas * floats, dtype=torch.float32, device=device),
     )
@@ -158,17 +175,17 @@ def sparse_decode(
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, padded = (4 if group <= 4 else 8), max(32, triton.next_power_of_2(dim))
-    lists = batch * kv_heads * queries
-    outputs = lists * -(-group // rows)
-    # what the longest row may hold: the host need not know how many of its open slots are taken
-    segments = max(1, -(-(store.table.shape[1] * store.block + cap) // SEGMENT))
+    outputs = batch * kv_heads * queries * -(-group // rows)
     tune = sparse_tiles(padded, rows)
-    ctas = sms(q.device) * tune.occupancy
+    ctas, parts_at_once = sms(q.device) * tune.occupancy, max(1, PART_FLOATS // (rows * padded))
+    # a merge of one part more than it has room for would take twice as long
+    whole = outputs * parts_at_once
+    ctas = ctas // whole * whole or ctas
+    # what the longest row may hold in sealed blocks, and what rounding to blocks adds; by powers of two, so that a
+    # cache that grows does not leave a workspace behind at each step
+    room = triton.next_power_of_2(store.table.shape[1] + 2) * store.block
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    floats = rows * (padded + 2)
-    # by powers of two, so that a cache that grows does not leave a workspace behind at each step
-    room = triton.next_power_of_2(segments)
-    shape = (q.device, stream, lists, room, outputs, ctas, floats)
+    shape = (q.device, stream, outputs, room, ctas, rows * (padded + 2))
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -176,30 +193,23 @@ def sparse_decode(
         if shape not in store.plans:
             store.plans[shape] = Kept(_workspace(*shape))
         workspace = store.plans[shape].words
-    places, counts, ends, opens, kept, arrived, parts = workspace
+    lines, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
     with torch.cuda.device_of(q):
-        keep_kernel[(segments, lists)](
-            buckets if indexed else places,
-            visited.contiguous().view(torch.uint8) if visited is not None else places,
-            places, counts, ends, opens, kept, counts if read is None else read,
-            store.open_len if starts is None else starts, store.sealed, store.open_len,
-            buckets.shape[-1] if buckets is not None else 0, queries, kv_heads, segments,
-            visited.shape[-1] if visited is not None else 0, sink_tokens, window_tokens,
-            BLOCK=store.block, TILE=SEGMENT, SEGMENTS=room, INDEX=indexed, STARTS=starts is not None,
-            READ=read is not None, num_warps=8,
-        )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
             tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            store.order.contiguous(), store.table, store.sealed, places, ends, opens, parts, arrived,
-            q.stride(), store.table.stride(0), cap, queries, kv_heads, segments, outputs, LEAST, scaling,
-            softcap or 0.0,
+            buckets if indexed else lines, visited.contiguous().view(torch.uint8) if visited is not None else lines,
+            store.order.contiguous(), store.table, store.open_len if starts is None else starts, store.sealed,
+            store.open_len, lines, parts, arrived, lines if read is None else read,
+            q.stride(), store.table.stride(0), room, cap, buckets.shape[-1] if buckets is not None else 0, queries,
+            kv_heads, outputs, visited.shape[-1] if visited is not None else 0, sink_tokens, window_tokens,
+            LEAST_TOKENS, scaling, softcap or 0.0,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
-            GROUP=group, D=dim, DP=padded, BLOCK=store.block, T=tune.tokens, LIST=SEGMENT,
-            SEARCH=room.bit_length(), OUTPUTS=triton.next_power_of_2(outputs), HEADS=triton.next_power_of_2(kv_heads),
-            R=rows, CAPPED=softcap is not None, SINKS=sinks is not None,
-            PARTS=max(1, PART_FLOATS // (rows * padded)), num_warps=tune.warps,
+            GROUP=group, D=dim, DP=padded, BLOCK=store.block, T=tune.tokens, SCAN=max(SCAN, store.block),
+            STRANDS=STRANDS, OUTPUTS=triton.next_power_of_2(outputs), HEADS=triton.next_power_of_2(kv_heads), R=rows,
+            INDEX=indexed, STARTS=starts is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
+            READ=read is not None, PARTS=parts_at_once, num_warps=tune.warps,
         )  # fmt: skip
     return AttentionOutput(out, lse)
