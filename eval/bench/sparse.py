@@ -21,7 +21,7 @@ from turbo_hf.ops.sparse import sparse_decode
 from turbo_hf.reference import sparse as reference
 
 INDEX = "index a token"
-"""The row of what a sparse layer does for a new token besides storing it: its bucket, written beside the others."""
+"""The row of what a sparse layer does for a new token besides storing it: its bucket, which is stored with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,9 @@ def make_layers(case: Case, width: str, choice: Choice, count: int, device: torc
     return layers
 
 
-def index_token(layer: Layer, k: torch.Tensor, backend: str) -> None:
-    """The bucket of the newest token of each row, into the index. k: [B, Hkv, 1, D] after rotary embedding."""
-    # at the end of the longest row: which place is written costs the same
-    layer.index[..., -1] = assign(k, layer.centroids, rotary=layer.rotary, backend=backend)
+def index_token(layer: Layer, k: torch.Tensor, backend: str) -> torch.Tensor:
+    """The bucket of the newest token of each row. k: [B, Hkv, 1, D] after rotary embedding."""
+    return assign(k, layer.centroids, rotary=layer.rotary, backend=backend)
 
 
 def select(layer: Layer, q: torch.Tensor, probes: int, backend: str) -> torch.Tensor:

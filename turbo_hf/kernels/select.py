@@ -206,57 +206,60 @@ def hidden_kernel(
     weight_ptr, bias_ptr,  # [Hkv, D, hidden], [Hkv, hidden]
     out_ptr,  # float32 [B, Hkv, M, G or 1, hidden]
     cos_ptr, sin_ptr,  # [1 or B, M, ROTARY]
-    strides, rotary_stride, queries, hidden,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    strides, rotary_stride, tokens, queries, heads, hidden,
+    GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     ROTARY: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """The first layer for one query of one KV head, TILE units. G: the group, padded."""
-    n = tl.program_id(1).to(tl.int64)
-    query, pair = n % queries, n // queries
-    row, head = pair // HEADS, pair % HEADS
-    g = tl.arange(0, G)
+    """The first layer for ROWS // G tokens of one KV head, TILE units. tokens: of all rows; G: the group, padded."""
+    head = tl.program_id(1)
+    i = tl.program_id(2) * (ROWS // G) + tl.arange(0, ROWS) // G
+    g = tl.arange(0, ROWS) % G
+    row, query = (i // queries).to(tl.int64), i % queries
     d = tl.arange(0, DP)
     unit = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    at = q_ptr + row * strides[0] + head * strides[1] + query * strides[2] + g * strides[3]
-    turn = row * rotary_stride + query * ROTARY + g * 0
-    ok = (g < GROUP)[:, None] & (d < D)[None, :]
-    q = _unrotated(at, strides[4], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
     inside = unit < hidden
-    where = weight_ptr + (head * D + d)[:, None] * hidden + unit[None, :]
+    where = weight_ptr + (head.to(tl.int64) * D + d)[:, None] * hidden + unit[None, :]
     weight = tl.load(where, mask=(d < D)[:, None] & inside[None, :], other=0.0)
-    x = tl.dot(q.to(weight.dtype), weight, input_precision="ieee")
-    x = x + tl.load(bias_ptr + head * hidden + unit, mask=inside, other=0.0).to(tl.float32)[None, :]
-    x = tl.where((g < GROUP)[:, None], tl.maximum(x, 0.0), 0.0)
+    bias = tl.load(bias_ptr + head * hidden + unit, mask=inside, other=0.0).to(tl.float32)
+    at = q_ptr + row * strides[0] + head * strides[1] + query * strides[2] + g * strides[3]
+    turn = row * rotary_stride + query * ROTARY
+    live = (i < tokens) & (g < GROUP)
+    ok = live[:, None] & (d < D)[None, :]
+    q = _unrotated(at, strides[4], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
+    x = tl.dot(q.to(weight.dtype), weight, input_precision="ieee") + bias[None, :]
+    x = tl.where(live[:, None], tl.maximum(x, 0.0), 0.0)
+    n = (row * heads + head) * queries + query
     if SUMMED:
-        tl.store(out_ptr + n * hidden + unit, tl.sum(x, 0), mask=inside)
+        x = tl.sum(tl.reshape(x, (ROWS // G, G, TILE)), 1)
+        i = tl.program_id(2) * (ROWS // G) + tl.arange(0, ROWS // G)
+        n = ((i // queries).to(tl.int64) * heads + head) * queries + i % queries
+        live = i < tokens
     else:
-        to = out_ptr + (n * GROUP + g)[:, None] * hidden + unit[None, :]
-        tl.store(to, x, mask=(g < GROUP)[:, None] & inside[None, :])
+        n = n * GROUP + g
+    tl.store(out_ptr + n[:, None] * hidden + unit[None, :], x, mask=live[:, None] & inside[None, :])
 
 
 @triton.jit
 def logits_kernel(
-    hidden_ptr,  # float32 [B, Hkv, M, rows, hidden]
+    hidden_ptr,  # float32 [B, Hkv, vectors, hidden]: of each row and head, those of all its queries
     weight_ptr, bias_ptr,  # [Hkv, hidden, C], [Hkv, C]
-    out_ptr,  # float32 [B, Hkv, M, rows, C]
-    queries, hidden, buckets, times,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    out_ptr,  # float32 [B, Hkv, vectors, C]
+    vectors, rows, heads, hidden, buckets, times,
+    ROWS: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The second layer for one query of one KV head, TILE buckets. R: rows, padded. times: biases added."""
-    n = tl.program_id(1).to(tl.int64)
-    head = n // queries % HEADS
-    r = tl.arange(0, R)
+    """The second layer for ROWS vectors of one KV head, of any rows, and TILE buckets. times: biases added."""
+    head = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    live = (i < rows * vectors)[:, None]
+    n = ((i // vectors).to(tl.int64) * heads + head) * vectors + i % vectors
     c = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    acc = tl.zeros([R, TILE], tl.float32)
+    acc = tl.zeros([ROWS, TILE], tl.float32)
     for start in tl.range(0, hidden, UNITS, num_stages=STAGES):
         unit = start + tl.arange(0, UNITS)
         inside = unit < hidden
-        x_at = hidden_ptr + (n * ROWS + r)[:, None] * hidden + unit[None, :]
-        x = tl.load(x_at, mask=(r < ROWS)[:, None] & inside[None, :], other=0.0)
+        x = tl.load(hidden_ptr + n[:, None] * hidden + unit[None, :], mask=live & inside[None, :], other=0.0)
         w_at = weight_ptr + (head * hidden + unit)[:, None] * buckets + c[None, :]
         weight = tl.load(w_at, mask=inside[:, None] & (c < buckets)[None, :], other=0.0)
         acc += tl.dot(x.to(weight.dtype), weight, input_precision="ieee")
     bias = tl.load(bias_ptr + head * buckets + c, mask=c < buckets, other=0.0).to(tl.float32) * times
-    to = out_ptr + (n * ROWS + r)[:, None] * buckets + c[None, :]
-    tl.store(to, acc + bias[None, :], mask=(r < ROWS)[:, None] & (c < buckets)[None, :])
+    tl.store(out_ptr + n[:, None] * buckets + c[None, :], acc + bias[None, :], mask=live & (c < buckets)[None, :])

@@ -35,7 +35,7 @@ def size(first, recent, sealed, opened, BLOCK: tl.constexpr, INDEX: tl.constexpr
 
 @triton.jit
 def place_of(n, queries, kv_heads, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOCK: tl.constexpr, STARTS: tl.constexpr):
-    """Of lists n [row, KV head, query]: the query's place in its row, -1 where there is none; tokens in sealed blocks."""
+    """Of lists n [row, KV head, query]: the query's place in its row, -1: none; the row's tokens in sealed blocks."""
     row, query = n // queries // kv_heads, n % queries
     closed = tl.load(sealed_ptr + row, mask=ok, other=0).to(tl.int32) * BLOCK
     place = closed + tl.load(open_len_ptr + row, mask=ok, other=0).to(tl.int32) - queries + query

@@ -87,7 +87,13 @@ RANKED = 16
 """Buckets that one program compares with all others."""
 
 UNITS = 64
-"""Hidden units of a program of the first layer, and of a step of the second."""
+"""Hidden units of a program of the first layer; a step of the second takes twice as many."""
+
+VECTORS = 16
+"""Of queries of one KV head that share what is read of the weights, whatever their rows."""
+
+BUCKETS_AT_ONCE = 32
+"""Of a program of the second layer: a step has few heads, and every SM should read a part of the weights."""
 
 
 def classify(
@@ -103,21 +109,21 @@ def classify(
         classifier[name].contiguous() for name in ("weight_1", "bias_1", "weight_2", "bias_2")
     )
     hidden, buckets = weight_2.shape[1:]
-    rows, lists = (1 if summed else group), batch * heads * tokens
-    x = torch.empty(lists, rows, hidden, dtype=torch.float32, device=queries.device)
-    out = torch.empty(batch, heads, tokens, rows, buckets, dtype=torch.float32, device=queries.device)
+    vectors = tokens * (1 if summed else group)
+    x = torch.empty(batch, heads, vectors, hidden, dtype=torch.float32, device=queries.device)
+    out = torch.empty(batch, heads, tokens, vectors // tokens, buckets, dtype=torch.float32, device=queries.device)
     cos, sin, stride, turned = _turns(rotary, queries)
-    # narrow tiles: a step has few heads, and every SM should read a part of the weights
-    tile = 32
+    padded, tile = triton.next_power_of_2(group), BUCKETS_AT_ONCE
+    rows = max(VECTORS, padded)
     with torch.cuda.device_of(queries):
-        hidden_kernel[(triton.cdiv(hidden, UNITS), lists)](
-            queries, weight_1, bias_1, x, cos, sin, queries.stride(), stride, tokens, hidden, HEADS=heads,
-            GROUP=group, G=max(16, triton.next_power_of_2(group)), D=dim, DP=max(16, triton.next_power_of_2(dim)),
-            TILE=UNITS, ROTARY=turned, SUMMED=summed, num_warps=4,
+        hidden_kernel[(triton.cdiv(hidden, UNITS), heads, triton.cdiv(batch * tokens, rows // padded))](
+            queries, weight_1, bias_1, x, cos, sin, queries.stride(), stride, batch * tokens, tokens, heads, hidden,
+            GROUP=group, G=padded, ROWS=rows, D=dim, DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS,
+            ROTARY=turned, SUMMED=summed, num_warps=4,
         )  # fmt: skip
-        logits_kernel[(triton.cdiv(buckets, tile), lists)](
-            x, weight_2, bias_2, out, tokens, hidden, buckets, group if summed else 1, HEADS=heads, ROWS=rows,
-            R=max(16, triton.next_power_of_2(rows)), TILE=tile, UNITS=2 * UNITS, STAGES=4, num_warps=4,
+        logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * vectors, VECTORS))](
+            x, weight_2, bias_2, out, vectors, batch, heads, hidden, buckets, group if summed else 1, ROWS=VECTORS,
+            TILE=tile, UNITS=2 * UNITS, STAGES=4, num_warps=4,
         )  # fmt: skip
     return out
 
