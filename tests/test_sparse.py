@@ -407,12 +407,15 @@ def test_a_store_of_open_tokens_only(device: torch.device, backend: str) -> None
     check_sparse(tokens(2, 4, 1, 32, device=device), store, index, visited, backend, window_tokens=2)
 
 
-@pytest.mark.parametrize(("segment", "ctas"), [(32, 3), (32, 16), (128, 1)])
-def test_lists_of_many_segments_in_many_shares(
-    segment: int, ctas: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("ctas", "slack", "scan"),
+    [(3, 0, 32), (3, 96, 128), (7, 5, 32), (16, 0, 64), (16, 3, 32), (50, 2, 32), (1, 9, 256)],
+)
+def test_many_shares(ctas: int, slack: int, scan: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("turbo_hf.ops.launch_sparse")
-    monkeypatch.setattr(launch, "SCAN", segment)
+    monkeypatch.setattr(launch, "SCAN", scan)
+    monkeypatch.setattr(launch, "SLACK_TOKENS", slack)
+    monkeypatch.setattr(launch, "KNOTS", 2)
     monkeypatch.setattr(launch, "sms", lambda device: ctas)
     monkeypatch.setattr(launch, "sparse_tiles", lambda dim, rows: SparseTiles(16, 1, 4))
     monkeypatch.setattr(launch, "LEAST_TOKENS", 1)

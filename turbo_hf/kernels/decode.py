@@ -213,7 +213,7 @@ def _leave_part(o, top, total, part):
 def _merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
     """The partial results of one output, in the order of its tiles: O [N, DP], maximum [N], sum [N].
 
-    PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits.
+    PARTS at a time, all of whose loads are on their way at once; each thread adds up what it has loaded.
     """
     n = tl.arange(0, N)
     d = tl.arange(0, DP)
@@ -221,23 +221,21 @@ def _merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS
     total = tl.zeros([N], tl.float32)
     o = tl.zeros([N, DP], tl.float32)
     for start in tl.range(0, count, PARTS, num_stages=1):
-        i = start + tl.arange(0, PARTS)
-        # a CTA leaves one part of the output that it ends with, and one of any other
-        at = parts_ptr + (2 * (first_cta + i) + (i == 0)).to(tl.int64) * (N * (DP + 2))
-        live = (i < count)[:, None]
-        stats = at[:, None] + N * DP + n[None, :]
-        found = tl.load(stats, mask=live, other=-float("inf"), cache_modifier=".cg")
-        sums = tl.load(stats + N, mask=live, other=0.0, cache_modifier=".cg")
-        values = at[:, None, None] + n[None, :, None] * DP + d[None, None, :]
-        part = tl.load(values, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
-        new = tl.maximum(top, tl.max(found, 0))
-        shift = tl.where(new == -float("inf"), 0.0, new)
-        share = tl.exp2(found - shift[None, :])
-        keep = tl.exp2(top - shift)
-        # selected after the product: one that is fused with the sum would leave other bits in other threads
-        total = total * keep + tl.sum(tl.where(live, sums * share, 0.0), 0)
-        o = o * keep[:, None] + tl.sum(tl.where(live[:, :, None], part * share[:, :, None], 0.0), 0)
-        top = new
+        for j in tl.static_range(PARTS):
+            i = start + j
+            # a CTA leaves one part of the output that it ends with, and one of any other
+            at = parts_ptr + (2 * (first_cta + i) + (i == 0)).to(tl.int64) * (N * (DP + 2))
+            live = i + n * 0 < count
+            found = tl.load(at + N * DP + n, mask=live, other=-float("inf"), cache_modifier=".cg")
+            mass = tl.load(at + N * DP + N + n, mask=live, other=0.0, cache_modifier=".cg")
+            values = at + n[:, None] * DP + d[None, :]
+            part = tl.load(values, mask=live[:, None], other=0.0, cache_modifier=".cg")
+            new = tl.maximum(top, found)
+            shift = tl.where(new == -float("inf"), 0.0, new)
+            share, keep = tl.exp2(found - shift), tl.exp2(top - shift)
+            total = total * keep + mass * share
+            o = o * keep[:, None] + part * share[:, None]
+            top = new
     return o, top, total
 
 

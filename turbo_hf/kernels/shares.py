@@ -59,57 +59,69 @@ def costs_of(
 
 
 @triton.jit
-def note_always(lines, table, begin, end, first, recent, BLOCK: tl.constexpr, SCAN: tl.constexpr):
-    """Note the lines of tokens begin to end of those that are attended to without a question; returns how many."""
+def note_always(noted, begin, end, first, recent, SCAN: tl.constexpr):
+    """Note the places of tokens begin to end of those that are attended to without a question; returns how many."""
     for start in tl.range(begin, end, SCAN, num_stages=1):
         i = start + tl.arange(0, SCAN)
-        t = tl.where(i < first, i, recent + i - first)
-        page = tl.load(table + t // BLOCK, mask=i < end, other=0)
-        tl.store(lines + i - begin, (page * BLOCK + t % BLOCK).to(tl.int32), mask=i < end)
+        tl.store(noted + i - begin, tl.where(i < first, i, recent + i - first), mask=i < end)
     return tl.maximum(end - begin, 0)
 
 
 @triton.jit
 def note_visited(
-    lines, table, buckets, visited, begin, end, blocks, first, recent, found,
-    BLOCK: tl.constexpr, SCAN: tl.constexpr, STRANDS: tl.constexpr,
+    noted, buckets, visited, begin, end, strands, first, recent, found,
+    BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr,
 ):  # fmt: skip
-    """Note, behind `found` lines, those of visited tokens of blocks begin to end; returns how many there are in all.
+    """Note, behind `found` places, those of visited tokens of blocks begin to end; returns how many there are in all.
 
-    The blocks are counted strand by strand, each of which takes every STRANDS-th of the row's.
+    The blocks are counted strand by strand, of KNOTS blocks each, which take every strands-th of the row's.
     """
-    longer, size = blocks % STRANDS, blocks // STRANDS
-    i = tl.arange(0, BLOCK)[None, :]
+    own = tl.arange(0, SCAN)
+    # threads side by side look at every eighth token: what one thread could load in one piece, it would have to hand to
+    # others before it is looked up
+    inside = own % 8 * (BLOCK // 8) + own % BLOCK // 8
     for start in tl.range(begin, end, SCAN // BLOCK, num_stages=1):
-        b = start + tl.arange(0, SCAN // BLOCK)
-        live = (b < end)[:, None]
-        rest = b - longer * (size + 1)
-        strand = tl.where(rest < 0, b // (size + 1), longer + rest // tl.maximum(size, 1))
-        knot = tl.where(rest < 0, b % (size + 1), rest % tl.maximum(size, 1))
-        block = (first // BLOCK + knot * STRANDS + strand)[:, None]
-        t = block * BLOCK + i
-        asked = live & (t >= first) & (t < recent)
-        # of whole sealed blocks, so that 8 tokens' are one load
-        bucket = tl.load(buckets + t, mask=live, other=0).to(tl.int32)
-        page = tl.load(table + block, mask=live, other=0).to(tl.int32)
-        visit = tl.load(visited + tl.maximum(bucket, 0), mask=asked, other=0)
-        kept = asked & ((bucket < 0) | (visit != 0))
+        b = start + own // BLOCK
+        block = first // BLOCK + b % KNOTS * strands + b // KNOTS
+        t = block * BLOCK + inside
+        asked = (b < end) & ((t - first).to(tl.uint32, bitcast=True) < (recent - first).to(tl.uint32, bitcast=True))
+        bucket = tl.load(buckets + t, mask=asked, other=0).to(tl.int32)
+        kept = asked & (tl.load(visited + bucket, mask=asked & (bucket >= 0), other=1) != 0)
         counted = kept.to(tl.int32)
-        each = tl.sum(counted, 1)
-        at = found + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(counted, 1) - 1
-        tl.store(lines + at, page * BLOCK + i, mask=kept)
-        found += tl.sum(each, 0)
+        tl.store(noted + found + tl.cumsum(counted, 0) - 1, t, mask=kept)
+        found += tl.sum(counted, 0)
     return found
 
 
 @triton.jit
 def part_of(x, whole, of):
-    """x / of of `whole` things, rounded down."""
-    return (x.to(tl.int64) * whole // of).to(tl.int32)
+    """x / of of `whole` things: any rounding will do that grows with x and is the same for all CTAs."""
+    part = tl.minimum((x.to(tl.float32) * (whole.to(tl.float32) / of.to(tl.float32))).to(tl.int32), whole)
+    return tl.where(x == of, whole, part)
 
 
 @triton.jit
-def cta_at(cost, share, longer):
-    """The CTA that has this unit of cost, where the first `longer` of them have share + 1 and the others share."""
-    rest = cost - longer * (share + 1)
-    return tl.where(rest < 0, cost // (share + 1), longer + rest // share)
+def snapped(x, cost, slack):
+    """Where a share ends at x of an output: at its begin or end, if that is not more than `slack` away."""
+    nearest = tl.where(x <= cost - x, 0, cost)
+    return tl.where(tl.abs(x - nearest) <= slack, nearest, x)
+
+
+@triton.jit
+def begin_of(cta, share, longer):
+    """Where a CTA's share begins, of which the first `longer` are share + 1 and the others share."""
+    return cta * share + tl.minimum(cta, longer)
+
+
+@triton.jit
+def sharers(origin, cost, share, longer, slack):
+    """The first CTA that has a part of an output, and how many have."""
+    last_at = origin + cost - 1
+    rest = longer * (share + 1)
+    first = tl.where(origin < rest, origin // (share + 1), longer + (origin - rest) // share)
+    last = tl.where(last_at < rest, last_at // (share + 1), longer + (last_at - rest) // share)
+    end = tl.minimum(begin_of(first + 1, share, longer) - origin, cost)
+    first += (snapped(end, cost, slack) == 0).to(tl.int32)
+    begin = tl.maximum(begin_of(last, share, longer) - origin, 0)
+    last -= (snapped(begin, cost, slack) == cost).to(tl.int32)
+    return first, last - first + 1

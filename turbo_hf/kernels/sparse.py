@@ -10,7 +10,18 @@ from turbo_hf.kernels._common import tanh
 from turbo_hf.kernels.block_attention import LN_2, LOG2_E
 from turbo_hf.kernels.decode import _leave_part, _merge, _with_sinks
 from turbo_hf.kernels.lines import codes_of, line_of, order_of, signed, words
-from turbo_hf.kernels.shares import costs_of, cta_at, extent, note_always, note_visited, part_of, place_of, size
+from turbo_hf.kernels.shares import (
+    begin_of,
+    costs_of,
+    extent,
+    note_always,
+    note_visited,
+    part_of,
+    place_of,
+    sharers,
+    size,
+    snapped,
+)
 
 
 @triton.jit
@@ -43,15 +54,15 @@ def _together(acc, top, mass):
 
 @triton.jit
 def _fetch(
-    heads, slot, line, live,
+    heads, slot, page, inside, live,
     SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """All that is stored of tokens of sealed blocks, on its way: codes of K and V, scales, steps and zeros."""
     k_ptr, v_ptr, meta_ptr, scale_ptr = heads
     LINE: tl.constexpr = D * BITS // 8
-    at = (line // BLOCK).to(tl.int64) * SLOTS + slot
-    byte = at * (BLOCK * LINE) + line % BLOCK * LINE
-    k, v = line_of(k_ptr + byte, live, D, DP, BITS), line_of(v_ptr + byte, live, D, DP, BITS)
+    at = page * SLOTS + slot
+    line = at * (BLOCK * LINE) + inside * LINE
+    k, v = line_of(k_ptr + line, live, D, DP, BITS), line_of(v_ptr + line, live, D, DP, BITS)
     k_scale = tl.load(scale_ptr + 2 * at, mask=live, other=0.0)
     v_scale = tl.load(scale_ptr + 2 * at + 1, mask=live, other=0.0)
     if BITS == 8:
@@ -68,23 +79,33 @@ def _fetch(
 
 @triton.jit
 def _gather(
-    heads, slot, lines, count, q, factor, softcap, acc, top, mass,
+    heads, slot, table, noted, count, q, factor, softcap, acc, top, mass,
     SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, T: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """The tokens at `count` lines, T at a time; while one tile is computed, the next is on its way."""
+    """The tokens at `count` noted places, T at a time.
+
+    While one tile is computed, the next one is on its way, and so are the pages of the one after that and the places of
+    the third: each is known by what came before.
+    """
     UNIT: tl.constexpr = 1 if BITS == 3 else 4
     t = tl.arange(0, T)[None, :, None]
-    live = t < count
-    line = tl.load(lines + t, mask=live, other=0)
-    k, v, k_scale, v_scale, k_step, k_zero, v_step, v_zero = _fetch(heads, slot, line, live, SLOTS, D, DP, BLOCK, BITS)
-    line = tl.load(lines + T + t, mask=T + t < count, other=0)
+    live, coming = t < count, T + t < count
+    place = tl.load(noted + t, mask=live, other=0)
+    next_place = tl.load(noted + T + t, mask=coming, other=0)
+    page = tl.load(table + place // BLOCK, mask=live, other=0)
+    k, v, k_scale, v_scale, k_step, k_zero, v_step, v_zero = _fetch(
+        heads, slot, page, place % BLOCK, live, SLOTS, D, DP, BLOCK, BITS
+    )
+    page, inside = tl.load(table + next_place // BLOCK, mask=coming, other=0), next_place % BLOCK
+    place = tl.load(noted + 2 * T + t, mask=2 * T + t < count, other=0)
     for start in tl.range(0, count, T, num_stages=1):
-        coming = start + T + t < count
         k2, v2, k_scale2, v_scale2, k_step2, k_zero2, v_step2, v_zero2 = _fetch(
-            heads, slot, line, coming, SLOTS, D, DP, BLOCK, BITS
+            heads, slot, page, inside, coming, SLOTS, D, DP, BLOCK, BITS
         )
-        line = tl.load(lines + start + 2 * T + t, mask=start + 2 * T + t < count, other=0)
+        later = start + 2 * T + t < count
+        page, inside = tl.load(table + place // BLOCK, mask=later, other=0), place % BLOCK
+        place = tl.load(noted + start + 3 * T + t, mask=start + 3 * T + t < count, other=0)
         keys, values = codes_of(k, BITS), codes_of(v, BITS)
         if BITS != 8:
             keys = keys * signed(k_step, UNIT) + signed(k_zero, UNIT)
@@ -92,7 +113,7 @@ def _gather(
         acc, top, mass = _attend(q, keys, values, k_scale, v_scale, live, factor, softcap, acc, top, mass, CAPPED)
         k, v, k_scale, v_scale = k2, v2, k_scale2, v_scale2
         k_step, k_zero, v_step, v_zero = k_step2, k_zero2, v_step2, v_zero2
-        live = coming
+        live, coming = coming, later
     return acc, top, mass
 
 
@@ -151,13 +172,13 @@ def sparse_decode_kernel(
     buckets_ptr, visited_ptr,  # int16 [B, Hkv, 1, index_cap], uint8 [B, Hkv, M, 1, C]
     order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
     starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
-    lines_ptr,  # int32 [outputs, room]
+    noted_ptr,  # int32 [outputs, room], places in the row
     parts_ptr,  # float32 [2 * CTAs, R * (DP + 2)]
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
-    q_strides, table_stride, room, cap, index_cap, queries, kv_heads, outputs, buckets, sink, window, least, scaling,
-    softcap,
+    q_strides, table_stride, room, cap, index_cap, queries, kv_heads, outputs, buckets, sink, window, least, slack,
+    scaling, softcap,
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, T: tl.constexpr, SCAN: tl.constexpr, STRANDS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr, T: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, OUTPUTS: tl.constexpr,
     HEADS: tl.constexpr, R: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, READ: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +186,7 @@ def sparse_decode_kernel(
 
     Which share that is follows from the lengths of the rows, which every CTA reads: the host knows none of them. Of an
     output it takes as large a part of the tokens that are always attended to as of the blocks to look through.
-    least: cost of a CTA, where there is a choice. OUTPUTS, HEADS: `outputs` and `kv_heads`, padded.
+    least: cost of a CTA, where there is a choice. slack: what it takes or leaves for not sharing an output. OUTPUTS, HEADS: `outputs` and `kv_heads`, padded.
     """
     cta = tl.program_id(0)
     chunks: tl.constexpr = (GROUP + R - 1) // R
@@ -177,89 +198,91 @@ def sparse_decode_kernel(
     total = tl.sum(costs, 0)
     ctas = tl.maximum(tl.minimum(tl.num_programs(0), total // least), 1)
     share, longer = total // ctas, total % ctas
-    begin = tl.where(cta < ctas, cta * share + tl.minimum(cta, longer), total)
-    left = tl.where(cta < ctas, share + (cta < longer).to(tl.int32), 0)
+    slack = tl.minimum((share - 1) // 2, slack)
+    begin = tl.where(cta < ctas, begin_of(cta, share, longer), total)
+    left = tl.where(cta < ctas, begin_of(cta + 1, share, longer), total) - begin
     output = tl.sum((ends <= begin).to(tl.int32), 0)
     r = tl.arange(0, R)
     while left > 0:
         cost = tl.sum(tl.where(o == output, costs, 0), 0)
         origin = tl.sum(tl.where(o == output, ends, 0), 0) - cost
-        low = begin - origin
-        high = tl.minimum(low + left, cost)
-        n = output // chunks
-        place, closed = place_of(n, queries, kv_heads, True, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS)
-        n = n.to(tl.int64)
-        pair = n // queries
-        row, head, query = pair // kv_heads, pair % kv_heads, n % queries
-        h = tl.arange(0, HEADS)
-        named = tl.load(order_ptr + row * kv_heads + h, mask=h < kv_heads, other=-1)
-        slot = tl.sum(tl.where(named == head, h, 0), 0)
-        own_row = output % chunks * R + r
-        live = own_row < GROUP
-        head_of = head.to(tl.int32) * GROUP + own_row
+        taken = tl.minimum(left, origin + cost - begin)
+        low, high = snapped(begin - origin, cost, slack), snapped(begin - origin + taken, cost, slack)
+        left -= taken
+        begin += taken
+        if low < high:
+            n = output // chunks
+            place, closed = place_of(n, queries, kv_heads, True, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS)
+            row, head, query = n // queries // kv_heads, n // queries % kv_heads, n % queries
+            pair, row = (n // queries).to(tl.int64), row.to(tl.int64)
+            h = tl.arange(0, HEADS)
+            named = tl.load(order_ptr + row * kv_heads + h, mask=h < kv_heads, other=-1)
+            slot = tl.sum(tl.where(named == head, h, 0), 0)
+            own_row = output % chunks * R + r
+            live = own_row < GROUP
+            head_of = head * GROUP + own_row
 
-        first, recent, sealed, open_count = extent(place, closed, sink, window)
-        always, blocks, _ = size(first, recent, sealed, open_count, BLOCK, INDEX)
-        before_open = always - open_count
-        from_always, to_always = part_of(low, always, cost), part_of(high, always, cost)
-        own, end = tl.minimum(from_always, before_open), tl.minimum(to_always, before_open)
-        table = table_ptr + row * table_stride
-        from_block = part_of(low, blocks, cost)
-        lines = lines_ptr + output.to(tl.int64) * room + own + from_block * BLOCK
-        buckets_at, visited_at = buckets_ptr + pair * index_cap, visited_ptr + n * buckets
-        found = note_always(lines, table, own, end, first, recent, BLOCK, SCAN)
-        if INDEX:
-            found = note_visited(
-                lines, table, buckets_at, visited_at, from_block, part_of(high, blocks, cost), blocks, first, recent,
-                found, BLOCK, SCAN, STRANDS,
-            )  # fmt: skip
-        tl.debug_barrier()
-
-        acc = tl.zeros([R, T, DP], tl.float32)
-        top = tl.full([R, T, 1], -float("inf"), tl.float32)
-        mass = tl.zeros([R, T, 1], tl.float32)
-        c = tl.arange(0, DP)
-        own = slot
-        counted = found
-        for g in tl.static_range(len(SLOTS)):
-            if (own >= 0) & (own < SLOTS[g]):
-                BITS_G: tl.constexpr = BITS[g]
-                c = order_of(D, DP, 8 if BITS_G == 3 else 8 // BITS_G, 1 if BITS_G == 3 else 4)
-                q_at = q_ptr + row * q_strides[0] + query * q_strides[2]
-                q_at = q_at + head_of.to(tl.int64)[:, None, None] * q_strides[1] + c[None, None, :] * q_strides[3]
-                q = tl.load(q_at, mask=live[:, None, None] & (c < D)[None, None, :], other=0.0).to(tl.float32)
-                factor = scaling if CAPPED else scaling * LOG2_E
-                acc, top, mass = _gather(
-                    heads[g], own, lines, found, q, factor, softcap, acc, top, mass,
-                    SLOTS[g], D, DP, BLOCK, BITS_G, T, CAPPED,
+            first, recent, sealed, open_count = extent(place, closed, sink, window)
+            always, blocks, _ = size(first, recent, sealed, open_count, BLOCK, INDEX)
+            before_open = always - open_count
+            from_always, to_always = part_of(low, always, cost), part_of(high, always, cost)
+            own, end = tl.minimum(from_always, before_open), tl.minimum(to_always, before_open)
+            strands = tl.cdiv(blocks, KNOTS)
+            from_block = part_of(low, strands * KNOTS, cost)
+            noted = noted_ptr + output.to(tl.int64) * room + own + from_block * BLOCK
+            buckets_at, visited_at = buckets_ptr + pair * index_cap, visited_ptr + n.to(tl.int64) * buckets
+            found = note_always(noted, own, end, first, recent, SCAN)
+            if INDEX:
+                found = note_visited(
+                    noted, buckets_at, visited_at, from_block, part_of(high, strands * KNOTS, cost), strands,
+                    first, recent, found, BLOCK, SCAN, KNOTS,
                 )  # fmt: skip
-                acc, top, mass, counted = _gather_open(
-                    opened, pair, cap, buckets_at, visited_at, closed, place,
-                    tl.maximum(from_always - before_open, 0), to_always - before_open, sink, window, q, c, factor,
-                    softcap, acc, top, mass, D, DP, BITS_G, T, INDEX, CAPPED,
-                )  # fmt: skip
-            own -= SLOTS[g]
-        if READ:  # noqa: SIM102 - what is known when the kernel is compiled stands alone
-            if output % chunks == 0:
-                tl.atomic_add(read_ptr, (found + counted).to(tl.int64))
+            tl.debug_barrier()
 
-        o_all, top_all, mass_all = _together(acc, top, mass)
-        whole = high - low == cost
-        if not whole:
-            _leave_part(o_all, top_all, mass_all, parts_ptr + (2 * cta + (low == 0)).to(tl.int64) * (R * (DP + 2)))
-            first_cta = cta_at(origin, share, longer)
-            shares = cta_at(origin + cost - 1, share, longer) - first_cta + 1
-            if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == shares - 1:
-                # every other CTA of this output is done: no one waits, and the order of the sum is that of the shares
-                tl.store(arrived_ptr + output, 0)
-                o_all, top_all, mass_all = _merge(parts_ptr, first_cta, shares, R, DP, PARTS)
-                whole = True
-        if whole:
-            at = row * (kv_heads * GROUP) * queries + query
-            _write(
-                o_all, top_all, mass_all, out_ptr, lse_ptr, sinks_ptr, at, head_of, live, c, place < 0, queries, D,
-                SINKS,
-            )  # fmt: skip
-        left -= high - low
-        begin += high - low
+            acc = tl.zeros([R, T, DP], tl.float32)
+            top = tl.full([R, T, 1], -float("inf"), tl.float32)
+            mass = tl.zeros([R, T, 1], tl.float32)
+            c = tl.arange(0, DP)
+            own = slot
+            counted = found * 0
+            for g in tl.static_range(len(SLOTS)):
+                if (own >= 0) & (own < SLOTS[g]):
+                    BITS_G: tl.constexpr = BITS[g]
+                    c = order_of(D, DP, 8 if BITS_G == 3 else 8 // BITS_G, 1 if BITS_G == 3 else 4)
+                    q_at = q_ptr + row * q_strides[0] + query * q_strides[2]
+                    q_at = q_at + head_of.to(tl.int64)[:, None, None] * q_strides[1] + c[None, None, :] * q_strides[3]
+                    q = tl.load(q_at, mask=live[:, None, None] & (c < D)[None, None, :], other=0.0).to(tl.float32)
+                    factor = scaling if CAPPED else scaling * LOG2_E
+                    # first, and not without need: what it ends with is handed from thread to thread for the others
+                    if to_always > before_open:
+                        acc, top, mass, counted = _gather_open(
+                            opened, pair, cap, buckets_at, visited_at, closed, place,
+                            tl.maximum(from_always - before_open, 0), to_always - before_open, sink, window, q, c,
+                            factor, softcap, acc, top, mass, D, DP, BITS_G, T, INDEX, CAPPED,
+                        )  # fmt: skip
+                    acc, top, mass = _gather(
+                        heads[g], own, table_ptr + row * table_stride, noted, found, q, factor, softcap, acc, top, mass,
+                        SLOTS[g], D, DP, BLOCK, BITS_G, T, CAPPED,
+                    )  # fmt: skip
+                own -= SLOTS[g]
+            if READ:  # noqa: SIM102 - what is known when the kernel is compiled stands alone
+                if output % chunks == 0:
+                    tl.atomic_add(read_ptr, (found + counted).to(tl.int64))
+
+            o_all, top_all, mass_all = _together(acc, top, mass)
+            whole = high - low == cost
+            if not whole:
+                _leave_part(o_all, top_all, mass_all, parts_ptr + (2 * cta + (low == 0)).to(tl.int64) * (R * (DP + 2)))
+                first_cta, shares = sharers(origin, cost, share, longer, slack)
+                if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == shares - 1:
+                    # every other CTA of this output is done: no one waits, and the order of the sum is that of shares
+                    tl.store(arrived_ptr + output, 0)
+                    o_all, top_all, mass_all = _merge(parts_ptr, first_cta, shares, R, DP, PARTS)
+                    whole = True
+            if whole:
+                at = row * (kv_heads * GROUP) * queries + query
+                _write(
+                    o_all, top_all, mass_all, out_ptr, lse_ptr, sinks_ptr, at, head_of, live, c, place < 0, queries, D,
+                    SINKS,
+                )  # fmt: skip
         output += 1

@@ -23,11 +23,14 @@ from turbo_hf.ops.tuning import sparse_tiles
 SCAN = 2048
 """Tokens of a row that a CTA looks through at once for those to attend to."""
 
-STRANDS = 64
-"""Every how many blocks of a row a CTA looks through."""
+KNOTS = 64
+"""Parts of a row in each of which a CTA looks through some blocks."""
 
 LEAST_TOKENS = 32
 """Tokens of a CTA, where there is a choice."""
+
+SLACK_TOKENS = 96
+"""About what the begin of one more output, its end and its merge cost a CTA."""
 
 PART_FLOATS = 1 << 14
 """Numbers of partial results that a merge takes at a time."""
@@ -65,7 +68,7 @@ def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None
     if tokens <= FEW:
         # of a step the centroids are all that is read: every SM should read a part of them
         stream = torch.cuda.current_stream(keys.device).cuda_stream if keys.is_cuda else 0
-        tile = min(64, max(16, triton.next_power_of_2(centroids.shape[1])))
+        tile = min(32, max(16, triton.next_power_of_2(centroids.shape[1])))
         with torch.cuda.device_of(keys):
             assign_few_kernel[(triton.cdiv(centroids.shape[1], tile), batch * heads)](
                 keys, centroids.contiguous(), out, cos, sin, *_bests(keys.device, stream, batch * heads),
@@ -92,7 +95,7 @@ UNITS = 64
 VECTORS = 16
 """Of queries of one KV head that share what is read of the weights, whatever their rows."""
 
-BUCKETS_AT_ONCE = 32
+BUCKETS_AT_ONCE = 64
 """Of a program of the second layer: a step has few heads, and every SM should read a part of the weights."""
 
 
@@ -152,7 +155,7 @@ def visit(logits: torch.Tensor, *, probes: int | None, mass: float | None, most:
 def _workspace(
     device: torch.device, stream: int, outputs: int, room: int, ctas: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
-    """lines, arrival counters of outputs (zeros, as each launch leaves them), parts."""
+    """Places noted, arrival counters of outputs (zeros, as each launch leaves them), parts."""
     return (
         torch.empty(outputs * room, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
@@ -187,9 +190,9 @@ def sparse_decode(
     # a merge of one part more than it has room for would take twice as long
     whole = outputs * parts_at_once
     ctas = ctas // whole * whole or ctas
-    # what the longest row may hold in sealed blocks, and what rounding to blocks adds; by powers of two, so that a
+    # what the longest row may hold in sealed blocks, and what rounding to strands adds; by powers of two, so that a
     # cache that grows does not leave a workspace behind at each step
-    room = triton.next_power_of_2(store.table.shape[1] + 2) * store.block
+    room = triton.next_power_of_2(store.table.shape[1] + KNOTS) * store.block
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     shape = (q.device, stream, outputs, room, ctas, rows * (padded + 2))
     if store.plans is None:
@@ -199,22 +202,22 @@ def sparse_decode(
         if shape not in store.plans:
             store.plans[shape] = Kept(_workspace(*shape))
         workspace = store.plans[shape].words
-    lines, arrived, parts = workspace
+    noted, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
     with torch.cuda.device_of(q):
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
             tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            buckets if indexed else lines, visited.contiguous().view(torch.uint8) if visited is not None else lines,
+            buckets if indexed else noted, visited.contiguous().view(torch.uint8) if visited is not None else noted,
             store.order.contiguous(), store.table, store.open_len if starts is None else starts, store.sealed,
-            store.open_len, lines, parts, arrived, lines if read is None else read,
+            store.open_len, noted, parts, arrived, noted if read is None else read,
             q.stride(), store.table.stride(0), room, cap, buckets.shape[-1] if buckets is not None else 0, queries,
             kv_heads, outputs, visited.shape[-1] if visited is not None else 0, sink_tokens, window_tokens,
-            LEAST_TOKENS, scaling, softcap or 0.0,
+            LEAST_TOKENS, SLACK_TOKENS, scaling, softcap or 0.0,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
             GROUP=group, D=dim, DP=padded, BLOCK=store.block, T=tune.tokens, SCAN=max(SCAN, store.block),
-            STRANDS=STRANDS, OUTPUTS=triton.next_power_of_2(outputs), HEADS=triton.next_power_of_2(kv_heads), R=rows,
+            KNOTS=KNOTS, OUTPUTS=triton.next_power_of_2(outputs), HEADS=triton.next_power_of_2(kv_heads), R=rows,
             INDEX=indexed, STARTS=starts is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
             READ=read is not None, PARTS=parts_at_once, num_warps=tune.warps,
         )  # fmt: skip
