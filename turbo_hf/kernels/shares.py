@@ -76,20 +76,22 @@ def note_visited(
 
     The blocks are counted strand by strand, of KNOTS blocks each, which take every strands-th of the row's.
     """
-    own = tl.arange(0, SCAN)
-    # threads side by side look at every eighth token: what one thread could load in one piece, it would have to hand to
-    # others before it is looked up
-    inside = own % 8 * (BLOCK // 8) + own % BLOCK // 8
+    # a warp to 32 tokens of a block, in an order of their own: what a thread could load in one piece, it would have to
+    # hand to others before it is looked up
+    lane = tl.arange(0, 32)[:, None]
+    lane = lane % 8 * 4 + lane // 8
     for start in tl.range(begin, end, SCAN // BLOCK, num_stages=1):
-        b = start + own // BLOCK
-        block = first // BLOCK + b % KNOTS * strands + b // KNOTS
-        t = block * BLOCK + inside
+        i = tl.arange(0, SCAN // 32)[None, :] * 32
+        b = start + i // BLOCK
+        t = (first // BLOCK + b % KNOTS * strands + b // KNOTS) * BLOCK + i % BLOCK + lane
         asked = (b < end) & ((t - first).to(tl.uint32, bitcast=True) < (recent - first).to(tl.uint32, bitcast=True))
         bucket = tl.load(buckets + t, mask=asked, other=0).to(tl.int32)
         kept = asked & (tl.load(visited + bucket, mask=asked & (bucket >= 0), other=1) != 0)
         counted = kept.to(tl.int32)
-        tl.store(noted + found + tl.cumsum(counted, 0) - 1, t, mask=kept)
-        found += tl.sum(counted, 0)
+        each = tl.sum(counted, 0)
+        at = found + (tl.cumsum(each, 0) - each)[None, :] + tl.cumsum(counted, 0) - 1
+        tl.store(noted + at, t, mask=kept)
+        found += tl.sum(each, 0)
     return found
 
 

@@ -186,7 +186,8 @@ def sparse_decode_kernel(
 
     Which share that is follows from the lengths of the rows, which every CTA reads: the host knows none of them. Of an
     output it takes as large a part of the tokens that are always attended to as of the blocks to look through.
-    least: cost of a CTA, where there is a choice. slack: what it takes or leaves for not sharing an output. OUTPUTS, HEADS: `outputs` and `kv_heads`, padded.
+    least: cost of a CTA, where there is a choice. slack: what it takes or leaves for not sharing an output. OUTPUTS,
+    HEADS: `outputs` and `kv_heads`, padded.
     """
     cta = tl.program_id(0)
     chunks: tl.constexpr = (GROUP + R - 1) // R
@@ -253,16 +254,14 @@ def sparse_decode_kernel(
                     q_at = q_at + head_of.to(tl.int64)[:, None, None] * q_strides[1] + c[None, None, :] * q_strides[3]
                     q = tl.load(q_at, mask=live[:, None, None] & (c < D)[None, None, :], other=0.0).to(tl.float32)
                     factor = scaling if CAPPED else scaling * LOG2_E
-                    # first, and not without need: what it ends with is handed from thread to thread for the others
-                    if to_always > before_open:
-                        acc, top, mass, counted = _gather_open(
-                            opened, pair, cap, buckets_at, visited_at, closed, place,
-                            tl.maximum(from_always - before_open, 0), to_always - before_open, sink, window, q, c,
-                            factor, softcap, acc, top, mass, D, DP, BITS_G, T, INDEX, CAPPED,
-                        )  # fmt: skip
                     acc, top, mass = _gather(
                         heads[g], own, table_ptr + row * table_stride, noted, found, q, factor, softcap, acc, top, mass,
                         SLOTS[g], D, DP, BLOCK, BITS_G, T, CAPPED,
+                    )  # fmt: skip
+                    acc, top, mass, counted = _gather_open(
+                        opened, pair, cap, buckets_at, visited_at, closed, place,
+                        tl.maximum(from_always - before_open, 0), to_always - before_open, sink, window, q, c, factor,
+                        softcap, acc, top, mass, D, DP, BITS_G, T, INDEX, CAPPED,
                     )  # fmt: skip
                 own -= SLOTS[g]
             if READ:  # noqa: SIM102 - what is known when the kernel is compiled stands alone
