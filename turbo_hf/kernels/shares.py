@@ -68,6 +68,18 @@ def note_always(noted, begin, end, first, recent, SCAN: tl.constexpr):
 
 
 @triton.jit
+def _look(buckets, start, end, strands, first, recent, BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr):
+    """Of SCAN tokens of blocks from `start` on: their places, whether they are asked for, their buckets on the way."""
+    b = start + tl.arange(0, SCAN // BLOCK)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    # threads side by side look at as many blocks, whose lines are then there for the other tokens, one after the other;
+    # in an order in which no thread loads two at once, for those would have to change places before the next load
+    t = (first // BLOCK + b % KNOTS * strands + b // KNOTS) * BLOCK + i % 8 * (BLOCK // 8) + i // 8
+    asked = (b < end) & ((t - first).to(tl.uint32, bitcast=True) < (recent - first).to(tl.uint32, bitcast=True))
+    return t, asked, tl.load(buckets + t, mask=asked, other=0)
+
+
+@triton.jit
 def note_visited(
     noted, buckets, visited, begin, end, strands, first, recent, found,
     BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr,
@@ -76,22 +88,19 @@ def note_visited(
 
     The blocks are counted strand by strand, of KNOTS blocks each, which take every strands-th of the row's.
     """
-    # a warp to 32 tokens of a block, in an order of their own: what a thread could load in one piece, it would have to
-    # hand to others before it is looked up
-    lane = tl.arange(0, 32)[:, None]
-    lane = lane % 8 * 4 + lane // 8
+    t, asked, bucket = _look(buckets, begin, end, strands, first, recent, BLOCK, SCAN, KNOTS)
     for start in tl.range(begin, end, SCAN // BLOCK, num_stages=1):
-        i = tl.arange(0, SCAN // 32)[None, :] * 32
-        b = start + i // BLOCK
-        t = (first // BLOCK + b % KNOTS * strands + b // KNOTS) * BLOCK + i % BLOCK + lane
-        asked = (b < end) & ((t - first).to(tl.uint32, bitcast=True) < (recent - first).to(tl.uint32, bitcast=True))
-        bucket = tl.load(buckets + t, mask=asked, other=0).to(tl.int32)
-        kept = asked & (tl.load(visited + bucket, mask=asked & (bucket >= 0), other=1) != 0)
+        next_t, next_asked, next_bucket = _look(
+            buckets, start + SCAN // BLOCK, end, strands, first, recent, BLOCK, SCAN, KNOTS
+        )
+        at = bucket.to(tl.int32)
+        kept = asked & (tl.load(visited + at, mask=asked & (at >= 0), other=1) != 0)
         counted = kept.to(tl.int32)
-        each = tl.sum(counted, 0)
-        at = found + (tl.cumsum(each, 0) - each)[None, :] + tl.cumsum(counted, 0) - 1
-        tl.store(noted + at, t, mask=kept)
+        each = tl.sum(counted, 1)
+        to = found + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(counted, 1) - 1
+        tl.store(noted + to, t, mask=kept)
         found += tl.sum(each, 0)
+        t, asked, bucket = next_t, next_asked, next_bucket
     return found
 
 

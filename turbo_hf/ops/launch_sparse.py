@@ -20,7 +20,7 @@ from turbo_hf.ops.launch_decode import sms
 from turbo_hf.ops.schedule import Kept
 from turbo_hf.ops.tuning import sparse_tiles
 
-SCAN = 2048
+SCAN = 1024
 """Tokens of a row that a CTA looks through at once for those to attend to."""
 
 KNOTS = 64
