@@ -32,8 +32,8 @@ LEAST_TOKENS = 32
 SLACK_TOKENS = 96
 """About what the begin of one more output, its end and its merge cost a CTA."""
 
-PART_FLOATS = 1 << 14
-"""Numbers of partial results that a merge takes at a time."""
+PART_FLOATS = 1 << 13
+"""Numbers of partial results that a merge takes at a time; as many more are on their way."""
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -187,7 +187,7 @@ def sparse_decode(
     outputs = batch * kv_heads * queries * -(-group // rows)
     tune = sparse_tiles(padded, rows)
     ctas, parts_at_once = sms(q.device) * tune.occupancy, max(1, PART_FLOATS // (rows * padded))
-    # a merge of one part more than it has room for would take twice as long
+    # a merge of one part more than it takes at a time would wait once more
     whole = outputs * parts_at_once
     ctas = ctas // whole * whole or ctas
     # what the longest row may hold in sealed blocks, and what rounding to strands adds; by powers of two, so that a
