@@ -11,7 +11,7 @@ shares = pytest.importorskip("turbo_hf.kernels.shares")
 
 
 @triton.jit
-def walk_kernel(costs_ptr, bounds_ptr, sharers_ptr, outputs, ctas, total, slack):
+def walk_kernel(costs_ptr, bounds_ptr, sharers_ptr, outputs, ctas, total, slack):  # type: ignore[no-untyped-def]
     """What each CTA takes of each output, [ctas, outputs, 2], and who shares it, [outputs, 2]."""
     share, longer = total // ctas, total % ctas
     slack = tl.minimum((share - 1) // 2, slack)
@@ -32,7 +32,7 @@ def walk_kernel(costs_ptr, bounds_ptr, sharers_ptr, outputs, ctas, total, slack)
 
 
 @triton.jit
-def part_kernel(parts_ptr, whole, of):
+def part_kernel(parts_ptr, whole, of):  # type: ignore[no-untyped-def]
     for x in range(of + 1):
         tl.store(parts_ptr + x, shares.part_of(x + of * 0, whole, of))
 

@@ -211,7 +211,7 @@ def _leave_part(o, top, total, part):
 
 @triton.jit
 def _parts(parts_ptr, first_cta, start, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
-    """Of PARTS partial results from `start` on: maxima and sums [PARTS, N], O [PARTS, N, DP]; nothing from `count` on."""
+    """Of PARTS partial results from `start` on: maxima and sums [PARTS, N], O [PARTS, N, DP]; none from `count` on."""
     n = tl.arange(0, N)[None, :]
     i = start + tl.arange(0, PARTS)
     # a CTA leaves one part of the output that it ends with, and one of any other
