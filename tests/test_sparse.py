@@ -161,6 +161,15 @@ def naive_visit(logits: Tensor, probes: int | None, mass: float | None, most: in
 
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("buckets", [2, 37, 256])
+@pytest.mark.parametrize("group", [4, 8, 16])
+@pytest.mark.parametrize("buckets", [64, 256, 1024])
+def test_a_bucket_has_one_sum(group: int, buckets: int, device: torch.device) -> None:
+    # sums of numbers of all bits, whose last one hangs on the order: beside another sum of its own a bucket would lose
+    logits = torch.randn(16, 1, 1, group, buckets, device=device)
+    for probes in (1, 8):
+        assert bool((visit(logits, probes=probes, backend="triton").sum(-1) == probes).all())
+
+
 @pytest.mark.parametrize(
     "rule",
     [{"probes": 1}, {"probes": 2}, {"mass": 0.5}, {"mass": 0.05}, {"mass": 0.01, "most": 2}],
@@ -384,6 +393,7 @@ def test_mixed_widths_and_blocks(block: int, device: torch.device, backend: str)
         {"sink_tokens": 0, "window_tokens": 1},
         {"sink_tokens": 70, "window_tokens": 64},
         {"sink_tokens": 3, "window_tokens": 1000},
+        {"sink_tokens": 1 << 31, "window_tokens": 1 << 40},
         {"softcap": 2.0},
         {"sinks": True},
         {"softcap": 5.0, "sinks": True, "window_tokens": 3},
@@ -517,7 +527,7 @@ def test_the_kernel_says_what_it_does_not_take() -> None:
     full = tuple(pages._replace(bits=16) for pages in store.heads)
     with pytest.raises(ValueError, match="heads of 16 bit have no kernel"):
         sparse_decode(q, store._replace(heads=full), None, None, **CHOICE, backend="triton")
-    with pytest.raises(ValueError, match="9000 buckets are more than 8192"):
-        visit(torch.zeros(1, 1, 1, 1, 9000), probes=1, backend="triton")
+    with pytest.raises(ValueError, match="9000 buckets are more than the 8192 of visits by mass"):
+        visit(torch.zeros(1, 1, 1, 1, 9000), mass=0.1, backend="triton")
     with pytest.raises(ValueError, match="float64 has no kernel"):
         visit(torch.zeros(1, 1, 1, 1, 9, dtype=torch.float64), probes=1, backend="triton")

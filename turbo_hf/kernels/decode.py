@@ -225,7 +225,7 @@ def _parts(parts_ptr, first_cta, start, count, N: tl.constexpr, DP: tl.constexpr
 
 @triton.jit
 def _merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
-    """The partial results of one output, in the order of its tiles: O [N, DP], maximum [N], sum [N].
+    """The partial results of one output, in the order of the CTAs: O [N, DP], maximum [N], sum [N].
 
     PARTS at a time, and as many on their way: what counts here is the number of waits.
     """

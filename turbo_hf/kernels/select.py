@@ -32,7 +32,7 @@ def _signed(x):
 
 @triton.jit
 def _ordered(x):
-    """The same in [0, 2^32), int64."""
+    """Numbers of float32 as integers in [0, 2^32) of the same order, int64; equal zeros of both signs."""
     return _signed(x).to(tl.int64) + 2147483648
 
 
@@ -147,10 +147,14 @@ def _until(u, p, live, mass):
 
 @triton.jit
 def _sum_of(at, c, group, buckets, G: tl.constexpr):
-    """Of buckets c the logits' sum over a group, as int32 of the same order; the least one where there is no bucket."""
-    g = tl.arange(0, G)
-    x = tl.load(at + g[:, None] * buckets + c[None, :], mask=(g < group)[:, None] & (c < buckets)[None, :], other=0.0)
-    return tl.where(c < buckets, _signed(tl.sum(x.to(tl.float32), 0)), -2147483648)
+    """Of buckets c the logits' sum over a group, as int32 of the same order; the least one where there is no bucket.
+
+    Added one after the other: the order of a reduction hangs on the shape, and a bucket must have one sum.
+    """
+    x = tl.zeros(c.shape, tl.float32)
+    for g in tl.static_range(G):
+        x += tl.load(at + g * buckets + c, mask=(c < buckets) & (g < group), other=0.0).to(tl.float32)
+    return tl.where(c < buckets, _signed(x), -2147483648)
 
 
 @triton.jit
@@ -161,9 +165,9 @@ def rank_kernel(
     G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One KV head and query: which of OWN buckets are among its `count` best, of equals the first. G: padded."""
-    n = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0).to(tl.int64)
     at = logits_ptr + n * group * buckets
-    own = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    own = tl.program_id(1) * OWN + tl.arange(0, OWN)
     u = _sum_of(at, own, group, buckets, G)[:, None]
     better = tl.zeros([OWN], tl.int32)
     for start in tl.range(0, buckets, TILE, num_stages=1):

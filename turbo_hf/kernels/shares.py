@@ -24,12 +24,13 @@ def extent(place, closed, sink, window):
 
 @triton.jit
 def size(first, recent, sealed, opened, BLOCK: tl.constexpr, INDEX: tl.constexpr):
-    """Of an output: tokens that are attended to, or open; blocks to look through; what these cost, in tokens."""
+    """Of an output: tokens attended to, or open; blocks to look through; what these cost, in tokens, at least 1."""
     always = first + sealed - recent + opened
     blocks = always * 0
     if INDEX:
         blocks = tl.where(recent > first, tl.cdiv(recent, BLOCK) - first // BLOCK, 0)
-    # a sixteenth of their tokens, or so; a query without a token too has someone who writes its zeros
+    # of blocks to look through about a sixteenth of the tokens is visited; and someone must write the zeros of a query
+    # without a token
     return always, blocks, tl.maximum(always + blocks * (BLOCK // 16), 1)
 
 

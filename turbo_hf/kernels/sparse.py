@@ -227,12 +227,12 @@ def sparse_decode_kernel(
             always, blocks, _ = size(first, recent, sealed, open_count, BLOCK, INDEX)
             before_open = always - open_count
             from_always, to_always = part_of(low, always, cost), part_of(high, always, cost)
-            own, end = tl.minimum(from_always, before_open), tl.minimum(to_always, before_open)
+            begin_sure, end_sure = tl.minimum(from_always, before_open), tl.minimum(to_always, before_open)
             strands = tl.cdiv(blocks, KNOTS)
             from_block = part_of(low, strands * KNOTS, cost)
-            noted = noted_ptr + output.to(tl.int64) * room + own + from_block * BLOCK
+            noted = noted_ptr + output.to(tl.int64) * room + begin_sure + from_block * BLOCK
             buckets_at, visited_at = buckets_ptr + pair * index_cap, visited_ptr + n.to(tl.int64) * buckets
-            found = note_always(noted, own, end, first, recent, SCAN)
+            found = note_always(noted, begin_sure, end_sure, first, recent, SCAN)
             if INDEX:
                 found = note_visited(
                     noted, buckets_at, visited_at, from_block, part_of(high, strands * KNOTS, cost), strands,

@@ -32,6 +32,9 @@ LEAST_TOKENS = 32
 SLACK_TOKENS = 96
 """About what the begin of one more output, its end and its merge cost a CTA."""
 
+EVERY = 1 << 30
+"""More tokens than a row has."""
+
 PART_FLOATS = 1 << 13
 """Numbers of partial results that a merge takes at a time; as many more are on their way."""
 
@@ -93,7 +96,7 @@ UNITS = 64
 """Hidden units of a program of the first layer; a step of the second takes twice as many."""
 
 VECTORS = 16
-"""Of queries of one KV head that share what is read of the weights, whatever their rows."""
+"""Of queries of one KV head that share what is read of the weights, whatever their rows; more in larger groups."""
 
 BUCKETS_AT_ONCE = 64
 """Of a program of the second layer: a step has few heads, and every SM should read a part of the weights."""
@@ -138,7 +141,7 @@ def visit(logits: torch.Tensor, *, probes: int | None, mass: float | None, most:
     lists = out.numel() // buckets
     with torch.cuda.device_of(logits):
         if probes is not None:
-            rank_kernel[(triton.cdiv(buckets, RANKED), lists)](
+            rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
                 logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=triton.next_power_of_2(group),
                 OWN=RANKED, TILE=min(512, max(16, triton.next_power_of_2(buckets))), num_warps=4,
             )  # fmt: skip
@@ -187,12 +190,12 @@ def sparse_decode(
     outputs = batch * kv_heads * queries * -(-group // rows)
     tune = sparse_tiles(padded, rows)
     ctas, parts_at_once = sms(q.device) * tune.occupancy, max(1, PART_FLOATS // (rows * padded))
-    # a merge of one part more than it takes at a time would wait once more
-    whole = outputs * parts_at_once
-    ctas = ctas // whole * whole or ctas
-    # what the longest row may hold in sealed blocks, and what rounding to strands adds; by powers of two, so that a
-    # cache that grows does not leave a workspace behind at each step
-    room = triton.next_power_of_2(store.table.shape[1] + KNOTS) * store.block
+    # a merge of one part more than it takes at a time would wait once more: worth a few SMs
+    fewer = ctas // (outputs * parts_at_once) * (outputs * parts_at_once)
+    ctas = fewer if fewer > 0.9 * ctas else ctas
+    # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
+    # workspace behind at each step; and what rounding to strands adds
+    room = (triton.next_power_of_2(max(1, store.table.shape[1])) + KNOTS) * store.block
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     shape = (q.device, stream, outputs, room, ctas, rows * (padded + 2))
     if store.plans is None:
@@ -213,8 +216,8 @@ def sparse_decode(
             store.order.contiguous(), store.table, store.open_len if starts is None else starts, store.sealed,
             store.open_len, noted, parts, arrived, noted if read is None else read,
             q.stride(), store.table.stride(0), room, cap, buckets.shape[-1] if buckets is not None else 0, queries,
-            kv_heads, outputs, visited.shape[-1] if visited is not None else 0, sink_tokens, window_tokens,
-            LEAST_TOKENS, SLACK_TOKENS, scaling, softcap or 0.0,
+            kv_heads, outputs, visited.shape[-1] if visited is not None else 0,
+            min(sink_tokens, EVERY), min(window_tokens, EVERY), LEAST_TOKENS, SLACK_TOKENS, scaling, softcap or 0.0,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
             GROUP=group, D=dim, DP=padded, BLOCK=store.block, T=tune.tokens, SCAN=max(SCAN, store.block),
             KNOTS=KNOTS, OUTPUTS=triton.next_power_of_2(outputs), HEADS=triton.next_power_of_2(kv_heads), R=rows,

@@ -130,15 +130,17 @@ def visit(
             raise ValueError(f"{name} must be from 1 to the {buckets} buckets; got {value}.")
     if mass is not None and not 0 < mass < 1:
         raise ValueError(f"mass must be between 0 and 1; got {mass}.")
-    if logits.numel() and uses_triton(backend, logits.device, _obstacle(logits)):
+    if logits.numel() and uses_triton(backend, logits.device, _obstacle(logits, mass)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
 
         return launch_sparse.visit(logits, probes=probes, mass=mass, most=most)
     return reference.visit(logits, probes=probes, mass=mass, most=most)
 
 
-def _obstacle(logits: torch.Tensor) -> str | None:
-    """Why the kernel, which holds all logits of a KV head at once, cannot serve this call."""
+def _obstacle(logits: torch.Tensor, mass: float | None) -> str | None:
+    """Why the kernels, of which that for `mass` holds all logits of a KV head at once, cannot serve this call."""
     if logits.dtype == torch.float64:
         return "float64 has no kernel"
-    return f"{logits.shape[-1]} buckets are more than 8192" if logits.shape[-1] > 8192 else None
+    if mass is not None and logits.shape[-1] > 8192:
+        return f"{logits.shape[-1]} buckets are more than the 8192 of visits by mass"
+    return None
