@@ -153,7 +153,7 @@ def _sum_of(at, c, group, buckets, G: tl.constexpr):
     """
     x = tl.zeros(c.shape, tl.float32)
     for g in tl.static_range(G):
-        x += tl.load(at + g * buckets + c, mask=(c < buckets) & (g < group), other=0.0).to(tl.float32)
+        x += tl.load(at + g * buckets + c, mask=(c < buckets) & (c * 0 + g < group), other=0.0).to(tl.float32)
     return tl.where(c < buckets, _signed(x), -2147483648)
 
 
