@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turbo_hf.ops.schedule import Plan, fixed_split, split_count, stream_k, tiles_of, whole_outputs
+from turbo_hf.ops.schedule import Plan, fixed_split, full_rounds, split_count, stream_k, tiles_of, whole_outputs
 
 
 def shares(plan: Plan, tiles: list[int]) -> list[list[tuple[int, int]]]:
@@ -97,3 +97,11 @@ def test_outputs_that_nearly_fill_the_ctas_are_not_split() -> None:
 def test_refuses_what_no_plan_covers(tiles: list[int], ctas: int) -> None:
     with pytest.raises(ValueError, match="a plan needs CTAs, and a tile of each output; got"):
         stream_k(torch.tensor(tiles), torch.ones(len(tiles), dtype=torch.float64), ctas)
+
+
+@pytest.mark.parametrize(
+    ("ctas", "whole", "kept"),
+    [(264, 256, 256), (264, 64, 256), (264, 320, 264), (264, 150, 264), (264, 88, 264), (3, 4, 3)],
+)
+def test_a_round_of_the_merge_is_full_or_worth_it(ctas: int, whole: int, kept: int) -> None:
+    assert full_rounds(ctas, whole) == kept

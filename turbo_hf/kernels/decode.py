@@ -210,40 +210,34 @@ def _leave_part(o, top, total, part):
 
 
 @triton.jit
-def _parts(parts_ptr, first_cta, start, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
-    """Of PARTS partial results from `start` on: maxima and sums [PARTS, N], O [PARTS, N, DP]; none from `count` on."""
-    n = tl.arange(0, N)[None, :]
-    i = start + tl.arange(0, PARTS)
-    # a CTA leaves one part of the output that it ends with, and one of any other
-    at = (parts_ptr + (2 * (first_cta + i) + (i == 0)).to(tl.int64) * (N * (DP + 2)))[:, None]
-    live = (i < count)[:, None]
-    top = tl.load(at + N * DP + n, mask=live, other=-float("inf"), cache_modifier=".cg")
-    total = tl.load(at + N * DP + N + n, mask=live, other=0.0, cache_modifier=".cg")
-    values = at[:, :, None] + n[:, :, None] * DP + tl.arange(0, DP)[None, None, :]
-    return top, total, tl.load(values, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def _merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
     """The partial results of one output, in the order of the CTAs: O [N, DP], maximum [N], sum [N].
 
-    PARTS at a time, and as many on their way: what counts here is the number of waits.
+    PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits.
     """
+    n = tl.arange(0, N)
+    d = tl.arange(0, DP)
     top = tl.full([N], -float("inf"), tl.float32)
     total = tl.zeros([N], tl.float32)
     o = tl.zeros([N, DP], tl.float32)
-    tops, totals, parts = _parts(parts_ptr, first_cta, 0, count, N, DP, PARTS)
     for start in tl.range(0, count, PARTS, num_stages=1):
-        next_tops, next_totals, next_parts = _parts(parts_ptr, first_cta, start + PARTS, count, N, DP, PARTS)
-        new = tl.maximum(top, tl.max(tops, 0))
+        i = start + tl.arange(0, PARTS)
+        # a CTA leaves one part of the output that it ends with, and one of any other
+        at = parts_ptr + (2 * (first_cta + i) + (i == 0)).to(tl.int64) * (N * (DP + 2))
+        live = (i < count)[:, None]
+        stats = at[:, None] + N * DP + n[None, :]
+        found = tl.load(stats, mask=live, other=-float("inf"), cache_modifier=".cg")
+        sums = tl.load(stats + N, mask=live, other=0.0, cache_modifier=".cg")
+        values = at[:, None, None] + n[None, :, None] * DP + d[None, None, :]
+        part = tl.load(values, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
+        new = tl.maximum(top, tl.max(found, 0))
         shift = tl.where(new == -float("inf"), 0.0, new)
-        share = tl.exp2(tops - shift[None, :])
+        share = tl.exp2(found - shift[None, :])
         keep = tl.exp2(top - shift)
         # selected after the product: one that is fused with the sum would leave other bits in other threads
-        total = total * keep + tl.sum(tl.where(share > 0, totals * share, 0.0), 0)
-        o = o * keep[:, None] + tl.sum(tl.where(share[:, :, None] > 0, parts * share[:, :, None], 0.0), 0)
+        total = total * keep + tl.sum(tl.where(live, sums * share, 0.0), 0)
+        o = o * keep[:, None] + tl.sum(tl.where(live[:, :, None], part * share[:, :, None], 0.0), 0)
         top = new
-        tops, totals, parts = next_tops, next_totals, next_parts
     return o, top, total
 
 

@@ -8,17 +8,26 @@ import triton
 
 from turbo_hf.kernels.decode import decode_kernel
 from turbo_hf.layout import FULL, AttentionOutput, KVStore
-from turbo_hf.ops.schedule import LivePlan, Plan, fixed_split, split_count, stream_k, tiles_of, whole_outputs
+from turbo_hf.ops.schedule import (
+    LivePlan,
+    Plan,
+    fixed_split,
+    full_rounds,
+    split_count,
+    stream_k,
+    tiles_of,
+    whole_outputs,
+)
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, decode_tiles
 
-PARTS = 16
-"""Partial results that the merge takes at a time, of 4 query rows and 128 channels; as many more are on their way."""
+PARTS = 32
+"""Partial results that the merge takes at a time, of 4 query rows and 128 channels."""
 
 MANY = 2.0
 """Outputs an SM from which on most CTAs have whole ones."""
 
 ROUND = 8
-"""Tiles of a CTA for which a longer merge is worth it, where few outputs leave SMs without work."""
+"""Tiles of a CTA for which one more round of the merge is worth it, where few outputs leave SMs without work."""
 
 LEAST = 2
 """Tiles of a CTA, where there is a choice; twice as many where a tile is one block."""
@@ -42,10 +51,10 @@ def _plan(
     if kind != "stream-k":
         parts = 1 if kind == "whole" else split_count(len(each), max(tiles), ctas)
         return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
-    # so many parts of an output are merged without much waiting, and a part of one tile is not worth its merge
-    steps, whole = int(each.sum()), 2 * PARTS * len(each)
+    # a round of the merge has room for so many parts of an output, and a part of one tile is not worth its merge
+    steps, whole = int(each.sum()), PARTS * len(each)
     rounds = max(1, steps // (whole * ROUND * 4 // blocks))
-    ctas = max(1, min(ctas, whole * rounds, steps // max(LEAST, 4 // blocks)))
+    ctas = full_rounds(max(1, min(ctas, whole * rounds, steps // max(LEAST, 4 // blocks))), whole)
     return stream_k(each, cost.repeat(len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 

@@ -17,7 +17,7 @@ from turbo_hf.kernels.select import (
 from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.launch_decode import sms
-from turbo_hf.ops.schedule import Kept
+from turbo_hf.ops.schedule import Kept, full_rounds
 from turbo_hf.ops.tuning import sparse_tiles
 
 SCAN = 1024
@@ -35,8 +35,8 @@ SLACK_TOKENS = 96
 EVERY = 1 << 30
 """More tokens than a row has."""
 
-PART_FLOATS = 1 << 13
-"""Numbers of partial results that a merge takes at a time; as many more are on their way."""
+PART_FLOATS = 1 << 14
+"""Numbers of partial results that a merge takes at a time."""
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -190,9 +190,7 @@ def sparse_decode(
     outputs = batch * kv_heads * queries * -(-group // rows)
     tune = sparse_tiles(padded, rows)
     ctas, parts_at_once = sms(q.device) * tune.occupancy, max(1, PART_FLOATS // (rows * padded))
-    # a merge of one part more than it takes at a time would wait once more: worth a few SMs
-    fewer = ctas // (outputs * parts_at_once) * (outputs * parts_at_once)
-    ctas = fewer if fewer > 0.9 * ctas else ctas
+    ctas = full_rounds(ctas, outputs * parts_at_once)
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
     # workspace behind at each step; and what rounding to strands adds
     room = (triton.next_power_of_2(max(1, store.table.shape[1])) + KNOTS) * store.block

@@ -73,6 +73,12 @@ def whole_outputs(tiles: torch.Tensor) -> Plan:
     return from_edges(tiles, tiles.cumsum(0)[:-1])
 
 
+def full_rounds(ctas: int, whole: int) -> int:
+    """CTAs without those that would cost one more round of the merge, `whole` CTAs each, where they are few."""
+    fewer = ctas // whole * whole
+    return fewer if fewer > 0.9 * ctas else ctas
+
+
 def fixed_split(tiles: torch.Tensor, parts: int) -> Plan:
     """Each output in `parts` equal shares, as far as it has tiles: FlashDecoding. tiles: int64 [outputs]."""
     first = tiles.cumsum(0) - tiles
