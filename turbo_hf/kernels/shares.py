@@ -113,6 +113,36 @@ def part_of(x, whole, of):
 
 
 @triton.jit
+def note_share(
+    noted, buckets, visited, low, high, cost, place, closed, sink, window,
+    BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Note the places of the sealed tokens of a share, low to high of an output that costs `cost`.
+
+    Of an output it takes as large a part of the tokens that are always attended to as of the blocks to look through.
+    noted, buckets, visited: pointers of the output, of its row and head, of its query.
+
+    Returns where the places stand, how many they are, and the begin and end of its open tokens.
+    """
+    first, recent, sealed, opened = extent(place, closed, sink, window)
+    always, blocks, _ = size(first, recent, sealed, opened, BLOCK, INDEX)
+    before_open = always - opened
+    from_always, to_always = part_of(low, always, cost), part_of(high, always, cost)
+    begin, end = tl.minimum(from_always, before_open), tl.minimum(to_always, before_open)
+    strands = tl.cdiv(blocks, KNOTS)
+    from_block = part_of(low, strands * KNOTS, cost)
+    noted += begin + from_block * BLOCK
+    found = note_always(noted, begin, end, first, recent, SCAN)
+    if INDEX:
+        found = note_visited(
+            noted, buckets, visited, from_block, part_of(high, strands * KNOTS, cost), strands, first, recent, found,
+            BLOCK, SCAN, KNOTS,
+        )  # fmt: skip
+    tl.debug_barrier()
+    return noted, found, tl.maximum(from_always - before_open, 0), to_always - before_open
+
+
+@triton.jit
 def snapped(x, cost, slack):
     """Where a share ends at x of an output: at its begin or end, if that is not more than `slack` away."""
     nearest = tl.where(x <= cost - x, 0, cost)
@@ -123,6 +153,19 @@ def snapped(x, cost, slack):
 def begin_of(cta, share, longer):
     """Where a CTA's share begins, of which the first `longer` are share + 1 and the others share."""
     return cta * share + tl.minimum(cta, longer)
+
+
+@triton.jit
+def share_of(cta, most, total, least, slack):
+    """The begin and the size of a CTA's share of `total`, one of up to `most` shares of at least `least`.
+
+    Returns too what `sharers` asks for: the size of a share, how many are longer by one, the slack they allow.
+    """
+    ctas = tl.maximum(tl.minimum(most, total // least), 1)
+    share, longer = total // ctas, total % ctas
+    begin = tl.where(cta < ctas, begin_of(cta, share, longer), total)
+    left = tl.where(cta < ctas, begin_of(cta + 1, share, longer), total) - begin
+    return begin, left, share, longer, tl.minimum((share - 1) // 2, slack)
 
 
 @triton.jit

@@ -10,18 +10,7 @@ from turbo_hf.kernels._common import tanh
 from turbo_hf.kernels.block_attention import LN_2, LOG2_E
 from turbo_hf.kernels.decode import _leave_part, _merge, _with_sinks
 from turbo_hf.kernels.lines import codes_of, line_of, order_of, signed, words
-from turbo_hf.kernels.shares import (
-    begin_of,
-    costs_of,
-    extent,
-    note_always,
-    note_visited,
-    part_of,
-    place_of,
-    sharers,
-    size,
-    snapped,
-)
+from turbo_hf.kernels.shares import costs_of, note_share, place_of, share_of, sharers, snapped
 
 
 @triton.jit
@@ -184,8 +173,7 @@ def sparse_decode_kernel(
 ):  # fmt: skip
     """An equal share of the work of all outputs: [row, KV head, query, part of the query heads].
 
-    Which share that is follows from the lengths of the rows, which every CTA reads: the host knows none of them. Of an
-    output it takes as large a part of the tokens that are always attended to as of the blocks to look through.
+    Which share that is follows from the lengths of the rows, which every CTA reads: the host knows none of them.
     least: cost of a CTA, where there is a choice. slack: what it takes or leaves for not sharing an output. OUTPUTS,
     HEADS: `outputs` and `kv_heads`, padded.
     """
@@ -196,12 +184,7 @@ def sparse_decode_kernel(
         o, outputs, chunks, queries, kv_heads, sink, window, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, INDEX, STARTS
     )
     ends = tl.cumsum(costs, 0)
-    total = tl.sum(costs, 0)
-    ctas = tl.maximum(tl.minimum(tl.num_programs(0), total // least), 1)
-    share, longer = total // ctas, total % ctas
-    slack = tl.minimum((share - 1) // 2, slack)
-    begin = tl.where(cta < ctas, begin_of(cta, share, longer), total)
-    left = tl.where(cta < ctas, begin_of(cta + 1, share, longer), total) - begin
+    begin, left, share, longer, slack = share_of(cta, tl.num_programs(0), tl.sum(costs, 0), least, slack)
     output = tl.sum((ends <= begin).to(tl.int32), 0)
     r = tl.arange(0, R)
     while left > 0:
@@ -223,47 +206,33 @@ def sparse_decode_kernel(
             live = own_row < GROUP
             head_of = head * GROUP + own_row
 
-            first, recent, sealed, open_count = extent(place, closed, sink, window)
-            always, blocks, _ = size(first, recent, sealed, open_count, BLOCK, INDEX)
-            before_open = always - open_count
-            from_always, to_always = part_of(low, always, cost), part_of(high, always, cost)
-            begin_sure, end_sure = tl.minimum(from_always, before_open), tl.minimum(to_always, before_open)
-            strands = tl.cdiv(blocks, KNOTS)
-            from_block = part_of(low, strands * KNOTS, cost)
-            noted = noted_ptr + output.to(tl.int64) * room + begin_sure + from_block * BLOCK
             buckets_at, visited_at = buckets_ptr + pair * index_cap, visited_ptr + n.to(tl.int64) * buckets
-            found = note_always(noted, begin_sure, end_sure, first, recent, SCAN)
-            if INDEX:
-                found = note_visited(
-                    noted, buckets_at, visited_at, from_block, part_of(high, strands * KNOTS, cost), strands,
-                    first, recent, found, BLOCK, SCAN, KNOTS,
-                )  # fmt: skip
-            tl.debug_barrier()
+            noted, found, open_begin, open_end = note_share(
+                noted_ptr + output.to(tl.int64) * room, buckets_at, visited_at, low, high, cost, place, closed, sink,
+                window, BLOCK, SCAN, KNOTS, INDEX,
+            )  # fmt: skip
 
             acc = tl.zeros([R, T, DP], tl.float32)
             top = tl.full([R, T, 1], -float("inf"), tl.float32)
             mass = tl.zeros([R, T, 1], tl.float32)
             c = tl.arange(0, DP)
-            own = slot
             counted = found * 0
+            q_at = q_ptr + row * q_strides[0] + query * q_strides[2] + head_of.to(tl.int64) * q_strides[1]
             for g in tl.static_range(len(SLOTS)):
-                if (own >= 0) & (own < SLOTS[g]):
-                    BITS_G: tl.constexpr = BITS[g]
-                    c = order_of(D, DP, 8 if BITS_G == 3 else 8 // BITS_G, 1 if BITS_G == 3 else 4)
-                    q_at = q_ptr + row * q_strides[0] + query * q_strides[2]
-                    q_at = q_at + head_of.to(tl.int64)[:, None, None] * q_strides[1] + c[None, None, :] * q_strides[3]
-                    q = tl.load(q_at, mask=live[:, None, None] & (c < D)[None, None, :], other=0.0).to(tl.float32)
+                if (slot >= 0) & (slot < SLOTS[g]):
+                    c = order_of(D, DP, 8 if BITS[g] == 3 else 8 // BITS[g], 1 if BITS[g] == 3 else 4)
+                    shown = live[:, None, None] & (c < D)[None, None, :]
+                    q = tl.load(q_at[:, None, None] + c[None, None, :] * q_strides[3], mask=shown, other=0.0)
                     factor = scaling if CAPPED else scaling * LOG2_E
                     acc, top, mass = _gather(
-                        heads[g], own, table_ptr + row * table_stride, noted, found, q, factor, softcap, acc, top, mass,
-                        SLOTS[g], D, DP, BLOCK, BITS_G, T, CAPPED,
+                        heads[g], slot, table_ptr + row * table_stride, noted, found, q.to(tl.float32), factor,
+                        softcap, acc, top, mass, SLOTS[g], D, DP, BLOCK, BITS[g], T, CAPPED,
                     )  # fmt: skip
                     acc, top, mass, counted = _gather_open(
-                        opened, pair, cap, buckets_at, visited_at, closed, place,
-                        tl.maximum(from_always - before_open, 0), to_always - before_open, sink, window, q, c, factor,
-                        softcap, acc, top, mass, D, DP, BITS_G, T, INDEX, CAPPED,
+                        opened, pair, cap, buckets_at, visited_at, closed, place, open_begin, open_end, sink, window,
+                        q.to(tl.float32), c, factor, softcap, acc, top, mass, D, DP, BITS[g], T, INDEX, CAPPED,
                     )  # fmt: skip
-                own -= SLOTS[g]
+                slot -= SLOTS[g]
             if READ:  # noqa: SIM102 - what is known when the kernel is compiled stands alone
                 if output % chunks == 0:
                     tl.atomic_add(read_ptr, (found + counted).to(tl.int64))
@@ -271,8 +240,8 @@ def sparse_decode_kernel(
             o_all, top_all, mass_all = _together(acc, top, mass)
             whole = high - low == cost
             if not whole:
-                _leave_part(o_all, top_all, mass_all, parts_ptr + (2 * cta + (low == 0)).to(tl.int64) * (R * (DP + 2)))
                 first_cta, shares = sharers(origin, cost, share, longer, slack)
+                _leave_part(o_all, top_all, mass_all, parts_ptr + (2 * cta + (low == 0)).to(tl.int64) * (R * (DP + 2)))
                 if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == shares - 1:
                     # every other CTA of this output is done: no one waits, and the order of the sum is that of shares
                     tl.store(arrived_ptr + output, 0)
