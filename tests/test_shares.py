@@ -13,19 +13,19 @@ shares = pytest.importorskip("turbo_hf.kernels.shares")
 @triton.jit
 def walk_kernel(costs_ptr, bounds_ptr, sharers_ptr, outputs, ctas, total, slack):  # type: ignore[no-untyped-def]
     """What each CTA takes of each output, [ctas, outputs, 2], and who shares it, [outputs, 2]."""
-    share, longer = total // ctas, total % ctas
-    slack = tl.minimum((share - 1) // 2, slack)
     origin = ctas * 0
     for output in range(outputs):
         cost = tl.load(costs_ptr + output)
         for cta in range(ctas):
-            begin = tl.maximum(shares.begin_of(cta, share, longer) - origin, 0)
-            end = tl.minimum(shares.begin_of(cta + 1, share, longer) - origin, cost)
+            begin, left, share, longer, allowed = shares.share_of(cta + origin * 0, ctas, total, 1, slack)
+            end = tl.minimum(begin + left - origin, cost)
+            begin = tl.maximum(begin - origin, 0)
             at = bounds_ptr + 2 * (cta * outputs + output)
             if begin < end:
-                tl.store(at, shares.snapped(begin, cost, slack))
-                tl.store(at + 1, shares.snapped(end, cost, slack))
-        first, count = shares.sharers(origin, cost, share, longer, slack)
+                tl.store(at, shares.snapped(begin, cost, allowed))
+                tl.store(at + 1, shares.snapped(end, cost, allowed))
+        _, _, share, longer, allowed = shares.share_of(origin * 0, ctas, total, 1, slack)
+        first, count = shares.sharers(origin, cost, share, longer, allowed)
         tl.store(sharers_ptr + 2 * output, first)
         tl.store(sharers_ptr + 2 * output + 1, count)
         origin += cost
