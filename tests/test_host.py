@@ -1,8 +1,10 @@
 """What a prompt costs the host: torch operations of a layer, and waits for the device; and when it hears of NaN."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.chunk import Chunk, chunk_of
 from turbo_hf.index import BucketIndex
 from turbo_hf.layer import TurboLayer
+from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
+from turbo_hf.ops.select import classify, visit
 from turbo_hf.selectors import Reformer
 from turbo_hf.transfer import require_finite, send
 
@@ -269,3 +273,56 @@ def test_buckets_find_their_places(starts: list[int] | None, device: torch.devic
     for row, (n, start) in enumerate(zip(held, starts or [0, 0, 0], strict=True)):
         assert (index.buckets[row, ..., :n] == 9).all()
         assert torch.equal(index.buckets[row, ..., n : n + 5 - start], new[row, ..., start:])
+
+
+def test_every_kernel_starts_on_the_device_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    # of a model over several GPUs most layers are not on the current one
+    model = tiny_llama().to(device)
+    chosen = SparseConfig(selector="lsh-reformer", buckets=16, probes=3, window_tokens=20, dense_layers=())
+    configs = [
+        TurboConfig(attention="turbo", cuda_graphs=False, **KERNELS),
+        TurboConfig(attention="fp16", sparse=chosen, cuda_graphs=False, **KERNELS),
+        TurboConfig(attention="int8", v_scale="channel", hadamard=True, cuda_graphs=False, **KERNELS),
+    ]
+    launched: dict[str, bool] = {}
+    guards: list[torch.Tensor] = []
+
+    @contextmanager
+    def guard(x: torch.Tensor) -> Iterator[None]:
+        guards.append(x)
+        yield
+        guards.pop()
+
+    def noted(run: Callable[..., Any]) -> Callable[..., Any]:
+        def start(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            name = kernel.fn.__name__
+            launched[name] = launched.get(name, True) and bool(guards)
+            return run(kernel, *args, **kwargs)
+
+        return start
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "device_of", guard)
+        for kind in (InterpretedFunction, JITFunction):
+            patched.setattr(kind, "run", noted(kind.run))
+        for config in configs:
+            with turbo_hf.patch(model, config):
+                ids = prompts(1, 70).to(device)
+                model.generate(ids, max_new_tokens=4, do_sample=False, prefill_chunk_size=40)
+        shapes = {"weight_1": (2, 16, 8), "bias_1": (2, 8), "weight_2": (2, 8, 4), "bias_2": (2, 4)}
+        weights = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
+        logits = classify(torch.zeros(1, 2, 1, 2, 16, device=device), weights, **KERNELS)
+        visit(logits, mass=0.5, **KERNELS)
+        codes, scale = quantize_tokens(torch.zeros(1, 2, 64, 16, device=device), **KERNELS)
+        seal_blocks(codes, scale, codes, scale, 4, **KERNELS)
+    assert launched == dict.fromkeys(launched, True)
+    step = {"append_step_kernel"}  # of CUDA graphs, which a model over several devices does without
+    assert launched.keys() | step == set(all_kernels()) - {"hopper_prefill_kernel"}
+
+
+def all_kernels() -> list[str]:
+    """The names of what the package launches."""
+    files = Path(turbo_hf.__file__).parent.glob("kernels/*.py")
+    return [name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text("utf-8"), re.M)]

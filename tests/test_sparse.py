@@ -146,16 +146,22 @@ def test_assign_says_what_is_wrong() -> None:
 # --- buckets that are visited ---------------------------------------------------------------------------------------
 
 
-def naive_visit(logits: Tensor, probes: int | None, mass: float | None, most: int | None) -> set[int]:
-    """logits [G, C] of one KV head and query: the buckets, one after the other."""
+def naive_visit(
+    logits: Tensor, probes: int | None, mass: float | None, most: int | None, keys: list[int] | None = None
+) -> set[int]:
+    """logits [G, C] of one KV head and query, keys of each bucket: the buckets, one after the other."""
     x = logits.double()
-    score = (x.sum(0) if mass is None else x.softmax(-1).mean(0)).tolist()
-    order = sorted(range(len(score)), key=lambda bucket: -score[bucket])
+    buckets = range(x.shape[-1])
     if mass is None:
-        return set(order[:probes])
+        return set(sorted(buckets, key=lambda bucket: -float(x.sum(0)[bucket]))[:probes])
+    keys = keys or [1 for _ in buckets]
+    each = x.exp() / (x.exp() * torch.tensor(keys)).sum(-1, keepdim=True)
+    order = [b for b in sorted(buckets, key=lambda b: -float(each.mean(0)[b])) if keys[b]]
+    share = [float(each.mean(0)[b]) * keys[b] for b in buckets]
     found: set[int] = set()
-    while len(found) < (most or len(score)) and sum(score[b] for b in order if b not in found) >= mass:
-        found.add(order[len(found)])
+    for bucket in order[:most]:
+        if sum(share[b] for b in order if b not in found) >= mass:
+            found.add(bucket)
     return found
 
 
@@ -191,6 +197,26 @@ def test_a_bucket_has_one_sum(group: int, buckets: int, device: torch.device) ->
         assert bool((visit(logits, probes=probes, backend="triton").sum(-1) == probes).all())
 
 
+@pytest.mark.parametrize("most", [None, 3])
+@pytest.mark.parametrize("mass", [0.02, 0.4])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("buckets", [5, 64, 200])
+def test_mass_takes_the_keys_that_hold_most_of_it(
+    buckets: int, group: int, mass: float, most: int | None, device: torch.device, backend: str
+) -> None:
+    logits = 2 * torch.randn(2, 2, 3, group, buckets, device=device)
+    sizes = torch.randint(0, 9, (2, 2, buckets), device=device).float() ** 2
+    sizes[1, 1] = 0.0
+    found = visit(logits, mass=mass, most=most, sizes=sizes, backend=backend)
+    assert not found[1, 1].any(), "there is nothing to read"
+    for at in ((0, 0, 0), (0, 1, 2), (1, 0, 1)):
+        keys = [int(n) for n in sizes[at[:2]].tolist()]
+        got = set(found[at].nonzero().flatten().tolist())
+        # float32 may end a bucket earlier or later where the mass left is all but equal
+        near = [naive_visit(logits[at].cpu(), None, mass * (1 + by), most, keys) for by in (-1e-4, 0, 1e-4)]
+        assert got in near
+
+
 def test_visits_of_every_number(backend: str) -> None:
     logits = torch.randn(1, 1, 1, 2, 33)
     counts = [int(visit(logits, probes=n, backend=backend).sum()) for n in range(1, 34)]
@@ -210,6 +236,8 @@ def test_visits_of_every_number(backend: str) -> None:
         ({"mass": 0.5, "most": 5}, "most must be from 1 to the 4 buckets; got 5"),
         ({"mass": 1.0}, r"mass must be between 0 and 1; got 1\.0"),
         ({"mass": 0.0}, r"mass must be between 0 and 1; got 0\.0"),
+        ({"probes": 1, "sizes": torch.ones(1, 1, 4)}, r"sizes must be \(1, 1, 4\) on cpu, and come with mass; got"),
+        ({"mass": 0.5, "sizes": torch.ones(1, 1, 3)}, r"and come with mass; got \(1, 1, 3\) on cpu"),
     ],
 )
 def test_visit_says_what_is_wrong(how: dict[str, Any], message: str) -> None:

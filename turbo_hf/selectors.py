@@ -11,9 +11,6 @@ from turbo_hf.config import SparseConfig
 from turbo_hf.ops.select import Rotary, assign, classify, visit
 from turbo_hf.reference.select import unrotated
 
-EMPTY = 1e-30
-"""In place of no key at all, where the logarithm of a number of keys is taken."""
-
 
 @dataclass(frozen=True, slots=True)
 class Selectivity:
@@ -114,9 +111,9 @@ class Selector:
         """Note in `tally` what the host knows of a step; arguments as there."""
         self.tally.add(lengths, tokens, heads, self.config.sink_tokens + self.window)
 
-    def _visit(self, logits: torch.Tensor) -> torch.Tensor:
+    def _visit(self, logits: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
         how = self.config
-        found = visit(logits, probes=how.count, mass=how.mass, most=how.most_probes, backend=self.backend)
+        found = visit(logits, probes=how.count, mass=how.mass, most=how.most_probes, sizes=sizes, backend=self.backend)
         return found[:, :, :, None]
 
     def __str__(self) -> str:
@@ -157,11 +154,7 @@ class Centroids(Selector):
     def visited(
         self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        logits = self.logits(queries, rotary)
-        if sizes is not None:
-            # a logit tells the mass of one key of the bucket
-            logits = logits + sizes.clamp(min=EMPTY).log()[:, :, None, None]
-        return self._visit(logits)
+        return self._visit(self.logits(queries, rotary), sizes)
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._weights.values())

@@ -133,16 +133,17 @@ def _best(u, live, count):
 
 @triton.jit
 def _until(u, p, live, mass):
-    """Which hold the probability p, largest first, until less than `mass` of it is left; u: p as `_ordered`."""
+    """Which hold the probability p, largest u first, until less than `mass` of it is left; of equals the first."""
     bound = tl.zeros([], tl.int64)
     for i in range(32):
         trial = bound + (tl.full([], 1, tl.int64) << (31 - i))
         beyond = tl.sum(tl.where(live & (u >= trial), p, 0.0), 0) > 1 - mass
         bound = tl.where(beyond, trial, bound)
     above = live & (u > bound)
-    equal = (live & (u == bound)).to(tl.float32)
-    before = tl.sum(tl.where(above, p, 0.0), 0) + (tl.cumsum(equal, 0) - equal) * p
-    return above | ((equal > 0) & (before <= 1 - mass))
+    equal = live & (u == bound)
+    own = tl.where(equal, p, 0.0)
+    before = tl.sum(tl.where(above, p, 0.0), 0) + tl.cumsum(own, 0) - own
+    return above | (equal & (before <= 1 - mass))
 
 
 @triton.jit
@@ -181,11 +182,15 @@ def rank_kernel(
 @triton.jit
 def visit_kernel(
     logits_ptr,  # [N, G, C]
+    sizes_ptr,  # float32 [N / queries, C]
     out_ptr,  # uint8 [N, C]
-    group, buckets, most, mass,
-    G: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr,
+    group, buckets, queries, most, mass,
+    G: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr, SIZED: tl.constexpr,
 ):  # fmt: skip
-    """One KV head and query: its visits by mass, with COUNT at most `most` (`ops.select.visit`). G, C: padded."""
+    """One KV head and query: its visits by mass, with COUNT at most `most` (`ops.select.visit`). G, C: padded.
+
+    SIZED: buckets have the sizes given; otherwise one key each.
+    """
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
     g = tl.arange(0, G)
@@ -193,15 +198,21 @@ def visit_kernel(
     inside = (g < group)[:, None] & live[None, :]
     at = logits_ptr + (n * group + g)[:, None] * buckets + c[None, :]
     x = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
+    keys = tl.full([C], 1.0, tl.float32)
+    if SIZED:
+        keys = tl.load(sizes_ptr + n // queries * buckets + c, mask=live, other=0.0)
+        live = keys > 0
+        x += tl.where(live, tl.log(tl.where(live, keys, 1.0)), -float("inf"))[None, :]
     top = tl.max(x, 1)
-    p = tl.exp(x - tl.where((g < group), top, 0.0)[:, None])
-    p = p / tl.where(g < group, tl.sum(p, 1), 1.0)[:, None]
-    score = tl.sum(p, 0) / group
-    u = _ordered(score)
-    taken = live & _until(u, score, live, mass)
+    p = tl.exp(x - tl.where(top == -float("inf"), 0.0, top)[:, None])
+    total = tl.sum(p, 1)
+    p = p / tl.where(total > 0, total, 1.0)[:, None]
+    share = tl.sum(p, 0) / group
+    u = _ordered(tl.where(live, share / tl.where(live, keys, 1.0), 0.0))
+    taken = _until(u, share, live, mass)
     if COUNT:
         taken = taken & _best(u, live, most)
-    tl.store(out_ptr + n * buckets + c, taken.to(tl.uint8), mask=live)
+    tl.store(out_ptr + n * buckets + c, taken.to(tl.uint8), mask=c < buckets)
 
 
 @triton.jit

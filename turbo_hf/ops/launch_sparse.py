@@ -134,7 +134,14 @@ def classify(
     return out
 
 
-def visit(logits: torch.Tensor, *, probes: int | None, mass: float | None, most: int | None) -> torch.Tensor:
+def visit(
+    logits: torch.Tensor,
+    *,
+    probes: int | None = None,
+    mass: float | None = None,
+    most: int | None = None,
+    sizes: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`ops.select.visit`."""
     *shape, group, buckets = logits.shape
     out = torch.empty(*shape, buckets, dtype=torch.bool, device=logits.device)
@@ -147,9 +154,9 @@ def visit(logits: torch.Tensor, *, probes: int | None, mass: float | None, most:
             )  # fmt: skip
         else:
             visit_kernel[(lists,)](
-                logits.contiguous(), out.view(torch.uint8), group, buckets, most or 0, mass,
-                G=triton.next_power_of_2(group), C=triton.next_power_of_2(buckets), COUNT=most is not None,
-                num_warps=4,
+                logits.contiguous(), logits if sizes is None else sizes.float().contiguous(), out.view(torch.uint8),
+                group, buckets, shape[2], most or 0, mass, G=triton.next_power_of_2(group),
+                C=triton.next_power_of_2(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4,
             )  # fmt: skip
     return out
 

@@ -102,16 +102,19 @@ def visit(
     probes: int | None = None,
     mass: float | None = None,
     most: int | None = None,
+    sizes: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Which buckets a step visits: one choice for all query heads of a KV head.
 
-    By count: the `probes` buckets of the largest sum of logits over the query heads (SAAP). By mass (ours): the
-    buckets of the largest mean probability over the query heads, until those left hold less than `mass` of it.
+    By count: the `probes` buckets of the largest sum of logits over the query heads (SAAP). By mass (ours): a logit
+    tells the mass of one key of the bucket; buckets in the order of their mean mass a key over the query heads, until
+    those left hold less than `mass` of it. That reads the fewest keys for a mass.
 
     Args:
         logits: float [B, Hkv, M, G, C], what the classifier (or another selector) says of each query head.
         probes: buckets to visit, or None with mass: a share above 0 and below 1. most: visited at most under `mass`.
+        sizes: float [B, Hkv, C], keys of each bucket, for `mass`; an empty one is not visited. None: one each.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -130,11 +133,16 @@ def visit(
             raise ValueError(f"{name} must be from 1 to the {buckets} buckets; got {value}.")
     if mass is not None and not 0 < mass < 1:
         raise ValueError(f"mass must be between 0 and 1; got {mass}.")
+    shape = (*logits.shape[:2], buckets)
+    if sizes is not None and (mass is None or sizes.shape != shape or sizes.device != logits.device):
+        raise ValueError(
+            f"sizes must be {shape} on {logits.device}, and come with mass; got {tuple(sizes.shape)} on {sizes.device}."
+        )
     if logits.numel() and uses_triton(backend, logits.device, _obstacle(logits, mass)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.visit(logits, probes=probes, mass=mass, most=most)
-    return reference.visit(logits, probes=probes, mass=mass, most=most)
+        return launch_sparse.visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
+    return reference.visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
 
 
 def _obstacle(logits: torch.Tensor, mass: float | None) -> str | None:

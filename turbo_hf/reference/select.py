@@ -36,17 +36,28 @@ def assign(
 
 
 def visit(
-    logits: torch.Tensor, *, probes: int | None = None, mass: float | None = None, most: int | None = None
+    logits: torch.Tensor,
+    *,
+    probes: int | None = None,
+    mass: float | None = None,
+    most: int | None = None,
+    sizes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    # the second layer of the classifier is linear: one summation over the group serves all its queries
-    score = logits.float().sum(3) if mass is None else logits.float().softmax(-1).mean(3)
-    ranked, bucket = score.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(score.shape[-1], device=score.device)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
     if mass is None:
-        taken = (rank < (probes or 0)).expand_as(ranked)
+        # the second layer of the classifier is linear: one summation over the group serves all its queries
+        score = logits.float().sum(3)
+        bucket = score.argsort(dim=-1, descending=True, stable=True)
+        taken = (rank < (probes or 0)).expand_as(bucket)
     else:
+        keys = (torch.ones_like(logits[:, :, 0, 0]) if sizes is None else sizes).float()[:, :, None]
+        share = (logits.float() + keys.log()[:, :, :, None]).softmax(-1).mean(3)
+        # the fewest keys that hold a mass are those of the largest mass each
+        score = torch.where(keys > 0, share / keys, -torch.inf)
+        bucket = score.argsort(dim=-1, descending=True, stable=True)
+        ranked = share.gather(-1, bucket)
         left = 1 - (ranked.cumsum(-1) - ranked)
-        taken = (left >= mass) & (rank < (most or len(rank)))
+        taken = (left >= mass) & (rank < (most or len(rank))) & (keys > 0).expand_as(share).gather(-1, bucket)
     return torch.zeros_like(score, dtype=torch.bool).scatter(-1, bucket, taken)
 
 
