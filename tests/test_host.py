@@ -282,9 +282,9 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
     model = tiny_llama().to(device)
     chosen = SparseConfig(selector="lsh-reformer", buckets=16, probes=3, window_tokens=20, dense_layers=())
     configs = [
-        TurboConfig(attention="turbo", cuda_graphs=False, **KERNELS),
-        TurboConfig(attention="fp16", sparse=chosen, cuda_graphs=False, **KERNELS),
-        TurboConfig(attention="int8", v_scale="channel", hadamard=True, cuda_graphs=False, **KERNELS),
+        TurboConfig(attention="turbo", block_size=32, cuda_graphs=False, **KERNELS),
+        TurboConfig(attention="fp16", sparse=chosen, block_size=32, cuda_graphs=False, **KERNELS),
+        TurboConfig(attention="int8", v_scale="channel", hadamard=True, block_size=32, cuda_graphs=False, **KERNELS),
     ]
     launched: dict[str, bool] = {}
     guards: list[torch.Tensor] = []

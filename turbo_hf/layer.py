@@ -78,7 +78,7 @@ class TurboLayer(CacheLayerMixin):
             raise ValueError(
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
-        self.order = send(order, self.device).repeat(self.rows, 1)
+        self.order = send(order * self.rows, self.device).view(self.rows, self.heads)
         # nothing to decide: one width for all heads, or an order that was given
         self.settled = len(groups) == 1 or self.head_order is not None
         self.ordered = [self.settled] * self.rows

@@ -21,7 +21,10 @@ from turbo_hf.ops.schedule import (
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, decode_tiles
 
 PARTS = 32
-"""Partial results that the merge takes at a time, of 4 query rows and 128 channels."""
+"""Partial results of an output up to which no round of the merge is spared by fewer CTAs."""
+
+MERGED = 128
+"""Numbers of partial results that a thread merges at a time: more do not fit its registers."""
 
 MANY = 2.0
 """Outputs an SM from which on most CTAs have whole ones."""
@@ -187,7 +190,7 @@ def decode(
             STARTS=starts is not None,
             SINKS=sinks is not None,
             STAGES=tune.stages,
-            PARTS=max(1, min(most_parts, PARTS * 512 // (per_output * padded))),
+            PARTS=max(1, min(most_parts, MERGED * 32 * tune.blocks // (per_output * padded))),
             ASM=q.is_cuda,
             num_warps=tune.blocks,
         )
