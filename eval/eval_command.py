@@ -1,15 +1,17 @@
 """`turbo-hf eval`: the run, the tables, the files."""
 
 import importlib.util
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from turbo_hf.calibration.artifacts import Calibration, find
 from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
-from turbo_hf.eval.methods import AGAIN, BASELINE, expanded, is_simulated, known_methods, method_named
+from turbo_hf.eval.methods import AGAIN, BASELINE, applied, expanded, is_simulated, known_methods, method_named
 from turbo_hf.eval.output import Report, show, write_report
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.record import identity, open_run, write_whole
@@ -43,6 +45,11 @@ def eval_command(
     data: Annotated[Path | None, typer.Option(help="A folder of local data sets; default: the Hub.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items a task; marks the table as no result.")] = None,
     longest: Annotated[int | None, typer.Option(min=64, help="Tokens of the longest prompt.")] = None,
+    shortest: Annotated[int, typer.Option(min=0, help="Of the shortest, where a task has several lengths.")] = 0,
+    task: Annotated[list[str] | None, typer.Option(help="Only this task of the suite; may be repeated.")] = None,
+    calibration: Annotated[
+        str, typer.Option(help="For methods that need one: a folder or Hub id; auto: beside the checkpoint.")
+    ] = "auto",
     batch: Annotated[int | None, typer.Option(min=1, help="Rows a batch, at most: 8; on a GPU 512.")] = None,
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens a batch with replies, at most: no bound; on a GPU 262144.")
@@ -77,6 +84,8 @@ def eval_command(
         chosen = folder or Path("eval-results") / f"{Path(model).name.replace(':', '-')}-{suite}"
         items = limit or (SMOKE_ITEMS if suite == "smoke" else None)
         if suite == "serve":
+            if task or shortest or calibration != "auto":
+                raise ValueError("the suite serve takes no --task, --shortest or --calibration; it has no tasks.")
             own = trace or (data / TRACE if data is not None else None)
             sized = tuple(parse_tokens(text) for text in context or ["1k"])
             plan = Plan(sized, batch or 8, new, rounds, own, requests, longest or LONGEST["serve"])
@@ -85,7 +94,8 @@ def eval_command(
                 print(as_json(result))  # noqa: T201
             return
         sizes = _batch_sizes(batch, batch_tokens, device)
-        found = _run(model, suite, wanted, data, items, longest or LONGEST.get(suite, 16384), sizes, chosen, device)
+        asked = Limits(0, longest or LONGEST.get(suite, 16384), items, shortest, tuple(task or ()))
+        found = _run(model, suite, wanted, data, asked, sizes, calibration, chosen, device)
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake
     if json_line:
@@ -104,28 +114,34 @@ def _run(
     suite: str,
     wanted: list[str],
     data: Path | None,
-    limit: int | None,
-    longest: int,
+    asked: Limits,
     sizes: tuple[int, int | None],
+    calibration: str,
     folder: Path,
     device: str,
 ) -> dict[str, Any]:
+    """asked: without the model's context."""
     # the harness takes seconds to import, and is an extra
     from turbo_hf.eval.evaluate import SEED, load_tasks, quiet, run_method  # noqa: PLC0415
     from turbo_hf.eval.report import report  # noqa: PLC0415
 
     quiet()
     loaded, tokenizer = load(model, device)
+    made = find(loaded) if calibration == "auto" else Calibration.from_pretrained(calibration)
+    for name in wanted:
+        # what cannot be patched must not wait for the methods before it
+        with applied(loaded, method_named(name), made):
+            pass
     positions = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    context = min(positions or longest + REPLY_ROOM, longest + REPLY_ROOM)
-    limits = Limits(context, longest, limit)
+    room = asked.longest + REPLY_ROOM
+    limits = replace(asked, context=min(positions or room, room))
     with err.status(f"reading the tasks of {suite}"):
         specs, notes = build(suite, tokenizer, limits, data)
         prompts = Prompts(tokenizer)
         tasks, skipped = load_tasks(specs, prompts, limits)
     batch, batch_tokens = sizes
-    options = {"suite": suite, "limit": limit, "longest": longest, "context": context, "seed": SEED}
-    options |= {"batch": batch, "batch_tokens": batch_tokens}
+    options = {"suite": suite, **asdict(limits), "seed": SEED, "batch": batch, "batch_tokens": batch_tokens}
+    options["calibration"] = None if made is None else made.digest()
     meta = open_run(folder, identity(loaded, tokenizer, tasks, options))
     notes += skipped
     if str(loaded.device).startswith("cuda"):
@@ -138,8 +154,9 @@ def _run(
     for number, (label, method) in enumerate(runs.items(), 1):
         err.print(f"{label} ({number} of {len(runs)})", style="bold", highlight=False)
         outcomes[label] = run_method(
-            label, method, loaded, prompts, tasks, folder, batch=batch, batch_tokens=batch_tokens, limits=limits
-        )
+            label, method, loaded, prompts, tasks, folder, batch=batch, batch_tokens=batch_tokens, limits=limits,
+            calibration=made,
+        )  # fmt: skip
         left = list(runs)[number:]
         if left and number < 3:
             continue

@@ -12,6 +12,7 @@ from lm_eval.api.model import CachingLM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
+from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.eval.methods import BASELINE
 from turbo_hf.eval.model import Batch, TurboLM
 from turbo_hf.eval.prompts import Prompts
@@ -19,6 +20,7 @@ from turbo_hf.eval.record import write_whole
 from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec
+from turbo_hf.handle import Handle
 
 SEED = 1234
 """Of few-shot samplers and torch; decoding is greedy."""
@@ -104,6 +106,7 @@ def run_method(
     batch: int,
     batch_tokens: int | None = None,
     limits: Limits,
+    calibration: Calibration | None = None,
 ) -> Outcome:
     """Run one method on every task, or read what an earlier run of it left.
 
@@ -115,6 +118,7 @@ def run_method(
             is done samples_TASK.jsonl and results.json.
         batch: rows of a batch, at most. batch_tokens: its tokens, at most; None: no bound.
         limits: what the tasks were built with.
+        calibration: for methods that need one.
     """
     own = folder / label.replace(" ", "-").replace("/", "-")
     own.mkdir(parents=True, exist_ok=True)
@@ -128,6 +132,7 @@ def run_method(
         lm = TurboLM(
             model,
             preset=method,
+            calibration=calibration,
             tokenizer=prompts.tokenizer,
             prompts=prompts,
             batch_size=batch,
@@ -145,6 +150,7 @@ def run_method(
                     bootstrap_iters=BOOTSTRAP,
                     log_samples=True,
                 )
+            found["keys_read"] = [] if lm.handle is None else _keys_read(lm.handle)
         finally:
             lm.close()
             with contextlib.suppress(Exception):  # closing must not hide what ended the run
@@ -156,6 +162,12 @@ def run_method(
         # last: its presence says that everything above is there
         write_whole(own / "results.json", json.dumps(found, default=str, indent=1))
     return _read(own, list(tasks))
+
+
+def _keys_read(handle: Handle) -> list[dict[str, float]]:
+    """By sparse layer, the keys that decode steps of this process read, and their shares."""
+    layers = handle.report().selectivity
+    return [{**asdict(layer), "share": layer.share, "share_beyond": layer.share_beyond} for layer in layers]
 
 
 def _lean(sample: dict[str, Any], *, with_prompt: bool) -> dict[str, Any]:

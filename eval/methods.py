@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from transformers import QuantizedCache
 
+from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config import ATTENTION_MODES, PRESETS, SparseConfig, TurboConfig, resolve_config
 from turbo_hf.eval.simulate import Scheme, gear_l, kivi
 from turbo_hf.eval.simulated_cache import compressed_cache, window_cache
@@ -62,9 +63,14 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "ablation-blocks": tuple(f"{preset}+block_size={b}" for preset in ("turbo4", "turbo2") for b in (32, 64, 128)),
     # FlashQ alone, SAS alone (16-bit storage and attention), both
     "ablation-parts": ("turbo4", "turbo4/fp16+bits=16+sas=True", "turbo4+sas=True"),
+    # SAAP: the window alone, then more and more buckets; other numbers of clusters by --calibration
+    "ablation-probes": (
+        "turbo4@window",
+        *(f"turbo4@{chosen}:probes={n}" for chosen in ("kmeans-rotated", "kmeans", "saap") for n in (8, 16, 32, 64)),
+    ),
     "ablation-sas": ("turbo4", *(f"turbo4+sas=True+sas_threshold={t}" for t in (-4, -6, -8, -10)), "turbo4+sas=True"),
 }
-"""Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6)."""
+"""Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6)."""
 
 
 def known_methods() -> str:
@@ -179,10 +185,13 @@ def _sparse_value(field: str, text: str) -> object:
 
 
 @contextmanager
-def applied(model: Any, method: Method) -> Iterator[Handle | None]:
-    """The model under that method inside the `with`, and as it was after it; yields the patch's handle, if any."""
+def applied(model: Any, method: Method, calibration: Calibration | str | None = "auto") -> Iterator[Handle | None]:
+    """The model under that method inside the `with`, and as it was after it; yields the patch's handle, if any.
+
+    calibration: for methods that need one: itself, a folder or a Hub id; "auto": beside the checkpoint.
+    """
     if method.config is not None:
-        with patch(model, method.config) as handle:
+        with patch(model, method.config, calibration=calibration) as handle:
             yield handle
         return
     before = model.config.get_text_config(decoder=True)._attn_implementation

@@ -12,6 +12,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
+from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import applied, method_named
 from turbo_hf.eval.prompts import Prompts
@@ -49,6 +50,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
     Args:
         pretrained: a folder, a Hub id, or a loaded model.
         preset: a method of `turbo_hf.eval.methods`: fp16 and fp16-eager (both unpatched), presets, other caches.
+        calibration: for methods that need one: itself, a folder or a Hub id; "auto": beside the checkpoint.
         attention: how a prompt's attention is computed, as in `TurboConfig.attention`; None: as the preset says.
         chunk: scored tokens a pass.
         batch_tokens: tokens of a batch of `generate`, at most: prompts, padding and replies; `batch_size` still bounds
@@ -66,6 +68,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         pretrained: Any,
         preset: str = "turbo4",
         attention: str | None = None,
+        calibration: Calibration | str | None = "auto",
         chunk: int = 64,
         batch_tokens: int | None = None,
         prompts: Prompts | None = None,
@@ -84,7 +87,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         self.prompts = prompts or Prompts(self.tokenizer)
         self._on_batch = on_batch
         self._stack = ExitStack()
-        self.handle = self._stack.enter_context(applied(self.model, self.method))
+        self.handle = self._stack.enter_context(applied(self.model, self.method, calibration))
 
     def close(self) -> None:
         """Take the patch off: the model is what it was, and this object runs HFLM's own code. Twice is harmless."""

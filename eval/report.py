@@ -32,7 +32,8 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         and over those whose baseline is at least 80 % right, with the pairs of all items. lengths: the same verdicts by
         length of the prompt, pooled over tasks that have several lengths. differences: points of accuracy against the
         baseline. perplexity: a row a metric. memory: bytes of a row's cache by its tokens. serving: bytes of the KV
-        cache a token, against the baseline's, and generated tokens a second.
+        cache a token, against the baseline's, and generated tokens a second. reading: of sparse methods the share of
+        the keys that decode steps read in the layers that are sparse, and without the dense part.
     """
     rows = []
     headline: dict[str, dict[str, list[bool]]] = {}
@@ -71,6 +72,7 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         "perplexity": _perplexities(outcomes),
         "memory": {label: _memory(outcome.batches) for label, outcome in outcomes.items()},
         "serving": _serving(outcomes),
+        "reading": _reading(outcomes),
     }
 
 
@@ -178,6 +180,16 @@ def _serving(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float | int
     return serving
 
 
+def _reading(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
+    found = {}
+    for label, outcome in outcomes.items():
+        layers = outcome.results.get("keys_read")
+        if layers:
+            there, dense, read = (sum(layer[part] for layer in layers) for part in ("there", "dense", "read"))
+            found[label] = {"share": read / max(1, there), "share_beyond": (read - dense) / max(1, there - dense)}
+    return found
+
+
 def _bytes(batches: list[Batch]) -> float | None:
     tokens = sum(b.kv_tokens for b in batches)
     return sum(b.kv_bytes for b in batches) / tokens if tokens else None
@@ -232,6 +244,10 @@ def tables(found: dict[str, Any]) -> list[Table]:
     ]
     headings = ["method", "prompts", "KV bytes/token", "ratio", "tokens/s", "bytes are"]
     shown.append(Table("memory and speed of generation", headings, serving))
+    if found["reading"]:
+        rows = [[label, f"{own['share']:.1%}", f"{own['share_beyond']:.1%}"] for label, own in found["reading"].items()]
+        headings = ["method", "of all", "beyond the dense part"]
+        shown.append(Table("keys that decode steps of sparse layers read", headings, rows))
     return shown
 
 

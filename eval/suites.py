@@ -76,11 +76,16 @@ LAB_ITEMS = 200
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of a suite is run. context: tokens that the model has positions for; longest: of a prompt, as asked."""
+    """How much of a suite is run. context: tokens that the model has positions for; longest: of a prompt, as asked.
+
+    shortest: likewise, of items whose length can be chosen. only: tasks, of those that the suite has; empty: all.
+    """
 
     context: int
     longest: int
     limit: int | None = None
+    shortest: int = 0
+    only: tuple[str, ...] = ()
 
 
 def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) -> tuple[list[Spec], list[str]]:
@@ -122,25 +127,33 @@ def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) 
         if data is None:
             raise ValueError("the suite lab needs --data, a folder with lab_tasks/ in it.")
         specs += _lab(data, tokenizer, limits, notes, None)
-    return specs, notes
+    return _only(specs, suite, limits.only), notes
+
+
+def _only(specs: list[Spec], suite: str, wanted: tuple[str, ...]) -> list[Spec]:
+    there = [spec.name for spec in specs]
+    strange = [name for name in wanted if name not in there]
+    if strange:
+        raise ValueError(f"no task {', '.join(strange)} here; the tasks of {suite} are {', '.join(there)}.")
+    return [spec for spec in specs if not wanted or spec.name in wanted]
 
 
 def _needles(suite: str, tokenizer: Any, limits: Limits, notes: list[str]) -> list[Spec]:
     lengths = {"smoke": [512, 1024], "core": [1024, 2048, 4096]}.get(suite) or _doubled(1024, limits)
     depths, seeds = (DEPTHS[::5], range(2)) if suite == "smoke" else (DEPTHS, range(1 if suite == "core" else 5))
-    fit = [length for length in lengths if length <= min(limits.longest, limits.context - REPLY)]
+    fit = [length for length in lengths if limits.shortest <= length <= min(limits.longest, limits.context - REPLY)]
     left = sorted(set(lengths) - set(fit))
     if left:
         notes.append(
-            f"needle: lengths {', '.join(map(str, left))} left out: beyond --longest {limits.longest} or "
-            f"{limits.context} positions."
+            f"needle: lengths {', '.join(map(str, left))} left out: below --shortest {limits.shortest}, beyond "
+            f"--longest {limits.longest} or {limits.context} positions."
         )
     return [needle_task(tokenizer, fit, depths, list(seeds), limits.limit)] if fit else []
 
 
 def _doubled(first: int, limits: Limits) -> list[int]:
-    """Lengths from `first` on, each twice the one before, up to the longest asked for."""
-    return [first * 2**i for i in range(16) if first * 2**i <= limits.longest]
+    """Lengths from `first` on, each twice the one before, within what was asked for."""
+    return [first * 2**i for i in range(16) if limits.shortest <= first * 2**i <= limits.longest]
 
 
 def _ruler(suite: str, tokenizer: Any, limits: Limits, data: Path | None, notes: list[str]) -> list[Spec]:
@@ -164,12 +177,13 @@ def _infinite(tokenizer: Any, limits: Limits, notes: list[str]) -> list[Spec]:
 
 def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: tuple[str, ...] | None) -> list[Spec]:
     fit = min(limits.longest, limits.context)
-    families = lab_families(data / "lab_tasks", tokenizer, fit)
-    notes.append(f"lab families: {LAB_ITEMS} items at most, spread evenly, of {fit} tokens or fewer.")
+    families = lab_families(data / "lab_tasks", tokenizer, fit, limits.shortest)
+    least = f"{limits.shortest} to " if limits.shortest else "up to "
+    notes.append(f"lab families: {LAB_ITEMS} items at most, spread evenly, of {least}{fit} tokens.")
     for name in chosen or ():
         _expect(data, f"lab_tasks/{name}.jsonl")
         if name not in families:
-            notes.append(f"{name}: left out; it has no item of {fit} tokens or fewer.")
+            notes.append(f"{name}: left out; it has no item of {least}{fit} tokens.")
     names = [name for name in chosen or families if name in families]
     most = min(limits.limit or LAB_ITEMS, LAB_ITEMS)
     return [lab_task(name, families[name], most) for name in names]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from turbo_hf.eval import infinitebench, ruler
-from turbo_hf.eval.lab_tasks import Item, load_items
+from turbo_hf.eval.lab_items import Item, load_items
 from turbo_hf.eval.needle import needle_grid, prose
 from turbo_hf.eval.scorers import OWN, RULER, Scorer, right_choice
 
@@ -127,13 +127,13 @@ def lab_task(name: str, items: list[Item], limit: int | None = None) -> Spec:
     return Spec(name, _own_task(name, docs, judge, until, longest), OWN)
 
 
-def lab_families(folder: Path, tokenizer: Any, longest: int) -> dict[str, list[Item]]:
-    """Items of each family up to `longest` tokens, ValueError where the folder is no such set."""
+def lab_families(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) -> dict[str, list[Item]]:
+    """Items of each family from `shortest` to `longest` tokens, ValueError where the folder is no such set."""
     missing = [name for name in ("haystack.txt", "words.json") if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"expected {missing[0]} and one JSONL file a family in {folder}; pass --data with lab_tasks/.")
     families: dict[str, list[Item]] = {}
-    for item in load_items(folder, tokenizer, longest):
+    for item in load_items(folder, tokenizer, longest, shortest):
         families.setdefault(item.task, []).append(item)
     return families
 

@@ -1,6 +1,7 @@
 """Sparse methods in the evaluation: their names, and a paired run of the task sets with what they read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from typer.testing import CliRunner
 
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cli import app
-from turbo_hf.eval import lab_tasks
 from turbo_hf.eval.methods import method_named
 
 
@@ -57,7 +57,7 @@ def test_wrong_names_get_one_sentence(name: str, message: str) -> None:
 
 
 def items(folder: Path) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "haystack.txt").write_text("Grass grows. " * 100)
     (folder / "words.json").write_text("[]")
     rows: list[dict[str, Any]] = []
@@ -69,33 +69,54 @@ def items(folder: Path) -> None:
     (folder / "made.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_a_paired_run_tells_what_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    items(tmp_path / "data")
+def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
+    items(tmp_path / "data" / "lab_tasks")
     lab(settings=SMALL).save_pretrained(tmp_path / "index")
-    runs: list[Any] = []
-    monkeypatch.setattr(lab_tasks, "_print", runs.append)
     methods = ["turbo4", "turbo4@saap:probes=4:window_tokens=63", "turbo4@window:window_tokens=63"]
-    lab_tasks.main(
-        str(LAB_MODEL),
-        tmp_path / "data",
-        tmp_path / "out.json",
-        methods,
-        None,
-        1000,
-        500,
-        str(tmp_path / "index"),
-        "cpu",
-    )
-    report = json.loads((tmp_path / "out.json").read_text())
-    assert report["families"]["all"]["items"] == 1, "the short item is left out"
-    read = report["keys_read"]
-    assert read["turbo4"] == []
-    assert [layer["layer"] for layer in read[methods[1]]] == [1, 2, 3, 4, 5]
-    for sparse, window in zip(read[methods[1]], read[methods[2]], strict=True):
-        assert window["share_beyond"] == 0
-        assert 1 > sparse["share"] > window["share"] > 0
-    with pytest.raises(ValueError, match="fp16 is the unpatched model, which runs anyway"):
-        lab_tasks._config("fp16")
+    words = ["eval", str(LAB_MODEL), "--suite", "lab", "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out")]
+    words += ["--shortest", "500", "--longest", "1000", "--task", "made", "--device", "cpu"]
+    words += [word for method in methods for word in ("--methods", method)]
+    missing = CliRunner().invoke(app, words)
+    assert missing.exit_code == 1
+    assert 'selector "saap" needs a calibration of this model' in " ".join(missing.output.split())
+    result = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [(row["task"], row["items"]) for row in report["accuracy"]] == [("made", 1)], "the short item is left out"
+    assert list(report["reading"]) == methods[1:]
+    sparse, window = (report["reading"][method] for method in methods[1:])
+    assert window["share_beyond"] == 0
+    assert 1 > sparse["share"] > window["share"] > 0
+    layers = json.loads((tmp_path / "out" / methods[1] / "results.json").read_text())["keys_read"]
+    assert [layer["layer"] for layer in layers] == [1, 2, 3, 4, 5]
+    assert "beyond the dense part" in (tmp_path / "out" / "report.md").read_text()
+    # answers under one calibration are not merged with those under another
+    other = lab(settings=replace(SMALL, seed=1))
+    other.save_pretrained(tmp_path / "index")
+    again = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
+    assert again.exit_code == 1
+    assert "calibration was" in " ".join(again.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--suite", "lab", "--data", "DATA", "--task", "maid"], "no task maid here; the tasks of lab are"),
+        (["--suite", "lab", "--data", "DATA", "--calibration", "nowhere"], "there is no calibration in 'nowhere'"),
+        (["--suite", "serve", "--task", "made"], "the suite serve takes no --task, --shortest or --calibration"),
+        (
+            ["--suite", "lab", "--data", "DATA", "--shortest", "900", "--longest", "800"],
+            "no task of this suite is left",
+        ),
+    ],
+)
+def test_wrong_choices_of_a_run_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:
+    items(tmp_path / "data" / "lab_tasks")
+    own = [str(tmp_path / "data") if word == "DATA" else word for word in words]
+    command = ["eval", str(LAB_MODEL), *own, "--out", str(tmp_path / "out"), "--device", "cpu"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
 
 
 def test_a_preset_without_its_calibration_says_so() -> None:
