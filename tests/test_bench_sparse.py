@@ -1,6 +1,7 @@
 """`turbo-hf bench sparse` at toy size on the CPU: layers, checks, figures, refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ from bench_support import CPU, check_refused, last_json, run
 
 from turbo_hf.eval.bench import sparse as bench
 from turbo_hf.eval.bench.decode_cases import Case, make_case
-from turbo_hf.eval.bench.sparse import INDEX, Choice, attention, check_sparse, index_token, make_layers, select
+from turbo_hf.eval.bench.sparse import (
+    INDEX,
+    SELECTORS,
+    Choice,
+    attention,
+    check_sparse,
+    index_token,
+    make_layers,
+    select,
+)
 from turbo_hf.eval.bench.sparse_command import index_shares
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.quantize import dequantize
@@ -35,10 +45,12 @@ def test_layers_share_nothing_and_are_ready() -> None:
     assert index_token(first, torch.randn(2, 2, 1, 64).half(), "reference").shape == (2, 2, 1)
 
 
+@pytest.mark.parametrize("selector", SELECTORS)
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str) -> None:
+def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str, selector: str) -> None:
     case = toy()
-    (layer,) = make_layers(case, "4", SMALL, 1, CPU, 0)
+    (layer,) = make_layers(case, "4", replace(SMALL, selector=selector), 1, CPU, 0)
+    assert (layer.classifier is None, layer.rotary is None) == (selector != "saap", selector == "kmeans-rotated")
     q = torch.randn(2, 14, 1, 64).half()
     visited = select(layer, q, 4, backend)
     assert visited.shape == (2, 2, 1, 1, 16)

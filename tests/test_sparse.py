@@ -15,7 +15,7 @@ from turbo_hf.layout import BITS, AttentionOutput, KVStore, token_major, value_m
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.ops.quantize import dequantize
-from turbo_hf.ops.select import assign, classify, visit
+from turbo_hf.ops.select import assign, classify, score, visit
 from turbo_hf.ops.sparse import sparse_decode
 from turbo_hf.ops.tuning import SparseTiles
 
@@ -131,6 +131,27 @@ def test_classify_is_two_layers(
     check("logits", got, exact, float_budget(exact, layers(torch.float32), size, torch.float32))
 
 
+@pytest.mark.parametrize(("group", "dim", "buckets"), [(1, 16, 5), (4, 64, 70), (3, 80, 200)])
+@pytest.mark.parametrize("turns", [False, True])
+def test_score_is_the_sum_of_inner_products(
+    turns: bool, group: int, dim: int, buckets: int, device: torch.device, backend: str
+) -> None:
+    centroids = torch.nn.functional.normalize(torch.randn(2, buckets, dim, device=device), dim=-1)
+    plain = torch.randn(3, 2 * group, 2, dim, device=device)
+    rotary = some_rotary(3, 2, 16, device) if turns else None
+    heads = plain if rotary is None else turned(plain, rotary).float()
+    got = score(heads.unflatten(1, (2, group)).transpose(2, 3), centroids, rotary=rotary, backend=backend)
+
+    def products(dtype: torch.dtype) -> Tensor:
+        q = plain.cpu().to(dtype).unflatten(1, (2, group))
+        return torch.einsum("bhgmd,hcd->bhmgc", q, centroids.cpu().to(dtype)).sum(3, keepdim=True)
+
+    exact = products(torch.float64)
+    # a rotation and its inverse take a few roundings more
+    size = group * (largest(exact) + dim**0.5) * (8 if turns else 1)
+    check("scores", got, exact, float_budget(exact, products(torch.float32), size, torch.float32))
+
+
 def test_assign_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"keys must be \[B, 2, M, 16\] on cpu, as centroids are; got \(1, 3, 4, 16\)"):
         assign(torch.zeros(1, 3, 4, 16), torch.zeros(2, 8, 16))
@@ -139,6 +160,10 @@ def test_assign_says_what_is_wrong() -> None:
     rotary = (torch.zeros(1, 4, 16), torch.zeros(1, 4, 16))
     with pytest.raises(ValueError, match=r"rotary must be cos and sin of \[1 or 2, 3, r\], r even"):
         assign(torch.zeros(2, 2, 3, 16), torch.zeros(2, 8, 16), rotary=rotary)
+    with pytest.raises(
+        ValueError, match=r"queries must be \[B, 2, M, G, 16\], as centroids are; got \(1, 2, 3, 4, 8\)"
+    ):
+        score(torch.zeros(1, 2, 3, 4, 8), torch.zeros(2, 8, 16))
     with pytest.raises(ValueError, match=r"queries must be \[B, 2, M, G, 16\], as the classifier is; got"):
         classify(torch.zeros(1, 2, 3, 4, 8), some_classifier(2, 16, 4, 4, torch.device("cpu")))
 

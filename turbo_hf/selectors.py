@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from turbo_hf.config import SparseConfig
-from turbo_hf.ops.select import Rotary, assign, classify, visit
-from turbo_hf.reference.select import unrotated
+from turbo_hf.ops.select import Rotary, assign, classify, score, visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +159,8 @@ class Centroids(Selector):
         return list(self._weights.values())
 
     def logits(self, queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        """What the visits are chosen by: float [B, Hkv, M, G, C]."""
-        heads = queries.transpose(2, 3).flatten(1, 2)
-        plain = unrotated(heads, rotary).unflatten(1, (queries.shape[1], -1)).transpose(2, 3)
-        return torch.matmul(plain, self._on("centroids", queries.device).float().mT[:, None])
+        """What the visits are chosen by: float [B, Hkv, M, G, C], G = 1 where heads of a group are added."""
+        return score(queries, self._on("centroids", queries.device), rotary=rotary, backend=self.backend)
 
     def __str__(self) -> str:
         count = self._weights["centroids"].shape[1]

@@ -16,9 +16,12 @@ from turbo_hf.eval.bench.rows import checked
 from turbo_hf.eval.bench.timing import Call, Stopwatch
 from turbo_hf.layout import AttentionOutput, KVStore, token_major
 from turbo_hf.ops.quantize import dequantize
-from turbo_hf.ops.select import Rotary, assign, classify, visit
+from turbo_hf.ops.select import Rotary, assign, classify, score, visit
 from turbo_hf.ops.sparse import sparse_decode
 from turbo_hf.reference import sparse as reference
+
+SELECTORS = ("saap", "kmeans", "kmeans-rotated")
+"""What chooses the buckets: the query classifier, or centroids, of keys before or after rotary embedding."""
 
 INDEX = "index a token"
 """The row of what a sparse layer does for a new token besides storing it: its bucket, which is stored with it."""
@@ -26,23 +29,30 @@ INDEX = "index a token"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is visited. buckets: of each KV head; hidden: units of the classifier; sink, window: always read."""
+    """What is visited. buckets: of each KV head; hidden: units of the classifier; sink, window: always read.
+
+    selector: of SELECTORS.
+    """
 
     buckets: int = 1024
     hidden: int = 1024
     sink: int = 1
     window: int = 2047
+    selector: str = "saap"
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One sparse layer: its cache, the buckets of its tokens, its weights, the rotation of the newest token."""
+    """One sparse layer: its cache, the buckets of its tokens, its weights, the rotation of the newest token.
+
+    classifier: None where centroids choose. rotary: None where they are of keys after rotary embedding.
+    """
 
     store: KVStore
     index: torch.Tensor
     centroids: torch.Tensor
-    classifier: dict[str, torch.Tensor]
-    rotary: Rotary
+    classifier: dict[str, torch.Tensor] | None
+    rotary: Rotary | None
 
 
 def make_layers(case: Case, width: str, choice: Choice, count: int, device: torch.device, seed: int) -> list[Layer]:
@@ -73,8 +83,9 @@ def make_layers(case: Case, width: str, choice: Choice, count: int, device: torc
             "bias_2": (choice.buckets,),
         }
         angle = torch.rand(1, 1, heads.dim // 2, generator=generator, device=device).repeat(1, 1, 2)
-        rotary = (angle.cos().half(), angle.sin().half())
-        classifier = {name: weight(*shape) for name, shape in shapes.items()}
+        rotary = None if choice.selector == "kmeans-rotated" else (angle.cos().half(), angle.sin().half())
+        trained = choice.selector == "saap"
+        classifier = {name: weight(*shape) for name, shape in shapes.items()} if trained else None
         layers.append(Layer(store._replace(heads=pool, token_major=True), index, centroids, classifier, rotary))
     return layers
 
@@ -87,7 +98,10 @@ def index_token(layer: Layer, k: torch.Tensor, backend: str) -> torch.Tensor:
 def select(layer: Layer, q: torch.Tensor, probes: int, backend: str) -> torch.Tensor:
     """The buckets that a query visits. q: [B, Hq, 1, D] after rotary embedding."""
     grouped = q.unflatten(1, (layer.centroids.shape[0], -1)).transpose(2, 3)
-    logits = classify(grouped, layer.classifier, rotary=layer.rotary, summed=True, backend=backend)
+    if layer.classifier is None:
+        logits = score(grouped, layer.centroids, rotary=layer.rotary, backend=backend)
+    else:
+        logits = classify(grouped, layer.classifier, rotary=layer.rotary, summed=True, backend=backend)
     return visit(logits, probes=probes, backend=backend)[:, :, :, None]
 
 
@@ -194,7 +208,9 @@ def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
     heads = case.heads
     line = sum(slots * 2 * heads.dim * bits // 8 for bits, slots in groups_of(width, heads.kv))
     kept = sum(min(n, choice.sink + choice.window + round(share * n)) for n in case.lengths)
-    weights = heads.dim * choice.hidden + choice.hidden * choice.buckets + choice.buckets * heads.dim
+    weights = choice.buckets * heads.dim
+    if choice.selector == "saap":
+        weights += heads.dim * choice.hidden + choice.hidden * choice.buckets
     return kept * line + 2 * heads.kv * (sum(case.lengths) + weights)
 
 

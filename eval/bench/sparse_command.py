@@ -14,7 +14,7 @@ from turbo_hf.eval.bench.decode_command import print_case
 from turbo_hf.eval.bench.ending import finish, keep, untimed
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of
-from turbo_hf.eval.bench.sparse import INDEX, Choice, run_case
+from turbo_hf.eval.bench.sparse import INDEX, SELECTORS, Choice, run_case
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
 SIZES = ("1x32k", "1x131k", "1x524k")
@@ -30,6 +30,7 @@ def sparse_command(
     share: Annotated[
         list[float] | None, typer.Option(help="Of the buckets that are visited, 0 to 1; may be repeated.")
     ] = None,
+    selector: Annotated[str, typer.Option(help=f"Of {', '.join(SELECTORS)}.")] = "saap",
     buckets: Annotated[int, typer.Option(min=2, max=8192, help="Of each KV head.")] = 1024,
     hidden: Annotated[int, typer.Option(min=1, help="Units of the query classifier.")] = 1024,
     window: Annotated[int, typer.Option(min=1, help="Newest tokens, always read.")] = 2047,
@@ -46,6 +47,7 @@ def sparse_command(
     """
     try:
         one_of("width", width, WIDTHS)
+        one_of("selector", selector, SELECTORS)
         one_of("backend", backend, BACKENDS)
         shares = share or list(SHARES)
         if not all(0 < x <= 1 for x in shares):
@@ -56,7 +58,7 @@ def sparse_command(
             folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake
-    about, choice = facts(stopwatch.device), Choice(buckets, hidden, 1, window)
+    about, choice = facts(stopwatch.device), Choice(buckets, hidden, 1, window, selector)
     out.print(headline(about), style="bold", highlight=False)
     copy = ceilings(stopwatch).copy
     out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)

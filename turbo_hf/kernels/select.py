@@ -216,33 +216,38 @@ def visit_kernel(
 
 
 @triton.jit
-def hidden_kernel(
+def layer_kernel(
     q_ptr,  # [B, Hkv, M, G, D]
-    weight_ptr, bias_ptr,  # [Hkv, D, hidden], [Hkv, hidden]
-    out_ptr,  # float32 [B, Hkv, M, G or 1, hidden]
+    weight_ptr, bias_ptr,  # [Hkv, D, units] by its strides, [Hkv, units]
+    out_ptr,  # float32 [B, Hkv, M, G or 1, units]
     cos_ptr, sin_ptr,  # [1 or B, M, ROTARY]
-    strides, rotary_stride, tokens, queries, heads, hidden,
+    strides, weight_strides, rotary_stride, tokens, queries, heads, units,
     GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    ROTARY: tl.constexpr, SUMMED: tl.constexpr,
+    ROTARY: tl.constexpr, SUMMED: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """The first layer for ROWS // G tokens of one KV head, TILE units. tokens: of all rows; G: the group, padded."""
+    """A linear layer for ROWS // G tokens of one KV head, TILE units. tokens: of all rows; G: the group, padded.
+
+    RELU: with a bias and a ReLU, the first layer of a classifier; otherwise inner products, as with centroids.
+    """
     head = tl.program_id(1)
     i = tl.program_id(2) * (ROWS // G) + tl.arange(0, ROWS) // G
     g = tl.arange(0, ROWS) % G
     row, query = (i // queries).to(tl.int64), i % queries
     d = tl.arange(0, DP)
     unit = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = unit < hidden
-    where = weight_ptr + (head.to(tl.int64) * D + d)[:, None] * hidden + unit[None, :]
+    inside = unit < units
+    own = weight_ptr + head.to(tl.int64) * weight_strides[0]
+    where = own + d[:, None] * weight_strides[1] + unit[None, :] * weight_strides[2]
     weight = tl.load(where, mask=(d < D)[:, None] & inside[None, :], other=0.0)
-    bias = tl.load(bias_ptr + head * hidden + unit, mask=inside, other=0.0).to(tl.float32)
     at = q_ptr + row * strides[0] + head * strides[1] + query * strides[2] + g * strides[3]
     turn = row * rotary_stride + query * ROTARY
     live = (i < tokens) & (g < GROUP)
     ok = live[:, None] & (d < D)[None, :]
     q = _unrotated(at, strides[4], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
-    x = tl.dot(q.to(weight.dtype), weight, input_precision="ieee") + bias[None, :]
-    x = tl.where(live[:, None], tl.maximum(x, 0.0), 0.0)
+    x = tl.dot(q.to(weight.dtype), weight, input_precision="ieee")
+    if RELU:
+        bias = tl.load(bias_ptr + head * units + unit, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(live[:, None], tl.maximum(x + bias[None, :], 0.0), 0.0)
     n = (row * heads + head) * queries + query
     if SUMMED:
         x = tl.sum(tl.reshape(x, (ROWS // G, G, TILE)), 1)
@@ -251,7 +256,7 @@ def hidden_kernel(
         live = i < tokens
     else:
         n = n * GROUP + g
-    tl.store(out_ptr + n[:, None] * hidden + unit[None, :], x, mask=live[:, None] & inside[None, :])
+    tl.store(out_ptr + n[:, None] * units + unit[None, :], x, mask=live[:, None] & inside[None, :])
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 from turbo_hf.kernels.select import (
     assign_few_kernel,
     assign_kernel,
-    hidden_kernel,
+    layer_kernel,
     logits_kernel,
     rank_kernel,
     visit_kernel,
@@ -93,7 +93,7 @@ RANKED = 16
 """Buckets that one program compares with all others."""
 
 UNITS = 64
-"""Hidden units of a program of the first layer; a step of the second takes twice as many."""
+"""Units of a program of a layer on queries; a step of the second layer takes twice as many."""
 
 VECTORS = 16
 """Of queries of one KV head that share what is read of the weights, whatever their rows; more in larger groups."""
@@ -110,7 +110,7 @@ def classify(
     summed: bool = False,
 ) -> torch.Tensor:
     """`ops.select.classify`: one launch a layer."""
-    batch, heads, tokens, group, dim = queries.shape
+    batch, heads, tokens, group, _ = queries.shape
     weight_1, bias_1, weight_2, bias_2 = (
         classifier[name].contiguous() for name in ("weight_1", "bias_1", "weight_2", "bias_2")
     )
@@ -118,20 +118,45 @@ def classify(
     vectors = tokens * (1 if summed else group)
     x = torch.empty(batch, heads, vectors, hidden, dtype=torch.float32, device=queries.device)
     out = torch.empty(batch, heads, tokens, vectors // tokens, buckets, dtype=torch.float32, device=queries.device)
-    cos, sin, stride, turned = _turns(rotary, queries)
-    padded, tile = triton.next_power_of_2(group), BUCKETS_AT_ONCE
-    rows = max(VECTORS, padded)
+    tile = BUCKETS_AT_ONCE
     with torch.cuda.device_of(queries):
-        hidden_kernel[(triton.cdiv(hidden, UNITS), heads, triton.cdiv(batch * tokens, rows // padded))](
-            queries, weight_1, bias_1, x, cos, sin, queries.stride(), stride, batch * tokens, tokens, heads, hidden,
-            GROUP=group, G=padded, ROWS=rows, D=dim, DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS,
-            ROTARY=turned, SUMMED=summed, num_warps=4,
-        )  # fmt: skip
+        _layer(queries, weight_1, bias_1, x, rotary, summed=summed)
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * vectors, VECTORS))](
             x, weight_2, bias_2, out, vectors, batch, heads, hidden, buckets, group if summed else 1, ROWS=VECTORS,
             TILE=tile, UNITS=2 * UNITS, STAGES=4, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+    """`ops.select.score`."""
+    batch, heads, tokens, _, _ = queries.shape
+    out = torch.empty(batch, heads, tokens, 1, centroids.shape[1], dtype=torch.float32, device=queries.device)
+    with torch.cuda.device_of(queries):
+        _layer(queries, centroids.mT, None, out, rotary, summed=True)
+    return out
+
+
+def _layer(
+    queries: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    rotary: Rotary | None,
+    *,
+    summed: bool,
+) -> None:
+    """One layer on queries [B, Hkv, M, G, D] with weight [Hkv, D, units] of any strides; bias: with a ReLU."""
+    batch, heads, tokens, group, dim = queries.shape
+    units, padded = weight.shape[2], triton.next_power_of_2(group)
+    rows = max(VECTORS, padded)
+    cos, sin, stride, turned = _turns(rotary, queries)
+    layer_kernel[(triton.cdiv(units, UNITS), heads, triton.cdiv(batch * tokens, rows // padded))](
+        queries, weight, weight if bias is None else bias, out, cos, sin, queries.stride(), weight.stride(), stride,
+        batch * tokens, tokens, heads, units, GROUP=group, G=padded, ROWS=rows, D=dim,
+        DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, SUMMED=summed, RELU=bias is not None,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def visit(

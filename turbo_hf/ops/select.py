@@ -86,6 +86,36 @@ def classify(
     return reference.classify(queries, classifier, rotary=rotary, summed=summed)
 
 
+def score(
+    queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """The inner products of queries with centroids, the sum over the query heads of a group.
+
+    Args:
+        queries: float [B, Hkv, M, G, D], grouped by KV head.
+        centroids: float [Hkv, C, D].
+        rotary: of the queries, as in `assign`.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        float32 [B, Hkv, M, 1, C].
+
+    Raises:
+        ValueError: shapes that do not agree.
+
+    Source: SAAP sec. 3 (inverted lists of k-means, visited by inner product).
+    """
+    heads, _, dim = centroids.shape
+    if queries.dim() != 5 or (queries.shape[1], queries.shape[4]) != (heads, dim):
+        raise ValueError(f"queries must be [B, {heads}, M, G, {dim}], as centroids are; got {tuple(queries.shape)}.")
+    _check_rotary(rotary, queries.shape[0], queries.shape[2], dim)
+    if queries.numel() and uses_triton(backend, queries.device, kernel_obstacle(queries)):
+        from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
+
+        return launch_sparse.score(queries, centroids, rotary=rotary)
+    return reference.score(queries, centroids, rotary=rotary)
+
+
 def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> None:
     for part in rotary or ():
         shape = part.shape

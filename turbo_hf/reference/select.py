@@ -68,8 +68,8 @@ def classify(
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
     summed: bool = False,
 ) -> torch.Tensor:
-    batch, heads, tokens, group, dim = queries.shape
-    x = unrotated(queries.transpose(2, 3).flatten(1, 2), rotary).view(batch, heads, group, tokens, dim)
+    group = queries.shape[3]
+    x = _plain(queries, rotary)
     weight_1, bias_1, weight_2, bias_2 = (classifier[name].float() for name in CLASSIFIER)
     hidden = (x @ weight_1[:, None] + bias_1[:, None, None]).relu()
     if summed:
@@ -78,3 +78,17 @@ def classify(
     else:
         logits = hidden @ weight_2[:, None] + bias_2[:, None, None]
     return logits.transpose(2, 3)
+
+
+def score(
+    queries: torch.Tensor, centroids: torch.Tensor, *, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> torch.Tensor:
+    # inner products are linear: those of the sum
+    x = _plain(queries, rotary).sum(2, keepdim=True)
+    return torch.matmul(x, centroids.float().mT[:, None]).transpose(2, 3)
+
+
+def _plain(queries: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """Queries [B, Hkv, M, G, D] before rotary embedding: float32 [B, Hkv, G, M, D]."""
+    batch, heads, tokens, group, dim = queries.shape
+    return unrotated(queries.transpose(2, 3).flatten(1, 2), rotary).view(batch, heads, group, tokens, dim)
