@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from turbo_hf.calibration.artifacts import Calibration, find
+from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
@@ -15,6 +16,7 @@ from turbo_hf.eval.methods import AGAIN, BASELINE, applied, expanded, is_simulat
 from turbo_hf.eval.output import Report, show, write_report
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.record import identity, open_run, write_whole
+from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve_command import TRACE, Plan, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
 
@@ -28,8 +30,6 @@ SIMULATION = (
     "Simulated methods are there for accuracy only: plain torch rounds keys and values as they do, attention on them "
     "is in full precision, bytes are computed, a prompt reads itself unrounded."
 )
-
-NO_PLANS = "SDPA ran without cuDNN, which would make a plan for each new length of each step."
 
 REPLY_ROOM = 2048
 """Tokens beyond the longest prompt: few-shot tasks' replies, and prompts that cannot be chosen shorter."""
@@ -94,7 +94,10 @@ def eval_command(
                 print(as_json(result))  # noqa: T201
             return
         sizes = _batch_sizes(batch, batch_tokens, device)
-        asked = Limits(0, longest or LONGEST.get(suite, 16384), items, shortest, tuple(task or ()))
+        most = longest or LONGEST.get(suite, 16384)
+        if shortest > most:
+            raise ValueError(f"--shortest {shortest} is above the longest prompt, {most}.")
+        asked = Limits(0, most, items, shortest, tuple(sorted(set(task or ()))))
         found = _run(model, suite, wanted, data, asked, sizes, calibration, chosen, device)
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake
@@ -127,18 +130,17 @@ def _run(
 
     quiet()
     loaded, tokenizer = load(model, device)
-    made = find(loaded) if calibration == "auto" else Calibration.from_pretrained(calibration)
-    for name in wanted:
-        # what cannot be patched must not wait for the methods before it
-        with applied(loaded, method_named(name), made):
-            pass
+    made = _calibration(loaded, wanted, calibration)
     positions = getattr(loaded.config.get_text_config(decoder=True), "max_position_embeddings", None)
     room = asked.longest + REPLY_ROOM
     limits = replace(asked, context=min(positions or room, room))
     with err.status(f"reading the tasks of {suite}"):
         specs, notes = build(suite, tokenizer, limits, data)
         prompts = Prompts(tokenizer)
-        tasks, skipped = load_tasks(specs, prompts, limits)
+        try:
+            tasks, skipped = load_tasks(specs, prompts, limits)
+        except ValueError as error:
+            raise ValueError(" ".join([str(error), *notes])) from error
     batch, batch_tokens = sizes
     options = {"suite": suite, **asdict(limits), "seed": SEED, "batch": batch, "batch_tokens": batch_tokens}
     options["calibration"] = None if made is None else made.digest()
@@ -170,6 +172,22 @@ def _run(
         style="dim",
     )
     return result
+
+
+def _calibration(model: Any, wanted: list[str], named: str) -> Calibration | None:
+    """The calibration, where one decides anything. All methods are tried: what is wrong must not wait for others."""
+    configs = {name: method_named(name).config for name in wanted}
+    used = any(config is not None and uses_calibration(config) for config in configs.values())
+    if named != "auto" and not used:
+        raise ValueError(f"--calibration {named}: none of these methods takes anything from a calibration.")
+    made = None if not used else find(model) if named == "auto" else Calibration.from_pretrained(named)
+    for name in wanted:
+        try:
+            with applied(model, method_named(name), made):
+                pass
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return made
 
 
 def _write(

@@ -20,7 +20,6 @@ from turbo_hf.eval.record import write_whole
 from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec
-from turbo_hf.handle import Handle
 
 SEED = 1234
 """Of few-shot samplers and torch; decoding is greedy."""
@@ -150,7 +149,6 @@ def run_method(
                     bootstrap_iters=BOOTSTRAP,
                     log_samples=True,
                 )
-            found["keys_read"] = [] if lm.handle is None else _keys_read(lm.handle)
         finally:
             lm.close()
             with contextlib.suppress(Exception):  # closing must not hide what ended the run
@@ -162,12 +160,6 @@ def run_method(
         # last: its presence says that everything above is there
         write_whole(own / "results.json", json.dumps(found, default=str, indent=1))
     return _read(own, list(tasks))
-
-
-def _keys_read(handle: Handle) -> list[dict[str, float]]:
-    """By sparse layer, the keys that decode steps of this process read, and their shares."""
-    layers = handle.report().selectivity
-    return [{**asdict(layer), "share": layer.share, "share_beyond": layer.share_beyond} for layer in layers]
 
 
 def _lean(sample: dict[str, Any], *, with_prompt: bool) -> dict[str, Any]:

@@ -29,13 +29,15 @@ LOGITS = 1 << 31
 class Batch:
     """What one call of `generate` took. kv_bytes: of the cache when it returned, computed for a simulated one;
     kv_tokens: what it holds, padding included only for a dense cache, which stores it; new_tokens: without what
-    follows a row's end token."""
+    follows a row's end token. keys: what decode steps of sparse layers could have read, of that the dense part, and
+    what they read, since the batch before; None without such layers."""
 
     rows: int
     new_tokens: int
     seconds: float
     kv_bytes: int
     kv_tokens: int
+    keys: tuple[int, int, int] | None = None
 
 
 @register_model("turbo-hf")
@@ -86,6 +88,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         self._closed = False
         self.prompts = prompts or Prompts(self.tokenizer)
         self._on_batch = on_batch
+        self._keys = (0, 0, 0)
         self._stack = ExitStack()
         self.handle = self._stack.enter_context(applied(self.model, self.method, calibration))
 
@@ -237,8 +240,16 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
             ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
             tokens = sum(next((i for i, token in enumerate(row) if token in ends), len(row)) for row in new)
             stored, held = cache_size(made.past_key_values, len(context), self.handle)
-            self._on_batch(Batch(len(context), tokens, seconds, stored, held))
+            self._on_batch(Batch(len(context), tokens, seconds, stored, held, self._keys_since()))
         return sequences
+
+    def _keys_since(self) -> tuple[int, int, int] | None:
+        layers = [] if self.handle is None else self.handle.report().selectivity
+        if not layers:
+            return None
+        now = (sum(x.there for x in layers), sum(x.dense for x in layers), sum(x.read for x in layers))
+        before, self._keys = self._keys, now
+        return (now[0] - before[0], now[1] - before[1], now[2] - before[2])
 
 
 def _budgeted(requests: list[tuple[int, str]], tokens: int, most: int) -> Iterator[list[int]]:

@@ -183,9 +183,9 @@ def _serving(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float | int
 def _reading(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, float]]:
     found = {}
     for label, outcome in outcomes.items():
-        layers = outcome.results.get("keys_read")
-        if layers:
-            there, dense, read = (sum(layer[part] for layer in layers) for part in ("there", "dense", "read"))
+        keys = [batch.keys for batch in outcome.batches if batch.keys is not None]
+        if keys:
+            there, dense, read = (sum(part) for part in zip(*keys, strict=True))
             found[label] = {"share": read / max(1, there), "share_beyond": (read - dense) / max(1, there - dense)}
     return found
 

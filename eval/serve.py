@@ -14,6 +14,7 @@ from turbo_hf.eval.bench.generate import Clock, attempt
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import Method, applied
+from turbo_hf.eval.sdpa import without_plans
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 """Of a trace in the form of Azure's (Patel et al., Splitwise, ISCA 2024)."""
@@ -106,10 +107,10 @@ def _level(model: Any, method: Method, at: Level, rounds: int, seed: int) -> Lev
     cuda = model.device.type == "cuda"
     clocks: list[Clock] = []
     peak = steady = kv_bytes = None
-    with applied(model, method) as handle, torch.inference_mode():
+    with applied(model, method) as handle, torch.inference_mode(), without_plans():
         lengths = [at.context] * at.batch
         # compilation, and the allocator's first blocks
-        _generate(model, method, lengths, min(at.new, 3), seed)
+        _generate(model, method, lengths, at.new, seed)
         free_memory()
         for _ in range(rounds):
             if cuda:
@@ -151,7 +152,7 @@ def replay(
     """
     served: list[Served] = []
     clock_s = busy_s = 0.0
-    with applied(model, method), torch.inference_mode():
+    with applied(model, method), torch.inference_mode(), without_plans():
         # the widest batch, or what is compiled and allocated for it would be in the figures
         widest = max(range(0, len(requests), batch), key=lambda at: max(r.context for r in requests[at : at + batch]))
         lengths = [request.context for request in requests[widest : widest + batch]]

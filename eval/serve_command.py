@@ -17,6 +17,7 @@ from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated, method_named
 from turbo_hf.eval.output import Report, Table, show, write_report
 from turbo_hf.eval.record import identity, open_run, write_whole
 from turbo_hf.eval.report_plots import memory_plot
+from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
 
 RANDOM = "random:"
@@ -66,6 +67,8 @@ def serve(name: str, wanted: Sequence[str], plan: Plan, folder: Path, device: st
         if taken:
             replays[label] = _replay(model, label, method, taken, plan.batch, folder)
     notes = ["Prompts are random tokens; each reply is as long as asked, whatever the model says."]
+    if model.device.type == "cuda":
+        notes.append(NO_PLANS)
     if plan.trace is not None:
         notes.append(
             f"Replay: the first {len(taken)} requests of {plan.trace.name} of {plan.longest} tokens or fewer, prompt "

@@ -127,15 +127,22 @@ def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) 
         if data is None:
             raise ValueError("the suite lab needs --data, a folder with lab_tasks/ in it.")
         specs += _lab(data, tokenizer, limits, notes, None)
-    return _only(specs, suite, limits.only), notes
+    return _only(specs, suite, limits.only, notes), notes
 
 
-def _only(specs: list[Spec], suite: str, wanted: tuple[str, ...]) -> list[Spec]:
+def _only(specs: list[Spec], suite: str, wanted: tuple[str, ...], notes: list[str]) -> list[Spec]:
     there = [spec.name for spec in specs]
     strange = [name for name in wanted if name not in there]
     if strange:
-        raise ValueError(f"no task {', '.join(strange)} here; the tasks of {suite} are {', '.join(there)}.")
+        told = " ".join([f"no task {', '.join(strange)} here; {suite} has {', '.join(there) or 'none'}.", *notes])
+        raise ValueError(told)
     return [spec for spec in specs if not wanted or spec.name in wanted]
+
+
+def _bounds(limits: Limits) -> str:
+    """What was asked of lengths, for notes."""
+    least = f"--shortest {limits.shortest}, " if limits.shortest else ""
+    return f"{least}--longest {limits.longest}, {limits.context} positions"
 
 
 def _needles(suite: str, tokenizer: Any, limits: Limits, notes: list[str]) -> list[Spec]:
@@ -144,10 +151,7 @@ def _needles(suite: str, tokenizer: Any, limits: Limits, notes: list[str]) -> li
     fit = [length for length in lengths if limits.shortest <= length <= min(limits.longest, limits.context - REPLY)]
     left = sorted(set(lengths) - set(fit))
     if left:
-        notes.append(
-            f"needle: lengths {', '.join(map(str, left))} left out: below --shortest {limits.shortest}, beyond "
-            f"--longest {limits.longest} or {limits.context} positions."
-        )
+        notes.append(f"needle: lengths {', '.join(map(str, left))} left out ({_bounds(limits)}).")
     return [needle_task(tokenizer, fit, depths, list(seeds), limits.limit)] if fit else []
 
 
@@ -157,11 +161,12 @@ def _doubled(first: int, limits: Limits) -> list[int]:
 
 
 def _ruler(suite: str, tokenizer: Any, limits: Limits, data: Path | None, notes: list[str]) -> list[Spec]:
-    lengths = [4096] if suite == "core" else _doubled(4096 if suite == "ruler" else 1024, limits)
+    first = 1024 if suite == "long" else 4096
+    lengths = [length for length in _doubled(first, limits) if suite != "core" or length == first]
     # a prompt and its reply are within their length
-    fit = [length for length in lengths if length <= min(limits.longest, limits.context)]
+    fit = [length for length in lengths if length <= limits.context]
     if not fit:
-        notes.append(f"RULER: left out; --longest {limits.longest} is below {min(lengths, default=4096)} tokens.")
+        notes.append(f"RULER: left out; it has lengths of {first} tokens and doubled ({_bounds(limits)}).")
     text = ruler.sources(data)
     made = [ruler_task(t, tokenizer, fit, RULER_ITEMS[suite], text, limits.limit) for t in ruler.REPLIES if fit]
     notes += [note for _, own in made for note in own]
@@ -170,6 +175,8 @@ def _ruler(suite: str, tokenizer: Any, limits: Limits, data: Path | None, notes:
 
 def _infinite(tokenizer: Any, limits: Limits, notes: list[str]) -> list[Spec]:
     fit = [length for length in _doubled(1024, limits) if length <= limits.context]
+    if not fit:
+        notes.append(f"InfiniteBench: left out; it has lengths of 1024 tokens and doubled ({_bounds(limits)}).")
     made = [infinite_task(t, tokenizer, fit, RULER_ITEMS["long"], limits.limit) for t in infinitebench.REPLIES]
     notes += [note for _, own in made for note in own]
     return [spec for spec, _ in made if spec is not None]

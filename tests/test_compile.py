@@ -28,7 +28,7 @@ def test_kernels_compile_and_fit() -> None:
         "append_kernel",
         "seal_open_kernel",
         "assign_kernel",
-        "hidden_kernel",
+        "layer_kernel",
         "logits_kernel",
         "visit_kernel",
         "rank_kernel",

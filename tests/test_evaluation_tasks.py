@@ -298,7 +298,7 @@ def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
     with pytest.raises(ValueError, match=r"expected words.json and one JSONL file a family in .*lab_tasks"):
         build("lab", tokenizer, LIMITS, data)
     _, notes = build("smoke", tokenizer, LIMITS)
-    assert notes == ["needle: lengths 1024 left out: below --shortest 0, beyond --longest 512 or 8192 positions."]
+    assert notes == ["needle: lengths 1024 left out (--longest 512, 8192 positions)."]
     specs, _ = build("reasoning", tokenizer, LIMITS)
     assert {"gsm8k_cot", "agieval_aqua_rat"} <= {spec.name for spec in specs}
     assert set(SUITES) == {"smoke", "core", "reasoning", "long", "ruler", "serve", "lab"}

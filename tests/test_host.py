@@ -3,21 +3,23 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import left_padded, prompts, tiny_llama
-from support import tokens
+from support import attend, check, float_budget, largest, tokens
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf import SparseConfig, TurboCache, TurboConfig, attention
 from turbo_hf.chunk import Chunk, chunk_of
+from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.index import BucketIndex
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
@@ -298,7 +300,8 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
     def noted(run: Callable[..., Any]) -> Callable[..., Any]:
         def start(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             name = kernel.fn.__name__
-            launched[name] = launched.get(name, True) and bool(guards)
+            places = {x.device for x in args if isinstance(x, torch.Tensor)}
+            launched[name] = launched.get(name, True) and bool(guards) and places == {guards[-1].device}
             return run(kernel, *args, **kwargs)
 
         return start
@@ -326,3 +329,40 @@ def all_kernels() -> list[str]:
     """The names of what the package launches."""
     files = Path(turbo_hf.__file__).parent.glob("kernels/*.py")
     return [name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text("utf-8"), re.M)]
+
+
+def test_short_prompts_do_without_a_plan_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders: list[list[SDPBackend]] = []
+    monkeypatch.setattr(attention, "PLAN_PAYS", 2 * 50**2)
+
+    def kernels(order: list[SDPBackend], set_priority: bool) -> Any:
+        assert set_priority
+        orders.append(order)
+        return nullcontext()
+
+    monkeypatch.setattr(attention, "sdpa_kernel", kernels)
+    for rows, length in ((2, 49), (2, 50)):
+        q, k = torch.randn(rows, 4, length, 16), torch.randn(rows, 2, length, 16)
+        got = attention._sdpa(q, k, k, 0.25)
+        exact, _, _ = attend(q[0], k[0], k[0], scaling=0.25)
+        eager, _, _ = attend(q[0], k[0], k[0], scaling=0.25, dtype=torch.float32)
+        check("out", got[0], exact, float_budget(exact, eager, largest(k[0]), torch.float32))
+    assert [order.index(SDPBackend.CUDNN_ATTENTION) for order in orders] == [1, 0]
+    with without_plans():
+        attention._sdpa(q, k, k, 0.25)
+    assert SDPBackend.CUDNN_ATTENTION not in orders[-1], "who has switched it off gets it nowhere"
+
+
+def test_layers_on_several_devices_share_one_plan() -> None:
+    cache = TurboCache(tiny_llama(num_hidden_layers=3).config)
+    first, second, third = cache.turbo_layers()
+    mask = torch.tensor([[0, 1, 1], [1, 0, 1]])
+    planned = cache.chunk(mask, first, 3)
+    # a device from which nothing can be read, as accelerate brings each layer a copy of its own
+    for layer in (second, third):
+        there = cache.chunk(mask.to("meta"), layer, 3)
+        assert there.starts == planned.starts == [1, 1]
+        assert there.gather is not None
+        assert there.gather.device.type == "meta"
+    assert cache.chunk(mask, second, 3) is planned
+    assert cache.chunk(mask.clone(), third, 3) is not planned, "another mask is another plan"

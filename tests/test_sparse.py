@@ -1,5 +1,6 @@
 """`select` and `sparse_decode` against plain Python lists of buckets and keys, and attention in float64."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -175,14 +176,14 @@ def naive_visit(
     logits: Tensor, probes: int | None, mass: float | None, most: int | None, keys: list[int] | None = None
 ) -> set[int]:
     """logits [G, C] of one KV head and query, keys of each bucket: the buckets, one after the other."""
-    x = logits.double()
-    buckets = range(x.shape[-1])
+    score = logits.double().sum(0).tolist()
+    order = sorted(range(len(score)), key=lambda bucket: -score[bucket])
     if mass is None:
-        return set(sorted(buckets, key=lambda bucket: -float(x.sum(0)[bucket]))[:probes])
-    keys = keys or [1 for _ in buckets]
-    each = x.exp() / (x.exp() * torch.tensor(keys)).sum(-1, keepdim=True)
-    order = [b for b in sorted(buckets, key=lambda b: -float(each.mean(0)[b])) if keys[b]]
-    share = [float(each.mean(0)[b]) * keys[b] for b in buckets]
+        return set(order[:probes])
+    keys = keys or [1] * len(score)
+    order = [bucket for bucket in order if keys[bucket]]
+    held = [n * math.exp(s / len(logits)) for n, s in zip(keys, score, strict=True)]
+    share = [x / sum(held) for x in held]
     found: set[int] = set()
     for bucket in order[:most]:
         if sum(share[b] for b in order if b not in found) >= mass:

@@ -362,11 +362,11 @@ def test_mass_is_that_of_the_keys_that_the_buckets_hold() -> None:
     queries = torch.randn(2, 3, 1, 2, 16)
     visited = selector.visited(queries, None, sizes)
     assert visited is not None
-    told = selector.logits(queries, None).exp() * sizes[:, :, None, None]
-    share = (told / told.sum(-1, keepdim=True)).mean(3)
+    each = selector.logits(queries, None).mean(3)
+    told = each.exp() * sizes[:, :, None]
+    share = told / told.sum(-1, keepdim=True)
     seen = visited[:, :, :, 0]
     assert bool(((share * seen).sum(-1) > 1 - 0.3).all())
-    each = share / sizes[:, :, None].clamp(min=1)
     last = each.masked_fill(~seen, torch.inf).argmin(-1, keepdim=True)
     assert bool(((share * seen).sum(-1) - share.gather(-1, last)[..., 0] <= 1 - 0.3 + 1e-6).all()), "none too many"
     assert not bool((seen & (sizes[:, :, None] == 0)).any())

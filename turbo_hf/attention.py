@@ -27,6 +27,12 @@ NAME = "turbo_hf"
 Strict = Literal["raise", "warn", "fallback"]
 logger = logging.getLogger(__name__)
 
+PLAN_PAYS = 1 << 27
+"""Rows times tokens squared from which on a prompt is faster by cuDNN although it makes a plan for each new shape.
+
+On an H200 a plan takes about 37 ms; FlashAttention-2 loses as much to cuDNN in 32 layers of 32 heads of this size.
+"""
+
 HARMLESS = frozenset(
     {
         "position_ids",
@@ -225,13 +231,15 @@ def _is_plain(
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention in the model's precision by torch's fastest kernel: cuDNN's where it can, then the others."""
+    """Causal attention in the model's precision: by cuDNN where that pays, else by the first kernel that can."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and (q.dtype == torch.float32 or q.shape[-1] > 256):
         # no fused kernel shares keys among heads here, and the plain one holds all M x M scores
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        order.insert(0 if q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS else 1, SDPBackend.CUDNN_ATTENTION)
     with sdpa_kernel(order, set_priority=True):
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped

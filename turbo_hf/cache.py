@@ -32,6 +32,13 @@ def _layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(types, each, strict=True))
 
 
+def _same_mask(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two layers of a pass were given one mask; a model over several GPUs brings each layer a copy."""
+    if one is None or other is None or one.device == other.device:
+        return one is other
+    return one.shape == other.shape
+
+
 class TurboCache(Cache):
     """A KV cache in INT8, 4, 3 or 2 bit. `turbo_hf.patch` makes one a `generate`; make one for a loop of your own.
 
@@ -105,10 +112,10 @@ class TurboCache(Cache):
         planned, key = self._planned, (layer.seen, tokens)
         # the first layer begins a pass: what an earlier pass planned may be about a mask that was changed in place
         begins = layer is next(iter(self.turbo_layers()))
-        if planned is None or begins or planned[0] is not mask or planned[1:3] != key:
+        if planned is None or begins or planned[1:3] != key or not _same_mask(planned[0], mask):
             planned = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
             self._planned = planned
-        return planned[3]
+        return planned[3] if mask is None else planned[3].on(mask.device)
 
     def require_finite(self) -> None:
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read from each device."""

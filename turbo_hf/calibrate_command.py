@@ -12,12 +12,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.calibration.capture import input_device
 from turbo_hf.calibration.quality import SELECTIVITY, mean_recall
 from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.console import Device, Json, err, fail, load, out
+from turbo_hf.transfer import input_device
 
 TRIAL = 1024
 """Side of the matrices whose product tells how fast a device is."""

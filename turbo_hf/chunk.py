@@ -37,6 +37,13 @@ class Chunk(NamedTuple):
     starts: list[int] | None = None
     gather: torch.Tensor | None = None
 
+    def on(self, device: torch.device) -> "Chunk":
+        """The same for layers on `device`."""
+        if self.valid is None or self.valid.device == device:
+            return self
+        gather = None if self.gather is None else self.gather.to(device)
+        return self._replace(valid=self.valid.to(device), gather=gather)
+
     def begin(self, device: torch.device) -> torch.Tensor | None:
         """`starts` as int64 [B] on `device`."""
         return None if self.starts is None else send(self.starts, device)

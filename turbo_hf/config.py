@@ -37,9 +37,9 @@ class SparseConfig:
             need a calibration. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants of SAAP appendix B.
             "random": buckets by chance. "window": the dense part alone (StreamingLLM). "full": every key.
         probes: buckets that a step visits for each KV head (SAAP: l = 32).
-        mass: visit buckets, those of the largest mass a key first, until the classifier leaves less than this share of
-            the attention beyond the dense part to the others, instead of a fixed number; between 0 and 1, selector
-            "saap" only, not together with `probes`. Each step then counts the buckets of all keys, in plain torch.
+        mass: visit buckets until the classifier leaves less than this share of the attention beyond the dense part to
+            the others, instead of a fixed number; between 0 and 1, selector "saap" only, not together with `probes`.
+            Each step then counts the buckets of all keys, in plain torch.
         most_probes: buckets visited at most under `mass`; None: no limit.
         buckets: of each KV head, for the selectors without a calibration; "lsh-tables": of each of its tables.
         tables: hash tables of "lsh-tables"; a key counts where it meets the query in two of them. They take 2 bytes a

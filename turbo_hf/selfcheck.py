@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from turbo_hf.transfer import input_device
+
 DECODED = 16
 """Tokens that are fed one by one, so that attention reads the compressed cache."""
 
@@ -40,7 +42,7 @@ def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
     config = model.config.get_text_config(decoder=True)
     tokens = min(PROMPT + DECODED, getattr(config, "max_position_embeddings", None) or PROMPT + DECODED)
     seeded = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, tokens), generator=seeded).to(model.device)
+    ids = torch.randint(config.vocab_size, (1, tokens), generator=seeded).to(input_device(model))
     prompt = tokens - DECODED
     if cache is None:
         logits = call(ids, use_cache=False).logits[0, prompt - 1 :]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 
 def send(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -25,3 +26,8 @@ def require_finite(flags: Mapping[int, torch.Tensor]) -> None:
             "cause in the model (overflow in float16 is the usual one: load it in bfloat16), and take a new cache, or "
             "reset() this one."
         )
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its tokens: weights that accelerate holds elsewhere are on no device, and it moves tokens."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device

@@ -21,6 +21,7 @@ from turbo_hf.handle import switch_attention
 from turbo_hf.masks import turbo_mask
 from turbo_hf.patches import is_attention, obstacle, shares_keys
 from turbo_hf.rotary import unrotate
+from turbo_hf.transfer import input_device
 
 NAME = "turbo_hf_capture"
 PROBE_TOKENS, PROBE_SHIFT = 24, 777
@@ -122,11 +123,6 @@ def run_window(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tenso
     device = input_device(model)
     given = {} if positions is None else {"position_ids": positions.to(device)}
     body(input_ids=ids.to(device), use_cache=False, **given)
-
-
-def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its tokens: weights that accelerate holds elsewhere are on no device, and it moves tokens."""
-    return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
 class Probed(NamedTuple):

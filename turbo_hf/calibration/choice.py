@@ -22,6 +22,11 @@ class HeadChoice(NamedTuple):
     found: Calibration | None = None
 
 
+def uses_calibration(config: TurboConfig) -> bool:
+    """Whether a calibration decides anything under this config."""
+    return bool(config.low_heads) or (config.sparse is not None and config.sparse.selector in CALIBRATED)
+
+
 def choose_heads(
     model: PreTrainedModel, config: TurboConfig, calibration: Calibration | str | Path | None, strict: Strict
 ) -> HeadChoice:
@@ -34,7 +39,7 @@ def choose_heads(
     """
     low = f"{config.low_bits}-bit heads" if config.low_heads else ""
     by_prompt = f"{low}: chosen by each row's first {config.block_size} tokens" if low else ""
-    wanted = bool(low) or (config.sparse is not None and config.sparse.selector in CALIBRATED)
+    wanted = uses_calibration(config)
     if calibration is None or (calibration == "auto" and not wanted):
         return HeadChoice({}, by_prompt, ())
     if calibration == "auto":

@@ -148,14 +148,20 @@ def _until(u, p, live, mass):
 
 @triton.jit
 def _sum_of(at, c, group, buckets, G: tl.constexpr):
-    """Of buckets c the logits' sum over a group, as int32 of the same order; the least one where there is no bucket.
+    """Of buckets c the logits' sum over a group, float32.
 
     Added one after the other: the order of a reduction hangs on the shape, and a bucket must have one sum.
     """
     x = tl.zeros(c.shape, tl.float32)
     for g in tl.static_range(G):
         x += tl.load(at + g * buckets + c, mask=(c < buckets) & (c * 0 + g < group), other=0.0).to(tl.float32)
-    return tl.where(c < buckets, _signed(x), -2147483648)
+    return x
+
+
+@triton.jit
+def _rank_of(at, c, group, buckets, G: tl.constexpr):
+    """That sum as int32 of the same order; the least one where there is no bucket."""
+    return tl.where(c < buckets, _signed(_sum_of(at, c, group, buckets, G)), -2147483648)
 
 
 @triton.jit
@@ -169,11 +175,11 @@ def rank_kernel(
     n = tl.program_id(0).to(tl.int64)
     at = logits_ptr + n * group * buckets
     own = tl.program_id(1) * OWN + tl.arange(0, OWN)
-    u = _sum_of(at, own, group, buckets, G)[:, None]
+    u = _rank_of(at, own, group, buckets, G)[:, None]
     better = tl.zeros([OWN], tl.int32)
     for start in tl.range(0, buckets, TILE, num_stages=1):
         c = start + tl.arange(0, TILE)
-        other = _sum_of(at, c, group, buckets, G)[None, :]
+        other = _rank_of(at, c, group, buckets, G)[None, :]
         before = (other == u) & (c[None, :] < own[:, None])
         better += tl.sum(((other > u) | before).to(tl.int32), 1)
     tl.store(out_ptr + n * buckets + own, (better < count).to(tl.uint8), mask=own < buckets)
@@ -193,23 +199,19 @@ def visit_kernel(
     """
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, C)
-    g = tl.arange(0, G)
     live = c < buckets
-    inside = (g < group)[:, None] & live[None, :]
-    at = logits_ptr + (n * group + g)[:, None] * buckets + c[None, :]
-    x = tl.load(at, mask=inside, other=-float("inf")).to(tl.float32)
-    keys = tl.full([C], 1.0, tl.float32)
+    score = _sum_of(logits_ptr + n * group * buckets, c, group, buckets, G)
+    x = score / group
     if SIZED:
         keys = tl.load(sizes_ptr + n // queries * buckets + c, mask=live, other=0.0)
         live = keys > 0
-        x += tl.where(live, tl.log(tl.where(live, keys, 1.0)), -float("inf"))[None, :]
-    top = tl.max(x, 1)
-    p = tl.exp(x - tl.where(top == -float("inf"), 0.0, top)[:, None])
-    total = tl.sum(p, 1)
-    p = p / tl.where(total > 0, total, 1.0)[:, None]
-    share = tl.sum(p, 0) / group
-    u = _ordered(tl.where(live, share / tl.where(live, keys, 1.0), 0.0))
-    taken = _until(u, share, live, mass)
+        x += tl.log(tl.where(live, keys, 1.0))
+    x = tl.where(live, x, -float("inf"))
+    top = tl.max(x, 0)
+    p = tl.exp(x - tl.where(top == -float("inf"), 0.0, top))
+    total = tl.sum(p, 0)
+    u = _ordered(score)
+    taken = _until(u, p / tl.where(total > 0, total, 1.0), live, mass)
     if COUNT:
         taken = taken & _best(u, live, most)
     tl.store(out_ptr + n * buckets + c, taken.to(tl.uint8), mask=c < buckets)

@@ -21,7 +21,7 @@ from turbo_hf.ops.schedule import (
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, decode_tiles
 
 PARTS = 32
-"""Partial results of an output up to which no round of the merge is spared by fewer CTAs."""
+"""CTAs of an output that the plan counts as one round of the merge."""
 
 MERGED = 128
 """Numbers of partial results that a thread merges at a time: more do not fit its registers."""
@@ -54,9 +54,10 @@ def _plan(
     if kind != "stream-k":
         parts = 1 if kind == "whole" else split_count(len(each), max(tiles), ctas)
         return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
-    # a round of the merge has room for so many parts of an output, and a part of one tile is not worth its merge
+    # parts are merged in rounds, and one of a single tile is not worth its merge
     steps, whole = int(each.sum()), PARTS * len(each)
-    rounds = max(1, steps // (whole * ROUND * 4 // blocks))
+    # one warp merges a few parts at a time: more CTAs would cost it more than they do
+    rounds = max(1, steps // (whole * ROUND * 4 // blocks)) if blocks > 1 else 1
     ctas = full_rounds(max(1, min(ctas, whole * rounds, steps // max(LEAST, 4 // blocks))), whole)
     return stream_k(each, cost.repeat(len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 

@@ -108,6 +108,8 @@ def score(
     heads, _, dim = centroids.shape
     if queries.dim() != 5 or (queries.shape[1], queries.shape[4]) != (heads, dim):
         raise ValueError(f"queries must be [B, {heads}, M, G, {dim}], as centroids are; got {tuple(queries.shape)}.")
+    if queries.device != centroids.device:
+        raise ValueError(f"queries and centroids must be on one device; got {queries.device} and {centroids.device}.")
     _check_rotary(rotary, queries.shape[0], queries.shape[2], dim)
     if queries.numel() and uses_triton(backend, queries.device, kernel_obstacle(queries)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
@@ -137,9 +139,9 @@ def visit(
 ) -> torch.Tensor:
     """Which buckets a step visits: one choice for all query heads of a KV head.
 
-    By count: the `probes` buckets of the largest sum of logits over the query heads (SAAP). By mass (ours): a logit
-    tells the mass of one key of the bucket; buckets in the order of their mean mass a key over the query heads, until
-    those left hold less than `mass` of it. That reads the fewest keys for a mass.
+    By count: the `probes` buckets of the largest sum of logits over the query heads (SAAP). By mass (ours): buckets in
+    that order, until those left hold less than `mass` of the attention. The mean logit over the heads tells the mass of
+    one key of the bucket, so that this order goes for few keys. Logits are finite.
 
     Args:
         logits: float [B, Hkv, M, G, C], what the classifier (or another selector) says of each query head.
@@ -155,6 +157,8 @@ def visit(
 
     Source: SAAP sec. 4, 5 (l buckets, queries of a group together).
     """
+    if logits.dim() != 5:
+        raise ValueError(f"logits must be [B, Hkv, M, G, C]; got {tuple(logits.shape)}.")
     buckets = logits.shape[-1]
     if (probes is None) == (mass is None):
         raise ValueError(f"exactly one of probes and mass must be given; got {probes} and {mass}.")

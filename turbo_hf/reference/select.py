@@ -43,21 +43,20 @@ def visit(
     most: int | None = None,
     sizes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    rank = torch.arange(logits.shape[-1], device=logits.device)
+    # the second layer of the classifier is linear: one summation over the group serves all its queries
+    score = logits.float().sum(3)
+    rank = torch.arange(score.shape[-1], device=score.device)
     if mass is None:
-        # the second layer of the classifier is linear: one summation over the group serves all its queries
-        score = logits.float().sum(3)
         bucket = score.argsort(dim=-1, descending=True, stable=True)
         taken = (rank < (probes or 0)).expand_as(bucket)
     else:
-        keys = (torch.ones_like(logits[:, :, 0, 0]) if sizes is None else sizes).float()[:, :, None]
-        share = (logits.float() + keys.log()[:, :, :, None]).softmax(-1).mean(3)
+        keys = (torch.ones_like(score[:, :, :1]) if sizes is None else sizes[:, :, None]).float().expand_as(score)
+        share = (score / logits.shape[3] + keys.log()).softmax(-1)
         # the fewest keys that hold a mass are those of the largest mass each
-        score = torch.where(keys > 0, share / keys, -torch.inf)
-        bucket = score.argsort(dim=-1, descending=True, stable=True)
+        bucket = score.masked_fill(keys == 0, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         ranked = share.gather(-1, bucket)
         left = 1 - (ranked.cumsum(-1) - ranked)
-        taken = (left >= mass) & (rank < (most or len(rank))) & (keys > 0).expand_as(share).gather(-1, bucket)
+        taken = (left >= mass) & (rank < (most or len(rank))) & (keys > 0).gather(-1, bucket)
     return torch.zeros_like(score, dtype=torch.bool).scatter(-1, bucket, taken)
 
 
