@@ -3,6 +3,7 @@
 import base64
 import html
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,7 +95,7 @@ def page(report: Report) -> str:
         limited = ' class="limited"' if line.startswith(LIMITED) else ""
         parts.append(f"<p{limited}>{html.escape(line)}</p>")
     for table in report.tables:
-        head = "".join(f"<th>{html.escape(heading)}</th>" for heading in table.headings)
+        head = "".join(f"<th>{_breakable(heading)}</th>" for heading in table.headings)
         body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
         parts.append(f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{body}</table>")
     parts.append("<ul>" + "".join(f"<li>{html.escape(note)}</li>" for note in report.notes) + "</ul>")
@@ -103,6 +104,11 @@ def page(report: Report) -> str:
         parts.append(f'<p><img alt="{html.escape(picture.stem)}" src="data:image/png;base64,{data}"></p>')
     parts.append(f"<h2>Run</h2><pre>{html.escape(json.dumps(report.meta, indent=1))}</pre></body></html>")
     return "\n".join(parts) + "\n"
+
+
+def _breakable(heading: str) -> str:
+    """A heading whose lines may end inside a method's long name."""
+    return re.sub(r"(?<=[+@:/])", "<wbr>", html.escape(heading))
 
 
 def _cell(cell: str) -> str:

@@ -78,6 +78,10 @@ def memory_plot(found: dict[str, Any], title: str, path: Path) -> bool:
     return True
 
 
+MARKERS = "os^D"
+"""Of ten methods each, which have a colour of their own."""
+
+
 def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
     """Write a PNG of mean accuracy against KV bytes a token, one point a method; False: nothing to draw."""
     from matplotlib.figure import Figure  # noqa: PLC0415  as above
@@ -96,7 +100,7 @@ def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
             100 * own["accuracy"],
             100 * own["stderr"],
             # hollow: of a simulation, at bytes that are computed
-            fmt="o",
+            fmt=MARKERS[colour // 10 % len(MARKERS)],
             markerfacecolor="white" if simulated else None,
             capsize=3,
             color=f"C{colour % 10}",
