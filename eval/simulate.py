@@ -46,8 +46,9 @@ def by_token(x: torch.Tensor, bits: int, group: int | None) -> torch.Tensor:
 def low_rank(x: torch.Tensor, rank: int) -> torch.Tensor:
     """The nearest matrices of that rank to x [..., T, D], each head's by itself: what GEAR's power iteration nears."""
     x = x.float()
-    # the right singular vectors are eigenvectors of a matrix of D x D, far smaller than T x D; ascending
-    basis = torch.linalg.eigh(x.mT @ x).eigenvectors[..., -rank:]
+    # the right singular vectors are eigenvectors of a matrix of D x D, far smaller than T x D; ascending. On the host:
+    # a GPU solves small ones one after the other, and waits for each
+    basis = torch.linalg.eigh((x.mT @ x).cpu()).eigenvectors[..., -rank:].to(x.device)
     near: torch.Tensor = x @ basis @ basis.mT
     return near
 
