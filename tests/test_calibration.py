@@ -292,12 +292,14 @@ def test_training_keeps_what_k_means_finds_and_learns_what_it_cannot(turned: boo
     for steps in (1, 200):
         settings = replace(SMALL, hidden=64, steps=steps, batch=64, learning_rate=1e-2)
         classifier, loss = train([samples], [buckets], [centroids], 12, settings, lambda: None)
-        judged = evaluate(samples, buckets, centroids, classifier, range(12, 13), settings.local, 0)
+        judged = evaluate(samples, buckets, centroids, centroids, classifier, range(12, 13), settings.local, 0)
         found.append((loss, judged["loss"]))
     for before, after in zip(*found, strict=True):
         assert after < 0.75 * before
-    recall, by_k_means, by_chance = (mean_recall([judged], way)[2] for way in WAYS)
+    recall, by_k_means, rotated, by_chance = (mean_recall([judged], way)[2] for way in WAYS)
     assert recall > gain * max(by_k_means, by_chance)
+    # which sees the queries as they meet the keys
+    assert rotated == pytest.approx(by_k_means) if not turned else rotated > 4 * by_k_means
 
 
 def test_divergence_counts_the_keys_of_a_bucket() -> None:
@@ -743,7 +745,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path) -> None:
     assert len(facts["layers"]) == 6
     found = Calibration.from_pretrained(tmp_path / "out")
     assert found.layers[0].centroids is not None
-    assert "recall at 4 %" in " ".join(printed.split())
+    assert "Recall: long-range attention mass in 4 % of the keys" in " ".join(printed.split())
     with turbo_hf.patch(lab_model()[0], MIXED, calibration=tmp_path / "out") as handle:
         assert "by calibration" in handle.report().heads
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.calibration.quality import SELECTIVITY, mean_recall
+from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
 from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
@@ -109,21 +109,22 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
     table = Table(title=f"{found.fingerprint['model']}: {found.tokens:,} tokens in {seconds:.0f} s")
     table.add_column("layer", justify="right")
     table.add_column("heads, by need of bits")
-    for heading in ("centroids", "recall at 4 %", "k-means", "random"):
+    for heading in ("centroids", *WAYS):
         table.add_column(heading, justify="right")
     table.add_column("note")
     orders = found.head_orders("priority")
     for layer in found.layers:
         order = " ".join(map(str, orders.get(layer.index, ()))) or "-"
-        figures = ["-"] * 4
+        figures = ["-"] * (1 + len(WAYS))
         if layer.quality and layer.centroids is not None:
             at = SELECTIVITY.index(0.04)
-            rows = [mean_recall([dict(layer.quality)], way) for way in ("classifier", "k-means", "random")]
+            rows = [mean_recall([dict(layer.quality)], way) for way in WAYS]
             figures = [str(layer.centroids.shape[1]), *(f"{row[at]:.1%}" if row else "-" for row in rows)]
         table.add_row(str(layer.index), order, *figures, layer.note)
     out.print(table)
     if judged:
-        out.print("Recall: long-range attention mass in 4 % of the keys, on text held out.", style="dim")
+        told = "Recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses their buckets "
+        out.print(told + "(the selectors saap, kmeans, kmeans-rotated and random).", style="dim")
     out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
 
 

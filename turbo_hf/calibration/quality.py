@@ -4,14 +4,16 @@ from typing import Any
 
 import torch
 
+from turbo_hf.calibration.centroids import assign
 from turbo_hf.calibration.query_model import classify, divergence
 from turbo_hf.calibration.samples import Samples, true_mass
 
 SELECTIVITY = (0.01, 0.02, 0.04, 0.08)
 """Shares of the keys (those further back than the dense part) that may be read."""
 
-WAYS = ("classifier", "k-means", "random")
-"""How buckets are chosen: by the query classifier, by inner products with the centroids, by chance."""
+WAYS = ("classifier", "k-means", "k-means, rotated", "random")
+"""How buckets are chosen: by the query classifier, by inner products with the centroids of keys before and after rotary
+embedding (the latter have buckets of their own), by chance."""
 
 
 @torch.no_grad()
@@ -19,6 +21,7 @@ def evaluate(
     samples: Samples,
     buckets: list[torch.Tensor],
     centroids: torch.Tensor,
+    rotated: torch.Tensor,
     classifier: dict[str, torch.Tensor],
     windows: range,
     local: int,
@@ -26,7 +29,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Figures of one layer over long-range queries of `windows`, chosen as decoding does: scores summed over the query
     heads of a KV head, best buckets first, until the share of keys is read. Of the bucket in which that happens, its
-    mass counts in the same part as its keys.
+    mass counts in the same part as its keys. rotated: centroids [Hkv, C, D] of keys after rotary embedding.
 
     Returns "recall": by way of choosing (`WAYS`), a list by KV head of the share of
     long-range attention mass at each of `SELECTIVITY`; null for a head without a long-range query. "loss": KL in nats.
@@ -40,35 +43,35 @@ def evaluate(
     device = centroids.device
     for window in windows:
         n = len(samples.positions[window])
+        keys = samples.keys[window].to(device)
+        turned = assign(keys, rotated)
         parts = (samples.plain_queries[window], samples.queries[window], samples.far[window])
         for plain, query, far, at in zip(
             *(x.split(64, 2) for x in parts), samples.positions[window].split(64), strict=True
         ):
             groups, rows = query.shape[1], query.shape[2]
-            mass, sizes = true_mass(
-                query.flatten(1, 2).to(device),
-                at.repeat(heads, groups).to(device),
-                samples.keys[window].to(device),
-                buckets[window].to(device),
-                clusters,
-                local,
-                samples.scaling,
-                samples.softcap,
-            )
+            asking, places = query.flatten(1, 2).to(device), at.repeat(heads, groups).to(device)
+            options = (clusters, local, samples.scaling, samples.softcap)
+            mass, sizes = true_mass(asking, places, keys, buckets[window].to(device), *options)
             flat = plain.flatten(1, 2).to(device).float()
             logits = classify(classifier, flat)
             loss += float((divergence(mass, logits, sizes) * far.flatten(1, 2).to(device)).sum())
             # keys that count depend on the position alone
-            sizes = sizes.view(heads, groups, rows, clusters)[:, 0]
+            shape = (heads, groups, rows, clusters)
+            sizes = sizes.view(shape)[:, 0]
             scores = {
-                "classifier": logits.view(heads, groups, rows, clusters).sum(1),
-                "k-means": torch.bmm(flat, centroids.float().mT).view(heads, groups, rows, clusters).sum(1),
+                "classifier": logits.view(shape).sum(1),
+                "k-means": torch.bmm(flat, centroids.float().mT).view(shape).sum(1),
                 "random": torch.rand(heads, rows, clusters, generator=seeded).to(device),
             }
             weight = far.to(device).double()
-            mass = mass.view(heads, groups, rows, clusters)
+            mass = mass.view(shape)
             for way, score in scores.items():
                 total[way] += _recalled(score, mass, sizes, weight).cpu()
+            mass, sizes = true_mass(asking, places, keys, turned, *options)
+            score = torch.bmm(asking.float(), rotated.float().mT).view(shape).sum(1)
+            told = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
+            total["k-means, rotated"] += told.cpu()
             counted += weight.sum((1, 2)).cpu()
         asked += heads * groups * n
     filled = torch.stack([x.bincount(minlength=clusters) for x in torch.cat(buckets, 1)]).double()

@@ -234,13 +234,13 @@ def _index(
             step(windows / len(layers))
             yield LayerCalibration(index, scores[index], note=HARDLY_VARY)
             continue
-        own = each[at].half()
-        quality = evaluate(layer, buckets[at], own, stored, range(learned, windows), settings.local, settings.seed)
+        own, turned, held_out = each[at].half(), rotated[at].half(), range(learned, windows)
+        quality = evaluate(layer, buckets[at], own, turned, stored, held_out, settings.local, settings.seed)
         quality["training_loss"] = round(loss, 4)
         silent = [head for head, rows in enumerate(quality["recall"]["random"]) if rows is None]
         note = f"no long-range query held out for heads {', '.join(map(str, silent))}" if silent else ""
         step(windows / len(layers))
-        yield LayerCalibration(index, scores[index], own, stored, note, quality, rotated[at].half())
+        yield LayerCalibration(index, scores[index], own, stored, note, quality, turned)
 
 
 def _centroids(

@@ -1,6 +1,5 @@
 """What was measured on GPUs, as tables, so that no user's first call waits for a search."""
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -44,7 +43,6 @@ than cuDNN in 16 bit, quantization included. Elsewhere "auto" keeps to the model
 """
 
 
-@lru_cache(maxsize=64)
 def _fast_from(device: torch.device, dim: int) -> tuple[int, str] | None:
     return AUTO_PREFILL.get(torch.cuda.get_device_capability(device), {}).get(dim)
 
