@@ -70,7 +70,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     ),
     "ablation-sas": ("turbo4", *(f"turbo4+sas=True+sas_threshold={t}" for t in (-4, -6, -8, -10)), "turbo4+sas=True"),
 }
-"""Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6)."""
+"""Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6.5)."""
 
 
 def known_methods() -> str:

@@ -28,9 +28,10 @@ Strict = Literal["raise", "warn", "fallback"]
 logger = logging.getLogger(__name__)
 
 PLAN_PAYS = 1 << 27
-"""Rows times tokens squared from which on a prompt is faster by cuDNN although it makes a plan for each new shape.
+"""Rows times tokens squared from which on cuDNN should pay although it makes a plan for each new shape.
 
-On an H200 a plan takes about 37 ms; FlashAttention-2 loses as much to cuDNN in 32 layers of 32 heads of this size.
+An estimate: on an H200 a plan took about 37 ms, and FlashAttention-2, scaled down from 1 x 131k, should lose about as
+much to cuDNN in 32 layers of 32 heads of this size.
 """
 
 HARMLESS = frozenset(

@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.calibration.centroids import assign
 from turbo_hf.calibration.query_model import classify, divergence
-from turbo_hf.calibration.samples import Samples, true_mass
+from turbo_hf.calibration.samples import Samples, bucket_sums, long_range
 
 SELECTIVITY = (0.01, 0.02, 0.04, 0.08)
 """Shares of the keys (those further back than the dense part) that may be read."""
@@ -51,8 +51,8 @@ def evaluate(
         ):
             groups, rows = query.shape[1], query.shape[2]
             asking, places = query.flatten(1, 2).to(device), at.repeat(heads, groups).to(device)
-            options = (clusters, local, samples.scaling, samples.softcap)
-            mass, sizes = true_mass(asking, places, keys, buckets[window].to(device), *options)
+            weights, counts = long_range(asking, places, keys, local, samples.scaling, samples.softcap)
+            mass, sizes = (bucket_sums(x, buckets[window].to(device), clusters) for x in (weights, counts))
             flat = plain.flatten(1, 2).to(device).float()
             logits = classify(classifier, flat)
             loss += float((divergence(mass, logits, sizes) * far.flatten(1, 2).to(device)).sum())
@@ -68,7 +68,7 @@ def evaluate(
             mass = mass.view(shape)
             for way, score in scores.items():
                 total[way] += _recalled(score, mass, sizes, weight).cpu()
-            mass, sizes = true_mass(asking, places, keys, turned, *options)
+            mass, sizes = (bucket_sums(x, turned, clusters) for x in (weights, counts))
             score = torch.bmm(asking.float(), rotated.float().mT).view(shape).sum(1)
             told = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
             total["k-means, rotated"] += told.cpu()

@@ -72,21 +72,40 @@ def true_mass(
     """Where the attention of long-range pairs lies (SAAP eq. 1, A H_k).
 
     Args:
-        query: [N, R, D] after rotary embedding, of N KV heads; position: int64 [N, R].
-        key: [N, L, D] after rotary embedding; buckets: int64 [N, L].
-        clusters: C. local: only keys further back than this many tokens count, and not the first token (the sink).
-        scaling, softcap: of the scores.
+        buckets: int64 [N, L]. clusters: C. The others as in `long_range`.
 
     Returns:
         float32 [N, R, C], rows that sum to 1, and the number of keys that count by bucket, float32 [N, R, C].
+    """
+    weight, counts = long_range(query, position, key, local, scaling, softcap)
+    return bucket_sums(weight, buckets, clusters), bucket_sums(counts, buckets, clusters)
+
+
+def long_range(
+    query: torch.Tensor,
+    position: torch.Tensor,
+    key: torch.Tensor,
+    local: int,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention of long-range pairs alone.
+
+    Args:
+        query: [N, R, D] after rotary embedding, of N KV heads; position: int64 [N, R].
+        key: [N, L, D] after rotary embedding.
+        local: only keys further back than this many tokens count, and not the first token (the sink).
+        scaling, softcap: of the scores.
+
+    Returns:
+        float32 [N, R, L], rows that sum to 1, and which keys count, as float32 [N, R, L].
     """
     score = torch.bmm(query.float(), key.float().mT) * scaling
     if softcap is not None:
         score = torch.tanh(score / softcap) * softcap
     token = torch.arange(key.shape[1], device=key.device)
     counts = (token > 0) & (position[..., None] - token > local)
-    weight = score.masked_fill(~counts, -torch.inf).softmax(-1)
-    return bucket_sums(weight, buckets, clusters), bucket_sums(counts.float(), buckets, clusters)
+    return score.masked_fill(~counts, -torch.inf).softmax(-1), counts.float()
 
 
 def bucket_sums(x: torch.Tensor, buckets: torch.Tensor, clusters: int) -> torch.Tensor:

@@ -103,7 +103,7 @@ def score(
     Raises:
         ValueError: shapes that do not agree.
 
-    Source: SAAP sec. 3 (inverted lists of k-means, visited by inner product).
+    Source: SAAP sec. 2 (inverted lists of k-means, several of which are visited).
     """
     heads, _, dim = centroids.shape
     if queries.dim() != 5 or (queries.shape[1], queries.shape[4]) != (heads, dim):
