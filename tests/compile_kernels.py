@@ -70,7 +70,7 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     shapes = {"weight_1": (2, dim, 512), "bias_1": (2, 512), "weight_2": (2, 512, 1024), "bias_2": (2, 1024)}
     model = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}
     grouped, turn = q.unflatten(1, (2, -1)).transpose(2, 3), (torch.zeros(1, 1, dim), torch.zeros(1, 1, dim))
-    launch_sparse.classify(grouped, model, rotary=turn, summed=True)
+    launch_sparse.classify(grouped, model, rotary=turn)
     logits = launch_sparse.classify(grouped, model)
     launch_sparse.score(grouped, torch.zeros(2, 1024, dim, dtype=torch.float16), rotary=turn)
     launch_sparse.visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))

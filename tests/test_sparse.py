@@ -112,20 +112,19 @@ def some_classifier(heads: int, dim: int, hidden: int, buckets: int, device: tor
     return {name: torch.randn(heads, *shape, device=device) / shape[0] ** 0.5 for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize(("group", "dim", "hidden", "buckets"), [(1, 16, 8, 5), (4, 64, 130, 70), (3, 80, 64, 33)])
 def test_classify_is_two_layers(
-    group: int, dim: int, hidden: int, buckets: int, summed: bool, device: torch.device, backend: str
+    group: int, dim: int, hidden: int, buckets: int, device: torch.device, backend: str
 ) -> None:
     model = some_classifier(2, dim, hidden, buckets, device)
     queries = torch.randn(3, 2 * group, 2, dim, device=device).unflatten(1, (2, group)).transpose(2, 3)
-    got = classify(queries, model, summed=summed, backend=backend)
+    got = classify(queries, model, backend=backend)
 
     def layers(dtype: torch.dtype) -> Tensor:
         w1, b1, w2, b2 = (model[name].cpu().to(dtype) for name in ("weight_1", "bias_1", "weight_2", "bias_2"))
         x = torch.einsum("bhmgd,hdu->bhmgu", queries.cpu().to(dtype), w1) + b1[:, None, None]
         y = torch.einsum("bhmgu,huc->bhmgc", x.relu(), w2) + b2[:, None, None]
-        return y.sum(3, keepdim=True) if summed else y
+        return y.sum(3, keepdim=True)
 
     exact = layers(torch.float64)
     size = group * (largest(exact) + hidden**0.5)

@@ -188,7 +188,7 @@ class Classifier(Centroids):
 
     def logits(self, queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         weights = {name: self._on(name, queries.device) for name in self._weights if name != "centroids"}
-        total = classify(queries, weights, rotary=rotary, summed=True, backend=self.backend)
+        total = classify(queries, weights, rotary=rotary, backend=self.backend)
         # shares of mass are those of the heads' mean
         return total if self.config.mass is None else total / queries.shape[3]
 

@@ -101,7 +101,7 @@ def select(layer: Layer, q: torch.Tensor, probes: int, backend: str) -> torch.Te
     if layer.classifier is None:
         logits = score(grouped, layer.centroids, rotary=layer.rotary, backend=backend)
     else:
-        logits = classify(grouped, layer.classifier, rotary=layer.rotary, summed=True, backend=backend)
+        logits = classify(grouped, layer.classifier, rotary=layer.rotary, backend=backend)
     return visit(logits, probes=probes, backend=backend)[:, :, :, None]
 
 

@@ -221,15 +221,16 @@ def visit_kernel(
 def layer_kernel(
     q_ptr,  # [B, Hkv, M, G, D]
     weight_ptr, bias_ptr,  # [Hkv, D, units] by its strides, [Hkv, units]
-    out_ptr,  # float32 [B, Hkv, M, G or 1, units]
+    out_ptr,  # float32 [B, Hkv, M, units]
     cos_ptr, sin_ptr,  # [1 or B, M, ROTARY]
     strides, weight_strides, rotary_stride, tokens, queries, heads, units,
     GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    ROTARY: tl.constexpr, SUMMED: tl.constexpr, RELU: tl.constexpr,
+    ROTARY: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """A linear layer for ROWS // G tokens of one KV head, TILE units. tokens: of all rows; G: the group, padded.
+    """A linear layer for ROWS // G tokens of one KV head, TILE units, added over the query heads of a group.
 
-    RELU: with a bias and a ReLU, the first layer of a classifier; otherwise inner products, as with centroids.
+    tokens: of all rows. G: the group, padded. RELU: with a bias and a ReLU, the first layer of a classifier; otherwise
+    inner products, as with centroids.
     """
     head = tl.program_id(1)
     i = tl.program_id(2) * (ROWS // G) + tl.arange(0, ROWS) // G
@@ -250,15 +251,10 @@ def layer_kernel(
     if RELU:
         bias = tl.load(bias_ptr + head * units + unit, mask=inside, other=0.0).to(tl.float32)
         x = tl.where(live[:, None], tl.maximum(x + bias[None, :], 0.0), 0.0)
-    n = (row * heads + head) * queries + query
-    if SUMMED:
-        x = tl.sum(tl.reshape(x, (ROWS // G, G, TILE)), 1)
-        i = tl.program_id(2) * (ROWS // G) + tl.arange(0, ROWS // G)
-        n = ((i // queries).to(tl.int64) * heads + head) * queries + i % queries
-        live = i < tokens
-    else:
-        n = n * GROUP + g
-    tl.store(out_ptr + n[:, None] * units + unit[None, :], x, mask=live[:, None] & inside[None, :])
+    x = tl.sum(tl.reshape(x, (ROWS // G, G, TILE)), 1)
+    i = tl.program_id(2) * (ROWS // G) + tl.arange(0, ROWS // G)
+    n = ((i // queries).to(tl.int64) * heads + head) * queries + i % queries
+    tl.store(out_ptr + n[:, None] * units + unit[None, :], x, mask=(i < tokens)[:, None] & inside[None, :])
 
 
 @triton.jit

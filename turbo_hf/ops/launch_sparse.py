@@ -107,7 +107,6 @@ def classify(
     classifier: Mapping[str, torch.Tensor],
     *,
     rotary: Rotary | None = None,
-    summed: bool = False,
 ) -> torch.Tensor:
     """`ops.select.classify`: one launch a layer."""
     batch, heads, tokens, group, _ = queries.shape
@@ -115,15 +114,14 @@ def classify(
         classifier[name].contiguous() for name in ("weight_1", "bias_1", "weight_2", "bias_2")
     )
     hidden, buckets = weight_2.shape[1:]
-    vectors = tokens * (1 if summed else group)
-    x = torch.empty(batch, heads, vectors, hidden, dtype=torch.float32, device=queries.device)
-    out = torch.empty(batch, heads, tokens, vectors // tokens, buckets, dtype=torch.float32, device=queries.device)
+    x = torch.empty(batch, heads, tokens, hidden, dtype=torch.float32, device=queries.device)
+    out = torch.empty(batch, heads, tokens, 1, buckets, dtype=torch.float32, device=queries.device)
     tile = BUCKETS_AT_ONCE
     with torch.cuda.device_of(queries):
-        _layer(queries, weight_1, bias_1, x, rotary, summed=summed)
-        logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * vectors, VECTORS))](
-            x, weight_2, bias_2, out, vectors, batch, heads, hidden, buckets, group if summed else 1, ROWS=VECTORS,
-            TILE=tile, UNITS=2 * UNITS, STAGES=4, num_warps=4,
+        _layer(queries, weight_1, bias_1, x, rotary)
+        logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
+            x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
+            UNITS=2 * UNITS, STAGES=4, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -133,7 +131,7 @@ def score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | No
     batch, heads, tokens, _, _ = queries.shape
     out = torch.empty(batch, heads, tokens, 1, centroids.shape[1], dtype=torch.float32, device=queries.device)
     with torch.cuda.device_of(queries):
-        _layer(queries, centroids.mT, None, out, rotary, summed=True)
+        _layer(queries, centroids.mT, None, out, rotary)
     return out
 
 
@@ -143,10 +141,8 @@ def _layer(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     rotary: Rotary | None,
-    *,
-    summed: bool,
 ) -> None:
-    """One layer on queries [B, Hkv, M, G, D] with weight [Hkv, D, units] of any strides; bias: with a ReLU."""
+    """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU."""
     batch, heads, tokens, group, dim = queries.shape
     units, padded = weight.shape[2], triton.next_power_of_2(group)
     rows = max(VECTORS, padded)
@@ -154,7 +150,7 @@ def _layer(
     layer_kernel[(triton.cdiv(units, UNITS), heads, triton.cdiv(batch * tokens, rows // padded))](
         queries, weight, weight if bias is None else bias, out, cos, sin, queries.stride(), weight.stride(), stride,
         batch * tokens, tokens, heads, units, GROUP=group, G=padded, ROWS=rows, D=dim,
-        DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, SUMMED=summed, RELU=bias is not None,
+        DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
         num_warps=4,
     )  # fmt: skip
 

@@ -52,20 +52,19 @@ def classify(
     classifier: Mapping[str, torch.Tensor],
     *,
     rotary: Rotary | None = None,
-    summed: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """What a query classifier says of each bucket: two linear layers with a ReLU between, one pair for each KV head.
+    """What a query classifier says of each bucket: two linear layers with a ReLU between, one pair for each KV head;
+    the sum over the query heads of a group.
 
     Args:
         queries: float [B, Hkv, M, G, D], grouped by KV head.
         classifier: "weight_1" [Hkv, D, hidden], "bias_1" [Hkv, hidden], "weight_2" [Hkv, hidden, C], "bias_2" [Hkv, C].
         rotary: of the queries, as in `assign`.
-        summed: the sum over the G query heads; the second layer then runs once.
         backend: "auto", "triton" or "reference".
 
     Returns:
-        Logits float32 [B, Hkv, M, G, C], G = 1 if summed.
+        Logits float32 [B, Hkv, M, 1, C].
 
     Raises:
         ValueError: shapes that do not agree.
@@ -82,8 +81,8 @@ def classify(
     if queries.numel() and uses_triton(backend, queries.device, kernel_obstacle(queries)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.classify(queries, classifier, rotary=rotary, summed=summed)
-    return reference.classify(queries, classifier, rotary=rotary, summed=summed)
+        return launch_sparse.classify(queries, classifier, rotary=rotary)
+    return reference.classify(queries, classifier, rotary=rotary)
 
 
 def score(

@@ -65,17 +65,13 @@ def classify(
     classifier: Mapping[str, torch.Tensor],
     *,
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
-    summed: bool = False,
 ) -> torch.Tensor:
     group = queries.shape[3]
     x = _plain(queries, rotary)
     weight_1, bias_1, weight_2, bias_2 = (classifier[name].float() for name in CLASSIFIER)
     hidden = (x @ weight_1[:, None] + bias_1[:, None, None]).relu()
-    if summed:
-        # the second layer is linear
-        logits = hidden.sum(2, keepdim=True) @ weight_2[:, None] + group * bias_2[:, None, None]
-    else:
-        logits = hidden @ weight_2[:, None] + bias_2[:, None, None]
+    # the second layer is linear: it runs on the sum
+    logits = hidden.sum(2, keepdim=True) @ weight_2[:, None] + group * bias_2[:, None, None]
     return logits.transpose(2, 3)
 
 
