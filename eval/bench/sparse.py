@@ -1,6 +1,6 @@
 """Speed of a sparse decode step, selection and index included, beside FP16 attention over all keys."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from turbo_hf.eval.bench.graphs import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rows import checked
 from turbo_hf.eval.bench.timing import Call, Stopwatch
-from turbo_hf.layout import AttentionOutput, KVStore, token_major
+from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.quantize import dequantize
 from turbo_hf.ops.select import Rotary, assign, classify, score, visit
 from turbo_hf.ops.sparse import sparse_decode
@@ -45,11 +45,12 @@ class Choice:
 class Layer:
     """One sparse layer: its cache, the buckets of its tokens, its weights, the rotation of the newest token.
 
-    classifier: None where centroids choose. rotary: None where they are of keys after rotary embedding.
+    spans: as in `ops.sparse.sparse_decode`. classifier: None where centroids choose. rotary: None where they are of keys after rotary embedding.
     """
 
     store: KVStore
     index: torch.Tensor
+    spans: torch.Tensor
     centroids: torch.Tensor
     classifier: dict[str, torch.Tensor] | None
     rotary: Rotary | None
@@ -58,13 +59,11 @@ class Layer:
 def make_layers(case: Case, width: str, choice: Choice, count: int, device: torch.device, seed: int) -> list[Layer]:
     """`count` layers that share nothing but sizes.
 
-    Keys fall into buckets by chance, which is the hardest case for memory: a visited bucket has a key in every few
-    blocks, never two side by side.
+    Keys fall into buckets by chance, and stand in the order of their buckets, as a cache keeps those of a prompt.
     """
     heads, generator = case.heads, torch.Generator(device).manual_seed(seed)
     groups = groups_of(width, heads.kv)
     stores = packed_stores(case, groups, count, device, seed)
-    pool = tuple(token_major(pages) for pages in stores[0].heads)
     cap = max(case.lengths)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -75,6 +74,7 @@ def make_layers(case: Case, width: str, choice: Choice, count: int, device: torc
     for store in stores:
         shape = (len(case.lengths), heads.kv, 1, cap)
         index = torch.randint(choice.buckets, shape, generator=generator, device=device, dtype=torch.int16)
+        spans = in_order(index, case.lengths, store.block, choice)
         centroids = torch.nn.functional.normalize(weight(choice.buckets, heads.dim), dim=-1)
         shapes = {
             "weight_1": (heads.dim, choice.hidden),
@@ -86,8 +86,17 @@ def make_layers(case: Case, width: str, choice: Choice, count: int, device: torc
         rotary = None if choice.selector == "kmeans-rotated" else (angle.cos().half(), angle.sin().half())
         trained = choice.selector == "saap"
         classifier = {name: weight(*shape) for name, shape in shapes.items()} if trained else None
-        layers.append(Layer(store._replace(heads=pool, token_major=True), index, centroids, classifier, rotary))
+        layers.append(Layer(store._replace(heads=stores[0].heads), index, spans, centroids, classifier, rotary))
     return layers
+
+
+def in_order(index: torch.Tensor, lengths: Sequence[int], block: int, choice: Choice) -> torch.Tensor:
+    """Sort buckets [B, Hkv, 1, cap] in place, but for blocks of the dense part; returns the spans of whole blocks."""
+    for row, length in enumerate(lengths):
+        begin, end = -(-choice.sink // block) * block, max(0, length - choice.window) // block * block
+        index[row, :, :, begin:end] = index[row, :, :, begin:end].sort(-1).values
+    blocks = index[:, :, 0, : index.shape[3] // block * block].unflatten(-1, (-1, block))
+    return torch.stack(blocks.aminmax(dim=-1), -1)
 
 
 def index_token(layer: Layer, k: torch.Tensor, backend: str) -> torch.Tensor:
@@ -129,6 +138,7 @@ def attention(
         scaling=q.shape[3] ** -0.5,
         sink_tokens=choice.sink,
         window_tokens=choice.window,
+        spans=layer.spans,
         read=read,
         backend=backend,
     )

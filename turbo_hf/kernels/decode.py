@@ -17,18 +17,23 @@ import triton.language as tl
 
 from turbo_hf.kernels._common import as_int8, tanh
 from turbo_hf.kernels.block_attention import INT8_MAX, LN_2, LOG2_E, accumulate, attend, even, scores
+from turbo_hf.kernels.shares import attended
 from turbo_hf.kernels.tiles import channels, keys_of, packed_bytes, to_values, values_of
 from turbo_hf.kernels.unpack import entry
 
 
 @triton.jit
-def _walk(
-    heads, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, softcap, sas_threshold,
+def walk(
+    heads, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, seen, softcap, sas_threshold,
     acc, m, mass,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, TURBO: tl.constexpr,
-    SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles begin to end of sealed blocks of one slot. heads: (k, v, meta, scale); queries, factor: `_prepare`."""
+    """Tiles begin to end of sealed blocks of one slot. heads: (k, v, meta, scale); queries, factor: `prepare`.
+
+    Each query row sees the tokens from `first` to `last`; CHOSEN: all rows those for which a byte at `seen` is not 0.
+    """
     k_ptr, v_ptr, meta_ptr, scale_ptr = heads
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
@@ -42,10 +47,11 @@ def _walk(
     q = _query(queries, c, c < D, PLAIN, D == DP)
     codes_of, plain_factor = factor
     factor = plain_factor if PLAIN else codes_of
-    # tiles that every query row sees whole
-    inner_begin = tl.cdiv(tl.max(tl.max(tl.max(first, 2), 1), 0), NB * BLOCK)
-    nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
-    inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
+    if not CHOSEN:
+        # tiles that every query row sees whole
+        inner_begin = tl.cdiv(tl.max(tl.max(tl.max(first, 2), 1), 0), NB * BLOCK)
+        nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
+        inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
     for tile in tl.range(begin, end, num_stages=STAGES):
         block = tile * NB + nb
         live = block < sealed
@@ -76,7 +82,11 @@ def _walk(
         if CAPPED:
             x = tanh(x * unit[:, :, None] / softcap) * (softcap * LOG2_E)
             unit = unit * 0 + 1
-        if (tile < inner_begin) | (tile >= inner_end):
+        if CHOSEN:
+            t = tl.arange(0, BLOCK)[None, :]
+            shown = tl.load(seen + block[:, None] * BLOCK + t, mask=live[:, None], other=0)
+            x = tl.where(shown[:, None, :] != 0, x, -float("inf"))
+        elif (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column
             x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
         p, total, weight, keep, m, mass = attend(x, unit, v_scale, m, mass, sas_threshold, SAS, False, q.dtype)
@@ -85,7 +95,7 @@ def _walk(
 
 
 @triton.jit
-def _rows(chunk, length, head, tokens, GROUP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr):
+def rows_of(chunk, length, head, tokens, GROUP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr):
     """Of R places of query rows: the token's place in its row, whether there is one, its column, its query head.
 
     SPREAD: every other place is empty. What is computed of those is left out wherever a thread has both of a pair.
@@ -115,12 +125,15 @@ def _query(q, c, ok, PLAIN: tl.constexpr, SAME: tl.constexpr):
 
 
 @triton.jit
-def _open(
-    opened, at, cap, sealed, length, queries, factor, first, last, softcap, sas_threshold, acc, m, mass,
+def walk_open(
+    opened, at, cap, sealed, length, queries, factor, first, last, choice, softcap, sas_threshold, acc, m, mass,
     D: tl.constexpr, BLOCK: tl.constexpr, TURBO: tl.constexpr, SAS: tl.constexpr, CAPPED: tl.constexpr,
-    SPREAD: tl.constexpr, ASM: tl.constexpr,
+    SPREAD: tl.constexpr, CHOSEN: tl.constexpr, INDEX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The open tokens of one row and head: INT8 with one scale a token, or as they are. at: row * Hkv + head, int64."""
+    """The open tokens of one row and head: INT8 with one scale a token, or as they are. at: row * Hkv + head, int64.
+
+    CHOSEN: those that `attended` keeps by `choice`, with or without INDEX. Returns how many these are, too.
+    """
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = opened
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
     Q_PLAIN: tl.constexpr = PLAIN or not TURBO
@@ -136,6 +149,7 @@ def _open(
     column = t if PLAIN else t // 16 * 16 + t % 8 // 2 * 4 + t % 16 // 8 * 2 + t % 2
     channel = d[None, :, None]
     count = length - sealed * BLOCK
+    counted = tl.zeros([], tl.int32)
     for start in tl.range(0, count, NB * BLOCK, num_stages=1):
         token = start + nb[:, None] * BLOCK + column[None, :]
         place = sealed * BLOCK + token
@@ -155,23 +169,28 @@ def _open(
         x = scores(q, keys, k_scale, k_scale, False, ASM) * k_scale[:, None, :] * factor[None, :, None]
         if CAPPED:
             x = tanh(x / softcap) * (softcap * LOG2_E)
-        seen = (place[:, None, :] >= first) & (place[:, None, :] < last)
-        x = tl.where(seen & live[:, None, :], x, -float("inf"))
+        if CHOSEN:
+            kept = attended(place, live, *choice, INDEX)
+            counted += tl.sum(tl.sum(kept.to(tl.int32), 1), 0)
+            x = tl.where(kept[:, None, :], x, -float("inf"))
+        else:
+            seen = (place[:, None, :] >= first) & (place[:, None, :] < last)
+            x = tl.where(seen & live[:, None, :], x, -float("inf"))
         p, total, weight, keep, m, mass = attend(
             x, mass * 0 + 1, v_scale, m, mass, sas_threshold, SAS, not PLAIN, q.dtype
         )
         p = to_values(p, 16 if PLAIN else 8)
         acc = accumulate(acc, p, total, values, k_scale, k_scale, weight, keep, False, SPREAD, ASM)
-    return acc, m, mass
+    return acc, m, mass, counted
 
 
 @triton.jit
-def _prepare(
+def prepare(
     q_ptr, q_strides, row, head, chunk, length, start, tokens,
     GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
 ):  # fmt: skip
     """The query rows of an output. Returns what `_query` needs, their INT8 scales, places, and which hold a token."""
-    place, live, query, head_of = _rows(chunk, length, head, tokens, GROUP, R, SPREAD)
+    place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, R, SPREAD)
     shown = live & (place >= 0) & (place - length + tokens >= start)
     d = tl.arange(0, DP)
     at = q_ptr + row * q_strides[0] + head_of * q_strides[1] + query * q_strides[2]
@@ -188,7 +207,7 @@ def _prepare(
 
 
 @triton.jit
-def _combine(acc, m, mass, SPREAD: tl.constexpr):
+def combine(acc, m, mass, SPREAD: tl.constexpr):
     """The warps' sums as one: O [N, DP], maximum [N], sum [N]."""
     if SPREAD:
         m, mass = even(m), even(mass)
@@ -198,7 +217,7 @@ def _combine(acc, m, mass, SPREAD: tl.constexpr):
 
 
 @triton.jit
-def _leave_part(o, top, total, part):
+def leave_part(o, top, total, part):
     """A partial result to memory, complete before this CTA reports it."""
     N: tl.constexpr = o.shape[0]
     DP: tl.constexpr = o.shape[1]
@@ -210,7 +229,7 @@ def _leave_part(o, top, total, part):
 
 
 @triton.jit
-def _merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
+def merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
     """The partial results of one output, in the order of the CTAs: O [N, DP], maximum [N], sum [N].
 
     PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits.
@@ -252,19 +271,22 @@ def _with_sinks(o, top, total, sinks_ptr, head_of, live):
 
 
 @triton.jit
-def _finish(
-    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads,
+def finish(
+    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, first, columns,
     GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N]."""
-    place, live, query, head_of = _rows(chunk, length, head, tokens, GROUP, o.shape[0], False)
+    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N].
+
+    Tokens stand in out from column `first` of `columns` on.
+    """
+    place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, o.shape[0], False)
     padding = (place < 0) | (place - length + tokens < start)
     if SINKS:
         o, top, total = _with_sinks(o, top, total, sinks_ptr, head_of, live)
     o = o / tl.where(total > 0, total, 1.0)[:, None]
     lse = tl.where(padding | (total == 0), -float("inf"), (top + tl.log2(total)) * LN_2)
     d = tl.arange(0, o.shape[1])
-    at = (row * (kv_heads * GROUP) + head_of) * tokens + query
+    at = (row * (kv_heads * GROUP) + head_of) * columns + first + query
     out = tl.where(padding[:, None], 0.0, o).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + (at * D)[:, None] + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
     tl.store(lse_ptr + at, lse, mask=live)
@@ -326,7 +348,7 @@ def decode_kernel(
         pages = tl.cdiv(sealed, NB)
         steps = tl.minimum(left, pages + 1 - tile)
 
-        queries, factor, place, shown = _prepare(
+        queries, factor, place, shown = prepare(
             q_ptr, q_strides, row, head, output % chunks, length, start, tokens, GROUP, D, DP, R, SPREAD, TURBO
         )  # fmt: skip
         unit = scaling if CAPPED else scaling * LOG2_E
@@ -342,31 +364,31 @@ def decode_kernel(
         own = slot
         for g in tl.static_range(len(SLOTS)):
             if (own >= 0) & (own < SLOTS[g]):
-                acc, m, mass = _walk(
+                acc, m, mass = walk(
                     heads[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
-                    factor, first, last, softcap, sas_threshold, acc, m, mass,
-                    SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, ASM,
+                    factor, first, last, table, softcap, sas_threshold, acc, m, mass,
+                    SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, False, ASM,
                 )  # fmt: skip
             own -= SLOTS[g]
         if tile + steps > pages:
-            acc, m, mass = _open(
-                opened, row * kv_heads + head, cap, sealed, length, queries, factor, first, last, softcap,
-                sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, ASM,
+            acc, m, mass, _ = walk_open(
+                opened, row * kv_heads + head, cap, sealed, length, queries, factor, first, last, last, softcap,
+                sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
             )  # fmt: skip
 
-        o, top, total = _combine(acc, m, mass, SPREAD)
+        o, top, total = combine(acc, m, mass, SPREAD)
         whole = (tile == 0) & (steps == pages + 1)
         if not whole:
-            _leave_part(o, top, total, parts_ptr + (2 * cta + (tile == 0)).to(tl.int64) * (N * (DP + 2)))
+            leave_part(o, top, total, parts_ptr + (2 * cta + (tile == 0)).to(tl.int64) * (N * (DP + 2)))
             if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == count - 1:
                 # every other CTA of this output is done: no one waits, and the order of the sum is that of the tiles
                 tl.store(arrived_ptr + output, 0)
-                o, top, total = _merge(parts_ptr, first_cta, count, N, DP, PARTS)
+                o, top, total = merge(parts_ptr, first_cta, count, N, DP, PARTS)
                 whole = True
         if whole:
-            _finish(
+            finish(
                 o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
-                kv_heads, GROUP, D, SINKS,
+                kv_heads, 0, tokens, GROUP, D, SINKS,
             )  # fmt: skip
         left -= steps
         output += 1

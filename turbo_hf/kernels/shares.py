@@ -1,8 +1,9 @@
-"""Which tokens a CTA of sparse decode attends to: an equal share of an output, found as it goes (SAAP appendix F).
+"""Which blocks a CTA of sparse decode reads: an equal share of an output, found as it goes (SAAP appendix F).
 
-There is no inverted index, and no list that another launch would have to make. A token keeps the number of its bucket,
-2 bytes beside its 136 in a 4-bit page. A CTA looks through its share of the buckets of a row and notes where the tokens
-to attend to lie. Its blocks stand far apart in the row: wherever visited keys crowd, all CTAs have about as many.
+There is no inverted index, and no list that another launch would have to make. Of a sealed block the smallest and the
+largest bucket of its tokens are known: a CTA looks through its share of these spans and notes the blocks in which a
+visited bucket may be, and then which of their tokens are attended to. Its blocks stand far apart in the row: of a
+bucket's run of blocks, as the cache keeps them, each CTA has about as many.
 """
 
 import triton
@@ -23,15 +24,21 @@ def extent(place, closed, sink, window):
 
 
 @triton.jit
-def size(first, recent, sealed, opened, BLOCK: tl.constexpr, INDEX: tl.constexpr):
-    """Of an output: tokens attended to, or open; blocks to look through; what these cost, in tokens, at least 1."""
-    always = first + sealed - recent + opened
-    blocks = always * 0
+def parts_of(place, closed, sink, window, OPEN: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr):
+    """Of an output, in blocks: how many are always read at its begin, and at its end; between them; what is open.
+
+    Open tokens count as OPEN blocks. Last comes what it all costs: where buckets decide, about a sixteenth of the
+    blocks between is read; and someone must write the zeros of a query without a token.
+    """
+    first, recent, sealed, opened = extent(place, closed, sink, window)
+    begin = tl.cdiv(first, BLOCK)
+    end = tl.cdiv(sealed, BLOCK) - tl.maximum(recent // BLOCK, begin)
+    between = tl.cdiv(sealed, BLOCK) - end - begin
+    opened = tl.where(opened > 0, OPEN, 0)
+    cost = begin + end + opened
     if INDEX:
-        blocks = tl.where(recent > first, tl.cdiv(recent, BLOCK) - first // BLOCK, 0)
-    # of blocks to look through about a sixteenth of the tokens is visited; and someone must write the zeros of a query
-    # without a token
-    return always, blocks, tl.maximum(always + blocks * (BLOCK // 16), 1)
+        cost += tl.cdiv(between, 16)
+    return begin, end, between, opened, tl.maximum(cost, 1)
 
 
 @triton.jit
@@ -48,60 +55,52 @@ def place_of(n, queries, kv_heads, ok, starts_ptr, sealed_ptr, open_len_ptr, BLO
 @triton.jit
 def costs_of(
     o, outputs, chunks: tl.constexpr, queries, kv_heads, sink, window, starts_ptr, sealed_ptr, open_len_ptr,
-    BLOCK: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
+    OPEN: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     """What each of the outputs o [row, KV head, query, chunk] costs, 0 from `outputs` on."""
     place, closed = place_of(
         o // chunks, queries, kv_heads, o < outputs, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS
     )
-    first, recent, sealed, opened = extent(place, closed, sink, window)
-    _, _, cost = size(first, recent, sealed, opened, BLOCK, INDEX)
+    _, _, _, _, cost = parts_of(place, closed, sink, window, OPEN, BLOCK, INDEX)
     return tl.where(o < outputs, cost, 0)
 
 
 @triton.jit
-def note_always(noted, begin, end, first, recent, SCAN: tl.constexpr):
-    """Note the places of tokens begin to end of those that are attended to without a question; returns how many."""
-    for start in tl.range(begin, end, SCAN, num_stages=1):
-        i = start + tl.arange(0, SCAN)
-        tl.store(noted + i - begin, tl.where(i < first, i, recent + i - first), mask=i < end)
-    return tl.maximum(end - begin, 0)
+def attended(t, live, place, buckets, visited, sink, window, INDEX: tl.constexpr):
+    """Which of the tokens at places t, where there are any, a query at `place` attends to."""
+    live = live & (t <= place)
+    kept = (t < sink) | (t > place - window)
+    if INDEX:
+        bucket = tl.load(buckets + t, mask=live, other=0).to(tl.int32)
+        kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
+    return live & kept
 
 
 @triton.jit
-def _look(buckets, start, end, strands, first, recent, BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr):
-    """Of SCAN tokens of blocks from `start` on: their places, whether they are asked for, their buckets on the way."""
-    b = start + tl.arange(0, SCAN // BLOCK)[:, None]
-    i = tl.arange(0, BLOCK)[None, :]
-    # threads side by side look at as many blocks, whose lines are then there for the other tokens, one after the other;
-    # in an order in which no thread loads two at once, for those would have to change places before the next load
-    t = (first // BLOCK + b % KNOTS * strands + b // KNOTS) * BLOCK + i % 8 * (BLOCK // 8) + i // 8
-    asked = (b < end) & ((t - first).to(tl.uint32, bitcast=True) < (recent - first).to(tl.uint32, bitcast=True))
-    return t, asked, tl.load(buckets + t, mask=asked, other=0)
-
-
-@triton.jit
-def note_visited(
-    noted, buckets, visited, begin, end, strands, first, recent, found,
-    BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr,
+def _note_spans(
+    numbers, spans, spanned, visited, begin, end, strands, first, between, found,
+    SCAN: tl.constexpr, KNOTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Note, behind `found` places, those of visited tokens of blocks begin to end; returns how many there are in all.
+    """Note, behind `found` blocks, those of begin to end that may hold a visited token; returns how many in all.
 
-    The blocks are counted strand by strand, of KNOTS blocks each, which take every strands-th of the row's.
+    The blocks are counted strand by strand, of KNOTS blocks each, which take every strands-th of the `between` ones
+    from `first` on. A block whose buckets are not known, or WIDE apart and more, is noted without a look.
     """
-    t, asked, bucket = _look(buckets, begin, end, strands, first, recent, BLOCK, SCAN, KNOTS)
-    for start in tl.range(begin, end, SCAN // BLOCK, num_stages=1):
-        next_t, next_asked, next_bucket = _look(
-            buckets, start + SCAN // BLOCK, end, strands, first, recent, BLOCK, SCAN, KNOTS
-        )
-        at = bucket.to(tl.int32)
-        kept = asked & (tl.load(visited + at, mask=asked & (at >= 0), other=1) != 0)
-        counted = kept.to(tl.int32)
-        each = tl.sum(counted, 1)
-        to = found + (tl.cumsum(each, 0) - each)[:, None] + tl.cumsum(counted, 1) - 1
-        tl.store(noted + to, t, mask=kept)
-        found += tl.sum(each, 0)
-        t, asked, bucket = next_t, next_asked, next_bucket
+    for start in tl.range(begin, end, SCAN, num_stages=1):
+        b = start + tl.arange(0, SCAN)
+        own = b % KNOTS * strands + b // KNOTS
+        asked = (b < end) & (own < between)
+        own += first
+        known = asked & (own < spanned)
+        low = tl.load(spans + 2 * own, mask=known, other=-1).to(tl.int32)
+        high = tl.load(spans + 2 * own + 1, mask=known, other=-1).to(tl.int32)
+        near = (low >= 0) & (high - low < WIDE)
+        bucket = low[:, None] + tl.arange(0, WIDE)[None, :]
+        inside = near[:, None] & (bucket <= high[:, None])
+        hit = tl.max(tl.load(visited + bucket, mask=inside, other=0).to(tl.int32), 1)
+        kept = (asked & ((hit != 0) | (near == 0))).to(tl.int32)
+        tl.store(numbers + found + tl.cumsum(kept, 0) - 1, own, mask=kept != 0)
+        found += tl.sum(kept, 0)
     return found
 
 
@@ -114,32 +113,53 @@ def part_of(x, whole, of):
 
 @triton.jit
 def note_share(
-    noted, buckets, visited, low, high, cost, place, closed, sink, window,
-    BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, INDEX: tl.constexpr,
+    noted, buckets, spans, spanned, visited, table, low, high, place, closed, sink, window,
+    OPEN: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, WIDE: tl.constexpr,
+    INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Note the places of the sealed tokens of a share, low to high of an output that costs `cost`.
+    """Note the sealed blocks of a share, low to high of what an output costs: their pages, and the tokens asked for.
 
-    Of an output it takes as large a part of the tokens that are always attended to as of the blocks to look through.
-    noted, buckets, visited: pointers of the output, of its row and head, of its query.
+    Of an output it takes as large a part of the blocks that are always read as of those between to look through.
+    noted: pointers to numbers, pages and tokens of an output; buckets, spans, visited, table: of its row, its head and
+    its query. spanned: blocks whose span may be known.
 
-    Returns where the places stand, how many they are, and the begin and end of its open tokens.
+    Returns where pages and tokens stand, how many blocks they are, whether open tokens are in the share, how many
+    tokens of blocks.
     """
-    first, recent, sealed, opened = extent(place, closed, sink, window)
-    always, blocks, _ = size(first, recent, sealed, opened, BLOCK, INDEX)
-    before_open = always - opened
+    begin, end, between, opened, cost = parts_of(place, closed, sink, window, OPEN, BLOCK, INDEX)
+    always = begin + end + opened
     from_always, to_always = part_of(low, always, cost), part_of(high, always, cost)
-    begin, end = tl.minimum(from_always, before_open), tl.minimum(to_always, before_open)
-    strands = tl.cdiv(blocks, KNOTS)
-    from_block = part_of(low, strands * KNOTS, cost)
-    noted += begin + from_block * BLOCK
-    found = note_always(noted, begin, end, first, recent, SCAN)
+    # as many places as blocks that may be noted
+    strands = tl.cdiv(between, KNOTS) if INDEX else 0
+    from_block, to_block = part_of(low, strands * KNOTS, cost), part_of(high, strands * KNOTS, cost)
+    numbers, pages, seen = noted
+    at = from_always + from_block
+    numbers, pages, seen = numbers + at, pages + at, seen + at.to(tl.int64) * BLOCK
+    found = tl.maximum(tl.minimum(to_always, begin + end) - from_always, 0)
+    n = tl.arange(0, SCAN)
+    for start in tl.range(0, found, SCAN, num_stages=1):
+        i = from_always + start + n
+        tl.store(numbers + start + n, tl.where(i < begin, i, i + between), mask=start + n < found)
     if INDEX:
-        found = note_visited(
-            noted, buckets, visited, from_block, part_of(high, strands * KNOTS, cost), strands, first, recent, found,
-            BLOCK, SCAN, KNOTS,
-        )  # fmt: skip
+        found = _note_spans(
+            numbers, spans, spanned, visited, from_block, to_block, strands, begin, between, found, SCAN, KNOTS, WIDE
+        )
     tl.debug_barrier()
-    return noted, found, tl.maximum(from_always - before_open, 0), to_always - before_open
+    n = tl.arange(0, SCAN // 16)
+    counted = found * 0
+    for start in tl.range(0, found, SCAN // 16, num_stages=1):
+        live = start + n < found
+        number = tl.load(numbers + start + n, mask=live, other=0)
+        tl.store(pages + start + n, tl.load(table + number, mask=live, other=0), mask=live)
+        t = number[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        kept = attended(t, live[:, None], place, buckets, visited, sink, window, INDEX)
+        tl.store(seen + (start + n)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], kept.to(tl.int8), mask=live[:, None])
+        counted += tl.sum(tl.sum(kept.to(tl.int32), 1), 0)
+    tl.debug_barrier()
+    # a number read behind the barrier: whatever is read by it is so too
+    fresh = tl.load(pages + tl.maximum(found - 1, 0), mask=found > 0, other=0).to(tl.int32)
+    found += tl.minimum(fresh, 0)
+    return pages, seen, found, (to_always == always) & (from_always < always) & (opened > 0), counted
 
 
 @triton.jit

@@ -102,7 +102,7 @@ def entry(pointer, mask, ASM: tl.constexpr):
     """One int64 a pointer, 0 where masked, by a load that the software pipeline leaves in its place."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; @p ld.global.nc.b64 $0, [$1]; }",
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; @p ld.global.b64 $0, [$1]; }",
             "=&l,l,r",
             [pointer, mask.to(tl.int32)],
             dtype=tl.int64,

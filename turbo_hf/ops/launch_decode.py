@@ -18,7 +18,7 @@ from turbo_hf.ops.schedule import (
     tiles_of,
     whole_outputs,
 )
-from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, decode_tiles
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles
 
 PARTS = 32
 """CTAs of an output that the plan counts as one round of the merge."""
@@ -110,6 +110,15 @@ def _schedule(
     return live.words, live.ctas, live.parts
 
 
+def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:
+    """Tiles for queries like q, whether they become INT8, their channels, padded."""
+    padded = max(32, triton.next_power_of_2(q.shape[3]))
+    widths = {pages.bits for pages in store.heads}
+    turbo = mode == "turbo" and widths != {FULL}
+    unpacks = widths != {FULL} if mode == "fp16" else max(widths) == FULL and q.element_size() > 2
+    return decode_tiles(padded * store.block, max(widths), unpacks, many=many), turbo, padded
+
+
 def decode(
     q: torch.Tensor,
     store: KVStore,
@@ -134,12 +143,9 @@ def decode(
     rows, spread = 8, group * tokens <= 4
     per_output = rows // 2 if spread else rows
     chunks = -(-group * tokens // per_output)
-    padded = max(32, triton.next_power_of_2(dim))
     groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.heads)
-    widest, turbo = max(bits for bits, _ in groups), mode == "turbo" and any(bits != FULL for bits, _ in groups)
-    unpacks = any(bits != FULL for bits, _ in groups) if mode == "fp16" else widest == FULL and q.element_size() > 2
     many = q.shape[0] * kv_heads * chunks >= MANY * sms(q.device)
-    tune = decode_tiles(padded * store.block, widest, unpacks, many=many)
+    tune, turbo, padded = tiles_for(q, store, mode, many=many)
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())

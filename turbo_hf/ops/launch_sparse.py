@@ -16,28 +16,26 @@ from turbo_hf.kernels.select import (
 )
 from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.launch_decode import sms
+from turbo_hf.ops.launch_decode import MERGED, sms, tiles_for
 from turbo_hf.ops.schedule import Kept, full_rounds
-from turbo_hf.ops.tuning import sparse_tiles
 
-SCAN = 1024
-"""Tokens of a row that a CTA looks through at once for those to attend to."""
+SCAN = 256
+"""Blocks whose spans a CTA looks through at once."""
 
 KNOTS = 64
 """Parts of a row in each of which a CTA looks through some blocks."""
 
-LEAST_TOKENS = 32
-"""Tokens of a CTA, where there is a choice."""
+WIDE = 16
+"""Buckets that the tokens of a block may lie apart before it is read without a look at each of them."""
 
-SLACK_TOKENS = 96
-"""About what the begin of one more output, its end and its merge cost a CTA."""
+LEAST = 1
+"""Tiles of a CTA, where there is a choice."""
+
+SLACK = 2
+"""About what the begin of one more output, its end and its merge cost a CTA, in blocks."""
 
 EVERY = 1 << 30
 """More tokens than a row has."""
-
-PART_FLOATS = 1 << 14
-"""Numbers of partial results that a merge takes at a time."""
-
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -184,11 +182,13 @@ def visit(
 
 @lru_cache(maxsize=16)
 def _workspace(
-    device: torch.device, stream: int, outputs: int, room: int, ctas: int, floats: int
+    device: torch.device, stream: int, outputs: int, room: int, block: int, ctas: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
-    """Places noted, arrival counters of outputs (zeros, as each launch leaves them), parts."""
+    """Blocks noted: numbers, pages, tokens; arrival counters of outputs (zeros, as each launch leaves them), parts."""
     return (
         torch.empty(outputs * room, dtype=torch.int32, device=device),
+        torch.empty(outputs * room, dtype=torch.int64, device=device),
+        torch.empty(outputs * room * block, dtype=torch.int8, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(2 * ctas * floats, dtype=torch.float32, device=device),
     )
@@ -203,10 +203,13 @@ def sparse_decode(
     scaling: float,
     sink_tokens: int,
     window_tokens: int,
+    spans: torch.Tensor | None = None,
     meetings: int = 1,
     starts: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one meeting is asked for."""
@@ -214,16 +217,17 @@ def sparse_decode(
     kv_heads, cap = store.k_open.shape[1:3]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
-    rows, padded = (4 if group <= 4 else 8), max(32, triton.next_power_of_2(dim))
-    outputs = batch * kv_heads * queries * -(-group // rows)
-    tune = sparse_tiles(padded, rows)
-    ctas, parts_at_once = sms(q.device) * tune.occupancy, max(1, PART_FLOATS // (rows * padded))
-    ctas = full_rounds(ctas, outputs * parts_at_once)
+    rows, spread = 8, group <= 4
+    per_output = rows // 2 if spread else rows
+    outputs = batch * kv_heads * queries * -(-group // per_output)
+    tune, turbo, padded = tiles_for(q, store, mode)
+    parts_at_once = max(1, MERGED * 32 * tune.blocks // (per_output * padded))
+    ctas = full_rounds(sms(q.device) * tune.occupancy, outputs * parts_at_once)
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
-    # workspace behind at each step; and what rounding to strands adds
-    room = (triton.next_power_of_2(max(1, store.table.shape[1])) + KNOTS) * store.block
+    # workspace behind at each step; and what rounding to strands adds, and the open tokens
+    room = triton.next_power_of_2(max(1, store.table.shape[1])) + KNOTS + tune.blocks
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    shape = (q.device, stream, outputs, room, ctas, rows * (padded + 2))
+    shape = (q.device, stream, outputs, room, store.block, ctas, per_output * (padded + 2))
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -231,23 +235,27 @@ def sparse_decode(
         if shape not in store.plans:
             store.plans[shape] = Kept(_workspace(*shape))
         workspace = store.plans[shape].words
-    noted, arrived, parts = workspace
+    numbers, pages, seen, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
     with torch.cuda.device_of(q):
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
+            tuple((heads.k, heads.v, heads.meta, heads.scale) for heads in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            buckets if indexed else noted, visited.contiguous().view(torch.uint8) if visited is not None else noted,
+            buckets if indexed else arrived, arrived if spans is None else spans,
+            visited.contiguous().view(torch.uint8) if visited is not None else arrived,
             store.order.contiguous(), store.table, store.open_len if starts is None else starts, store.sealed,
-            store.open_len, noted, parts, arrived, noted if read is None else read,
-            q.stride(), store.table.stride(0), room, cap, buckets.shape[-1] if buckets is not None else 0, queries,
-            kv_heads, outputs, visited.shape[-1] if visited is not None else 0,
-            min(sink_tokens, EVERY), min(window_tokens, EVERY), LEAST_TOKENS, SLACK_TOKENS, scaling, softcap or 0.0,
+            store.open_len, (numbers, pages, seen), parts, arrived, arrived if read is None else read,
+            q.stride(), store.table.stride(0), room, cap, buckets.shape[-1] if buckets is not None else 0,
+            0 if spans is None else spans.shape[2], queries, kv_heads, outputs,
+            visited.shape[-1] if visited is not None else 0,
+            min(sink_tokens, EVERY), min(window_tokens, EVERY), LEAST * tune.blocks, SLACK, scaling, softcap or 0.0,
+            sas_threshold or 0.0,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
-            GROUP=group, D=dim, DP=padded, BLOCK=store.block, T=tune.tokens, SCAN=max(SCAN, store.block),
-            KNOTS=KNOTS, OUTPUTS=triton.next_power_of_2(outputs), HEADS=triton.next_power_of_2(kv_heads), R=rows,
-            INDEX=indexed, STARTS=starts is not None, CAPPED=softcap is not None, SINKS=sinks is not None,
-            READ=read is not None, PARTS=parts_at_once, num_warps=tune.warps,
+            GROUP=group, D=dim, DP=padded, BLOCK=store.block, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
+            SCAN=SCAN, KNOTS=KNOTS, WIDE=WIDE, OUTPUTS=triton.next_power_of_2(outputs),
+            HEADS=triton.next_power_of_2(kv_heads), INDEX=indexed, STARTS=starts is not None,
+            CAPPED=softcap is not None, SAS=sas_threshold is not None, SINKS=sinks is not None,
+            READ=read is not None, STAGES=tune.stages, PARTS=parts_at_once, ASM=q.is_cuda, num_warps=tune.blocks,
         )  # fmt: skip
     return AttentionOutput(out, lse)

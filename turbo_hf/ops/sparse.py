@@ -3,7 +3,8 @@
 import torch
 
 from turbo_hf.layout import FULL, AttentionOutput, KVStore
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.backend import uses_triton
+from turbo_hf.ops.decode import check_step
 from turbo_hf.ops.prefill import check_queries, check_scores
 from turbo_hf.reference import sparse as reference
 
@@ -17,10 +18,13 @@ def sparse_decode(
     scaling: float,
     sink_tokens: int,
     window_tokens: int,
+    spans: torch.Tensor | None = None,
     meetings: int = 1,
     starts: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> AttentionOutput:
@@ -28,15 +32,17 @@ def sparse_decode(
 
     A query at place p of its row attends to the key at place t <= p if t < sink_tokens, or t > p - window_tokens, or
     the key's bucket is visited; all query heads of a KV head to the same keys. Each of the M queries is one of its
-    own: what it gets does not depend on the others. Keys and values are dequantised; nothing else is rounded.
+    own: what it gets does not depend on the others. Scores and sums are computed as `ops.decode` computes them.
 
     Args:
         q: float [B, Hq, M, D], as in `ops.decode`.
-        store: one layer's cache, the M tokens included; the kernel takes it token-major (`KVStore.token_major`).
+        store: one layer's cache, the M tokens included.
         buckets: int16 [B, Hkv, L, cap], by hash table (1 but for "lsh-tables") and place in the row; -1: not known,
             such a key is attended to. cap is at least the longest row. None: no key has one, the dense part alone.
         visited: bool [B, Hkv, M, L, C].
-        scaling, starts, softcap, sinks: as in `ops.decode`.
+        scaling, starts, softcap, sinks, mode, sas_threshold: as in `ops.decode`.
+        spans: int16 [B, Hkv, n, 2], the smallest and the largest bucket in each of the first n blocks of a row, -1:
+            not known. It tells the kernel which blocks it need not read, and changes no result. None: none is known.
         sink_tokens, window_tokens: the first and the newest tokens that are always attended to.
         meetings: tables in which a key's bucket must be visited.
         read: int64 [1], to which the number of keys read is added, over rows, KV heads and queries; None: not counted.
@@ -52,8 +58,8 @@ def sparse_decode(
     Source: SAAP sec. 4, appendix F.
     """
     batch, kv_heads, _, dim = store.k_open.shape
-    check_queries(q, kv_heads, dim, "fp16", starts, sinks)
-    check_scores(None, softcap, None)
+    check_queries(q, kv_heads, dim, mode, starts, sinks)
+    check_scores(None, softcap, sas_threshold)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
     if sink_tokens < 0 or window_tokens < 1:
@@ -70,8 +76,10 @@ def sparse_decode(
                 f"buckets must be [{batch}, {kv_heads}, L, cap], visited [{batch}, {kv_heads}, {q.shape[2]}, L, C], "
                 f"and meetings from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} and {meetings}."
             )
+    if spans is not None and (spans.shape[:2] != (batch, kv_heads) or spans.shape[3:] != (2,)):
+        raise ValueError(f"spans must be [{batch}, {kv_heads}, n, 2]; got {tuple(spans.shape)}.")
     run = reference.sparse_decode
-    if uses_triton(backend, q.device, _obstacle(q, store, buckets)):
+    if uses_triton(backend, q.device, _obstacle(q, store, buckets, mode)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
 
         run = launch_sparse.sparse_decode
@@ -83,20 +91,20 @@ def sparse_decode(
         scaling=scaling,
         sink_tokens=sink_tokens,
         window_tokens=window_tokens,
+        spans=spans,
         meetings=meetings,
         starts=starts,
         softcap=softcap,
         sinks=sinks,
+        mode=mode,
+        sas_threshold=sas_threshold,
         read=read,
     )
 
 
-def _obstacle(q: torch.Tensor, store: KVStore, buckets: torch.Tensor | None) -> str | None:
+def _obstacle(q: torch.Tensor, store: KVStore, buckets: torch.Tensor | None, mode: str) -> str | None:
     """Why the kernel cannot serve this call."""
-    if not store.token_major:
-        return "the cache stores values for whole blocks, not for single tokens"
-    if any(pages.bits == FULL for pages in store.heads):
-        return "heads of 16 bit have no kernel"
     if buckets is not None and buckets.shape[2] > 1:
         return "several hash tables have no kernel"
-    return kernel_obstacle(q)
+    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.heads)
+    return check_step(q, store.block, "fp16" if exact else mode)

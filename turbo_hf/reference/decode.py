@@ -21,8 +21,10 @@ def decode(
     sinks: torch.Tensor | None = None,
     mode: str = "turbo",
     sas_threshold: float | None = None,
+    chosen: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    options: dict[str, Any] = {"starts": starts, "sinks": sinks}
+    """`ops.decode.decode`, of the keys `chosen`, bool [B, Hkv, M, T] by place in the row; None: of all."""
+    options: dict[str, Any] = {"starts": starts, "sinks": sinks, "chosen": chosen}
     options["how"] = Scoring(scaling, True, window, softcap, sas_threshold, "none" if mode == "fp16" else "int8")
     found = _attend(q, store, **options)
     if mode != "fp16" and store.k_open.dtype != torch.int8:
@@ -36,7 +38,13 @@ def decode(
 
 
 def _attend(
-    q: torch.Tensor, store: KVStore, *, how: Scoring, starts: torch.Tensor | None, sinks: torch.Tensor | None
+    q: torch.Tensor,
+    store: KVStore,
+    *,
+    how: Scoring,
+    starts: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    chosen: torch.Tensor | None,
 ) -> AttentionOutput:
     """Every head alike: q and P in INT8 on INT8 codes, unless P is to be "none" or the keys are no codes."""
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -56,13 +64,13 @@ def _attend(
         codes = torch.round(scaled(x, largest, INT8_MAX))
         rounded = Operand(codes.to(acc), ratio(largest, INT8_MAX).to(acc), query)
     keys, values = Operand(k.to(acc), k_scale.to(acc), index), Operand(v.to(acc), v_scale.to(acc), index)
-    runs = [Run(rounded, keys, values, store.block)]
+    runs = [Run(rounded, keys, values, store.block, chosen=chosen)]
     if store.k_open.dtype != torch.int8 and how.p_type == "int8":
         # the open tokens are no codes
         opened = (index >= store.sealed[:, None] * store.block) & (index >= 0)
         runs = [
             run._replace(k=run.k._replace(place=index.masked_fill(hidden, -1)))
-            for run, hidden in ((runs[0], opened), (Run(plain, keys, values, store.block, p_type="none"), ~opened))
+            for run, hidden in ((runs[0], opened), (Run(plain, keys, values, store.block, p_type="none", chosen=chosen), ~opened))
         ]
     out, lse = flash(runs, how, sinks)
     out = out.masked_fill(padding[:, None, :, None], 0.0)

@@ -34,6 +34,7 @@ class Run(NamedTuple):
 
     tile: tokens that share one scale of P. bias: [B, Hq, M], what is added to the scores of a query, or None.
     own: the keys are the queries' own, in the same order. p_type: how P is rounded here; None: as `Scoring` says.
+    chosen: bool [B, Hkv, M, T], keys that a query may see; None: all.
     """
 
     q: Operand
@@ -43,6 +44,7 @@ class Run(NamedTuple):
     bias: torch.Tensor | None = None
     own: bool = False
     p_type: str | None = None
+    chosen: torch.Tensor | None = None
 
 
 class State(NamedTuple):
@@ -83,7 +85,8 @@ def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
     bias = None if run.bias is None else run.bias[:, :, start:end]
     seen = -(-end // run.tile) * run.tile if run.own and causal else run.k.x.shape[2]
     k, v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (run.k, run.v))
-    return run._replace(q=q, k=k, v=v, bias=bias)
+    chosen = None if run.chosen is None else run.chosen[:, :, start:end, :seen]
+    return run._replace(q=q, k=k, v=v, bias=bias, chosen=chosen)
 
 
 def _queries(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,8 +118,10 @@ def _run(state: State, run: Run, how: Scoring) -> State:
         score = score + run.bias.reshape(state.top.shape)[..., None]
     if how.softcap is not None:
         score = how.softcap * torch.tanh(score / how.softcap)
-    allowed = _allowed(run.q.place, run.k.place, how.causal, how.window)
-    score = score.masked_fill(~allowed[:, None, None], -torch.inf).unflatten(-1, (-1, run.tile))
+    allowed = _allowed(run.q.place, run.k.place, how.causal, how.window)[:, None, None]
+    if run.chosen is not None:
+        allowed = allowed & run.chosen[:, :, None]
+    score = score.masked_fill(~allowed, -torch.inf).unflatten(-1, (-1, run.tile))
 
     own = score.amax(-1)
     # a query that sees no key of a tile has a maximum of -inf there; its P is 0 whatever is subtracted

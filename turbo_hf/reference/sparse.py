@@ -3,7 +3,7 @@
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.reference.store import expand
+from turbo_hf.reference.decode import decode
 
 
 def sparse_decode(
@@ -15,42 +15,34 @@ def sparse_decode(
     scaling: float,
     sink_tokens: int,
     window_tokens: int,
+    spans: torch.Tensor | None = None,
     meetings: int = 1,
     starts: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    acc = torch.promote_types(q.dtype, torch.float32)
-    batch, _, tokens, dim = q.shape
-    k, k_scale, v, v_scale, index = expand(store)
+    batch, _, tokens, _ = q.shape
+    heads, cap = store.k_open.shape[1:3]
     length = store.sealed * store.block + store.open_len
+    # as `expand` lays the tokens out
+    places = (store.table.shape[1] + -(-cap // store.block)) * store.block
+    key = torch.arange(places, device=q.device)
     column = torch.arange(tokens, device=q.device).expand(batch, tokens)
     place = column + length[:, None] - tokens
     padding = (place < 0) if starts is None else (place < 0) | (column < starts[:, None])
     place = place.masked_fill(padding, -1)[..., None]
 
-    causal = (index[:, None] >= 0) & (index[:, None] <= place)
-    dense = (index[:, None] < sink_tokens) | (index[:, None] > place - window_tokens)
-    kept = (causal & dense)[:, None]
+    causal = key <= place
+    kept = (causal & ((key < sink_tokens) | (key > place - window_tokens)))[:, None].expand(-1, heads, -1, -1)
     if buckets is not None and visited is not None:
-        kept = kept | (causal[:, None] & _met(buckets, visited, index.shape[1], meetings))
+        kept = kept | (causal[:, None] & _met(buckets, visited, places, meetings))
     if read is not None:
-        read += kept.expand(-1, k.shape[1], -1, -1).sum()
-
-    grouped = q.to(acc).view(batch, k.shape[1], -1, tokens, dim)
-    keys, values = (x.to(acc) * scale.to(acc)[..., None] for x, scale in ((k, k_scale), (v, v_scale)))
-    score = (grouped @ keys.mT[:, :, None]) * scaling
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
-    score = score.masked_fill(~kept[:, :, None], -torch.inf)
-    lse = score.logsumexp(-1)
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.to(acc).view(1, k.shape[1], -1, 1))
-    p = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    out = (p @ values[:, :, None]).flatten(1, 2).masked_fill(padding[:, None, :, None], 0.0)
-    lse = lse.flatten(1, 2).masked_fill(padding[:, None], -torch.inf)
-    return AttentionOutput(out.to(q.dtype), lse.float())
+        read += kept.sum()
+    options = {"starts": starts, "softcap": softcap, "sinks": sinks, "sas_threshold": sas_threshold}
+    return decode(q, store, scaling=scaling, mode=mode, chosen=kept, **options)
 
 
 def _met(buckets: torch.Tensor, visited: torch.Tensor, tokens: int, meetings: int) -> torch.Tensor:
