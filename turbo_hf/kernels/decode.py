@@ -24,15 +24,19 @@ from turbo_hf.kernels.unpack import entry
 
 @triton.jit
 def walk(
-    heads, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, seen, softcap, sas_threshold,
-    acc, m, mass,
+    heads, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, chosen, softcap,
+    sas_threshold, acc, m, mass,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, TURBO: tl.constexpr,
     SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr,
-    ASM: tl.constexpr,
+    INDEX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Tiles begin to end of sealed blocks of one slot. heads: (k, v, meta, scale); queries, factor: `prepare`.
 
-    Each query row sees the tokens from `first` to `last`; CHOSEN: all rows those for which a byte at `seen` is not 0.
+    Each query row sees the tokens from `first` to `last`. CHOSEN: the blocks are the `sealed` ones whose numbers stand
+    at chosen[0], and all rows see those of their tokens that `attended` keeps by the rest of `chosen`, with or without
+    INDEX. `page` is that of the first tile.
+
+    Returns too how many tokens were kept, by warps and places, if CHOSEN.
     """
     k_ptr, v_ptr, meta_ptr, scale_ptr = heads
     NB: tl.constexpr = acc.shape[0]
@@ -52,11 +56,21 @@ def walk(
         inner_begin = tl.cdiv(tl.max(tl.max(tl.max(first, 2), 1), 0), NB * BLOCK)
         nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
         inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
+        number, counted = page, page
+    else:
+        numbers, buckets, visit = chosen
+        number = entry(numbers + nb, nb < sealed, ASM)
+        counted = tl.zeros([NB, BLOCK], tl.int32)
     for tile in tl.range(begin, end, num_stages=STAGES):
         block = tile * NB + nb
         live = block < sealed
         at = page * SLOTS + slot
         packed = at * PAGE
+        if CHOSEN:
+            t = tl.arange(0, BLOCK)[None, :]
+            bucket = t
+            if INDEX:
+                bucket = tl.load(buckets + number[:, None] * BLOCK + t, mask=live[:, None], other=0)
         keys = keys_of(k_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
         values = values_of(v_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
         if BITS == 16:
@@ -74,7 +88,13 @@ def walk(
         else:
             k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         # the next tile's pages, while this one's keys are on their way
-        page = entry(table + block + NB, block + NB < blocks, ASM)
+        if CHOSEN:
+            kept = attended(number[:, None] * BLOCK + t, live[:, None], bucket, *visit, INDEX, ASM)
+            counted += kept.to(tl.int32)
+            number = entry(numbers + block + NB, block + NB < sealed, ASM)
+            page = entry(table + number, block + NB < sealed, ASM)
+        else:
+            page = entry(table + block + NB, block + NB < blocks, ASM)
         x = scores(q, keys, k_step, k_zero, STAGE2, ASM)
         # never 0, so that -inf times it is -inf; NaN stays
         unit = k_scale[:, None] * factor[None, :]
@@ -83,15 +103,13 @@ def walk(
             x = tanh(x * unit[:, :, None] / softcap) * (softcap * LOG2_E)
             unit = unit * 0 + 1
         if CHOSEN:
-            t = tl.arange(0, BLOCK)[None, :]
-            shown = tl.load(seen + block[:, None] * BLOCK + t, mask=live[:, None], other=0)
-            x = tl.where(shown[:, None, :] != 0, x, -float("inf"))
+            x = tl.where(kept[:, None, :], x, -float("inf"))
         elif (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column
             x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
         p, total, weight, keep, m, mass = attend(x, unit, v_scale, m, mass, sas_threshold, SAS, False, q.dtype)
         acc = accumulate(acc, to_values(p, BITS), total, values, v_step, v_zero, weight, keep, STAGE2, SPREAD, ASM)
-    return acc, m, mass
+    return acc, m, mass, counted
 
 
 @triton.jit
@@ -170,7 +188,10 @@ def walk_open(
         if CAPPED:
             x = tanh(x / softcap) * (softcap * LOG2_E)
         if CHOSEN:
-            kept = attended(place, live, *choice, INDEX)
+            bucket = place
+            if INDEX:
+                bucket = tl.load(choice[0] + place, mask=live, other=0)
+            kept = attended(place, live, bucket, *choice[1], INDEX, ASM)
             counted += tl.sum(tl.sum(kept.to(tl.int32), 1), 0)
             x = tl.where(kept[:, None, :], x, -float("inf"))
         else:
@@ -364,10 +385,10 @@ def decode_kernel(
         own = slot
         for g in tl.static_range(len(SLOTS)):
             if (own >= 0) & (own < SLOTS[g]):
-                acc, m, mass = walk(
+                acc, m, mass, _ = walk(
                     heads[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
-                    factor, first, last, table, softcap, sas_threshold, acc, m, mass,
-                    SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, False, ASM,
+                    factor, first, last, last, softcap, sas_threshold, acc, m, mass,
+                    SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, False, False, ASM,
                 )  # fmt: skip
             own -= SLOTS[g]
         if tile + steps > pages:

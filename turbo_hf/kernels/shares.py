@@ -9,6 +9,8 @@ bucket's run of blocks, as the cache keeps them, each CTA has about as many.
 import triton
 import triton.language as tl
 
+from turbo_hf.kernels.unpack import flag
+
 
 @triton.jit
 def extent(place, closed, sink, window):
@@ -66,13 +68,13 @@ def costs_of(
 
 
 @triton.jit
-def attended(t, live, place, buckets, visited, sink, window, INDEX: tl.constexpr):
-    """Which of the tokens at places t, where there are any, a query at `place` attends to."""
+def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr, ASM: tl.constexpr):
+    """Which of the tokens at places t, where they are live, a query at `place` attends to. bucket: of each, if INDEX."""
     live = live & (t <= place)
     kept = (t < sink) | (t > place - window)
     if INDEX:
-        bucket = tl.load(buckets + t, mask=live, other=0).to(tl.int32)
-        kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
+        bucket = bucket.to(tl.int32)
+        kept = kept | (bucket < 0) | flag(visited + tl.maximum(bucket, 0), live, ASM)
     return live & kept
 
 
@@ -92,8 +94,8 @@ def _note_spans(
         asked = (b < end) & (own < between)
         own += first
         known = asked & (own < spanned)
-        low = tl.load(spans + 2 * own, mask=known, other=-1).to(tl.int32)
-        high = tl.load(spans + 2 * own + 1, mask=known, other=-1).to(tl.int32)
+        span = tl.load(spans + own, mask=known, other=-1)
+        low, high = span.to(tl.int16).to(tl.int32), span >> 16
         near = (low >= 0) & (high - low < WIDE)
         bucket = low[:, None] + tl.arange(0, WIDE)[None, :]
         inside = near[:, None] & (bucket <= high[:, None])
@@ -113,18 +115,17 @@ def part_of(x, whole, of):
 
 @triton.jit
 def note_share(
-    noted, buckets, spans, spanned, visited, table, low, high, place, closed, sink, window,
+    numbers, spans, spanned, visited, low, high, place, closed, sink, window,
     OPEN: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, WIDE: tl.constexpr,
     INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Note the sealed blocks of a share, low to high of what an output costs: their pages, and the tokens asked for.
+    """Note the numbers of the sealed blocks of a share to read: low to high of what an output costs.
 
     Of an output it takes as large a part of the blocks that are always read as of those between to look through.
-    noted: pointers to numbers, pages and tokens of an output; buckets, spans, visited, table: of its row, its head and
-    its query. spanned: blocks whose span may be known.
+    numbers: pointer to those of the output; spans, visited: of its row and head, its query. spanned: blocks whose span
+    may be known.
 
-    Returns where pages and tokens stand, how many blocks they are, whether open tokens are in the share, how many
-    tokens of blocks.
+    Returns where the numbers stand, how many they are, and whether the share has the open tokens.
     """
     begin, end, between, opened, cost = parts_of(place, closed, sink, window, OPEN, BLOCK, INDEX)
     always = begin + end + opened
@@ -132,9 +133,7 @@ def note_share(
     # as many places as blocks that may be noted
     strands = tl.cdiv(between, KNOTS) if INDEX else 0
     from_block, to_block = part_of(low, strands * KNOTS, cost), part_of(high, strands * KNOTS, cost)
-    numbers, pages, seen = noted
-    at = from_always + from_block
-    numbers, pages, seen = numbers + at, pages + at, seen + at.to(tl.int64) * BLOCK
+    numbers += from_always + from_block
     found = tl.maximum(tl.minimum(to_always, begin + end) - from_always, 0)
     n = tl.arange(0, SCAN)
     for start in tl.range(0, found, SCAN, num_stages=1):
@@ -145,21 +144,9 @@ def note_share(
             numbers, spans, spanned, visited, from_block, to_block, strands, begin, between, found, SCAN, KNOTS, WIDE
         )
     tl.debug_barrier()
-    n = tl.arange(0, SCAN // 16)
-    counted = found * 0
-    for start in tl.range(0, found, SCAN // 16, num_stages=1):
-        live = start + n < found
-        number = tl.load(numbers + start + n, mask=live, other=0)
-        tl.store(pages + start + n, tl.load(table + number, mask=live, other=0), mask=live)
-        t = number[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        kept = attended(t, live[:, None], place, buckets, visited, sink, window, INDEX)
-        tl.store(seen + (start + n)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :], kept.to(tl.int8), mask=live[:, None])
-        counted += tl.sum(tl.sum(kept.to(tl.int32), 1), 0)
-    tl.debug_barrier()
-    # a number read behind the barrier: whatever is read by it is so too
-    fresh = tl.load(pages + tl.maximum(found - 1, 0), mask=found > 0, other=0).to(tl.int32)
-    found += tl.minimum(fresh, 0)
-    return pages, seen, found, (to_always == always) & (from_always < always) & (opened > 0), counted
+    # a number read behind the barrier: what is read by it is so too
+    found += tl.minimum(tl.load(numbers + tl.maximum(found - 1, 0), mask=found > 0, other=0), 0)
+    return numbers, found, (to_always == always) & (from_always < always) & (opened > 0)
 
 
 @triton.jit

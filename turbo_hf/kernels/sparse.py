@@ -18,10 +18,11 @@ from turbo_hf.kernels.unpack import entry
 def sparse_decode_kernel(
     q_ptr, out_ptr, lse_ptr, sinks_ptr,  # [B, Hq, M, D] twice, float32 [B, Hq, M], [Hq]
     heads, opened,  # as in `decode_kernel`
-    buckets_ptr, spans_ptr, visited_ptr,  # int16 [B, Hkv, 1, index_cap], [B, Hkv, spanned, 2], uint8 [B, Hkv, M, 1, C]
+    buckets_ptr, spans_ptr,  # int16 [B, Hkv, 1, index_cap], int32 [B, Hkv, spanned]: largest bucket << 16 | smallest
+    visited_ptr,  # uint8 [B, Hkv, M, 1, C]
     order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
     starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
-    noted,  # blocks found: numbers int32, pages int64 [outputs, room], tokens int8 [outputs, room, BLOCK]
+    numbers_ptr,  # int32 [outputs, room], blocks found
     parts_ptr,  # float32 [2 * CTAs, N * (DP + 2)]
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
     q_strides, table_stride, room, cap, index_cap, spanned, queries, kv_heads, outputs, buckets, sink, window, least,
@@ -65,16 +66,6 @@ def sparse_decode_kernel(
             named = tl.load(order_ptr + row * kv_heads + h, mask=h < kv_heads, other=-1)
             slot = tl.sum(tl.where(named == head, h, 0), 0)
 
-            buckets_at, visited_at = buckets_ptr + pair * index_cap, visited_ptr + n.to(tl.int64) * buckets
-            numbers_ptr, pages_ptr, seen_ptr = noted
-            at = output.to(tl.int64) * room
-            pages, seen, found, has_open, counted = note_share(
-                (numbers_ptr + at, pages_ptr + at, seen_ptr + at * BLOCK), buckets_at,
-                spans_ptr + pair * spanned * 2, spanned, visited_at, table_ptr + row * table_stride, low, high, place,
-                closed, sink, window, NB, BLOCK, SCAN, KNOTS, WIDE, INDEX,
-            )  # fmt: skip
-            page = entry(pages + tl.arange(0, NB), tl.arange(0, NB) < found, ASM)
-
             # the query as if it were the row's last token
             queries_of, factor, _, _ = prepare(
                 q_ptr + query * q_strides[2], q_strides, row, head, output % chunks, place + 1, 0, 1, GROUP, D, DP, R,
@@ -82,21 +73,32 @@ def sparse_decode_kernel(
             )  # fmt: skip
             unit = scaling if CAPPED else scaling * LOG2_E
             factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
+            visited_at, table = visited_ptr + n.to(tl.int64) * buckets, table_ptr + row * table_stride
+            buckets_at, visit = buckets_ptr + pair * index_cap, (place, visited_at, sink, window)
+            numbers, found, has_open = note_share(
+                numbers_ptr + output.to(tl.int64) * room, spans_ptr + pair * spanned, spanned, visited_at, low, high,
+                place, closed, sink, window, NB, BLOCK, SCAN, KNOTS, WIDE, INDEX,
+            )  # fmt: skip
+            nb = tl.arange(0, NB)
+            page = entry(table + entry(numbers + nb, nb < found, ASM), nb < found, ASM)
+
             acc = tl.zeros([NB, DP, N], tl.float32)
             m = tl.full([NB, R], -float("inf"), tl.float32)
             mass = tl.zeros([NB, R], tl.float32)
+            counted = found * 0
             for g in tl.static_range(len(SLOTS)):
                 if (slot >= 0) & (slot < SLOTS[g]):
-                    acc, m, mass = walk(
-                        heads[g], slot, pages, found, page, found, 0, tl.cdiv(found, NB), queries_of, factor, 0, 0,
-                        seen, softcap, sas_threshold, acc, m, mass,
-                        SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, True, ASM,
+                    acc, m, mass, kept = walk(
+                        heads[g], slot, table, found, page, found, 0, tl.cdiv(found, NB), queries_of, factor, 0, 0,
+                        (numbers, buckets_at, visit), softcap, sas_threshold, acc, m, mass,
+                        SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, True, INDEX, ASM,
                     )  # fmt: skip
+                    if READ:
+                        counted = tl.sum(tl.sum(kept, 1), 0)
                 slot -= SLOTS[g]
             if has_open:
-                choice = (place, buckets_at, visited_at, sink, window)
                 acc, m, mass, more = walk_open(
-                    opened, pair, cap, closed // BLOCK, place + 1, queries_of, factor, 0, 0, choice, softcap,
+                    opened, pair, cap, closed // BLOCK, place + 1, queries_of, factor, 0, 0, (buckets_at, visit), softcap,
                     sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, True, INDEX, ASM,
                 )  # fmt: skip
                 counted += more

@@ -182,13 +182,11 @@ def visit(
 
 @lru_cache(maxsize=16)
 def _workspace(
-    device: torch.device, stream: int, outputs: int, room: int, block: int, ctas: int, floats: int
+    device: torch.device, stream: int, outputs: int, room: int, ctas: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
-    """Blocks noted: numbers, pages, tokens; arrival counters of outputs (zeros, as each launch leaves them), parts."""
+    """Numbers of blocks found, arrival counters of outputs (zeros, as each launch leaves them), parts."""
     return (
         torch.empty(outputs * room, dtype=torch.int32, device=device),
-        torch.empty(outputs * room, dtype=torch.int64, device=device),
-        torch.empty(outputs * room * block, dtype=torch.int8, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(2 * ctas * floats, dtype=torch.float32, device=device),
     )
@@ -227,7 +225,7 @@ def sparse_decode(
     # workspace behind at each step; and what rounding to strands adds, and the open tokens
     room = triton.next_power_of_2(max(1, store.table.shape[1])) + KNOTS + tune.blocks
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    shape = (q.device, stream, outputs, room, store.block, ctas, per_output * (padded + 2))
+    shape = (q.device, stream, outputs, room, ctas, per_output * (padded + 2))
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -235,17 +233,17 @@ def sparse_decode(
         if shape not in store.plans:
             store.plans[shape] = Kept(_workspace(*shape))
         workspace = store.plans[shape].words
-    numbers, pages, seen, arrived, parts = workspace
+    numbers, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
     with torch.cuda.device_of(q):
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
             tuple((heads.k, heads.v, heads.meta, heads.scale) for heads in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            buckets if indexed else arrived, arrived if spans is None else spans,
+            buckets if indexed else arrived, arrived if spans is None else spans.view(torch.int32),
             visited.contiguous().view(torch.uint8) if visited is not None else arrived,
             store.order.contiguous(), store.table, store.open_len if starts is None else starts, store.sealed,
-            store.open_len, (numbers, pages, seen), parts, arrived, arrived if read is None else read,
+            store.open_len, numbers, parts, arrived, arrived if read is None else read,
             q.stride(), store.table.stride(0), room, cap, buckets.shape[-1] if buckets is not None else 0,
             0 if spans is None else spans.shape[2], queries, kv_heads, outputs,
             visited.shape[-1] if visited is not None else 0,
