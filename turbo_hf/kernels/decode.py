@@ -167,7 +167,7 @@ def walk_open(
     column = t if PLAIN else t // 16 * 16 + t % 8 // 2 * 4 + t % 16 // 8 * 2 + t % 2
     channel = d[None, :, None]
     count = length - sealed * BLOCK
-    counted = tl.zeros([], tl.int32)
+    counted = tl.zeros([NB], tl.int32)
     for start in tl.range(0, count, NB * BLOCK, num_stages=1):
         token = start + nb[:, None] * BLOCK + column[None, :]
         place = sealed * BLOCK + token
@@ -192,7 +192,7 @@ def walk_open(
             if INDEX:
                 bucket = tl.load(choice[0] + place, mask=live, other=0)
             kept = attended(place, live, bucket, *choice[1], INDEX, ASM)
-            counted += tl.sum(tl.sum(kept.to(tl.int32), 1), 0)
+            counted += tl.sum(kept.to(tl.int32), 1)
             x = tl.where(kept[:, None, :], x, -float("inf"))
         else:
             seen = (place[:, None, :] >= first) & (place[:, None, :] < last)

@@ -29,42 +29,39 @@ def extent(place, closed, sink, window):
 def parts_of(place, closed, sink, window, OPEN: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr):
     """Of an output, in blocks: how many are always read at its begin, and at its end; between them; what is open.
 
-    Open tokens count as OPEN blocks. Last comes what it all costs: where buckets decide, about a sixteenth of the
-    blocks between is read; and someone must write the zeros of a query without a token.
+    Open tokens count as OPEN blocks. Last comes what it all costs, in sixteenths of a block that is read: where buckets
+    decide, about so many of the blocks between are; and someone must write the zeros of a query without a token.
     """
     first, recent, sealed, opened = extent(place, closed, sink, window)
     begin = tl.cdiv(first, BLOCK)
     end = tl.cdiv(sealed, BLOCK) - tl.maximum(recent // BLOCK, begin)
     between = tl.cdiv(sealed, BLOCK) - end - begin
     opened = tl.where(opened > 0, OPEN, 0)
-    cost = begin + end + opened
+    cost = 16 * (begin + end + opened)
     if INDEX:
-        cost += tl.cdiv(between, 16)
+        cost += between
     return begin, end, between, opened, tl.maximum(cost, 1)
 
 
 @triton.jit
-def place_of(n, queries, kv_heads, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOCK: tl.constexpr, STARTS: tl.constexpr):
-    """Of lists n [row, KV head, query]: the query's place in its row, -1: none; the row's tokens in sealed blocks."""
-    row, query = n // queries // kv_heads, n % queries
+def outputs_of(
+    o, outputs, chunks: tl.constexpr, queries, sink, window, order_ptr, starts_ptr, sealed_ptr, open_len_ptr,
+    KV: tl.constexpr, OPEN: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
+):  # fmt: skip
+    """Of outputs o [row, slot, query, chunk]: place of the query in its row, -1: none; tokens in sealed blocks; head.
+
+    Last comes what each costs, 0 from `outputs` on.
+    """
+    ok = o < outputs
+    query, slot = o // chunks % queries, o // chunks // queries
+    row = slot // KV
+    head = tl.load(order_ptr + slot, mask=ok, other=0).to(tl.int32)
     closed = tl.load(sealed_ptr + row, mask=ok, other=0).to(tl.int32) * BLOCK
     place = closed + tl.load(open_len_ptr + row, mask=ok, other=0).to(tl.int32) - queries + query
     if STARTS:
         place = tl.where(query < tl.load(starts_ptr + row, mask=ok, other=0).to(tl.int32), -1, place)
-    return place, closed
-
-
-@triton.jit
-def costs_of(
-    o, outputs, chunks: tl.constexpr, queries, kv_heads, sink, window, starts_ptr, sealed_ptr, open_len_ptr,
-    OPEN: tl.constexpr, BLOCK: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
-):  # fmt: skip
-    """What each of the outputs o [row, KV head, query, chunk] costs, 0 from `outputs` on."""
-    place, closed = place_of(
-        o // chunks, queries, kv_heads, o < outputs, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS
-    )
     _, _, _, _, cost = parts_of(place, closed, sink, window, OPEN, BLOCK, INDEX)
-    return tl.where(o < outputs, cost, 0)
+    return place, closed, head, tl.where(ok, cost, 0)
 
 
 @triton.jit
@@ -81,12 +78,13 @@ def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr,
 @triton.jit
 def _note_spans(
     numbers, spans, spanned, visited, begin, end, strands, first, between, found,
-    SCAN: tl.constexpr, KNOTS: tl.constexpr, WIDE: tl.constexpr,
+    SCAN: tl.constexpr, KNOTS: tl.constexpr,
 ):  # fmt: skip
     """Note, behind `found` blocks, those of begin to end that may hold a visited token; returns how many in all.
 
     The blocks are counted strand by strand, of KNOTS blocks each, which take every strands-th of the `between` ones
-    from `first` on. A block whose buckets are not known, or WIDE apart and more, is noted without a look.
+    from `first` on. A block whose buckets are not known, or lie 8 apart and more, is noted without a look. visited: words of 8
+    flags.
     """
     for start in tl.range(begin, end, SCAN, num_stages=1):
         b = start + tl.arange(0, SCAN)
@@ -95,11 +93,16 @@ def _note_spans(
         own += first
         known = asked & (own < spanned)
         span = tl.load(spans + own, mask=known, other=-1)
-        low, high = span.to(tl.int16).to(tl.int32), span >> 16
-        near = (low >= 0) & (high - low < WIDE)
-        bucket = low[:, None] + tl.arange(0, WIDE)[None, :]
-        inside = near[:, None] & (bucket <= high[:, None])
-        hit = tl.max(tl.load(visited + bucket, mask=inside, other=0).to(tl.int32), 1)
+        low = span.to(tl.int16).to(tl.int32)
+        apart = (span >> 16) - low
+        near = (low >= 0) & (apart < 8)
+        # the flags of 8 buckets from the lowest on, out of two words of 8
+        word = visited + low // 8
+        shift = (low % 8 * 8).to(tl.uint64)
+        flags = tl.load(word, mask=near, other=0).to(tl.uint64, bitcast=True) >> shift
+        more = tl.load(word + 1, mask=near & (low % 8 + apart > 7), other=0).to(tl.uint64, bitcast=True)
+        flags = flags | tl.where(shift > 0, more << (64 - shift) % 64, 0)
+        hit = flags << (8 * (7 - tl.where(near, apart, 0))).to(tl.uint64)
         kept = (asked & ((hit != 0) | (near == 0))).to(tl.int32)
         tl.store(numbers + found + tl.cumsum(kept, 0) - 1, own, mask=kept != 0)
         found += tl.sum(kept, 0)
@@ -116,8 +119,7 @@ def part_of(x, whole, of):
 @triton.jit
 def note_share(
     numbers, spans, spanned, visited, low, high, place, closed, sink, window,
-    OPEN: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, WIDE: tl.constexpr,
-    INDEX: tl.constexpr,
+    OPEN: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Note the numbers of the sealed blocks of a share to read: low to high of what an output costs.
 
@@ -141,7 +143,7 @@ def note_share(
         tl.store(numbers + start + n, tl.where(i < begin, i, i + between), mask=start + n < found)
     if INDEX:
         found = _note_spans(
-            numbers, spans, spanned, visited, from_block, to_block, strands, begin, between, found, SCAN, KNOTS, WIDE
+            numbers, spans, spanned, visited, from_block, to_block, strands, begin, between, found, SCAN, KNOTS
         )
     tl.debug_barrier()
     # a number read behind the barrier: what is read by it is so too
@@ -163,12 +165,15 @@ def begin_of(cta, share, longer):
 
 
 @triton.jit
-def share_of(cta, most, total, least, slack):
-    """The begin and the size of a CTA's share of `total`, one of up to `most` shares of at least `least`.
+def share_of(cta, most, total, outputs, few, least, slack):
+    """The begin and the size of a CTA's share of `total`, one of up to `most` shares.
 
-    Returns too what `sharers` asks for: the size of a share, how many are longer by one, the slack they allow.
+    Up to `few` shares are of at least `least`, more only of at least twice that; and there are as many for each of
+    `outputs`, where there are enough. Returns too what `sharers` asks for: the size of a share, how many are longer by
+    one, the slack they allow.
     """
-    ctas = tl.maximum(tl.minimum(most, total // least), 1)
+    ctas = tl.minimum(tl.maximum(tl.minimum(total // least, few), total // (2 * least)), most)
+    ctas = tl.maximum(tl.where(ctas > outputs, ctas // outputs * outputs, ctas), 1)
     share, longer = total // ctas, total % ctas
     begin = tl.where(cta < ctas, begin_of(cta, share, longer), total)
     left = tl.where(cta < ctas, begin_of(cta + 1, share, longer), total) - begin

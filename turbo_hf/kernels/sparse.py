@@ -9,7 +9,7 @@ import triton.language as tl
 
 from turbo_hf.kernels.block_attention import LOG2_E
 from turbo_hf.kernels.decode import combine, finish, leave_part, merge, prepare, walk, walk_open
-from turbo_hf.kernels.shares import costs_of, note_share, place_of, share_of, sharers, snapped
+from turbo_hf.kernels.shares import note_share, outputs_of, share_of, sharers, snapped
 from turbo_hf.kernels.unpack import entry
 
 
@@ -25,46 +25,46 @@ def sparse_decode_kernel(
     numbers_ptr,  # int32 [outputs, room], blocks found
     parts_ptr,  # float32 [2 * CTAs, N * (DP + 2)]
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
-    q_strides, table_stride, room, cap, index_cap, spanned, queries, kv_heads, outputs, buckets, sink, window, least,
-    slack, scaling, softcap, sas_threshold,
+    q_strides, table_stride, room, cap, index_cap, spanned, queries, outputs, buckets, sink, window, few, least, slack,
+    scaling, softcap, sas_threshold,
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
-    SCAN: tl.constexpr, KNOTS: tl.constexpr, WIDE: tl.constexpr, OUTPUTS: tl.constexpr, HEADS: tl.constexpr,
-    INDEX: tl.constexpr, STARTS: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, SINKS: tl.constexpr,
+    KV: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, OUTPUTS: tl.constexpr, INDEX: tl.constexpr,
+    STARTS: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, SINKS: tl.constexpr,
     READ: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """An equal share of the work of all outputs: [row, KV head, query, part of the query heads].
+    """An equal share of the work of all outputs: [row, slot, query, part of the query heads].
 
     Which share that is follows from the lengths of the rows, which every CTA reads: the host knows none of them.
-    least: cost of a CTA, where there is a choice. slack: what it takes or leaves for not sharing an output. OUTPUTS,
-    HEADS: `outputs` and `kv_heads`, padded. NB, R, SPREAD: as in `decode_kernel`.
+    few, least: `share_of`. slack: what a CTA takes or leaves for not sharing an output. buckets: flags of a query in
+    `visited`, a multiple of 8. OUTPUTS: `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     cta = tl.program_id(0)
     chunks: tl.constexpr = (GROUP + N - 1) // N
     o = tl.arange(0, OUTPUTS)
-    costs = costs_of(
-        o, outputs, chunks, queries, kv_heads, sink, window, starts_ptr, sealed_ptr, open_len_ptr, NB, BLOCK, INDEX,
-        STARTS,
+    places, closeds, heads_of, costs = outputs_of(
+        o, outputs, chunks, queries, sink, window, order_ptr, starts_ptr, sealed_ptr, open_len_ptr, KV, NB, BLOCK,
+        INDEX, STARTS,
     )  # fmt: skip
     ends = tl.cumsum(costs, 0)
-    begin, left, share, longer, slack = share_of(cta, tl.num_programs(0), tl.sum(costs, 0), least, slack)
+    begin, left, share, longer, slack = share_of(cta, tl.num_programs(0), tl.sum(costs, 0), outputs, few, least, slack)
     output = tl.sum((ends <= begin).to(tl.int32), 0)
     while left > 0:
-        cost = tl.sum(tl.where(o == output, costs, 0), 0)
-        origin = tl.sum(tl.where(o == output, ends, 0), 0) - cost
+        own = o == output
+        cost = tl.sum(tl.where(own, costs, 0), 0)
+        origin = tl.sum(tl.where(own, ends, 0), 0) - cost
         taken = tl.minimum(left, origin + cost - begin)
         low, high = snapped(begin - origin, cost, slack), snapped(begin - origin + taken, cost, slack)
         left -= taken
         begin += taken
         if low < high:
-            n = output // chunks
-            place, closed = place_of(n, queries, kv_heads, True, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS)
-            row, head, query = n // queries // kv_heads, n // queries % kv_heads, n % queries
-            pair, row = (n // queries).to(tl.int64), row.to(tl.int64)
-            h = tl.arange(0, HEADS)
-            named = tl.load(order_ptr + row * kv_heads + h, mask=h < kv_heads, other=-1)
-            slot = tl.sum(tl.where(named == head, h, 0), 0)
+            place, closed = tl.sum(tl.where(own, places, 0), 0), tl.sum(tl.where(own, closeds, 0), 0)
+            head = tl.sum(tl.where(own, heads_of, 0), 0)
+            slot, query = output // chunks // queries, output // chunks % queries
+            row = (slot // KV).to(tl.int64)
+            slot = slot % KV
+            pair = row * KV + head
 
             # the query as if it were the row's last token
             queries_of, factor, _, _ = prepare(
@@ -73,11 +73,12 @@ def sparse_decode_kernel(
             )  # fmt: skip
             unit = scaling if CAPPED else scaling * LOG2_E
             factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
-            visited_at, table = visited_ptr + n.to(tl.int64) * buckets, table_ptr + row * table_stride
+            visited_at, table = visited_ptr + (pair * queries + query) * buckets, table_ptr + row * table_stride
             buckets_at, visit = buckets_ptr + pair * index_cap, (place, visited_at, sink, window)
             numbers, found, has_open = note_share(
-                numbers_ptr + output.to(tl.int64) * room, spans_ptr + pair * spanned, spanned, visited_at, low, high,
-                place, closed, sink, window, NB, BLOCK, SCAN, KNOTS, WIDE, INDEX,
+                numbers_ptr + output.to(tl.int64) * room, spans_ptr + pair * spanned, spanned,
+                visited_at.to(tl.pointer_type(tl.int64)), low, high, place, closed, sink, window, NB, BLOCK, SCAN,
+                KNOTS, INDEX,
             )  # fmt: skip
             nb = tl.arange(0, NB)
             page = entry(table + entry(numbers + nb, nb < found, ASM), nb < found, ASM)
@@ -85,7 +86,7 @@ def sparse_decode_kernel(
             acc = tl.zeros([NB, DP, N], tl.float32)
             m = tl.full([NB, R], -float("inf"), tl.float32)
             mass = tl.zeros([NB, R], tl.float32)
-            counted = found * 0
+            counted = nb * 0
             for g in tl.static_range(len(SLOTS)):
                 if (slot >= 0) & (slot < SLOTS[g]):
                     acc, m, mass, kept = walk(
@@ -94,7 +95,7 @@ def sparse_decode_kernel(
                         SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, True, INDEX, ASM,
                     )  # fmt: skip
                     if READ:
-                        counted = tl.sum(tl.sum(kept, 1), 0)
+                        counted = tl.sum(kept, 1)
                 slot -= SLOTS[g]
             if has_open:
                 acc, m, mass, more = walk_open(
@@ -104,7 +105,7 @@ def sparse_decode_kernel(
                 counted += more
             if READ:  # noqa: SIM102 - what is known when the kernel is compiled stands alone
                 if output % chunks == 0:
-                    tl.atomic_add(read_ptr, counted.to(tl.int64))
+                    tl.atomic_add(read_ptr + nb * 0, counted.to(tl.int64), sem="relaxed")
 
             o_all, top, total = combine(acc, m, mass, SPREAD)
             whole = high - low == cost
@@ -119,6 +120,6 @@ def sparse_decode_kernel(
             if whole:
                 finish(
                     o_all, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, place + 1, 0, 1,
-                    kv_heads, query, queries, GROUP, D, SINKS,
+                    KV, query, queries, GROUP, D, SINKS,
                 )  # fmt: skip
         output += 1

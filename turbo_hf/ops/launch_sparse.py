@@ -25,14 +25,8 @@ SCAN = 256
 KNOTS = 64
 """Parts of a row in each of which a CTA looks through some blocks."""
 
-WIDE = 16
-"""Buckets that the tokens of a block may lie apart before it is read without a look at each of them."""
-
-LEAST = 1
-"""Tiles of a CTA, where there is a choice."""
-
-SLACK = 2
-"""About what the begin of one more output, its end and its merge cost a CTA, in blocks."""
+SLACK = 32
+"""About what the begin of one more output, its end and its merge cost a CTA, in sixteenths of a block."""
 
 EVERY = 1 << 30
 """More tokens than a row has."""
@@ -235,24 +229,25 @@ def sparse_decode(
         workspace = store.plans[shape].words
     numbers, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
+    if visited is not None:
+        # flags in whole words of 8
+        visited = torch.nn.functional.pad(visited, (0, -visited.shape[-1] % 8)).contiguous()
     with torch.cuda.device_of(q):
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
             tuple((heads.k, heads.v, heads.meta, heads.scale) for heads in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
             buckets if indexed else arrived, arrived if spans is None else spans.view(torch.int32),
-            visited.contiguous().view(torch.uint8) if visited is not None else arrived,
+            arrived if visited is None else visited.view(torch.uint8),
             store.order.contiguous(), store.table, store.open_len if starts is None else starts, store.sealed,
             store.open_len, numbers, parts, arrived, arrived if read is None else read,
             q.stride(), store.table.stride(0), room, cap, buckets.shape[-1] if buckets is not None else 0,
-            0 if spans is None else spans.shape[2], queries, kv_heads, outputs,
-            visited.shape[-1] if visited is not None else 0,
-            min(sink_tokens, EVERY), min(window_tokens, EVERY), LEAST * tune.blocks, SLACK, scaling, softcap or 0.0,
-            sas_threshold or 0.0,
+            0 if spans is None else spans.shape[2], queries, outputs,
+            visited.shape[-1] if visited is not None else 0, min(sink_tokens, EVERY), min(window_tokens, EVERY),
+            sms(q.device), 16 * tune.blocks, SLACK, scaling, softcap or 0.0, sas_threshold or 0.0,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
             GROUP=group, D=dim, DP=padded, BLOCK=store.block, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            SCAN=SCAN, KNOTS=KNOTS, WIDE=WIDE, OUTPUTS=triton.next_power_of_2(outputs),
-            HEADS=triton.next_power_of_2(kv_heads), INDEX=indexed, STARTS=starts is not None,
+            KV=kv_heads, SCAN=SCAN, KNOTS=KNOTS, OUTPUTS=triton.next_power_of_2(outputs), INDEX=indexed, STARTS=starts is not None,
             CAPPED=softcap is not None, SAS=sas_threshold is not None, SINKS=sinks is not None,
             READ=read is not None, STAGES=tune.stages, PARTS=parts_at_once, ASM=q.is_cuda, num_warps=tune.blocks,
         )  # fmt: skip
