@@ -1,9 +1,8 @@
 """Which blocks a CTA of sparse decode reads: an equal share of an output, found as it goes (SAAP appendix F).
 
 There is no inverted index, and no list that another launch would have to make. Of a sealed block the smallest and the
-largest bucket of its tokens are known: a CTA looks through its share of these spans and notes the blocks in which a
-visited bucket may be, and then which of their tokens are attended to. Its blocks stand far apart in the row: of a
-bucket's run of blocks, as the cache keeps them, each CTA has about as many.
+largest bucket of its tokens are known, 4 bytes beside its 8,712 in 4 bit: a CTA looks through these spans of a row and
+notes the blocks in which a visited bucket may be. So each knows how many there are, and which of them are its own.
 """
 
 import triton
@@ -76,36 +75,37 @@ def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr,
 
 
 @triton.jit
-def _note_spans(
-    numbers, spans, spanned, visited, begin, end, strands, first, between, found,
-    SCAN: tl.constexpr, KNOTS: tl.constexpr,
-):  # fmt: skip
-    """Note, behind `found` blocks, those of begin to end that may hold a visited token; returns how many in all.
+def _span(spans, spanned, start, begin, end, SCAN: tl.constexpr):
+    """SCAN blocks from `start` on, and what is known of those from `begin` to `end`: largest bucket << 16 | smallest."""
+    n = start + tl.arange(0, SCAN)
+    return n, tl.load(spans + n, mask=(n >= begin) & (n < tl.minimum(end, spanned)), other=-1)
 
-    The blocks are counted strand by strand, of KNOTS blocks each, which take every strands-th of the `between` ones
-    from `first` on. A block whose buckets are not known, or lie 8 apart and more, is noted without a look. visited: words of 8
-    flags.
+
+@triton.jit
+def _note(numbers, spans, spanned, visited, blocks, begin, end, SCAN: tl.constexpr):
+    """Note which of a row's sealed blocks are read: of those from `begin` to `end` where a visited token may be.
+
+    A block whose buckets are not known, or lie 8 apart and more, is noted without a look. visited: words of 8 flags.
+    Returns how many there are.
     """
-    for start in tl.range(begin, end, SCAN, num_stages=1):
-        b = start + tl.arange(0, SCAN)
-        own = b % KNOTS * strands + b // KNOTS
-        asked = (b < end) & (own < between)
-        own += first
-        known = asked & (own < spanned)
-        span = tl.load(spans + own, mask=known, other=-1)
+    found = blocks * 0
+    n, span = _span(spans, spanned, 0, begin, end, SCAN)
+    for start in tl.range(0, blocks, SCAN, num_stages=1):
+        next_n, next_span = _span(spans, spanned, start + SCAN, begin, end, SCAN)
         low = span.to(tl.int16).to(tl.int32)
         apart = (span >> 16) - low
         near = (low >= 0) & (apart < 8)
-        # the flags of 8 buckets from the lowest on, out of two words of 8
+        # the flags of 8 buckets from the lowest on, out of two words
         word = visited + low // 8
         shift = (low % 8 * 8).to(tl.uint64)
         flags = tl.load(word, mask=near, other=0).to(tl.uint64, bitcast=True) >> shift
         more = tl.load(word + 1, mask=near & (low % 8 + apart > 7), other=0).to(tl.uint64, bitcast=True)
         flags = flags | tl.where(shift > 0, more << (64 - shift) % 64, 0)
         hit = flags << (8 * (7 - tl.where(near, apart, 0))).to(tl.uint64)
-        kept = (asked & ((hit != 0) | (near == 0))).to(tl.int32)
-        tl.store(numbers + found + tl.cumsum(kept, 0) - 1, own, mask=kept != 0)
+        kept = ((n < blocks) & ((hit != 0) | (near == 0))).to(tl.int32)
+        tl.store(numbers + found + tl.cumsum(kept, 0) - 1, n, mask=kept != 0)
         found += tl.sum(kept, 0)
+        n, span = next_n, next_span
     return found
 
 
@@ -118,37 +118,36 @@ def part_of(x, whole, of):
 
 @triton.jit
 def note_share(
-    numbers, spans, spanned, visited, low, high, place, closed, sink, window,
-    OPEN: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, INDEX: tl.constexpr,
+    numbers, spans, spanned, visited, low, high, shares, place, closed, sink, window,
+    NB: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Note the numbers of the sealed blocks of a share to read: low to high of what an output costs.
+    """Note the numbers of the sealed blocks of a share to read: low to high of what an output costs, of `shares` ones.
 
-    Of an output it takes as large a part of the blocks that are always read as of those between to look through.
-    numbers: pointer to those of the output; spans, visited: of its row and head, its query. spanned: blocks whose span
-    may be known.
+    Every CTA looks through the whole row: so it knows how many blocks are read, and takes its part of these, in whole
+    tiles. numbers: pointer to room for those of the row; spans, visited: of its row and head, its query. spanned:
+    blocks whose span may be known.
 
     Returns where the numbers stand, how many they are, and whether the share has the open tokens.
     """
-    begin, end, between, opened, cost = parts_of(place, closed, sink, window, OPEN, BLOCK, INDEX)
-    always = begin + end + opened
-    from_always, to_always = part_of(low, always, cost), part_of(high, always, cost)
-    # as many places as blocks that may be noted
-    strands = tl.cdiv(between, KNOTS) if INDEX else 0
-    from_block, to_block = part_of(low, strands * KNOTS, cost), part_of(high, strands * KNOTS, cost)
-    numbers += from_always + from_block
-    found = tl.maximum(tl.minimum(to_always, begin + end) - from_always, 0)
-    n = tl.arange(0, SCAN)
-    for start in tl.range(0, found, SCAN, num_stages=1):
-        i = from_always + start + n
-        tl.store(numbers + start + n, tl.where(i < begin, i, i + between), mask=start + n < found)
+    begin, end, between, opened, cost = parts_of(place, closed, sink, window, NB, BLOCK, INDEX)
+    found = begin + end
     if INDEX:
-        found = _note_spans(
-            numbers, spans, spanned, visited, from_block, to_block, strands, begin, between, found, SCAN, KNOTS
-        )
+        found = _note(numbers, spans, spanned, visited, begin + between + end, begin, begin + between, SCAN)
+    # tiles of a CTA: as many in each but the last
+    unit = NB * tl.maximum(tl.cdiv(found + opened, NB * shares), 1)
+    total = tl.cdiv(found + opened, unit)
+    first, last = part_of(low, total, cost) * unit, part_of(high, total, cost) * unit
+    if not INDEX:
+        n = tl.arange(0, SCAN)
+        for start in tl.range(first, tl.minimum(last, found), SCAN, num_stages=1):
+            i = start + n
+            tl.store(numbers + i, tl.where(i < begin, i, i + between), mask=i < found)
     tl.debug_barrier()
+    has_open = (last >= found + opened) & (first < found + opened) & (opened > 0)
+    numbers, found = numbers + first, tl.maximum(tl.minimum(last, found) - first, 0)
     # a number read behind the barrier: what is read by it is so too
     found += tl.minimum(tl.load(numbers + tl.maximum(found - 1, 0), mask=found > 0, other=0), 0)
-    return numbers, found, (to_always == always) & (from_always < always) & (opened > 0)
+    return numbers, found, has_open
 
 
 @triton.jit
@@ -165,14 +164,13 @@ def begin_of(cta, share, longer):
 
 
 @triton.jit
-def share_of(cta, most, total, outputs, few, least, slack):
-    """The begin and the size of a CTA's share of `total`, one of up to `most` shares.
+def share_of(cta, most, total, outputs, least, slack):
+    """The begin and the size of a CTA's share of `total`, one of up to `most` shares of at least `least`.
 
-    Up to `few` shares are of at least `least`, more only of at least twice that; and there are as many for each of
-    `outputs`, where there are enough. Returns too what `sharers` asks for: the size of a share, how many are longer by
-    one, the slack they allow.
+    There are as many for each of `outputs`, where there are enough. Returns too what `sharers` asks for: the size of a
+    share, how many are longer by one, the slack they allow.
     """
-    ctas = tl.minimum(tl.maximum(tl.minimum(total // least, few), total // (2 * least)), most)
+    ctas = tl.minimum(most, total // least)
     ctas = tl.maximum(tl.where(ctas > outputs, ctas // outputs * outputs, ctas), 1)
     share, longer = total // ctas, total % ctas
     begin = tl.where(cta < ctas, begin_of(cta, share, longer), total)

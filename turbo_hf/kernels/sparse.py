@@ -22,21 +22,21 @@ def sparse_decode_kernel(
     visited_ptr,  # uint8 [B, Hkv, M, 1, C]
     order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
     starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
-    numbers_ptr,  # int32 [outputs, room], blocks found
+    numbers_ptr,  # int32 [CTAs, room], blocks found
     parts_ptr,  # float32 [2 * CTAs, N * (DP + 2)]
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
-    q_strides, table_stride, room, cap, index_cap, spanned, queries, outputs, buckets, sink, window, few, least, slack,
+    q_strides, table_stride, room, cap, index_cap, spanned, queries, outputs, buckets, sink, window, least, slack,
     scaling, softcap, sas_threshold,
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
-    KV: tl.constexpr, SCAN: tl.constexpr, KNOTS: tl.constexpr, OUTPUTS: tl.constexpr, INDEX: tl.constexpr,
+    KV: tl.constexpr, SCAN: tl.constexpr, OUTPUTS: tl.constexpr, INDEX: tl.constexpr,
     STARTS: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, SINKS: tl.constexpr,
     READ: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """An equal share of the work of all outputs: [row, slot, query, part of the query heads].
 
     Which share that is follows from the lengths of the rows, which every CTA reads: the host knows none of them.
-    few, least: `share_of`. slack: what a CTA takes or leaves for not sharing an output. buckets: flags of a query in
+    least: `share_of`. slack: what a CTA takes or leaves for not sharing an output. buckets: flags of a query in
     `visited`, a multiple of 8. OUTPUTS: `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
@@ -48,7 +48,7 @@ def sparse_decode_kernel(
         INDEX, STARTS,
     )  # fmt: skip
     ends = tl.cumsum(costs, 0)
-    begin, left, share, longer, slack = share_of(cta, tl.num_programs(0), tl.sum(costs, 0), outputs, few, least, slack)
+    begin, left, share, longer, slack = share_of(cta, tl.num_programs(0), tl.sum(costs, 0), outputs, least, slack)
     output = tl.sum((ends <= begin).to(tl.int32), 0)
     while left > 0:
         own = o == output
@@ -75,10 +75,11 @@ def sparse_decode_kernel(
             factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
             visited_at, table = visited_ptr + (pair * queries + query) * buckets, table_ptr + row * table_stride
             buckets_at, visit = buckets_ptr + pair * index_cap, (place, visited_at, sink, window)
+            first_cta, shares = sharers(origin, cost, share, longer, slack)
             numbers, found, has_open = note_share(
-                numbers_ptr + output.to(tl.int64) * room, spans_ptr + pair * spanned, spanned,
-                visited_at.to(tl.pointer_type(tl.int64)), low, high, place, closed, sink, window, NB, BLOCK, SCAN,
-                KNOTS, INDEX,
+                numbers_ptr + cta.to(tl.int64) * room, spans_ptr + pair * spanned, spanned,
+                visited_at.to(tl.pointer_type(tl.int64)), low, high, shares, place, closed, sink, window, NB, BLOCK,
+                SCAN, INDEX,
             )  # fmt: skip
             nb = tl.arange(0, NB)
             page = entry(table + entry(numbers + nb, nb < found, ASM), nb < found, ASM)
@@ -108,9 +109,10 @@ def sparse_decode_kernel(
                     tl.atomic_add(read_ptr + nb * 0, counted.to(tl.int64), sem="relaxed")
 
             o_all, top, total = combine(acc, m, mass, SPREAD)
+            # of more outputs than one, the next list stands in the place of this one
+            tl.debug_barrier()
             whole = high - low == cost
             if not whole:
-                first_cta, shares = sharers(origin, cost, share, longer, slack)
                 leave_part(o_all, top, total, parts_ptr + (2 * cta + (low == 0)).to(tl.int64) * (N * (DP + 2)))
                 if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == shares - 1:
                     # every other CTA of this output is done: no one waits, and the order of the sum is that of shares

@@ -19,11 +19,11 @@ from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.launch_decode import MERGED, sms, tiles_for
 from turbo_hf.ops.schedule import Kept, full_rounds
 
-SCAN = 256
+SCAN = 1024
 """Blocks whose spans a CTA looks through at once."""
 
-KNOTS = 64
-"""Parts of a row in each of which a CTA looks through some blocks."""
+LEAST = 32
+"""Cost of a CTA, in sixteenths of a block, where there is a choice."""
 
 SLACK = 32
 """About what the begin of one more output, its end and its merge cost a CTA, in sixteenths of a block."""
@@ -180,7 +180,7 @@ def _workspace(
 ) -> tuple[torch.Tensor, ...]:
     """Numbers of blocks found, arrival counters of outputs (zeros, as each launch leaves them), parts."""
     return (
-        torch.empty(outputs * room, dtype=torch.int32, device=device),
+        torch.empty(ctas * room, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(2 * ctas * floats, dtype=torch.float32, device=device),
     )
@@ -216,8 +216,8 @@ def sparse_decode(
     parts_at_once = max(1, MERGED * 32 * tune.blocks // (per_output * padded))
     ctas = full_rounds(sms(q.device) * tune.occupancy, outputs * parts_at_once)
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
-    # workspace behind at each step; and what rounding to strands adds, and the open tokens
-    room = triton.next_power_of_2(max(1, store.table.shape[1])) + KNOTS + tune.blocks
+    # workspace behind at each step
+    room = triton.next_power_of_2(max(1, store.table.shape[1]))
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     shape = (q.device, stream, outputs, room, ctas, per_output * (padded + 2))
     if store.plans is None:
@@ -244,10 +244,10 @@ def sparse_decode(
             q.stride(), store.table.stride(0), room, cap, buckets.shape[-1] if buckets is not None else 0,
             0 if spans is None else spans.shape[2], queries, outputs,
             visited.shape[-1] if visited is not None else 0, min(sink_tokens, EVERY), min(window_tokens, EVERY),
-            sms(q.device), 16 * tune.blocks, SLACK, scaling, softcap or 0.0, sas_threshold or 0.0,
+            LEAST, SLACK, scaling, softcap or 0.0, sas_threshold or 0.0,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
             GROUP=group, D=dim, DP=padded, BLOCK=store.block, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            KV=kv_heads, SCAN=SCAN, KNOTS=KNOTS, OUTPUTS=triton.next_power_of_2(outputs), INDEX=indexed, STARTS=starts is not None,
+            KV=kv_heads, SCAN=SCAN, OUTPUTS=triton.next_power_of_2(outputs), INDEX=indexed, STARTS=starts is not None,
             CAPPED=softcap is not None, SAS=sas_threshold is not None, SINKS=sinks is not None,
             READ=read is not None, STAGES=tune.stages, PARTS=parts_at_once, ASM=q.is_cuda, num_warps=tune.blocks,
         )  # fmt: skip
