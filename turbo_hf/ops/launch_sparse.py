@@ -14,19 +14,17 @@ from turbo_hf.kernels.select import (
     rank_kernel,
     visit_kernel,
 )
+from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.launch_decode import MERGED, sms, tiles_for
-from turbo_hf.ops.schedule import Kept, full_rounds
+from turbo_hf.ops.schedule import Kept
 
-SCAN = 1024
-"""Blocks whose spans a CTA looks through at once."""
+SCAN = 2048
+"""Blocks whose spans are looked through at once."""
 
-LEAST = 32
-"""Cost of a CTA, in sixteenths of a block, where there is a choice."""
-
-SLACK = 32
-"""About what the begin of one more output, its end and its merge cost a CTA, in sixteenths of a block."""
+SHARES = 4
+"""Shares of a CTA where there are many outputs: so many that most CTAs end at about the same time."""
 
 EVERY = 1 << 30
 """More tokens than a row has."""
@@ -176,13 +174,14 @@ def visit(
 
 @lru_cache(maxsize=16)
 def _workspace(
-    device: torch.device, stream: int, outputs: int, room: int, ctas: int, floats: int
+    device: torch.device, stream: int, lists: int, room: int, outputs: int, shares: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
-    """Numbers of blocks found, arrival counters of outputs (zeros, as each launch leaves them), parts."""
+    """Numbers of blocks listed, how many; arrival counters of outputs (zeros, as each launch leaves them); parts."""
     return (
-        torch.empty(ctas * room, dtype=torch.int32, device=device),
+        torch.empty(lists * room, dtype=torch.int32, device=device),
+        torch.empty(lists, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
-        torch.empty(2 * ctas * floats, dtype=torch.float32, device=device),
+        torch.empty(2 * shares * floats, dtype=torch.float32, device=device),
     )
 
 
@@ -211,15 +210,16 @@ def sparse_decode(
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group <= 4
     per_output = rows // 2 if spread else rows
-    outputs = batch * kv_heads * queries * -(-group // per_output)
+    chunks, lists = -(-group // per_output), batch * kv_heads * queries
     tune, turbo, padded = tiles_for(q, store, mode)
-    parts_at_once = max(1, MERGED * 32 * tune.blocks // (per_output * padded))
-    ctas = full_rounds(sms(q.device) * tune.occupancy, outputs * parts_at_once)
+    ctas = sms(q.device) * tune.occupancy
+    # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
+    shares = SHARES * ctas + lists * chunks
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
     # workspace behind at each step
     room = triton.next_power_of_2(max(1, store.table.shape[1]))
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    shape = (q.device, stream, outputs, room, ctas, per_output * (padded + 2))
+    shape = (q.device, stream, lists, room, lists * chunks, shares, per_output * (padded + 2))
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -227,28 +227,36 @@ def sparse_decode(
         if shape not in store.plans:
             store.plans[shape] = Kept(_workspace(*shape))
         workspace = store.plans[shape].words
-    numbers, arrived, parts = workspace
+    numbers, found, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
+    flags = found
     if visited is not None:
-        # flags in whole words of 8
-        visited = torch.nn.functional.pad(visited, (0, -visited.shape[-1] % 8)).contiguous()
+        # in whole words of 8
+        flags = torch.nn.functional.pad(visited, (0, -visited.shape[-1] % 8)).contiguous().view(torch.uint8)
+    order, begin = store.order.contiguous(), store.open_len if starts is None else starts
+    places = (order, begin, store.sealed, store.open_len)
+    sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
+    known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
+    spanned = spans is not None and indexed
     with torch.cuda.device_of(q):
+        list_kernel[(lists,)](
+            spans.view(torch.int32) if spanned else found, flags.view(torch.int64) if indexed else found, *places,
+            numbers, found, queries, room, spans.shape[2] if spanned else 0, flags.shape[-1], sink, window, SCAN=SCAN,
+            **known, num_warps=8,
+        )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
-            tuple((heads.k, heads.v, heads.meta, heads.scale) for heads in store.heads),
+            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            buckets if indexed else arrived, arrived if spans is None else spans.view(torch.int32),
-            arrived if visited is None else visited.view(torch.uint8),
-            store.order.contiguous(), store.table, store.open_len if starts is None else starts, store.sealed,
-            store.open_len, numbers, parts, arrived, arrived if read is None else read,
-            q.stride(), store.table.stride(0), room, cap, buckets.shape[-1] if buckets is not None else 0,
-            0 if spans is None else spans.shape[2], queries, outputs,
-            visited.shape[-1] if visited is not None else 0, min(sink_tokens, EVERY), min(window_tokens, EVERY),
-            LEAST, SLACK, scaling, softcap or 0.0, sas_threshold or 0.0,
+            buckets if indexed else found, flags, order, store.table, *places[1:], numbers, found, parts, arrived,
+            found if read is None else read, q.stride(), store.table.stride(0), room, cap,
+            buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
+            scaling, softcap or 0.0, sas_threshold or 0.0,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
-            GROUP=group, D=dim, DP=padded, BLOCK=store.block, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            KV=kv_heads, SCAN=SCAN, OUTPUTS=triton.next_power_of_2(outputs), INDEX=indexed, STARTS=starts is not None,
-            CAPPED=softcap is not None, SAS=sas_threshold is not None, SINKS=sinks is not None,
-            READ=read is not None, STAGES=tune.stages, PARTS=parts_at_once, ASM=q.is_cuda, num_warps=tune.blocks,
+            GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
+            OUTPUTS=triton.next_power_of_2(lists * chunks), SHARES=SHARES, CAPPED=softcap is not None,
+            SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
+            PARTS=max(1, MERGED * 32 * tune.blocks // (per_output * padded)), ASM=q.is_cuda, **known,
+            num_warps=tune.blocks,
         )  # fmt: skip
     return AttentionOutput(out, lse)
