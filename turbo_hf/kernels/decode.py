@@ -32,9 +32,9 @@ def walk(
 ):  # fmt: skip
     """Tiles begin to end of sealed blocks of one slot. heads: (k, v, meta, scale); queries, factor: `prepare`.
 
-    Each query row sees the tokens from `first` to `last`. CHOSEN: the blocks are the `sealed` ones whose numbers stand
-    at chosen[0], and all rows see those of their tokens that `attended` keeps by the rest of `chosen`, with or without
-    INDEX. `page` is that of the first tile.
+    Each query row sees the tokens from `first` to `last`. CHOSEN: `table` is a list of `sealed` blocks, page << 32 |
+    number, and all rows see those of their tokens that `attended` keeps by `chosen`, with or without INDEX. `page` is
+    the entry of the first tile.
 
     Returns too how many tokens were kept, by warps and places, if CHOSEN.
     """
@@ -56,17 +56,19 @@ def walk(
         inner_begin = tl.cdiv(tl.max(tl.max(tl.max(first, 2), 1), 0), NB * BLOCK)
         nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
         inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
-        number, counted = page, page
+        counted = page
     else:
-        numbers, buckets, visit = chosen
-        number = entry(numbers + nb, nb < sealed, ASM)
+        buckets, visit = chosen
         counted = tl.zeros([NB, BLOCK], tl.int32)
     for tile in tl.range(begin, end, num_stages=STAGES):
         block = tile * NB + nb
         live = block < sealed
         at = page * SLOTS + slot
+        if CHOSEN:
+            at = (page >> 32) * SLOTS + slot
         packed = at * PAGE
         if CHOSEN:
+            number = (page & 0xFFFFFFFF).to(tl.int32)
             t = tl.arange(0, BLOCK)[None, :]
             bucket = t
             if INDEX:
@@ -87,14 +89,11 @@ def walk(
             v_zero = packed_bytes(meta + 3 * D + d[None, :], shown, d[None, :], D, DP)
         else:
             k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
-        # the next tile's pages, while this one's keys are on their way
         if CHOSEN:
-            kept = attended(number[:, None] * BLOCK + t, live[:, None], bucket, *visit, INDEX, ASM)
+            kept = attended(number[:, None] * BLOCK + t, live[:, None], bucket, *visit, INDEX)
             counted += kept.to(tl.int32)
-            number = entry(numbers + block + NB, block + NB < sealed, ASM)
-            page = entry(table + number, block + NB < sealed, ASM)
-        else:
-            page = entry(table + block + NB, block + NB < blocks, ASM)
+        # the next tile's pages, while this one's keys are on their way
+        page = entry(table + block + NB, block + NB < blocks, ASM)
         x = scores(q, keys, k_step, k_zero, STAGE2, ASM)
         # never 0, so that -inf times it is -inf; NaN stays
         unit = k_scale[:, None] * factor[None, :]
@@ -191,7 +190,7 @@ def walk_open(
             bucket = place
             if INDEX:
                 bucket = tl.load(choice[0] + place, mask=live, other=0)
-            kept = attended(place, live, bucket, *choice[1], INDEX, ASM)
+            kept = attended(place, live, bucket, *choice[1], INDEX)
             counted += tl.sum(kept.to(tl.int32), 1)
             x = tl.where(kept[:, None, :], x, -float("inf"))
         else:

@@ -1,14 +1,12 @@
 """Which blocks sparse decode reads, and how the CTAs share them (SAAP appendix F, LeanAttention).
 
 There is no inverted index. Of a sealed block the smallest and the largest bucket of its tokens are known, 4 bytes beside
-its 8,712 in 4 bit: one launch looks through these spans and lists the blocks where a visited bucket may be. The next
-one knows how many there are for each output, and shares them out in whole tiles.
+its 8,712 in 4 bit: one launch looks through these spans and lists the blocks where a visited bucket may be. The next one
+knows how many there are for each output, and shares them out in whole tiles.
 """
 
 import triton
 import triton.language as tl
-
-from turbo_hf.kernels.unpack import flag
 
 
 @triton.jit
@@ -35,13 +33,13 @@ def place_of(query, row, queries, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOC
 
 
 @triton.jit
-def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr, ASM: tl.constexpr):
+def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr):
     """Which of the tokens at places t, where they are live, a query at `place` attends to. bucket: theirs, if INDEX."""
     live = live & (t <= place)
     kept = (t < sink) | (t > place - window)
     if INDEX:
         bucket = bucket.to(tl.int32)
-        kept = kept | (bucket < 0) | flag(visited + tl.maximum(bucket, 0), live, ASM)
+        kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
     return live & kept
 
 
@@ -53,13 +51,14 @@ def _spans_of(spans, spanned, start, begin, end, SCAN: tl.constexpr):
 
 
 # whatever these are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["room", "spanned", "window"])
+@triton.jit(do_not_specialize=["table_stride", "room", "spanned", "window"])
 def list_kernel(
     spans_ptr,  # int32 [B, Hkv, spanned]: largest bucket << 16 | smallest
     visited_ptr,  # int64 [B, Hkv, M, buckets / 8]: a byte a bucket
-    order_ptr, starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B], [B], [B]
-    numbers_ptr, found_ptr,  # int32 [lists, room], [lists]
-    queries, room, spanned, buckets, sink, window,
+    order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
+    starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
+    listed_ptr, found_ptr,  # int64 [lists, room]: page << 32 | number, int32 [lists]
+    table_stride, queries, room, spanned, buckets, sink, window,
     KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
     """The sealed blocks that one list [row, slot, query] reads, and how many they are.
@@ -74,12 +73,13 @@ def list_kernel(
     first, recent, sealed, _ = extent(place, closed, sink, window)
     blocks, begin = tl.cdiv(sealed, BLOCK), tl.cdiv(first, BLOCK)
     end = tl.maximum(recent // BLOCK, begin)
-    numbers = numbers_ptr + own.to(tl.int64) * room
+    listed, table = listed_ptr + own.to(tl.int64) * room, table_ptr + row * table_stride
     spans, visited = spans_ptr + pair * spanned, visited_ptr + (pair * queries + query) * (buckets // 8)
     found = blocks * 0
     n, span = _spans_of(spans, spanned if INDEX else 0, 0, begin, end, SCAN)
     for start in tl.range(0, blocks, SCAN, num_stages=1):
         next_n, next_span = _spans_of(spans, spanned if INDEX else 0, start + SCAN, begin, end, SCAN)
+        page = tl.load(table + n, mask=n < blocks, other=0)
         kept = (n < begin) | (n >= end)
         if INDEX:
             low = span.to(tl.int16).to(tl.int32)
@@ -94,7 +94,7 @@ def list_kernel(
             hit = flags << (8 * (7 - tl.where(near, apart, 0))).to(tl.uint64)
             kept = kept | (hit != 0) | (near == 0)
         kept = (kept & (n < blocks)).to(tl.int32)
-        tl.store(numbers + found + tl.cumsum(kept, 0) - 1, n, mask=kept != 0)
+        tl.store(listed + found + tl.cumsum(kept, 0) - 1, (page << 32) + n, mask=kept != 0)
         found += tl.sum(kept, 0)
         n, span = next_n, next_span
     tl.store(found_ptr + own, found)
@@ -105,8 +105,10 @@ def outputs_of(
     o, outputs, chunks: tl.constexpr, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr, found_ptr,
     KV: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of outputs o [row, slot, query, chunk]: place of the query in its row, -1: none; tokens in sealed blocks; head;
-    listed blocks."""
+    """Of outputs o [row, slot, query, chunk]: place of the query in its row, -1: none; tokens in sealed blocks; head.
+
+    Last comes how many blocks are listed.
+    """
     ok = o < outputs
     own = o // chunks
     slot = own // queries

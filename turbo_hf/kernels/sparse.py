@@ -14,17 +14,16 @@ from turbo_hf.kernels.unpack import entry
 
 
 # whatever these are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["table_stride", "room", "index_cap", "window"])
+@triton.jit(do_not_specialize=["room", "index_cap", "window"])
 def sparse_decode_kernel(
     q_ptr, out_ptr, lse_ptr, sinks_ptr,  # [B, Hq, M, D] twice, float32 [B, Hq, M], [Hq]
     heads, opened,  # as in `decode_kernel`
     buckets_ptr, visited_ptr,  # int16 [B, Hkv, 1, index_cap], uint8 [B, Hkv, M, 1, C]
-    order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
-    starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
-    numbers_ptr, found_ptr,  # int32 [lists, room], [lists]: as `list_kernel` leaves them
+    order_ptr, starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B], [B], [B]
+    listed_ptr, found_ptr,  # int64 [lists, room], int32 [lists]: as `list_kernel` leaves them
     parts_ptr,  # float32 [2 * shares, N * (DP + 2)]
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
-    q_strides, table_stride, room, cap, index_cap, queries, outputs, buckets, sink, window, scaling, softcap,
+    q_strides, room, cap, index_cap, queries, outputs, buckets, sink, window, scaling, softcap,
     sas_threshold,
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
@@ -56,8 +55,8 @@ def sparse_decode_kernel(
         head, found = tl.sum(tl.where(own, heads_of, 0), 0), tl.sum(tl.where(own, founds, 0), 0)
         shares = tl.sum(tl.where(own, shares_of, 0), 0)
         first_share = tl.sum(tl.where(own, ends, 0), 0) - shares
-        listed, query = output // chunks, output // chunks % queries
-        slot = listed // queries
+        list_at, query = (output // chunks).to(tl.int64), output // chunks % queries
+        slot = output // chunks // queries
         row = (slot // KV).to(tl.int64)
         slot = slot % KV
         pair = row * KV + head
@@ -69,12 +68,12 @@ def sparse_decode_kernel(
         )  # fmt: skip
         unit = scaling if CAPPED else scaling * LOG2_E
         factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
-        buckets_at, table = buckets_ptr + pair * index_cap, table_ptr + row * table_stride
+        buckets_at = buckets_ptr + pair * index_cap
         visit = (place, visited_ptr + (pair * queries + query) * buckets, sink, window)
         begin = (share - first_share) * (most * NB)
-        numbers = numbers_ptr + listed.to(tl.int64) * room + begin
         count = tl.maximum(tl.minimum(found - begin, most * NB), 0)
-        page = entry(table + entry(numbers + nb, nb < count, ASM), nb < count, ASM)
+        at = listed_ptr + list_at * room + begin
+        page = entry(at + nb, nb < count, ASM)
 
         acc = tl.zeros([NB, DP, N], tl.float32)
         m = tl.full([NB, R], -float("inf"), tl.float32)
@@ -83,8 +82,8 @@ def sparse_decode_kernel(
         for g in tl.static_range(len(SLOTS)):
             if (slot >= 0) & (slot < SLOTS[g]):
                 acc, m, mass, kept = walk(
-                    heads[g], slot, table, count, page, count, 0, tl.cdiv(count, NB), queries_of, factor, 0, 0,
-                    (numbers, buckets_at, visit), softcap, sas_threshold, acc, m, mass,
+                    heads[g], slot, at, count, page, count, 0, tl.cdiv(count, NB), queries_of, factor, 0, 0,
+                    (buckets_at, visit), softcap, sas_threshold, acc, m, mass,
                     SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, True, INDEX, ASM,
                 )  # fmt: skip
                 if READ:

@@ -99,17 +99,8 @@ def digits(q, step, ASM: tl.constexpr):
 
 @triton.jit
 def entry(pointer, mask, ASM: tl.constexpr):
-    """One int64 or int32 a pointer, 0 where masked, by a load that the software pipeline leaves in its place."""
-    if ASM and pointer.dtype.element_ty == tl.int32:
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
-            "=&r,l,r",
-            [pointer, mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    elif ASM:
+    """One int64 a pointer, 0 where masked, by a load that the software pipeline leaves in its place."""
+    if ASM:
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; @p ld.global.b64 $0, [$1]; }",
             "=&l,l,r",
@@ -120,20 +111,3 @@ def entry(pointer, mask, ASM: tl.constexpr):
         )
     else:
         return tl.load(pointer, mask=mask, other=0)
-
-
-@triton.jit
-def flag(pointer, mask, ASM: tl.constexpr):
-    """Whether the byte at each pointer is not 0, False where masked; left in its place as `entry` is."""
-    if ASM:
-        found = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.u8 $0, [$1]; }",
-            "=&r,l,r",
-            [pointer, mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        found = tl.load(pointer, mask=mask, other=0).to(tl.int32)
-    return found != 0

@@ -176,9 +176,9 @@ def visit(
 def _workspace(
     device: torch.device, stream: int, lists: int, room: int, outputs: int, shares: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
-    """Numbers of blocks listed, how many; arrival counters of outputs (zeros, as each launch leaves them); parts."""
+    """Blocks listed, how many; arrival counters of outputs (zeros, as each launch leaves them); parts."""
     return (
-        torch.empty(lists * room, dtype=torch.int32, device=device),
+        torch.empty(lists * room, dtype=torch.int64, device=device),
         torch.empty(lists, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(2 * shares * floats, dtype=torch.float32, device=device),
@@ -227,29 +227,29 @@ def sparse_decode(
         if shape not in store.plans:
             store.plans[shape] = Kept(_workspace(*shape))
         workspace = store.plans[shape].words
-    numbers, found, arrived, parts = workspace
+    listed, found, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
     flags = found
     if visited is not None:
         # in whole words of 8
         flags = torch.nn.functional.pad(visited, (0, -visited.shape[-1] % 8)).contiguous().view(torch.uint8)
-    order, begin = store.order.contiguous(), store.open_len if starts is None else starts
-    places = (order, begin, store.sealed, store.open_len)
+    order = store.order.contiguous()
+    places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
     spanned = spans is not None and indexed
     with torch.cuda.device_of(q):
         list_kernel[(lists,)](
-            spans.view(torch.int32) if spanned else found, flags.view(torch.int64) if indexed else found, *places,
-            numbers, found, queries, room, spans.shape[2] if spanned else 0, flags.shape[-1], sink, window, SCAN=SCAN,
+            spans.view(torch.int32) if spanned else found, flags.view(torch.int64) if indexed else found, order,
+            store.table, *places, listed, found, store.table.stride(0), queries, room, spans.shape[2] if spanned else 0, flags.shape[-1], sink, window, SCAN=SCAN,
             **known, num_warps=8,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
             tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            buckets if indexed else found, flags, order, store.table, *places[1:], numbers, found, parts, arrived,
-            found if read is None else read, q.stride(), store.table.stride(0), room, cap,
+            buckets if indexed else found, flags, order, *places, listed, found, parts, arrived,
+            found if read is None else read, q.stride(), room, cap,
             buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
             scaling, softcap or 0.0, sas_threshold or 0.0,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),

@@ -68,9 +68,10 @@ def _attend(
     if store.k_open.dtype != torch.int8 and how.p_type == "int8":
         # the open tokens are no codes
         opened = (index >= store.sealed[:, None] * store.block) & (index >= 0)
+        runs.append(Run(plain, keys, values, store.block, p_type="none", chosen=chosen))
         runs = [
             run._replace(k=run.k._replace(place=index.masked_fill(hidden, -1)))
-            for run, hidden in ((runs[0], opened), (Run(plain, keys, values, store.block, p_type="none", chosen=chosen), ~opened))
+            for run, hidden in zip(runs, (opened, ~opened), strict=True)
         ]
     out, lse = flash(runs, how, sinks)
     out = out.masked_fill(padding[:, None, :, None], 0.0)
