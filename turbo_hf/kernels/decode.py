@@ -23,6 +23,16 @@ from turbo_hf.kernels.unpack import entry
 
 
 @triton.jit
+def _buckets_of(buckets, entry_of, t, live, INDEX: tl.constexpr):
+    """Buckets [NB, BLOCK] of tokens t of listed blocks; without INDEX nothing that is looked at."""
+    if INDEX:
+        number = (entry_of & 0xFFFFFFFF).to(tl.int32)
+        return tl.load(buckets + number[:, None] * t.shape[1] + t, mask=live[:, None], other=0).to(tl.int32)
+    else:
+        return tl.broadcast_to(t, [entry_of.shape[0], t.shape[1]])
+
+
+@triton.jit
 def walk(
     heads, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, chosen, softcap,
     sas_threshold, acc, m, mass,
@@ -56,10 +66,12 @@ def walk(
         inner_begin = tl.cdiv(tl.max(tl.max(tl.max(first, 2), 1), 0), NB * BLOCK)
         nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
         inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
-        counted = page
+        counted, bucket = page, page
     else:
         buckets, visit = chosen
+        t = tl.arange(0, BLOCK)[None, :]
         counted = tl.zeros([NB, BLOCK], tl.int32)
+        bucket = _buckets_of(buckets, page, t, begin * NB + nb < sealed, INDEX)
     for tile in tl.range(begin, end, num_stages=STAGES):
         block = tile * NB + nb
         live = block < sealed
@@ -67,12 +79,7 @@ def walk(
         if CHOSEN:
             at = (page >> 32) * SLOTS + slot
         packed = at * PAGE
-        if CHOSEN:
-            number = (page & 0xFFFFFFFF).to(tl.int32)
-            t = tl.arange(0, BLOCK)[None, :]
-            bucket = t
-            if INDEX:
-                bucket = tl.load(buckets + number[:, None] * BLOCK + t, mask=live[:, None], other=0)
+        number = (page & 0xFFFFFFFF).to(tl.int32)
         keys = keys_of(k_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
         values = values_of(v_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
         if BITS == 16:
@@ -94,6 +101,9 @@ def walk(
             counted += kept.to(tl.int32)
         # the next tile's pages, while this one's keys are on their way
         page = entry(table + block + NB, block + NB < blocks, ASM)
+        if CHOSEN:
+            # a tile ahead too: the pipeline would not
+            bucket = _buckets_of(buckets, page, t, block + NB < sealed, INDEX)
         x = scores(q, keys, k_step, k_zero, STAGE2, ASM)
         # never 0, so that -inf times it is -inf; NaN stays
         unit = k_scale[:, None] * factor[None, :]
