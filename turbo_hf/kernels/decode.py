@@ -23,13 +23,13 @@ from turbo_hf.kernels.unpack import entry
 
 
 @triton.jit
-def _buckets_of(buckets, entry_of, t, live, INDEX: tl.constexpr):
-    """Buckets [NB, BLOCK] of tokens t of listed blocks; without INDEX nothing that is looked at."""
+def _buckets_of(buckets, listed, live, BLOCK: tl.constexpr, INDEX: tl.constexpr):
+    """Buckets [NB, BLOCK] of the tokens of listed blocks; without INDEX nothing that is looked at."""
+    t = (listed & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if INDEX:
-        number = (entry_of & 0xFFFFFFFF).to(tl.int32)
-        return tl.load(buckets + number[:, None] * t.shape[1] + t, mask=live[:, None], other=0).to(tl.int32)
+        return tl.load(buckets + t, mask=live[:, None], other=0).to(tl.int32)
     else:
-        return tl.broadcast_to(t, [entry_of.shape[0], t.shape[1]])
+        return t
 
 
 @triton.jit
@@ -69,9 +69,8 @@ def walk(
         counted, bucket = page, page
     else:
         buckets, visit = chosen
-        t = tl.arange(0, BLOCK)[None, :]
         counted = tl.zeros([NB, BLOCK], tl.int32)
-        bucket = _buckets_of(buckets, page, t, begin * NB + nb < sealed, INDEX)
+        bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK, INDEX)
     for tile in tl.range(begin, end, num_stages=STAGES):
         block = tile * NB + nb
         live = block < sealed
@@ -79,7 +78,6 @@ def walk(
         if CHOSEN:
             at = (page >> 32) * SLOTS + slot
         packed = at * PAGE
-        number = (page & 0xFFFFFFFF).to(tl.int32)
         keys = keys_of(k_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
         values = values_of(v_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
         if BITS == 16:
@@ -97,13 +95,14 @@ def walk(
         else:
             k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         if CHOSEN:
-            kept = attended(number[:, None] * BLOCK + t, live[:, None], bucket, *visit, INDEX)
+            t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            kept = attended(t, live[:, None], bucket, *visit, INDEX)
             counted += kept.to(tl.int32)
         # the next tile's pages, while this one's keys are on their way
         page = entry(table + block + NB, block + NB < blocks, ASM)
         if CHOSEN:
             # a tile ahead too: the pipeline would not
-            bucket = _buckets_of(buckets, page, t, block + NB < sealed, INDEX)
+            bucket = _buckets_of(buckets, page, block + NB < sealed, BLOCK, INDEX)
         x = scores(q, keys, k_step, k_zero, STAGE2, ASM)
         # never 0, so that -inf times it is -inf; NaN stays
         unit = k_scale[:, None] * factor[None, :]

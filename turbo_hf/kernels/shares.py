@@ -1,8 +1,8 @@
 """Which blocks sparse decode reads, and how the CTAs share them (SAAP appendix F, LeanAttention).
 
-There is no inverted index. Of a sealed block the smallest and the largest bucket of its tokens are known, 4 bytes beside
-its 8,712 in 4 bit: one launch looks through these spans and lists the blocks where a visited bucket may be. The next one
-knows how many there are for each output, and shares them out in whole tiles.
+There is no inverted index. Of a sealed block the smallest and the largest bucket of its tokens are known, 4 bytes
+beside its 8,712 in 4 bit: one launch looks through these spans and lists the blocks where a visited bucket may be. The
+next one knows how many there are for each output, and shares them out in whole tiles.
 """
 
 import triton
