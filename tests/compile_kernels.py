@@ -14,7 +14,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from turbo_hf.layout import token_major
 from turbo_hf.ops import launch, launch_sparse, launch_store
 
 
@@ -63,7 +62,6 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     """One sparse decode of a ragged batch, and the selection before it."""
     k, v = (torch.randn(2, 2, 150, dim) for _ in range(2))
     store = make_store(k, v, [150, 70], groups=groups)
-    store = store._replace(heads=tuple(token_major(pages) for pages in store.heads), token_major=True)
     q = torch.zeros(2, heads, 1, dim, dtype=dtype)
     index = launch_sparse.assign(k.to(dtype), torch.zeros(2, 1024, dim, dtype=torch.float16))
     launch_sparse.assign(k[:, :, :1].to(dtype), torch.zeros(2, 1024, dim, dtype=torch.float16))
@@ -76,6 +74,7 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     launch_sparse.visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
     visited = launch_sparse.visit(logits, probes=32)[:, :, :, None]
     plain: dict[str, Any] = {"scaling": 0.1, "sink_tokens": 1, "window_tokens": 2047}
+    plain["spans"] = torch.zeros(2, 2, 2, 2, dtype=torch.int16)
     launch_sparse.sparse_decode(q, store, index[:, :, None], visited, **(plain | options))
 
 
@@ -116,13 +115,12 @@ def main(everything: bool) -> None:
         flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         launch_store.append_step(k, k, store, None, None, *flags)
         noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
-        launch_store.append_step(k, k, store._replace(token_major=True), None, noted, *flags)
+        launch_store.append_step(k, k, store, None, noted, *flags)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         launch_store.append_tokens(k, k, store, torch.zeros(2, dtype=torch.int64), None, torch.zeros(2, 2, 2), *flags)
-        for major in (False, True):
-            case[0] = f"seal open blocks, d = {dim}, token-major {major}"
-            launch_store.seal_open(store._replace(token_major=major), 1)
+        case[0] = f"seal open blocks, d = {dim}"
+        launch_store.seal_open(store, 1)
     case[0] = "seal open blocks of 16 bit"
     k = torch.zeros(2, 2, 128, 128)
     launch_store.seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)

@@ -11,7 +11,7 @@ from torch import Tensor
 from turbo_hf.chunk import Chunk
 from turbo_hf.config import TurboConfig
 from turbo_hf.layer import TurboLayer
-from turbo_hf.layout import KVStore, PagedHeads, empty_pages, token_major
+from turbo_hf.layout import KVStore, PagedHeads, empty_pages
 from turbo_hf.ops.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
@@ -122,25 +122,21 @@ MIXED = [pytest.param(((4, 1), (2, 1)), id="mixed")]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("groups", "major"),
-    [*((p.values[0], False) for p in (*BITS, *MIXED, *FULL_GROUPS)), *((p.values[0], True) for p in (*BITS, *MIXED))],
-    ids=str,
-)
+@pytest.mark.parametrize("groups", [*BITS, *MIXED, *FULL_GROUPS])
 @pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
 def test_whole_blocks_go_to_the_pages_that_the_table_names(
-    dim: int, groups: tuple[tuple[int, int], ...], major: bool, backend: str, device: torch.device
+    dim: int, groups: tuple[tuple[int, int], ...], backend: str, device: torch.device
 ) -> None:
     """Rows that seal two blocks, one behind others, none, and one of two because the first has left the window."""
     lengths, counted = [140, 70, 20, 150], [2, 3, 0, 1]
     k, v = (tokens(4, 2, 150, dim, dtype=torch.float16, device=device) for _ in range(2))
     order = torch.tensor([[1, 0], [0, 1], [1, 0], [1, 0]], device=device)
     store = make_store(k, v, lengths, groups=groups, order=order, sealed=[0, 0, 0, 0])
-    heads = tuple(empty_pages(bits, 9, n, dim, 64, device, torch.float16, token_major=major) for bits, n in groups)
+    heads = tuple(empty_pages(bits, 9, n, dim, 64, device, torch.float16) for bits, n in groups)
     for x in (x for pages in heads for x in pages[1:]):
         x.fill_(7)
     table = torch.tensor([[4, 2, 0], [0, 1, 8], [0, 0, 0], [6, 0, 0]], device=device)
-    store = store._replace(heads=heads, table=table, sealed=torch.tensor(counted, device=device), token_major=major)
+    store = store._replace(heads=heads, table=table, sealed=torch.tensor(counted, device=device))
     seal_open(store, 2, backend=backend)
     slot = 0
     for got in store.heads:
@@ -151,7 +147,6 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
                 parts = [x[0] for i in (0, 2) for x in quantize_tokens(parts[i][None], backend="reference")]
             key, key_scale, value, value_scale = (x[None] for x in parts)
             want = seal_blocks(key, key_scale, value, value_scale, got.bits, "reference")
-            want = token_major(want) if major else want
             for name in ("k", "v", "meta", "scale"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
         for x in got[1:]:
@@ -230,9 +225,9 @@ def test_a_step_seals_what_is_full_and_then_appends(
 def test_a_step_of_a_sparse_layer(
     groups: tuple[tuple[int, int], ...], tables: int, backend: str, device: torch.device
 ) -> None:
-    """Its pages are token-major, and the bucket of each new token goes to its place, whether the row seals or not."""
+    """The bucket of each new token goes to its place, whether the row seals or not."""
     store = full_store(80, groups, device)
-    other = snapshot(store)._replace(heads=tuple(token_major(pages) for pages in store.heads), token_major=True)
+    other = snapshot(store)
     k, v = (tokens(4, 2, 1, 80, device=device) for _ in range(2))
     index = torch.arange(4 * 2 * tables * 192, device=device).view(4, 2, tables, 192).to(torch.int16)
     buckets = -1 - torch.arange(4 * 2 * tables, device=device).view(4, 2, tables, 1).to(torch.int16)
@@ -244,7 +239,7 @@ def test_a_step_of_a_sparse_layer(
     append_step(k, v, other, noted=(index, buckets), broken=flags[0], arrived=flags[1], backend=backend)
     assert torch.equal(index, want)
     for plain, got in zip(store.heads, other.heads, strict=True):
-        for x, y in zip(token_major(plain)[1:], got[1:], strict=True):
+        for x, y in zip(plain[1:], got[1:], strict=True):
             assert torch.equal(x, y)
     for name in ("sealed", "k_open", "v_open", "open_len"):
         assert torch.equal(getattr(store, name), getattr(other, name)), name

@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 from support import check, float_budget, largest, make_store, store_codes, tokens
 from torch import Tensor
 
-from turbo_hf.layout import BITS, AttentionOutput, KVStore, token_major, value_major
+from turbo_hf.layout import BITS, AttentionOutput, KVStore
 from turbo_hf.ops.decode import decode
-from turbo_hf.ops.prefill import prefill
-from turbo_hf.ops.quantize import dequantize
 from turbo_hf.ops.select import assign, classify, score, visit
 from turbo_hf.ops.sparse import sparse_decode
-from turbo_hf.ops.tuning import SparseTiles
+from turbo_hf.ops.tuning import DecodeTiles
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -270,54 +268,15 @@ def test_visit_says_what_is_wrong(how: dict[str, Any], message: str) -> None:
         visit(torch.zeros(1, 1, 1, 1, 4), **how)
 
 
-# --- token-major pages ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(("dim", "block"), [(16, 64), (64, 64), (80, 32)])
-def test_token_major_pages_hold_the_same_values(bits: int, dim: int, block: int) -> None:
-    store = sparse_store([2 * block + 5], 2, dim, torch.device("cpu"), groups=((bits, 2),), block=block)
-    (pages,) = store.heads
-    back = value_major(pages)
-    assert pages.v.shape == pages.k.shape
-    own = store.table[0, :2]
-    for x, y in zip(token_major(back)[1:], pages[1:], strict=True):
-        assert torch.equal(x[own], y[own])
-    codes = store_codes(store._replace(heads=(back,)))[0]
-    dense = [x[0, :, : 2 * block + 5] for x in dequantize(store, torch.float32)]
-    for x, y in zip(dense, codes.values(), strict=True):
-        assert torch.equal(x.double(), y.float().double())
-
-
-@pytest.mark.parametrize("mode", ["fp16", "turbo"])
-def test_other_ops_read_token_major_pages_too(mode: str, device: torch.device, backend: str) -> None:
-    store = sparse_store([130, 70], 2, 64, device, groups=((4, 1), (2, 1)))
-    plain = store._replace(heads=tuple(value_major(pages) for pages in store.heads), token_major=False)
-    q, k, v = (tokens(2, heads, 3, 64, device=device) for heads in (4, 2, 2))
-    for x, y in zip(
-        decode(q, store, scaling=0.1, mode=mode, backend=backend),
-        decode(q, plain, scaling=0.1, mode=mode, backend=backend),
-        strict=True,
-    ):
-        assert torch.equal(x, y)
-    for x, y in zip(
-        prefill(q, k, v, scaling=0.1, past=store, mode=mode, backend=backend),
-        prefill(q, k, v, scaling=0.1, past=plain, mode=mode, backend=backend),
-        strict=True,
-    ):
-        assert torch.equal(x, y)
-
-
 # --- attention over what is kept ------------------------------------------------------------------------------------
 
 
 def sparse_store(lengths: Sequence[int], heads: int, dim: int, device: torch.device, **how: Any) -> KVStore:
-    """A cache of random tokens whose values are stored token-major."""
+    """A cache of random tokens."""
     k, v = (tokens(len(lengths), heads, max(lengths), dim, device=device) for _ in range(2))
     if "groups" in how and "order" not in how:
         how["order"] = torch.rand(len(lengths), heads).argsort(-1)
-    store = make_store(k, v, lengths, **how)
-    return store._replace(heads=tuple(token_major(pages) for pages in store.heads), token_major=True)
+    return make_store(k, v, lengths, **how)
 
 
 def random_index(store: KVStore, queries: int, buckets: int, share: float, tables: int = 1) -> tuple[Tensor, Tensor]:
@@ -326,7 +285,21 @@ def random_index(store: KVStore, queries: int, buckets: int, share: float, table
     cap = int((store.sealed * store.block + store.open_len).max())
     device = store.order.device
     index = torch.randint(-1, buckets, (rows, heads, tables, cap + 7), device=device).to(torch.int16)
+    # the first row's tokens in the order of their buckets, as those of a prompt stand
+    index[0] = index[0].sort(-1).values
     return index, torch.rand(rows, heads, queries, tables, buckets, device=device) < share
+
+
+def spans_of(store: KVStore, index: Tensor | None) -> Tensor | None:
+    """The smallest and the largest bucket of sealed blocks; of one of them none is known."""
+    blocks = store.table.shape[1]
+    if index is None or not blocks:
+        return None
+    own = index[:, :, 0, : blocks * store.block]
+    own = torch.nn.functional.pad(own, (0, blocks * store.block - own.shape[-1]), value=-1).unflatten(-1, (blocks, -1))
+    spans = torch.stack((own.amin(-1), own.amax(-1)), -1)
+    spans[:, :, blocks // 2] = -1
+    return spans
 
 
 def kept_keys(
@@ -352,7 +325,7 @@ def check_sparse(
     **options: Any,
 ) -> AttentionOutput:
     """Assert that `sparse_decode` is attention in float64 over the kept keys, and counts them."""
-    choice = CHOICE | options
+    choice = CHOICE | {"spans": spans_of(store, index), "mode": "fp16"} | options
     if choice.get("sinks") is True:
         choice["sinks"] = torch.randn(q.shape[1], device=q.device) * 3
     read = torch.full((1,), 5, dtype=torch.int64, device=q.device)
@@ -360,9 +333,8 @@ def check_sparse(
     got = sparse_decode(q, store, index, visited, starts=first, read=read, backend=backend, **choice)
     assert got.out.dtype == q.dtype
     assert got.lse.dtype == torch.float32
-    plain = store._replace(heads=tuple(value_major(pages) for pages in store.heads)) if store.token_major else store
-    exact, eager = (naive(q, plain, index, visited, starts, choice, dtype) for dtype in (torch.float64, q.dtype))
-    values = max(largest(row.values()[1]) for row in store_codes(plain))
+    exact, eager = (naive(q, store, index, visited, starts, choice, dtype) for dtype in (torch.float64, q.dtype))
+    values = max(largest(row.values()[1]) for row in store_codes(store))
     check("out", got.out, exact[0], float_budget(exact[0], eager[0], values, q.dtype))
     scores = largest(exact[1]) + values * largest(q) * q.shape[-1] ** 0.5
     check("lse", got.lse, exact[1], float_budget(exact[1], eager[1], scores, q.dtype))
@@ -471,25 +443,80 @@ def test_a_store_of_open_tokens_only(device: torch.device, backend: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("ctas", "slack", "scan"),
-    [(3, 0, 32), (3, 96, 128), (7, 5, 32), (16, 0, 64), (16, 3, 32), (50, 2, 32), (1, 9, 256)],
+    ("ctas", "blocks", "scan"), [(3, 1, 2), (7, 2, 4), (16, 1, 1), (50, 4, 2), (1, 2, 8), (200, 1, 16)]
 )
-def test_many_shares(ctas: int, slack: int, scan: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_shares(ctas: int, blocks: int, scan: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("turbo_hf.ops.launch_sparse")
+    decode_launch = pytest.importorskip("turbo_hf.ops.launch_decode")
     monkeypatch.setattr(launch, "SCAN", scan)
-    monkeypatch.setattr(launch, "SLACK_TOKENS", slack)
-    monkeypatch.setattr(launch, "KNOTS", 2)
     monkeypatch.setattr(launch, "sms", lambda device: ctas)
-    monkeypatch.setattr(launch, "sparse_tiles", lambda dim, rows: SparseTiles(16, 1, 4))
-    monkeypatch.setattr(launch, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(launch, "PART_FLOATS", 2 * 8 * 32)
+    monkeypatch.setattr(decode_launch, "decode_tiles", lambda *args, **options: DecodeTiles(blocks, 1, 2))
     launch._workspace.cache_clear()
-    store = sparse_store([150, 3, 90], 2, 32, device)
+    store = sparse_store([350, 3, 290], 2, 32, device, block=32)
     index, visited = random_index(store, 2, 9, 0.3)
     q = tokens(3, 4, 2, 32, device=device)
     for _ in range(2):  # counters are zeros again
         check_sparse(q, store, index, visited, "triton", starts=[0, 1, 0])
     launch._workspace.cache_clear()
+
+
+@pytest.mark.parametrize("buckets", [3, 30, 60])
+@pytest.mark.parametrize("share", [0.01, 0.2])
+def test_blocks_without_a_visited_bucket_are_not_read(share: float, buckets: int, device: torch.device) -> None:
+    pytest.importorskip("triton")
+    store = sparse_store([400], 2, 32, device, block=32)
+    _, visited = random_index(store, 2, buckets, share)
+    index = torch.randint(0, buckets, (1, 2, 1, 400), device=device).sort(-1).values.to(torch.int16)
+    q = tokens(1, 4, 2, 32, device=device)
+    got = check_sparse(q, store, index, visited, "triton")
+    # what no query reads may hold anything
+    blocks = index[0, :, 0, :384].unflatten(-1, (12, 32)).long()
+    asked = visited[0].any(1).any(1).gather(-1, blocks.flatten(1)).view_as(blocks).any(-1).any(0)
+    # first and newest tokens, and the block of which nothing is known
+    asked[[0, 6, 11]] = True
+    assert bool((blocks[..., -1] - blocks[..., 0] < 8).all()), "blocks so wide are read without a look"
+    assert share > 0.1 or not bool(asked.all())
+    for pages in store.heads:
+        pages.scale[store.table[0, ~asked]] = torch.nan
+    options = CHOICE | {"spans": spans_of(store, index), "mode": "fp16"}
+    again = sparse_decode(q, store, index, visited, **options, backend="triton")
+    assert torch.equal(again.out, got.out)
+
+
+@pytest.mark.parametrize("groups", [((4, 2),), ((16, 1), (2, 1)), ((8, 2),)], ids=str)
+@pytest.mark.parametrize("sas", [None, -6.0])
+def test_on_quantized_values(
+    sas: float | None, groups: tuple[tuple[int, int], ...], device: torch.device, backend: str
+) -> None:
+    """Mode "turbo": with all buckets visited it is dense decode; otherwise the kernel is the reference."""
+    store = sparse_store([300, 70, 20], 2, 64, device, groups=groups)
+    index, visited = random_index(store, 2, 9, 0.3)
+    q = tokens(3, 8, 2, 64, device=device)
+    options: dict[str, Any] = {"scaling": 0.125, "sas_threshold": sas, "starts": torch.tensor([0, 1, 0], device=device)}
+    dense = decode(q, store, **options, backend="reference")
+    everything = sparse_decode(
+        q, store, index, torch.ones_like(visited), **options, sink_tokens=1, window_tokens=20, backend=backend
+    )
+    some = {
+        name: sparse_decode(
+            q,
+            store,
+            index,
+            visited,
+            **options,
+            sink_tokens=1,
+            window_tokens=20,
+            spans=spans_of(store, index),
+            backend=name,
+        )
+        for name in ("reference", backend)
+    }
+    # a code of P, or of the queries, that float32 rounds the other way
+    size = max(largest(row.values()[1]) for row in store_codes(store))
+    for got, want in ((everything, dense), (some[backend], some["reference"])):
+        check("out", got.out, want.out.double().cpu(), 4 * size / 127)
+        check("lse", got.lse, want.lse.double().cpu(), float_budget(want.lse, want.lse, 64 * size, torch.float32))
+        assert float((got.out - want.out).abs().mean()) < size / 127 / 8, "as a rule all codes are the same"
 
 
 def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -> None:
@@ -558,6 +585,7 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
         ({"visited": torch.zeros(1, 2, 2, 1, 4, dtype=torch.bool)}, r"visited \[1, 2, 1, L, C\]"),
         ({"q": torch.zeros(2, 4, 1, 32)}, "q has 2 rows on cpu; the cache holds 1 on cpu"),
         ({"softcap": -1.0}, "softcap must be above 0"),
+        ({"spans": torch.zeros(1, 1, 3, 2, dtype=torch.int16)}, r"spans must be \[1, 2, n, 2\]; got \(1, 1, 3, 2\)"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -575,11 +603,6 @@ def test_the_kernel_says_what_it_does_not_take() -> None:
     index, visited = random_index(store, 1, 4, 0.5, tables=3)
     with pytest.raises(ValueError, match="several hash tables have no kernel"):
         sparse_decode(q, store, index, visited, **CHOICE, backend="triton")
-    with pytest.raises(ValueError, match="the cache stores values for whole blocks, not for single tokens"):
-        sparse_decode(q, store._replace(token_major=False), None, None, **CHOICE, backend="triton")
-    full = tuple(pages._replace(bits=16) for pages in store.heads)
-    with pytest.raises(ValueError, match="heads of 16 bit have no kernel"):
-        sparse_decode(q, store._replace(heads=full), None, None, **CHOICE, backend="triton")
     with pytest.raises(ValueError, match="9000 buckets are more than the 8192 of visits by mass"):
         visit(torch.zeros(1, 1, 1, 1, 9000), mass=0.1, backend="triton")
     with pytest.raises(ValueError, match="float64 has no kernel"):

@@ -46,6 +46,12 @@ def llama() -> Any:
     return tiny_llama(num_hidden_layers=3)
 
 
+@pytest.fixture
+def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens stay in the order of time: `tests/test_bucket_order.py` is about the other one."""
+    monkeypatch.setattr("turbo_hf.index.BucketIndex.sorts", False)
+
+
 # --- the index ------------------------------------------------------------------------------------------------------
 
 
@@ -76,6 +82,7 @@ def check_index(layer: TurboLayer, rows: list[list[Tensor]]) -> None:
         assert torch.equal(layer.bucket_index.buckets[row : row + 1, ..., : len(keys)], want)
 
 
+@pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables"])
 def test_the_index_follows_every_operation(selector: str) -> None:
     layer, rows = layer_of(selector), [[], [], []]  # type: ignore[var-annotated]
@@ -111,6 +118,7 @@ def test_the_index_follows_every_operation(selector: str) -> None:
     check_index(layer, rows)
 
 
+@pytest.mark.usefixtures("in_time")
 def test_the_index_of_ragged_rows() -> None:
     layer, rows = layer_of(), [[], [], []]  # type: ignore[var-annotated]
     feed(layer, rows, 70, [0, 40, 69])
@@ -142,6 +150,7 @@ def test_tokens_without_a_bucket_are_always_read(llama: Any) -> None:
 # --- buckets are made of keys before rotary embedding ---------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("in_time")
 def test_buckets_are_those_of_the_keys_before_rotary_embedding(indexed: Calibration) -> None:
     model, tokenizer = lab_model()
     inputs = tokenizer([PROSE[:600], PROSE[:200]], return_tensors="pt", padding=True)
@@ -188,6 +197,7 @@ def test_other_layouts_are_undone_by_the_family_itself(indexed: Calibration, mon
     assert torch.equal(answers(model, config, calibration=indexed, **inputs), fused)
 
 
+@pytest.mark.usefixtures("in_time")
 @torch.no_grad()
 def test_padding_in_the_middle_moves_the_rotation_along(indexed: Calibration) -> None:
     model, tokenizer = lab_model()
@@ -271,9 +281,12 @@ def ragged(lengths: tuple[int, ...] = (90, 70, 31)) -> dict[str, Any]:
     return left_padded([prompts(1, length, length)[0] for length in lengths])
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"bits": 16}, {"attention": "auto"}, {"sas": True, "sas_threshold": -6.0}], ids=str
+)
 @pytest.mark.parametrize("choice", [{"selector": "full"}, {"selector": "random", "buckets": 4, "probes": 4}], ids=str)
-def test_reading_everything_is_dense_decode(llama: Any, choice: dict[str, Any]) -> None:
-    config = sparse(**{**ANY, **choice})
+def test_reading_everything_is_dense_decode(llama: Any, choice: dict[str, Any], options: dict[str, Any]) -> None:
+    config = replace(sparse(**{**ANY, **choice}), **options)
     assert torch.equal(answers(llama, config, **ragged()), answers(llama, replace(config, sparse=None), **ragged()))
 
 
@@ -287,6 +300,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(llama: Any, selector: str) -> No
         assert torch.equal(answers(llama, config, input_ids=prompts(1, length, length))[0], batch[row])
 
 
+@pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("size", [5, 17, 40])
 def test_a_chunked_prompt_has_the_same_index(llama: Any, size: int) -> None:
     config = sparse("lsh-reformer", **ANY, most_probes=None)
@@ -345,7 +359,7 @@ def test_visits_by_mass(indexed: Calibration) -> None:
 
 
 def test_mass_is_that_of_the_keys_that_the_buckets_hold() -> None:
-    index = BucketIndex(2, 3, 1, torch.device("cpu"))
+    index = BucketIndex(2, 3, 32, Reformer(SparseConfig(selector="lsh-reformer", **ANY), 0), torch.device("cpu"))
     index.append(torch.randint(-1, 8, (2, 3, 1, 90)).to(torch.int16), [0, 0], 90, None)
     held = torch.tensor([90, 31]) - 20
     sizes = index.sizes(8, held)
@@ -400,7 +414,8 @@ def test_the_index_is_part_of_the_memory(llama: Any) -> None:
         llama(prompts(3, 128), past_key_values=cache)
         memory = handle.memory()
     assert "index" not in memory.layers[0]
-    assert memory.layers[1]["index"] == 3 * 2 * 128 * 2
+    # 2 bytes a token, and 4 a block of those in order, which end before the 20 newest tokens
+    assert memory.layers[1]["index"] == 3 * 2 * (128 * 2 + 3 * 4)
     assert memory.total == sum(memory.by_kind.values())
 
 
@@ -452,10 +467,6 @@ def test_a_wrong_choice_gets_one_sentence(options: dict[str, Any], message: str)
 def test_wrong_places_for_a_sparse_config() -> None:
     with pytest.raises(ValueError, match=r"TurboConfig\.sparse must be a SparseConfig or None; got 'saap'"):
         TurboConfig(sparse="saap")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"TurboConfig\.sparse needs a cache of 8 bit or fewer; got bits=16"):
-        TurboConfig(bits=16, sparse=SparseConfig())
-    with pytest.raises(ValueError, match=r"TurboConfig\.sas changes the attention of whole blocks"):
-        TurboConfig(sparse=SparseConfig(), sas=True)
     with pytest.raises(ValueError, match=r"selectors names layers \[7\]; the model has layers 0 to 1"):
         TurboCache(tiny_llama().config, selectors={7: Reformer(SparseConfig(), 7)})
 

@@ -44,8 +44,6 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
         ("turbo4@best", "SparseConfig.selector must be one of 'saap', .*; got 'best'"),
         ("turbo4@saap:probe=3", "expected choices like probes=16, of .*; got 'probe=3'"),
         ("turbo4@saap:probes=x", "expected a number for probes; got 'x'"),
-        ("turbo4+bits=16@saap", "sparse needs a cache of 8 bit or fewer; got bits=16"),
-        ("turbo4+sas=True@saap", "does not go with sparse"),
         ("turbo4@saap+block_size=32", "SparseConfig.selector must be one of .*; got 'saap.block_size=32'"),
         ("kivi4@saap", "unknown method kivi4@saap"),
         ("turbo4@saap:probes=0", "SparseConfig.probes must be a whole number of at least 1; got 0"),

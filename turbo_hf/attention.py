@@ -107,6 +107,11 @@ def turbo_attention(
         return out.out.transpose(1, 2).contiguous(), None
     if call.layer is not None:
         complain(call.strict, f"layer {call.layer.index}: {reason}")
+        if attention_mask is not None and attention_mask.dim() != 2 and call.layer.in_order():
+            raise Unsupported(
+                f"layer {call.layer.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
+                "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
+            )
         if attention_mask is not None:
             plain = attention_mask.dim() == 2
             call.layer.padding = attention_mask if plain else _seen_columns(attention_mask, call.layer.seen, query)
@@ -175,7 +180,7 @@ def _compressed(
         buckets = new_buckets(layer, source, key, chunk)
         if layer.selector is not None and layer.is_decoding(chunk.tokens):
             layer.append(k, v, chunk, buckets, defer=True)
-            result = attend_sparse(layer, source, query, chunk, starts, scaling, softcap, sinks)
+            result = attend_sparse(layer, source, query, chunk, starts, scaling, softcap, sinks, threshold)
         elif layer.is_decoding(chunk.tokens):
             layer.append(k, v, chunk, defer=True)
             result = decode(

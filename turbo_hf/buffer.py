@@ -9,7 +9,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 
 from turbo_hf.ops.quantize import quantize_tokens
-from turbo_hf.transfer import send
+from turbo_hf.transfer import require_finite, send
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,10 +126,42 @@ class OpenBuffer:
             self.v_scale[row, :, target] = v_scale[row, :, source]
         self.length, self._device_length = after, None
 
+    def take(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: list[int] | None,
+        layer: int,
+        given: torch.Tensor | None,
+        span: torch.Tensor | None,
+        backend: str,
+    ) -> None:
+        """In plain torch what `ops.append.append_tokens` does in a kernel. layer: the number to name in an error.
+
+        NaN and Inf are told before anything is stored.
+        """
+        tokens = to_open(k, v, self.k.dtype, backend)
+        require_finite({layer: ~(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all())})
+        if span is not None:
+            torch.maximum(span, torch.stack((tokens.k_scale.amax(-1), tokens.v_scale.amax(-1)), -1), out=span)
+        if given is not None:
+            tokens = on_scale(k, v, tokens, given, backend)
+        self.append(tokens, starts)
+
     def first_block(self, rows: torch.Tensor | slice, block: int) -> Tokens:
         """The oldest `block` tokens of `rows`."""
         k, v = self.k[rows, :, :block], self.v[rows, :, :, :block].mT
         return Tokens(k, self.k_scale[rows, :, :block], v, self.v_scale[rows, :, :block])
+
+    def reorder(self, row: int, first: int, order: torch.Tensor) -> None:
+        """Tokens of a row from slot `first` on: to each place the token `order` says, int64 [H, n], from `first` on."""
+        own = slice(first, first + order.shape[1])
+        # a head at a time, as a prompt may be long
+        for head, at in enumerate(order):
+            self.k[row, head, own] = self.k[row, head, own][at]
+            self.v[row, head, :, own] = self.v[row, head, :, own][:, at]
+            self.k_scale[row, head, own] = self.k_scale[row, head, own][at]
+            self.v_scale[row, head, own] = self.v_scale[row, head, own][at]
 
     def drop_front(self, counts: list[int]) -> None:
         """Forget the oldest `counts[row]` tokens of each row, and give back the memory."""

@@ -211,10 +211,6 @@ class TurboConfig:
         _layer_indices("dense_layers", self.dense_layers, "")
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
-        if self.sparse is not None and self.bits > 8:
-            raise ValueError(f"TurboConfig.sparse needs a cache of 8 bit or fewer; got bits={self.bits}.")
-        if self.sparse is not None and self.sas:
-            raise ValueError("TurboConfig.sas changes the attention of whole blocks; it does not go with sparse.")
 
     def _check_full(self) -> None:
         """ValueError for choices that round what heads of 16 bit keep as it is."""

@@ -2,6 +2,7 @@
 
 import torch
 
+from turbo_hf.selectors import Selector
 from turbo_hf.transfer import send
 
 GRAIN = 64
@@ -11,17 +12,32 @@ GRAIN = 64
 class BucketIndex:
     """Buckets of all rows: int16 [B, Hkv, tables, cap] at `buckets`; -1 where none is known.
 
-    Tokens have their bucket for life and a place that never moves, so that sealing a block changes nothing here, and
-    dropping the newest tokens neither: what lies past a row's end is written again.
+    A token keeps its bucket, and its place but for one time: when a prompt is sealed, the tokens of each head that are
+    not always read are put in the order of their buckets (`sort`), here and in the pages, so that a step reads whole
+    blocks of what it visits. Of such blocks the smallest and the largest bucket are in `spans`, int16
+    [B, Hkv, blocks, 2]; -1 where nothing is known. What lies past a row's end is written again.
+
+    Args:
+        rows, heads, device: of the layer. block: tokens of one. selector: what makes the buckets; None: nothing does.
     """
 
-    def __init__(self, rows: int, heads: int, tables: int, device: torch.device):
+    def __init__(self, rows: int, heads: int, block: int, selector: Selector | None, device: torch.device):
+        self.block, self.selector = block, selector
+        tables = 0 if selector is None else selector.tables
         self.buckets = torch.empty(rows, heads, tables, 0, dtype=torch.int16, device=device)
+        self.spans = torch.empty(rows, heads, 0, 2, dtype=torch.int16, device=device)
+        # of each row the blocks that stand in order
+        self.ordered: list[list[range]] = [[] for _ in range(rows)]
 
     @property
     def tables(self) -> int:
         """Buckets of a token; 0: this layer reads all keys, or none by its bucket."""
         return self.buckets.shape[2]
+
+    @property
+    def sorts(self) -> bool:
+        """Whether tokens can be put in the order of their buckets: they have one each."""
+        return self.tables == 1
 
     def append(self, new: torch.Tensor | None, held: list[int], tokens: int, starts: list[int] | None) -> None:
         """Note `tokens` new tokens, row r's from column `starts[r]` on, behind the `held[r]` that it holds.
@@ -65,6 +81,58 @@ class BucketIndex:
         found = torch.zeros(*own.shape[:2], count, device=own.device)
         return found.scatter_add_(2, own.clamp(min=0), live.to(found.dtype))
 
+    def sortable(self, sealed: list[int], held: list[int], fixed: list[int]) -> list[range]:
+        """Of each row the blocks, not sealed yet, that can be put in order; none where there are less than two.
+
+        Not those that are always read, nor the first `fixed[row]` of the `held[row]` tokens.
+        """
+        if self.selector is None or not self.sorts:
+            return [range(0)] * len(held)
+        sink, found = self.selector.config.sink_tokens, []
+        for done, end, still in zip(sealed, self.outside(held), fixed, strict=True):
+            begin = max(done, -(-max(sink, still) // self.block))
+            found.append(range(begin, end) if end - begin > 1 else range(0))
+        return found
+
+    def outside(self, held: list[int]) -> list[int]:
+        """Of rows of so many tokens the blocks without one of the newest, that are always read."""
+        window = 0 if self.selector is None else self.selector.window
+        return [max(0, tokens - window) // self.block for tokens in held]
+
+    def sort(self, row: int, blocks: range) -> torch.Tensor:
+        """Put the buckets of these blocks in order; returns which token each place takes, int64 [Hkv, tokens]."""
+        at = slice(blocks.start * self.block, blocks.stop * self.block)
+        own, order = self.buckets[row, :, 0, at].sort(stable=True, dim=-1)
+        self.buckets[row, :, 0, at] = own
+        missing = blocks.stop - self.spans.shape[2]
+        if missing > 0:
+            self.spans = torch.nn.functional.pad(self.spans, (0, 0, 0, missing), value=-1)
+        ends = torch.stack((own[:, :: self.block], own[:, self.block - 1 :: self.block]), -1)
+        self.spans[row, :, blocks.start : blocks.stop] = ends
+        self.ordered[row] = [*self.ordered[row], blocks]
+        return order
+
+    def cut(self, left: list[int], who: str) -> None:
+        """Forget what lies behind the first `left[row]` tokens of each row.
+
+        Raises:
+            ValueError: that would leave a part of what stands in order, or not all the newest tokens that are always
+                read in the order of time. `who`: begins the message.
+        """
+        window = 0 if self.selector is None else self.selector.window
+        for row, tokens in enumerate(left):
+            for blocks in self.ordered[row]:
+                begin, least = blocks.start * self.block, blocks.stop * self.block + window - 1
+                if begin < tokens < least:
+                    raise ValueError(
+                        f"{who} leaves {tokens} tokens of row {row}. Its tokens {begin} to {blocks.stop * self.block} "
+                        f"stand in the order of their buckets: leave at most {begin} tokens or at least {least}, or "
+                        "use a new cache."
+                    )
+        for row, tokens in enumerate(left):
+            self.ordered[row] = [blocks for blocks in self.ordered[row] if blocks.start * self.block < tokens]
+            self.spans[row, :, tokens // self.block :] = -1
+
     def trim(self, held: int) -> None:
         """Give back the room behind `held` tokens of a row, where it is worth it."""
         room = -(-held // GRAIN) * GRAIN
@@ -73,8 +141,10 @@ class BucketIndex:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Row i becomes what row `rows[i]` was."""
-        self.buckets = self.buckets[rows.to(self.buckets.device)]
+        on_device = rows.to(self.buckets.device)
+        self.buckets, self.spans = self.buckets[on_device], self.spans[on_device]
+        self.ordered = [list(self.ordered[row]) for row in rows.tolist()]
 
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.buckets.nbytes
+        return self.buckets.nbytes + self.spans.nbytes

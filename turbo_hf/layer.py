@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from turbo_hf.buffer import OpenBuffer, on_scale, storing, to_open
+from turbo_hf.buffer import OpenBuffer, storing
 from turbo_hf.chunk import Chunk, Step, chunk_of_padding
 from turbo_hf.config import TurboConfig
 from turbo_hf.index import BucketIndex
@@ -52,7 +52,7 @@ class TurboLayer(CacheLayerMixin):
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         self.is_sliding = window is not None
         # due: what kernels have noted in this pass is still to be read
-        self.record_past = self.claimed = self.due = False
+        self.record_past = self.claimed = self.due = self.decoded = False
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.padding: torch.Tensor | None = None
         self.step: Step | None = None
@@ -68,9 +68,9 @@ class TurboLayer(CacheLayerMixin):
         self.rows, self.heads, _, self.dim = key_states.shape
         self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, kernel_obstacle(key_states)
         groups = self.config.head_groups(self.heads)
-        block, full, sparse = self.config.block_size, full_type(self.dtype), self.selector is not None
-        self.pool = PagePool(self.rows, groups, self.dim, block, self.device, full, sparse)
-        self.bucket_index = BucketIndex(self.rows, self.heads, getattr(self.selector, "tables", 0), self.device)
+        block, full = self.config.block_size, full_type(self.dtype)
+        self.pool = PagePool(self.rows, groups, self.dim, block, self.device, full)
+        self.bucket_index = BucketIndex(self.rows, self.heads, block, self.selector, self.device)
         opened = full if FULL in dict(groups) else torch.int8
         self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
         order = list(range(self.heads) if self.head_order is None else self.head_order)
@@ -82,7 +82,7 @@ class TurboLayer(CacheLayerMixin):
         # nothing to decide: one width for all heads, or an order that was given
         self.settled = len(groups) == 1 or self.head_order is not None
         self.ordered = [self.settled] * self.rows
-        self.dropped = [0] * self.rows
+        self.dropped, self.fixed = [0] * self.rows, [0] * self.rows
         self.masked: torch.Tensor | None = None
         ranged = self.config.buffer_scale == "universal"
         self.universal = torch.zeros(self.rows, self.heads, 2, device=self.device) if ranged else None
@@ -91,10 +91,10 @@ class TurboLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget every token and give the memory back; the layer can then take another batch."""
-        held = "pool buffer bucket_index order ordered dropped masked universal broken rows"
+        held = "pool buffer bucket_index order ordered dropped fixed masked universal broken rows"
         for name in held.split():
             self.__dict__.pop(name, None)
-        self.is_initialized = self.claimed = self.due = False
+        self.is_initialized = self.claimed = self.due = self.decoded = False
         self.seen, self.pending, self.padding = 0, None, None
 
     def lengths(self) -> list[int]:
@@ -139,15 +139,17 @@ class TurboLayer(CacheLayerMixin):
         pool, step, opened = self.pool, self.step, self.buffer.tensors()
         places = (self.order, pool.device_table(), pool.device_sealed())
         known, plans = (tuple(pool.sealed), None) if step is None else (step.sealed, step.plans)
-        return KVStore(pool.heads, *places, *opened, pool.block, known, pool.token_major, plans)
+        return KVStore(pool.heads, *places, *opened, pool.block, known, plans)
 
     def check(self, k: torch.Tensor, defer: bool = False) -> None:
         """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds.
 
         Blocks that a `Step` has left full are sealed here, if no further one follows that does it.
         """
-        if self.is_initialized and self.step is None and max(self.buffer.length) >= self.config.block_size:
-            self.commit(defer)
+        waits = self.is_initialized and self.step is None and max(self.buffer.length) >= self.config.block_size
+        # more of a prompt is sorted together with what of it is still open
+        if waits and (self.decoded or self.is_decoding(k.shape[2])):
+            self.commit(defer, whole_prompt=True)
         if self.is_initialized and k.shape[:2] != (self.rows, self.heads):
             raise ValueError(
                 f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads; this pass brings "
@@ -167,13 +169,17 @@ class TurboLayer(CacheLayerMixin):
             longest = min(chunk.starts or [0])
             self.lazy_initialization(k[:, :, longest:], v[:, :, longest:])
         k = rotate_keys(k, self.config.backend) if self.config.rotates else k
+        decoding = self.is_decoding(chunk.tokens)
+        if self.decoded and not decoding:
+            # a new turn: what it sorts can be taken back as a whole
+            self.fixed = self.lengths()
+        self.decoded = decoding
         if self.step is not None:
             flags, noted = {"broken": self.broken, "arrived": self.step.arrived}, self.bucket_index.noted(buckets)
             append_step(k, v, self.store(), given=self.universal, noted=noted, **flags, backend=self.config.backend)
             return
         self.bucket_index.append(buckets, self.lengths(), chunk.tokens, chunk.starts)
         # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
-        decoding = self.is_decoding(chunk.tokens)
         given, span = (self.universal, None) if decoding else (None, self.universal)
         if self.appends_in_place():
             self.buffer.reserve(chunk.tokens, chunk.starts)
@@ -181,24 +187,16 @@ class TurboLayer(CacheLayerMixin):
             append_tokens(k, v, self.store(), starts=starts, **scales, broken=self.broken, backend=self.config.backend)
             self.buffer.count(chunk.tokens, chunk.starts)
         else:
-            self._append(k, v, chunk, given, span)
+            # what lies under padding may be anything, and must not reach a scale
+            blank = chunk.blank(k), chunk.blank(v)
+            self.buffer.take(*blank, chunk.starts, self.index, given, span, self.config.backend)
         self._see(chunk)
         if not decoding and self.appends_in_place():
             self._listen(defer)
 
-    def _append(
-        self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, given: torch.Tensor | None, span: torch.Tensor | None
-    ) -> None:
-        """In plain torch what `append_tokens` does in a kernel; NaN and Inf are told before anything is stored."""
-        # what lies under padding may be anything, and must not reach a scale
-        k, v = chunk.blank(k), chunk.blank(v)
-        tokens = to_open(k, v, self.buffer.k.dtype, self.config.backend)
-        require_finite({self.index: ~(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all())})
-        if span is not None:
-            torch.maximum(span, torch.stack((tokens.k_scale.amax(-1), tokens.v_scale.amax(-1)), -1), out=span)
-        if given is not None:
-            tokens = on_scale(k, v, tokens, given, self.config.backend)
-        self.buffer.append(tokens, chunk.starts)
+    def in_order(self) -> bool:
+        """Whether some tokens stand in the order of their buckets, not of time."""
+        return self.is_initialized and any(self.bucket_index.ordered)
 
     def appends_in_place(self) -> bool:
         """Whether a kernel stores new tokens."""
@@ -220,14 +218,21 @@ class TurboLayer(CacheLayerMixin):
         self.seen += chunk.tokens
 
     @storing
-    def commit(self, defer: bool = False) -> None:
-        """Seal every whole block of open tokens, and drop what has left the window. Waits while `record_past`."""
-        if not self.record_past and self.step is None:
-            self._commit(defer)
+    def commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
+        """Seal every whole block of open tokens, and drop what has left the window. Waits while `record_past`.
 
-    def _commit(self, defer: bool = False) -> None:
+        Of a prompt that is put in order, the newest tokens stay open as long as more of it may come (`whole_prompt`).
+        """
+        if not self.record_past and self.step is None:
+            self._commit(defer, whole_prompt)
+
+    def _commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
         block, pool, buffer = self.config.block_size, self.pool, self.buffer
         whole = [length // block for length in buffer.length]
+        index, held = self.bucket_index, self.lengths()
+        order = index.sortable(pool.sealed, held, self.fixed)
+        if index.sorts and not (whole_prompt or self.decoded):
+            whole = [max(0, end - done) for end, done in zip(index.outside(held), pool.sealed, strict=True)]
         leaving = self.leaving()
         if not any(whole) and not any(leaving):
             return
@@ -240,8 +245,13 @@ class TurboLayer(CacheLayerMixin):
             pool.drop_front(old)
         new = [w - s for w, s in zip(whole, skip, strict=True)]
         if any(new):
+            for row, blocks in enumerate(order):
+                if blocks:
+                    buffer.reorder(row, (blocks.start - pool.sealed[row]) * block, index.sort(row, blocks))
             pool.append(new)
-            seal_open(self.store(), max(whole), backend=self.config.backend)
+            # the op seals all that is whole of so many open tokens
+            store = self.store()._replace(open_len=send([n * block for n in whole], self.device))
+            seal_open(store, max(whole), backend=self.config.backend)
         if any(whole):
             buffer.drop_front([n * block for n in whole])
         self.dropped = [d + (o + s) * block for d, o, s in zip(self.dropped, old, skip, strict=True)]
@@ -336,6 +346,9 @@ class TurboLayer(CacheLayerMixin):
                     f"layer {self.index}: crop(-{columns}) needs tokens that have left the sliding window of "
                     f"{self.window}. Call activate_past_recording() before the pass to be rolled back."
                 )
+        left = [held - count for held, count in zip(self.lengths(), counts, strict=True)]
+        self.bucket_index.cut(left, f"layer {self.index}: crop(-{columns})")
+        self.fixed = [min(old, new) for old, new in zip(self.fixed, left, strict=True)]
         self.seen -= columns
         self.masked = None if self.masked is None else self.masked[:, : self.seen].clone()
         reopened = [max(0, count - held) for count, held in zip(counts, self.buffer.length, strict=True)]
@@ -375,7 +388,7 @@ class TurboLayer(CacheLayerMixin):
         self.bucket_index.select_rows(index)
         self.order = self.order[on_device]
         self.ordered = [self.ordered[row] for row in rows]
-        self.dropped = [self.dropped[row] for row in rows]
+        self.dropped, self.fixed = [self.dropped[row] for row in rows], [self.fixed[row] for row in rows]
         self.masked = None if self.masked is None else self.masked[on_device]
         self.universal = None if self.universal is None else self.universal[on_device]
         self.padding = None if self.padding is None else self.padding[index.to(self.padding.device)]

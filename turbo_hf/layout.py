@@ -33,8 +33,8 @@ Dequantisation (TurboAttention sec. 3, stage 2 then stage 1)::
 VALUE_ORDER: within each 16 tokens the values stand in the order in which a thread of an 8-bit tensor-core
 instruction holds the probabilities that it has just computed, so that P feeds P V without a shuffle.
 
-A layer for sparse decode stores values as it does keys, `v` uint8 [b, D*w/8] in time order (`token_major`): a kernel
-that takes single tokens out of a page then reads whole lines of both.
+Tokens of a prompt may stand in the order of their buckets in a layer for sparse decode, those of each head in its own
+(`turbo_hf.index`): attention does not ask for the order of what all its queries see.
 
 Open tokens, the fewer than `b` newest of each row that fill no block yet, are INT8 codes with one fp32 scale a token
 and head, in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
@@ -104,7 +104,7 @@ class KVStore(NamedTuple):
     k_open: int8 [B, Hkv, cap, D]. v_open: int8 [B, Hkv, D, cap]. k_scale, v_scale: float32 [B, Hkv, cap]. With a head
     of 16 bit k_open and v_open are in its pages' type, and the scales 1.
     open_len: int64 [B], open tokens a row. block: tokens in a block. sealed_host: the numbers in `sealed`, where the
-    host knows them: a launch then need not wait for the device. token_major: `v` of the pages is stored as `k` is.
+    host knows them: a launch then need not wait for the device.
     plans: of launches that will be replayed, made by the first one and kept up to date by who replays them
     (`ops.schedule.LivePlan`, `Kept`); None: nothing is replayed.
     Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
@@ -121,7 +121,6 @@ class KVStore(NamedTuple):
     open_len: torch.Tensor
     block: int
     sealed_host: tuple[int, ...] | None = None
-    token_major: bool = False
     plans: dict[Any, Any] | None = None
 
 
@@ -173,17 +172,11 @@ def empty_pages(
     block: int,
     device: torch.device,
     full: torch.dtype = torch.float16,
-    token_major: bool = False,
 ) -> PagedHeads:
-    """Uninitialised pages for `slots` heads of width `bits` (shapes: `PagedHeads`). full: the type at 16 bit.
-
-    token_major: `v` is shaped as `k`.
-    """
+    """Uninitialised pages for `slots` heads of width `bits` (shapes: `PagedHeads`). full: the type at 16 bit."""
     code = {FULL: full, 8: torch.int8}.get(bits, torch.uint8)
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
     v = torch.empty(pages, slots, head_dim, packed_bytes(block, min(bits, 8)), dtype=code, device=device)
-    if token_major:
-        v = torch.empty_like(k)
     meta = torch.empty(pages, slots, 0 if bits >= 8 else 4, head_dim, dtype=torch.int8, device=device)
     scale = torch.empty(pages, slots, 2, dtype=torch.float32, device=device)
     return PagedHeads(bits, k, v, meta, scale)
@@ -238,28 +231,3 @@ def half_merge(packed: torch.Tensor, bits: int) -> torch.Tensor:
         done, start = done + width, start + n // per
     assert out is not None
     return out
-
-
-def token_major(pages: PagedHeads) -> PagedHeads:
-    """The same pages with values stored as keys are; exact."""
-    block, bits = pages.k.shape[-2], pages.bits
-    codes = pages.v if bits == 8 else half_merge(pages.v, bits)
-    tokens = torch.empty_like(codes)
-    tokens[..., value_order(block, codes.device)] = codes
-    lines = tokens.mT.contiguous()
-    return pages._replace(v=lines if bits == 8 else half_split(lines, bits))
-
-
-def value_major(pages: PagedHeads) -> PagedHeads:
-    """The inverse of `token_major`."""
-    block, bits = pages.k.shape[-2], pages.bits
-    codes = pages.v if bits == 8 else half_merge(pages.v, bits)
-    tokens = codes.mT[..., value_order(block, codes.device)].contiguous()
-    return pages._replace(v=tokens if bits == 8 else half_split(tokens, bits))
-
-
-def with_value_major(store: KVStore) -> KVStore:
-    """The same cache as ops that read whole blocks take it: a copy of the values, if they are stored token-major."""
-    if not store.token_major:
-        return store
-    return store._replace(heads=tuple(value_major(pages) for pages in store.heads), token_major=False)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from turbo_hf.buffer import Tokens
-from turbo_hf.layout import FULL, PagedHeads, empty_pages, value_major
+from turbo_hf.layout import FULL, PagedHeads, empty_pages
 from turbo_hf.ops.quantize import unpack_blocks
 from turbo_hf.transfer import send
 
@@ -28,12 +28,10 @@ class PagePool:
         block: int,
         device: torch.device,
         full: torch.dtype = torch.float16,
-        token_major: bool = False,
     ):
-        self.token_major = token_major
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
         self.full = full
-        self.heads = tuple(empty_pages(bits, 0, slots, dim, block, device, full, token_major) for bits, slots in groups)
+        self.heads = tuple(empty_pages(bits, 0, slots, dim, block, device, full) for bits, slots in groups)
         self.table = torch.zeros(rows, 0, dtype=torch.int64)
         self.sealed = [0] * rows
         self.given = [0] * rows
@@ -125,7 +123,7 @@ class PagePool:
         grown = []
         for old, (bits, slots) in zip(self.heads, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)
-            new = empty_pages(bits, *shape, self.device, self.full, self.token_major)
+            new = empty_pages(bits, *shape, self.device, self.full)
             for source, target in zip(old[1:], new[1:], strict=True) if len(keep) else ():
                 if isinstance(keep, range):
                     target[: len(keep)] = source
@@ -197,7 +195,7 @@ class PagePool:
         keys, values, scales = [], [], []
         for heads in self.heads:
             page = PagedHeads(heads.bits, *(x[at : at + 1] for x in heads[1:]))
-            k, v = unpack_blocks(value_major(page) if self.token_major else page)
+            k, v = unpack_blocks(page)
             keys.append(k[0])
             values.append(v[0])
             scales.append(heads.scale[at])

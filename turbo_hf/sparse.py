@@ -64,12 +64,13 @@ def attend_sparse(
     scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    threshold: float | None,
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
-    The layer holds the new tokens already.
+    The layer holds the new tokens already. threshold: of SAS, None without it.
     """
-    selector, index = layer.selector, layer.bucket_index.buckets
+    selector, index = layer.selector, layer.bucket_index
     assert selector is not None
     visited = None
     if selector.tables:
@@ -86,15 +87,18 @@ def attend_sparse(
     return sparse_decode(
         rotate_queries(q, layer.config.backend) if layer.config.rotates else q,
         layer.store(),
-        None if visited is None else index,
+        None if visited is None else index.buckets,
         visited,
         scaling=scaling,
         sink_tokens=sink,
         window_tokens=window,
+        spans=None if visited is None else index.spans,
         meetings=selector.meetings,
         starts=starts,
         softcap=softcap,
         sinks=sinks,
+        mode="fp16" if layer.config.attention == "fp16" else "turbo",
+        sas_threshold=threshold,
         read=selector.tally.counter(query.device),
         backend=layer.config.backend,
     )

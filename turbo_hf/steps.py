@@ -119,7 +119,7 @@ class Steps:
         for index, layer in enumerate(self.layers):
             layer.broken = self.broken[index : index + 1]
             if max(layer.buffer.length) > layer.config.block_size:
-                layer.commit()
+                layer.commit(whole_prompt=True)
             self._join(layer)
         for group in self._groups:
             self._reserve(group)
@@ -225,6 +225,7 @@ class Steps:
             pool, buffer = layer.pool, layer.buffer
             found += (pool.heads, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
             found += (buffer.k, buffer.device_length(), layer.broken, layer.bucket_index.buckets)
+            found.append(layer.bucket_index.spans)
             found += [] if layer.selector is None else layer.selector.tensors()
         return found
 

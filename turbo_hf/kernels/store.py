@@ -123,11 +123,11 @@ def _seal_lines(
 def seal_block(
     k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, v_token, v_channel, k_out_ptr, v_out_ptr, meta_ptr, scale_ptr, page,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
-    KP: tl.constexpr, LINES: tl.constexpr,
+    KP: tl.constexpr,
 ):  # fmt: skip
     """One block of one head to page `page`, int64, of its width. k_ptr: [BLOCK, D]; v_ptr: with strides of its own.
 
-    PARTS: codes in a byte of the finest plane; KP: a part's channels, padded. LINES: values are stored as keys are.
+    PARTS: codes in a byte of the finest plane; KP: a part's channels, padded.
     """
     LEVELS: tl.constexpr = 2.0**BITS - 1
     n = tl.arange(0, BLOCK)
@@ -138,33 +138,30 @@ def seal_block(
     base = page * BLOCK * D
     meta = meta_ptr + page * 4 * D
     _seal_lines(k_ptr, D, 1, k_ratio, k_out_ptr, meta, page, D, BLOCK, BITS, PARTS, KP)
-    if LINES:
-        _seal_lines(v_ptr, v_token, v_channel, v_ratio, v_out_ptr, meta + 2 * D, page, D, BLOCK, BITS, PARTS, KP)
-    else:
-        d = tl.arange(0, DP)
-        step = tl.full((DP,), 1.0, tl.float32)
-        zero = step
-        if BITS != 8:
-            at = n[:, None] * v_token + d[None, :] * v_channel
-            q1 = _stage1(v_ptr, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
-            step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
-            tl.store(meta + 2 * D + d, step.to(tl.int8), mask=d < D)
-            tl.store(meta + 3 * D + d, zero.to(tl.int8), mask=d < D)
-        TOKENS: tl.constexpr = BLOCK // PARTS
-        i = tl.arange(0, TOKENS)
-        none = tl.zeros((DP, TOKENS), tl.int32)
-        planes = (none, none, none)
-        inside = (d < D)[:, None] & (i >= 0)[None, :]
-        v_at = page * (D * BLOCK * BITS // 8) + d[:, None] * (BLOCK * BITS // 8) + i[None, :]
-        for part in tl.static_range(PARTS):
-            token = value_order(part * TOKENS + i)
-            share = tl.div_rn(tl.load(v_scale_ptr + token), tl.where(v_scale > 0, v_scale, 1.0))
-            q1 = _stage1(v_ptr, token[None, :] * v_token + d[:, None] * v_channel, inside, share[None, :])
-            if BITS == 8:
-                tl.store(v_out_ptr + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
-            else:
-                codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
-                planes = _store_planes(v_out_ptr, v_at, codes, inside, part, planes, TOKENS, BITS, PARTS)
+    d = tl.arange(0, DP)
+    step = tl.full((DP,), 1.0, tl.float32)
+    zero = step
+    if BITS != 8:
+        at = n[:, None] * v_token + d[None, :] * v_channel
+        q1 = _stage1(v_ptr, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
+        step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
+        tl.store(meta + 2 * D + d, step.to(tl.int8), mask=d < D)
+        tl.store(meta + 3 * D + d, zero.to(tl.int8), mask=d < D)
+    TOKENS: tl.constexpr = BLOCK // PARTS
+    i = tl.arange(0, TOKENS)
+    none = tl.zeros((DP, TOKENS), tl.int32)
+    planes = (none, none, none)
+    inside = (d < D)[:, None] & (i >= 0)[None, :]
+    v_at = page * (D * BLOCK * BITS // 8) + d[:, None] * (BLOCK * BITS // 8) + i[None, :]
+    for part in tl.static_range(PARTS):
+        token = value_order(part * TOKENS + i)
+        share = tl.div_rn(tl.load(v_scale_ptr + token), tl.where(v_scale > 0, v_scale, 1.0))
+        q1 = _stage1(v_ptr, token[None, :] * v_token + d[:, None] * v_channel, inside, share[None, :])
+        if BITS == 8:
+            tl.store(v_out_ptr + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
+        else:
+            codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
+            planes = _store_planes(v_out_ptr, v_at, codes, inside, part, planes, TOKENS, BITS, PARTS)
 
 
 @triton.jit
@@ -195,5 +192,5 @@ def seal_kernel(
     base = page * BLOCK * D
     seal_block(
         k_ptr + base, k_scale_ptr + page * BLOCK, v_ptr + base, v_scale_ptr + page * BLOCK, D, 1, k_out_ptr, v_out_ptr,
-        meta_ptr, scale_ptr, page, D, DP, BLOCK, BITS, PARTS, KP, False,
+        meta_ptr, scale_ptr, page, D, DP, BLOCK, BITS, PARTS, KP,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore, with_value_major
+from turbo_hf.layout import FULL, AttentionOutput, KVStore
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.prefill import check_queries, check_scores
 from turbo_hf.reference import decode as reference
@@ -58,7 +58,7 @@ def decode(
     if uses_triton(backend, q.device, check_step(q, store.block, "fp16" if exact else mode)):
         from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
 
-        run, store = launch_decode.decode, with_value_major(store)
+        run = launch_decode.decode
     return run(
         q,
         store,

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
-from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type, with_value_major
+from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type
 from turbo_hf.ops import launch_store
 from turbo_hf.ops.tuning import prefill_tiles
 from turbo_hf.reference.operands import align, key_mean, ratio
@@ -100,7 +100,6 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
     Slots past a row's end are not written.
     """
-    past = with_value_major(past)
     batch, heads, _, dim = past.k_open.shape
     blocks, device = past.table.shape[1], past.k_open.device
     k = torch.empty(batch, heads, blocks * past.block, dim, dtype=past.k_open.dtype, device=device)

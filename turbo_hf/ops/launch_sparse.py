@@ -237,12 +237,12 @@ def sparse_decode(
     places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
-    spanned = spans is not None and indexed
+    spanned = found if spans is None else spans.view(torch.int32)
     with torch.cuda.device_of(q):
         list_kernel[(lists,)](
-            spans.view(torch.int32) if spanned else found, flags.view(torch.int64) if indexed else found, order,
-            store.table, *places, listed, found, store.table.stride(0), queries, room, spans.shape[2] if spanned else 0, flags.shape[-1], sink, window, SCAN=SCAN,
-            **known, num_warps=8,
+            spanned, flags.view(torch.int64) if indexed else found, order,
+            store.table, *places, listed, found, store.table.stride(0), queries, room,
+            0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN, **known, num_warps=8,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,

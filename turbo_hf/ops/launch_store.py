@@ -109,7 +109,7 @@ def seal_open(store: KVStore, blocks: int) -> None:
             store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=bits, D=dim, DP=triton.next_power_of_2(dim),
             BLOCK=store.block, PARTS=parts, KP=tuple(triton.next_power_of_2(dim // n) for n in parts),
-            LINES=store.token_major, enable_fp_fusion=False,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -137,5 +137,5 @@ def append_step(
             HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=bits, D=dim,
             DP=triton.next_power_of_2(dim), BLOCK=store.block, PARTS=parts,
             KP=tuple(triton.next_power_of_2(dim // n) for n in parts), GIVEN=given is not None,
-            LINES=store.token_major, TABLES=tables, enable_fp_fusion=False,
+            TABLES=tables, enable_fp_fusion=False,
         )  # fmt: skip

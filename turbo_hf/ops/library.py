@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from turbo_hf.layout import AttentionOutput, KVStore, PagedHeads, with_value_major
+from turbo_hf.layout import AttentionOutput, KVStore, PagedHeads
 
 
 def pack_past(past: KVStore | None) -> tuple[list[torch.Tensor], list[int]]:
     """A cache as an operator takes it: its tensors, and [block, bits of each group of heads]."""
     if past is None:
         return [], []
-    past = with_value_major(past)
     pages = [x for heads in past.heads for x in heads[1:]]
     return [*past[1:9], *pages], [past.block, *(heads.bits for heads in past.heads)]
 

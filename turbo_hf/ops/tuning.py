@@ -117,22 +117,6 @@ FULL_TILES = (DecodeTiles(1, 3, 3), DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3))
 """The same for 16 bit."""
 
 
-class SparseTiles(NamedTuple):
-    """tokens: gathered at a time. occupancy: CTAs of an SM. warps: of a CTA."""
-
-    tokens: int
-    occupancy: int
-    warps: int
-
-
-def sparse_tiles(dim: int, rows: int) -> SparseTiles:
-    """Tiles of sparse decode, by channels (padded) and query heads that are computed together.
-
-    Of O a thread holds 64 numbers. H200, 2026-11-21, d = 128 and 4 rows: `eval/results/sparse-log.md`; others follow.
-    """
-    return SparseTiles(max(4, 4 * 32 * 64 // (dim * rows)), 2, 4)
-
-
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.1}
 """Microseconds of a tile of 4 blocks of each width on one SM of an H200, d = 128, 16 rows of 32k tokens."""
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import FULL, KVStore, PagedHeads, token_major
+from turbo_hf.layout import FULL, KVStore, PagedHeads
 from turbo_hf.reference.quantize import quantize_tokens, seal_blocks
 
 SEAL_ELEMENTS = 1 << 22
@@ -92,5 +92,4 @@ def _sealed(store: KVStore, bits: int, row: torch.Tensor, head: torch.Tensor, to
     if k.is_floating_point() and bits != FULL:
         # a narrower head of a layer whose open tokens are in 16 bit
         (k, k_scale), (v, v_scale) = quantize_tokens(k), quantize_tokens(v)
-    sealed = seal_blocks(k, k_scale, v, v_scale, bits)
-    return token_major(sealed) if store.token_major else sealed
+    return seal_blocks(k, k_scale, v, v_scale, bits)

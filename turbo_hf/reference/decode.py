@@ -21,15 +21,25 @@ def decode(
     sinks: torch.Tensor | None = None,
     mode: str = "turbo",
     sas_threshold: float | None = None,
+) -> AttentionOutput:
+    how = Scoring(scaling, True, window, softcap, sas_threshold, "none" if mode == "fp16" else "int8")
+    return attend(q, store, how, starts, sinks)
+
+
+def attend(
+    q: torch.Tensor,
+    store: KVStore,
+    how: Scoring,
+    starts: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     chosen: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """`ops.decode.decode`, of the keys `chosen`, bool [B, Hkv, M, T] by place in the row; None: of all."""
+    """Attention to the keys `chosen`, bool [B, Hkv, M, T] by place in the row (as `expand` has them); None: to all."""
     options: dict[str, Any] = {"starts": starts, "sinks": sinks, "chosen": chosen}
-    options["how"] = Scoring(scaling, True, window, softcap, sas_threshold, "none" if mode == "fp16" else "int8")
-    found = _attend(q, store, **options)
-    if mode != "fp16" and store.k_open.dtype != torch.int8:
+    found = _attend(q, store, how=how, **options)
+    if how.p_type != "none" and store.k_open.dtype != torch.int8:
         # heads of 16 bit are computed as they are stored
-        as_stored = _attend(q, store, **(options | {"how": options["how"]._replace(p_type="none")}))
+        as_stored = _attend(q, store, how=how._replace(p_type="none"), **options)
         full = _full_heads(store).repeat_interleave(q.shape[1] // store.order.shape[1], 1)[:, :, None]
         found = AttentionOutput(
             torch.where(full[..., None], as_stored.out, found.out), torch.where(full, as_stored.lse, found.lse)

@@ -3,7 +3,8 @@
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.reference.decode import decode
+from turbo_hf.reference.decode import attend
+from turbo_hf.reference.flash import Scoring
 
 
 def sparse_decode(
@@ -41,8 +42,8 @@ def sparse_decode(
         kept = kept | (causal[:, None] & _met(buckets, visited, places, meetings))
     if read is not None:
         read += kept.sum()
-    options = {"starts": starts, "softcap": softcap, "sinks": sinks, "sas_threshold": sas_threshold}
-    return decode(q, store, scaling=scaling, mode=mode, chosen=kept, **options)
+    how = Scoring(scaling, True, None, softcap, sas_threshold, "none" if mode == "fp16" else "int8")
+    return attend(q, store, how, starts, sinks, kept)
 
 
 def _met(buckets: torch.Tensor, visited: torch.Tensor, tokens: int, meetings: int) -> torch.Tensor:

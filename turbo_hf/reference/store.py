@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import FULL, KVStore, PagedHeads, half_merge, value_order, with_value_major
+from turbo_hf.layout import FULL, KVStore, PagedHeads, half_merge, value_order
 
 
 def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,7 +51,7 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         codes, scale = store.k_open.new_zeros(batch, heads, 0, dim), store.k_scale.new_zeros(batch, heads, 0)
         return codes, scale, codes, scale
     keys, values, scales = [], [], []
-    for pages in with_value_major(store).heads:
+    for pages in store.heads:
         k, v = unpack_blocks(pages)
         keys.append(k[store.table])
         values.append(v[store.table])

@@ -1,0 +1,174 @@
+"""Tokens in the order of their buckets: what a layer seals is what it was given, sorted, and nothing else changes."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import prompts, tiny_llama
+from torch import Tensor
+
+import turbo_hf
+from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf.chunk import Chunk
+from turbo_hf.layer import TurboLayer
+from turbo_hf.selectors import Reformer
+
+BLOCK, WINDOW, SINK = 32, 40, 3
+
+
+def layer_of(sorts: bool = True, **options: Any) -> TurboLayer:
+    """16 bit, so that keys are what they were."""
+    chosen: dict[str, Any] = {"selector": "lsh-reformer", "buckets": 8, "probes": 2, "window_tokens": WINDOW}
+    sparse = SparseConfig(**chosen, sink_tokens=SINK)
+    config = TurboConfig(bits=16, block_size=BLOCK, sparse=sparse, **options)
+    layer = TurboLayer(config, selector=Reformer(sparse, 0))
+    if not sorts:
+        layer.activate_past_recording()  # nothing is sealed, so nothing moves
+    return layer
+
+
+def feed(layers: list[TurboLayer], tokens: int, rows: int = 2, starts: list[int] | None = None) -> None:
+    k, v = torch.randn(rows, 2, tokens, 16).half(), torch.randn(rows, 2, tokens, 16).half()
+    for layer in layers:
+        assert layer.selector is not None
+        layer.append(k, v, Chunk(tokens, None, starts), layer.selector.buckets(k.float()))
+        layer.commit()
+
+
+def held(layer: TurboLayer, row: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and buckets of a row, as they lie: [Hkv, T, D] twice, [Hkv, T]."""
+    count = layer.lengths()[row]
+    k, v = (x[row, :, :count] for x in layer.dense(layer.seen))
+    return k, v, layer.bucket_index.buckets[row, :, 0, :count].clone()
+
+
+def check(layer: TurboLayer, plain: TurboLayer, ordered: list[list[range]]) -> None:
+    """`layer` holds what `plain` holds, the blocks `ordered` sorted by bucket, of equals the older first."""
+    assert layer.bucket_index.ordered == ordered
+    assert layer.lengths() == plain.lengths()
+    for row, runs in enumerate(ordered):
+        k, v, buckets = held(plain, row)
+        for run in runs:
+            at = slice(run.start * BLOCK, run.stop * BLOCK)
+            for head in range(2):
+                own = buckets[head, at].clone()
+                by = sorted(range(len(own)), key=lambda i: int(own[i]))
+                for x in (k, v, buckets):
+                    x[head, at] = x[head, at][by]
+        for got, want in zip(held(layer, row), (k, v, buckets), strict=True):
+            assert torch.equal(got, want)
+        spans = layer.bucket_index.spans[row]
+        known = [n for run in runs for n in run]
+        for n in range(spans.shape[1]):
+            own = buckets[:, n * BLOCK : (n + 1) * BLOCK]
+            want = torch.stack((own.amin(-1), own.amax(-1)), -1) if n in known else torch.full((2, 2), -1)
+            assert torch.equal(spans[:, n], want.to(spans.dtype))
+
+
+def test_a_prompt_is_sorted_but_for_what_is_always_read() -> None:
+    layer, plain = layer_of(), layer_of(sorts=False)
+    feed([layer, plain], 500)
+    # 500 - 40 tokens before the window: 14 blocks, of which the first holds the sink
+    check(layer, plain, [[range(1, 14)]] * 2)
+    # the newest tokens wait for more of the prompt, and are sealed when an answer begins
+    assert layer.pool.sealed == [14, 14]
+    feed([layer, plain], 1)
+    assert layer.pool.sealed == [15, 15]
+    for _ in range(70):
+        feed([layer, plain], 1)
+    check(layer, plain, [[range(1, 14)]] * 2)
+    assert layer.pool.sealed == [17, 17]
+
+
+@pytest.mark.parametrize("size", [20, 100, 170])
+def test_a_prompt_in_parts_is_sorted_part_by_part(size: int) -> None:
+    layer, plain = layer_of(), layer_of(sorts=False)
+    runs: list[range] = []
+    done, total = 0, 0
+    for _ in range(500 // size):
+        feed([layer, plain], size)
+        total += size
+        end = max(0, total - WINDOW) // BLOCK
+        if end - max(done, 1) > 1:
+            runs.append(range(max(done, 1), end))
+        done = max(done, end)
+    check(layer, plain, [runs] * 2)
+    assert layer.pool.sealed == [done] * 2
+
+
+def test_a_new_turn_sorts_its_own_tokens_and_can_be_taken_back() -> None:
+    layer, plain = layer_of(), layer_of(sorts=False)
+    for tokens in (300, 1, 1, 1):
+        feed([layer, plain], tokens)
+    check(layer, plain, [[range(1, 8)]] * 2)
+    feed([layer, plain], 300)
+    # 303 tokens stood before: the first whole block behind them is the tenth
+    check(layer, plain, [[range(1, 8), range(10, 17)]] * 2)
+    for x in (layer, plain):
+        x.crop(-300)
+    check(layer, plain, [[range(1, 8)]] * 2)
+    feed([layer, plain], 1)
+    layer.crop(-4)
+    plain.crop(-4)
+    check(layer, plain, [[range(1, 8)]] * 2)
+
+
+def test_what_stands_in_order_cannot_be_cut() -> None:
+    layer = layer_of()
+    feed([layer], 300)
+    message = (
+        r"layer 0: crop\(-70\) leaves 230 tokens of row 0\. Its tokens 32 to 256 stand in the order of their buckets: "
+        r"leave at most 32 tokens or at least 295, or use a new cache\."
+    )
+    with pytest.raises(ValueError, match=message):
+        layer.crop(-70)
+    assert layer.lengths() == [300, 300]
+    layer.crop(-5)
+    assert layer.lengths() == [295, 295]
+    layer.crop(-263)
+    assert layer.lengths() == [32, 32]
+    assert layer.bucket_index.ordered == [[], []]
+    assert bool((layer.bucket_index.spans == -1).all())
+
+
+def test_rows_of_different_length_and_what_becomes_of_them() -> None:
+    layer, plain = layer_of(), layer_of(sorts=False)
+    feed([layer, plain], 300, 3, [0, 150, 290])
+    runs = [[range(1, 8)], [range(1, 3)], []]
+    check(layer, plain, runs)
+    for x in (layer, plain):
+        x.reorder_cache(torch.tensor([1, 0, 1]))
+    check(layer, plain, [runs[1], runs[0], runs[1]])
+    feed([layer, plain], 1, 3)
+    check(layer, plain, [runs[1], runs[0], runs[1]])
+
+
+@pytest.mark.parametrize("chunk", [None, 150])
+def test_the_model_says_the_same(chunk: int | None) -> None:
+    """A cache in order is read by prompts, dense decode and sparse decode alike."""
+    model, ids = tiny_llama(num_hidden_layers=3), prompts(2, 400)
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": chunk}
+
+    def run(sparse: SparseConfig | None) -> Any:
+        config = TurboConfig(bits=16, block_size=BLOCK, attention="fp16", sparse=sparse)
+        with turbo_hf.patch(model, config) as handle:
+            cache = handle.new_cache()
+            out = model.generate(ids, past_key_values=cache, **options)
+        return out, cache
+
+    every = SparseConfig(selector="random", buckets=8, probes=8, window_tokens=WINDOW, dense_layers=())
+    found, cache = run(every)
+    assert any(cache.layers[0].bucket_index.ordered)
+    assert torch.equal(found, run(None)[0])
+
+
+def test_a_mask_that_tells_columns_apart_is_refused() -> None:
+    model, ids = tiny_llama(num_hidden_layers=1), prompts(1, 300)
+    sparse = SparseConfig(selector="random", buckets=8, probes=8, window_tokens=WINDOW, dense_layers=())
+    with turbo_hf.patch(model, TurboConfig(bits=8, sparse=sparse), strict="fallback") as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(ids, past_key_values=cache)
+        mask = torch.zeros(1, 1, 2, 302)
+        mask[..., 5] = torch.finfo(torch.float32).min
+        with pytest.raises(ValueError, match="stand in the order of their buckets, so that no 4D mask can tell them"):
+            model(ids[:, :2], past_key_values=cache, attention_mask=mask)
