@@ -268,7 +268,7 @@ def test_the_first_broken_layer_is_named(device: torch.device) -> None:
 
 @pytest.mark.parametrize("starts", [None, [0, 3, 5], [5, 5, 5]], ids=["even", "ragged", "empty"])
 def test_buckets_find_their_places(starts: list[int] | None, device: torch.device) -> None:
-    index, held = BucketIndex(3, 2, 1, device), [7, 2, 0]
+    index, held = BucketIndex(3, 2, 64, Reformer(SparseConfig(selector="lsh-reformer"), 0), device), [7, 2, 0]
     index.append(torch.full((3, 2, 1, 7), 9, dtype=torch.int16, device=device), [0, 0, 0], 7, [0, 5, 7])
     new = torch.arange(30, dtype=torch.int16, device=device).view(3, 2, 1, 5)
     index.append(new, held, 5, starts)

@@ -107,7 +107,8 @@ def turbo_attention(
         return out.out.transpose(1, 2).contiguous(), None
     if call.layer is not None:
         complain(call.strict, f"layer {call.layer.index}: {reason}")
-        if attention_mask is not None and attention_mask.dim() != 2 and call.layer.in_order():
+        by_bucket = call.layer.seen > 0 and any(call.layer.bucket_index.ordered)
+        if by_bucket and attention_mask is not None and attention_mask.dim() != 2:
             raise Unsupported(
                 f"layer {call.layer.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
                 "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."

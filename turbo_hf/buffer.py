@@ -8,7 +8,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from turbo_hf.ops.quantize import quantize_tokens
+from turbo_hf.config import TurboConfig
+from turbo_hf.ops.quantize import head_scores, quantize_tokens
+from turbo_hf.ops.rotate import unrotate_keys
 from turbo_hf.transfer import require_finite, send
 
 P = ParamSpec("P")
@@ -152,6 +154,15 @@ class OpenBuffer:
         """The oldest `block` tokens of `rows`."""
         k, v = self.k[rows, :, :block], self.v[rows, :, :, :block].mT
         return Tokens(k, self.k_scale[rows, :, :block], v, self.v_scale[rows, :, :block])
+
+    def ranked_heads(self, rows: torch.Tensor | slice, config: TurboConfig) -> torch.Tensor:
+        """Heads of `rows`, by their first block: from the one that needs its bits most on, int64 [rows, H]."""
+        k, k_scale, v, v_scale = self.first_block(rows, config.block_size)
+        keys = k * k_scale[..., None]
+        # the metrics look at channels
+        keys = unrotate_keys(keys, config.backend) if config.rotates else keys
+        score = head_scores(keys, v * v_scale[..., None], config.head_metric)
+        return score.argsort(dim=-1, descending=True, stable=True)
 
     def reorder(self, row: int, first: int, order: torch.Tensor) -> None:
         """Tokens of a row from slot `first` on: to each place the token `order` says, int64 [H, n], from `first` on."""

@@ -13,8 +13,8 @@ from turbo_hf.index import BucketIndex
 from turbo_hf.layout import FULL, KVStore, full_type
 from turbo_hf.ops.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
-from turbo_hf.ops.quantize import dequantize, head_scores
-from turbo_hf.ops.rotate import rotate_keys, unrotate_keys
+from turbo_hf.ops.quantize import dequantize
+from turbo_hf.ops.rotate import rotate_keys
 from turbo_hf.pages import PagePool
 from turbo_hf.selectors import Selector
 from turbo_hf.transfer import require_finite, send
@@ -194,10 +194,6 @@ class TurboLayer(CacheLayerMixin):
         if not decoding and self.appends_in_place():
             self._listen(defer)
 
-    def in_order(self) -> bool:
-        """Whether some tokens stand in the order of their buckets, not of time."""
-        return self.is_initialized and any(self.bucket_index.ordered)
-
     def appends_in_place(self) -> bool:
         """Whether a kernel stores new tokens."""
         return uses_triton(self.config.backend, self.device, self.obstacle)
@@ -267,11 +263,7 @@ class TurboLayer(CacheLayerMixin):
         if not rows:
             return
         where = slice(None) if len(rows) == self.rows else send(rows, self.device)
-        k, k_scale, v, v_scale = self.buffer.first_block(where, self.config.block_size)
-        keys = k * k_scale[..., None]
-        keys = unrotate_keys(keys, self.config.backend) if self.config.rotates else keys  # the metrics look at channels
-        score = head_scores(keys, v * v_scale[..., None], self.config.head_metric)
-        self.order[where] = score.argsort(dim=-1, descending=True, stable=True)
+        self.order[where] = self.buffer.ranked_heads(where, self.config)
         for row in rows:
             self.ordered[row] = True
 
@@ -354,16 +346,13 @@ class TurboLayer(CacheLayerMixin):
         reopened = [max(0, count - held) for count, held in zip(counts, self.buffer.length, strict=True)]
         self.buffer.drop_back([min(count, held) for count, held in zip(counts, self.buffer.length, strict=True)])
         if any(reopened):
-            self._reopen(reopened)
-
-    def _reopen(self, counts: list[int]) -> None:
-        """Remove `counts[row]` tokens from sealed blocks; what is left of a cut block goes to the buffer."""
-        tokens, starts = self.pool.reopen(counts, self.order)
-        for row, sealed in enumerate(self.pool.sealed):
-            if not sealed and not self.dropped[row]:
-                self.ordered[row] = self.settled
-        if tokens.k.shape[2]:
-            self.buffer.append(tokens, starts)
+            # what is left of a cut block goes to the buffer
+            tokens, starts = self.pool.reopen(reopened, self.order)
+            for row, sealed in enumerate(self.pool.sealed):
+                if not sealed and not self.dropped[row]:
+                    self.ordered[row] = self.settled
+            if tokens.k.shape[2]:
+                self.buffer.append(tokens, starts)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i continues what row `beam_idx[i]` was. Sealed pages are shared, not copied."""

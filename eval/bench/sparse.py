@@ -45,7 +45,8 @@ class Choice:
 class Layer:
     """One sparse layer: its cache, the buckets of its tokens, its weights, the rotation of the newest token.
 
-    spans: as in `ops.sparse.sparse_decode`. classifier: None where centroids choose. rotary: None where they are of keys after rotary embedding.
+    spans: as in `ops.sparse.sparse_decode`. classifier: None where centroids choose. rotary: None where they are of
+    keys after rotary embedding.
     """
 
     store: KVStore
