@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from turbo_hf.kernels.block_attention import LOG2_E
-from turbo_hf.kernels.decode import combine, finish, leave_part, merge, prepare, walk, walk_open
+from turbo_hf.kernels.decode import finish, prepare, walk, walk_open
+from turbo_hf.kernels.merge import combine, leave_part, merge
 from turbo_hf.kernels.shares import outputs_of, tiles_of, tiles_of_share
 from turbo_hf.kernels.unpack import entry
 
