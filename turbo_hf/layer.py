@@ -246,8 +246,8 @@ class TurboLayer(CacheLayerMixin):
                     buffer.reorder(row, (blocks.start - pool.sealed[row]) * block, index.sort(row, blocks))
             pool.append(new)
             # the op seals all that is whole of so many open tokens
-            store = self.store()._replace(open_len=send([n * block for n in whole], self.device))
-            seal_open(store, max(whole), backend=self.config.backend)
+            open_len = send([n * block for n in whole], self.device) if index.sorts else buffer.device_length()
+            seal_open(self.store()._replace(open_len=open_len), max(whole), backend=self.config.backend)
         if any(whole):
             buffer.drop_front([n * block for n in whole])
         self.dropped = [d + (o + s) * block for d, o, s in zip(self.dropped, old, skip, strict=True)]
