@@ -231,8 +231,10 @@ def sparse_decode(
     indexed = buckets is not None and visited is not None
     flags = found
     if visited is not None:
-        # in whole words of 8
-        flags = torch.nn.functional.pad(visited, (0, -visited.shape[-1] % 8)).contiguous().view(torch.uint8)
+        # in whole words of 8; padding by nothing would be a copy
+        missing = -visited.shape[-1] % 8
+        flags = torch.nn.functional.pad(visited, (0, missing)) if missing else visited.contiguous()
+        flags = flags.view(torch.uint8)
     order = store.order.contiguous()
     places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
