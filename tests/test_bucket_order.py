@@ -10,6 +10,7 @@ from torch import Tensor
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.chunk import Chunk
+from turbo_hf.index import SPARE
 from turbo_hf.layer import TurboLayer
 from turbo_hf.selectors import Reformer
 
@@ -68,15 +69,16 @@ def check(layer: TurboLayer, plain: TurboLayer, ordered: list[list[range]]) -> N
 def test_a_prompt_is_sorted_but_for_what_is_always_read() -> None:
     layer, plain = layer_of(), layer_of(sorts=False)
     feed([layer, plain], 500)
-    # 500 - 40 tokens before the window: 14 blocks, of which the first holds the sink
-    check(layer, plain, [[range(1, 14)]] * 2)
+    # 500 - 40 tokens before the window, 64 to spare: 12 blocks, of which the first holds the sink
+    assert SPARE == 64
+    check(layer, plain, [[range(1, 12)]] * 2)
     # the newest tokens wait for more of the prompt, and are sealed when an answer begins
-    assert layer.pool.sealed == [14, 14]
+    assert layer.pool.sealed == [12, 12]
     feed([layer, plain], 1)
     assert layer.pool.sealed == [15, 15]
     for _ in range(70):
         feed([layer, plain], 1)
-    check(layer, plain, [[range(1, 14)]] * 2)
+    check(layer, plain, [[range(1, 12)]] * 2)
     assert layer.pool.sealed == [17, 17]
 
 
@@ -85,13 +87,14 @@ def test_a_prompt_in_parts_is_sorted_part_by_part(size: int) -> None:
     layer, plain = layer_of(), layer_of(sorts=False)
     runs: list[range] = []
     done, total = 0, 0
-    for _ in range(500 // size):
+    for _ in range(600 // size):
         feed([layer, plain], size)
         total += size
-        end = max(0, total - WINDOW) // BLOCK
+        end = max(0, total - WINDOW - SPARE) // BLOCK
         if end - max(done, 1) > 1:
             runs.append(range(max(done, 1), end))
         done = max(done, end)
+    assert (not runs) == (size < BLOCK)
     check(layer, plain, [runs] * 2)
     assert layer.pool.sealed == [done] * 2
 
@@ -100,41 +103,76 @@ def test_a_new_turn_sorts_its_own_tokens_and_can_be_taken_back() -> None:
     layer, plain = layer_of(), layer_of(sorts=False)
     for tokens in (300, 1, 1, 1):
         feed([layer, plain], tokens)
-    check(layer, plain, [[range(1, 8)]] * 2)
+    check(layer, plain, [[range(1, 6)]] * 2)
     feed([layer, plain], 300)
     # 303 tokens stood before: the first whole block behind them is the tenth
-    check(layer, plain, [[range(1, 8), range(10, 17)]] * 2)
+    check(layer, plain, [[range(1, 6), range(10, 15)]] * 2)
     for x in (layer, plain):
         x.crop(-300)
-    check(layer, plain, [[range(1, 8)]] * 2)
+    check(layer, plain, [[range(1, 6)]] * 2)
     feed([layer, plain], 1)
     layer.crop(-4)
     plain.crop(-4)
-    check(layer, plain, [[range(1, 8)]] * 2)
+    check(layer, plain, [[range(1, 6)]] * 2)
 
 
 def test_what_stands_in_order_cannot_be_cut() -> None:
     layer = layer_of()
     feed([layer], 300)
     message = (
-        r"layer 0: crop\(-70\) leaves 230 tokens of row 0\. Its tokens 32 to 256 stand in the order of their buckets: "
-        r"leave at most 32 tokens or at least 295, or use a new cache\."
+        r"layer 0: crop\(-100\) leaves 200 tokens of row 0\. Its tokens 32 to 192 stand in the order of their buckets: "
+        r"leave at most 32 tokens or at least 231, or use a new cache\."
     )
     with pytest.raises(ValueError, match=message):
-        layer.crop(-70)
+        layer.crop(-100)
     assert layer.lengths() == [300, 300]
-    layer.crop(-5)
-    assert layer.lengths() == [295, 295]
-    layer.crop(-263)
+    layer.crop(-SPARE)
+    assert layer.lengths() == [236, 236]
+    layer.crop(-204)
     assert layer.lengths() == [32, 32]
     assert layer.bucket_index.ordered == [[], []]
     assert bool((layer.bucket_index.spans == -1).all())
 
 
+@pytest.mark.parametrize("tokens", range(290, 325, 3))
+def test_the_end_of_a_prompt_can_be_cropped(tokens: int) -> None:
+    layer, plain = layer_of(), layer_of(sorts=False)
+    feed([layer, plain], tokens)
+    order = [list(runs) for runs in layer.bucket_index.ordered]
+    for x in (layer, plain):
+        x.crop(-SPARE - 1)
+    check(layer, plain, order)
+
+
+def test_tokens_of_no_known_bucket_end_the_order() -> None:
+    layer, plain = layer_of(), layer_of(sorts=False)
+    k, v = torch.randn(2, 2, 300, 16).half(), torch.randn(2, 2, 300, 16).half()
+    for x in (layer, plain):
+        x.append(k, v, Chunk(300))
+        x.commit()
+    feed([layer, plain], 300)
+    check(layer, plain, [[], []])
+    layer.crop(-200)
+    assert layer.lengths() == [400, 400]
+
+
+def test_a_crop_changes_all_layers_or_none() -> None:
+    model, ids = tiny_llama(num_hidden_layers=3), prompts(1, 400)
+    sparse = SparseConfig(selector="random", buckets=8, probes=2, window_tokens=WINDOW)
+    with turbo_hf.patch(model, TurboConfig(bits=8, sparse=sparse)) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"layer 1: crop\(-200\) leaves 200 tokens of row 0"):
+            cache.crop(-200)
+        assert [layer.seen for layer in cache.turbo_layers()] == [400] * 3
+        cache.crop(-60)
+        assert [layer.seen for layer in cache.turbo_layers()] == [340] * 3
+
+
 def test_rows_of_different_length_and_what_becomes_of_them() -> None:
     layer, plain = layer_of(), layer_of(sorts=False)
-    feed([layer, plain], 300, 3, [0, 150, 290])
-    runs = [[range(1, 8)], [range(1, 3)], []]
+    feed([layer, plain], 400, 3, [0, 150, 390])
+    runs = [[range(1, 9)], [range(1, 4)], []]
     check(layer, plain, runs)
     for x in (layer, plain):
         x.reorder_cache(torch.tensor([1, 0, 1]))
@@ -163,8 +201,8 @@ def test_the_model_says_the_same(chunk: int | None) -> None:
 
 
 def test_a_mask_that_tells_columns_apart_is_refused() -> None:
-    model, ids = tiny_llama(num_hidden_layers=1), prompts(1, 300)
-    sparse = SparseConfig(selector="random", buckets=8, probes=8, window_tokens=WINDOW, dense_layers=())
+    model, ids = tiny_llama(num_hidden_layers=2), prompts(1, 300)
+    sparse = SparseConfig(selector="random", buckets=8, probes=8, window_tokens=WINDOW)
     with turbo_hf.patch(model, TurboConfig(bits=8, sparse=sparse), strict="fallback") as handle, torch.no_grad():
         cache = handle.new_cache()
         model(ids, past_key_values=cache)
@@ -172,3 +210,4 @@ def test_a_mask_that_tells_columns_apart_is_refused() -> None:
         mask[..., 5] = torch.finfo(torch.float32).min
         with pytest.raises(ValueError, match="stand in the order of their buckets, so that no 4D mask can tell them"):
             model(ids[:, :2], past_key_values=cache, attention_mask=mask)
+        assert [layer.seen for layer in cache.turbo_layers()] == [300, 300]

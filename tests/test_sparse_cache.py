@@ -411,11 +411,11 @@ def test_the_report_counts_keys(llama: Any) -> None:
 def test_the_index_is_part_of_the_memory(llama: Any) -> None:
     with turbo_hf.patch(llama, sparse("lsh-reformer", **{**ANY, "dense_layers": (0,)})) as handle:
         cache = handle.new_cache()
-        llama(prompts(3, 128), past_key_values=cache)
+        llama(prompts(3, 224), past_key_values=cache)
         memory = handle.memory()
     assert "index" not in memory.layers[0]
-    # 2 bytes a token, and 4 a block of those in order, which end before the 20 newest tokens
-    assert memory.layers[1]["index"] == 3 * 2 * (128 * 2 + 3 * 4)
+    # 2 bytes a token, and 4 a block of those in order, which end before the 20 newest tokens and 64 more
+    assert memory.layers[1]["index"] == 3 * 2 * (256 * 2 + 4 * 4)
     assert memory.total == sum(memory.by_kind.values())
 
 

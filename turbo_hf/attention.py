@@ -107,10 +107,12 @@ def turbo_attention(
         return out.out.transpose(1, 2).contiguous(), None
     if call.layer is not None:
         complain(call.strict, f"layer {call.layer.index}: {reason}")
-        by_bucket = call.layer.seen > 0 and any(call.layer.bucket_index.ordered)
-        if by_bucket and attention_mask is not None and attention_mask.dim() != 2:
+        # asked of all layers by the first one, which has stored nothing yet
+        held = [layer for layer in (call.cache.turbo_layers() if call.cache else [call.layer]) if layer.seen]
+        by_bucket = next((layer for layer in held if any(layer.bucket_index.ordered)), None)
+        if by_bucket is not None and attention_mask is not None and attention_mask.dim() != 2:
             raise Unsupported(
-                f"layer {call.layer.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
+                f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
                 "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
             )
         if attention_mask is not None:

@@ -9,6 +9,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_laye
 
 from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import TurboConfig, at_8_bit, resolve_config
+from turbo_hf.crop import removable
 from turbo_hf.layer import TurboLayer
 from turbo_hf.selectors import Selector
 from turbo_hf.transfer import require_finite
@@ -124,6 +125,12 @@ class TurboCache(Cache):
             require_finite({layer.index: layer.broken for layer in layers})
         for layer in layers:
             layer.due = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` columns of all layers or of none: ValueError as in `crop.removable`."""
+        for layer in self.turbo_layers():
+            removable(layer, int(tokens_to_remove))
+        super().crop(tokens_to_remove)
 
     def stop_recording(self) -> None:
         """End what `activate_past_recording` began, and seal what waited for a `crop`."""

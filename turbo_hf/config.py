@@ -125,7 +125,8 @@ class TurboConfig:
         buffer_scale: scale of the INT8 decode buffer: "token", one a token and head, or "universal", one a row and
             head from the prompt's range, clamped to it (TurboAttention sec. 3.3): feed the prompt in one pass, or in
             passes of more than 16 tokens, or later tokens are clamped to what the first one spans. With "token"
-            what a layer stores depends only on the keys and values, not on the passes that brought them.
+            what a layer stores depends only on the keys and values, not on the passes that brought them (but for
+            sparse layers: each pass of a prompt is put in order by itself).
         rotate_keys: store keys rotated by a Hadamard matrix, which spreads outlier channels over the others, and rotate
             the queries that meet them: scores stay, and less is lost by rounding (`eval/results`). Not with bits=16.
         attention: how a prompt's attention is computed. "turbo": INT8 Q, K, P and V, one scale a block

@@ -8,6 +8,9 @@ from turbo_hf.transfer import send
 GRAIN = 64
 """Tokens by which the index grows, at least."""
 
+SPARE = 64
+"""Tokens beyond the newest ones, that are always read, which stay in the order of time: so many may be cropped."""
+
 
 class BucketIndex:
     """Buckets of all rows: int16 [B, Hkv, tables, cap] at `buckets`; -1 where none is known.
@@ -26,6 +29,7 @@ class BucketIndex:
         tables = 0 if selector is None else selector.tables
         self.buckets = torch.empty(rows, heads, tables, 0, dtype=torch.int16, device=device)
         self.spans = torch.empty(rows, heads, 0, 2, dtype=torch.int16, device=device)
+        self._all_known = True
         # of each row the blocks that stand in order
         self.ordered: list[list[range]] = [[] for _ in range(rows)]
 
@@ -36,8 +40,8 @@ class BucketIndex:
 
     @property
     def sorts(self) -> bool:
-        """Whether tokens can be put in the order of their buckets: they have one each."""
-        return self.tables == 1
+        """Whether tokens can be put in the order of their buckets: they have one each, which was always known."""
+        return self.tables == 1 and self._all_known
 
     def append(self, new: torch.Tensor | None, held: list[int], tokens: int, starts: list[int] | None) -> None:
         """Note `tokens` new tokens, row r's from column `starts[r]` on, behind the `held[r]` that it holds.
@@ -49,6 +53,7 @@ class BucketIndex:
         begin = [0] * len(held) if starts is None else starts
         after = [n + tokens - start for n, start in zip(held, begin, strict=True)]
         self.reserve(max(after))
+        self._all_known &= new is not None
         new = self._known(new, tokens)
         if len(set(held)) == 1 and not any(begin):
             self.buckets[..., held[0] : after[0]] = new
@@ -95,9 +100,9 @@ class BucketIndex:
         return found
 
     def outside(self, held: list[int]) -> list[int]:
-        """Of rows of so many tokens the blocks without one of the newest, that are always read."""
-        window = 0 if self.selector is None else self.selector.window
-        return [max(0, tokens - window) // self.block for tokens in held]
+        """Of rows of so many tokens the blocks without one of the newest, that are always read or may be cropped."""
+        newest = SPARE + (0 if self.selector is None else self.selector.window)
+        return [max(0, tokens - newest) // self.block for tokens in held]
 
     def sort(self, row: int, blocks: range) -> torch.Tensor:
         """Put the buckets of these blocks in order; returns which token each place takes, int64 [Hkv, tokens]."""
@@ -112,23 +117,23 @@ class BucketIndex:
         self.ordered[row] = [*self.ordered[row], blocks]
         return order
 
-    def cut(self, left: list[int], who: str) -> None:
-        """Forget what lies behind the first `left[row]` tokens of each row.
+    def require(self, row: int, tokens: int, who: str) -> None:
+        """ValueError, which begins with `who`, unless the first `tokens` of a row can be all that is left of it.
 
-        Raises:
-            ValueError: that would leave a part of what stands in order, or not all the newest tokens that are always
-                read in the order of time. `who`: begins the message.
+        Not so where that would be a part of what stands in order, or where the newest of them, that are always read,
+        would not be in the order of time.
         """
         window = 0 if self.selector is None else self.selector.window
-        for row, tokens in enumerate(left):
-            for blocks in self.ordered[row]:
-                begin, least = blocks.start * self.block, blocks.stop * self.block + window - 1
-                if begin < tokens < least:
-                    raise ValueError(
-                        f"{who} leaves {tokens} tokens of row {row}. Its tokens {begin} to {blocks.stop * self.block} "
-                        f"stand in the order of their buckets: leave at most {begin} tokens or at least {least}, or "
-                        "use a new cache."
-                    )
+        for blocks in self.ordered[row]:
+            begin, end = blocks.start * self.block, blocks.stop * self.block
+            if begin < tokens < end + window - 1:
+                raise ValueError(
+                    f"{who} leaves {tokens} tokens of row {row}. Its tokens {begin} to {end} stand in the order of "
+                    f"their buckets: leave at most {begin} tokens or at least {end + window - 1}, or use a new cache."
+                )
+
+    def cut(self, left: list[int]) -> None:
+        """Forget what lies behind the first `left[row]` tokens of each row."""
         for row, tokens in enumerate(left):
             self.ordered[row] = [blocks for blocks in self.ordered[row] if blocks.start * self.block < tokens]
             self.spans[row, :, tokens // self.block :] = -1

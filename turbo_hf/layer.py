@@ -9,6 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 from turbo_hf.buffer import OpenBuffer, storing
 from turbo_hf.chunk import Chunk, Step, chunk_of_padding
 from turbo_hf.config import TurboConfig
+from turbo_hf.crop import removable
 from turbo_hf.index import BucketIndex
 from turbo_hf.layout import FULL, KVStore, full_type
 from turbo_hf.ops.append import append_step, append_tokens, seal_open
@@ -228,7 +229,7 @@ class TurboLayer(CacheLayerMixin):
         index, held = self.bucket_index, self.lengths()
         order = index.sortable(pool.sealed, held, self.fixed)
         if index.sorts and not (whole_prompt or self.decoded):
-            whole = [max(0, end - done) for end, done in zip(index.outside(held), pool.sealed, strict=True)]
+            whole = [max(0, end - n) for end, n in zip(index.outside(held), pool.sealed, strict=True)]
         leaving = self.leaving()
         if not any(whole) and not any(leaving):
             return
@@ -241,10 +242,11 @@ class TurboLayer(CacheLayerMixin):
             pool.drop_front(old)
         new = [w - s for w, s in zip(whole, skip, strict=True)]
         if any(new):
+            done = pool.sealed
+            pool.append(new)
             for row, blocks in enumerate(order):
                 if blocks:
-                    buffer.reorder(row, (blocks.start - pool.sealed[row]) * block, index.sort(row, blocks))
-            pool.append(new)
+                    buffer.reorder(row, (blocks.start - done[row]) * block, index.sort(row, blocks))
             # the op seals all that is whole of so many open tokens
             open_len = send([n * block for n in whole], self.device) if index.sorts else buffer.device_length()
             seal_open(self.store()._replace(open_len=open_len), max(whole), backend=self.config.backend)
@@ -310,36 +312,18 @@ class TurboLayer(CacheLayerMixin):
 
     @storing
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` columns (0 or negative), then seal what waited for this.
-
-        Raises:
-            ValueError: a positive number, more columns than there are, or tokens that a sliding window has dropped.
-        """
+        """Remove the newest `-tokens_to_remove` columns (0 or negative, see `removable`), then seal what waited."""
         # assisted decoding of transformers 5.17 passes a tensor, which must not become a part of `seen`
         tokens_to_remove = int(tokens_to_remove)
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes the number of tokens to remove as a negative number; got {tokens_to_remove}.")
-        if not self.is_initialized:
-            return
-        if -tokens_to_remove > self.seen:
-            raise ValueError(f"crop({tokens_to_remove}): the cache holds only {self.seen} columns.")
-        if tokens_to_remove:
-            self._remove(-tokens_to_remove)
-        self._commit()
+        counts = removable(self, tokens_to_remove)
+        if self.is_initialized:
+            if counts:
+                self._remove(-tokens_to_remove, counts)
+            self._commit()
 
-    def _remove(self, columns: int) -> None:
-        counts = [columns] * self.rows
-        if self.columns is not None:
-            counts = self.columns[:, self.seen - columns :].sum(-1).tolist()
-        for row, (count, held) in enumerate(zip(counts, self.lengths(), strict=True)):
-            visible = min(held + self.dropped[row] - count, (self.window or 1) - 1)
-            if held - count < visible:
-                raise ValueError(
-                    f"layer {self.index}: crop(-{columns}) needs tokens that have left the sliding window of "
-                    f"{self.window}. Call activate_past_recording() before the pass to be rolled back."
-                )
+    def _remove(self, columns: int, counts: list[int]) -> None:
         left = [held - count for held, count in zip(self.lengths(), counts, strict=True)]
-        self.bucket_index.cut(left, f"layer {self.index}: crop(-{columns})")
+        self.bucket_index.cut(left)
         self.fixed = [min(old, new) for old, new in zip(self.fixed, left, strict=True)]
         self.seen -= columns
         self.masked = None if self.masked is None else self.masked[:, : self.seen].clone()

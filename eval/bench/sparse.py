@@ -14,6 +14,7 @@ from turbo_hf.eval.bench.graphs import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rows import checked
 from turbo_hf.eval.bench.timing import Call, Stopwatch
+from turbo_hf.index import SPARE
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.quantize import dequantize
 from turbo_hf.ops.select import Rotary, assign, classify, score, visit
@@ -92,9 +93,10 @@ def make_layers(case: Case, width: str, choice: Choice, count: int, device: torc
 
 
 def in_order(index: torch.Tensor, lengths: Sequence[int], block: int, choice: Choice) -> torch.Tensor:
-    """Sort buckets [B, Hkv, 1, cap] in place, but for blocks of the dense part; returns the spans of whole blocks."""
+    """Sort buckets [B, Hkv, 1, cap] in place, as a cache does those of a prompt; returns the spans of whole blocks."""
     for row, length in enumerate(lengths):
-        begin, end = -(-choice.sink // block) * block, max(0, length - choice.window) // block * block
+        begin = -(-choice.sink // block) * block
+        end = max(0, length - choice.window - SPARE) // block * block
         index[row, :, :, begin:end] = index[row, :, :, begin:end].sort(-1).values
     blocks = index[:, :, 0, : index.shape[3] // block * block].unflatten(-1, (-1, block))
     return torch.stack(blocks.aminmax(dim=-1), -1)

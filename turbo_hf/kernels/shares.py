@@ -86,10 +86,10 @@ def list_kernel(
             apart = (span >> 16) - low
             near = (low >= 0) & (apart < 8)
             # the flags of 8 buckets from the lowest on, out of two words
-            word = visited + low // 8
-            shift = (low % 8 * 8).to(tl.uint64)
+            word = visited + (low >> 3)
+            shift = ((low & 7) * 8).to(tl.uint64)
             flags = tl.load(word, mask=near, other=0).to(tl.uint64, bitcast=True) >> shift
-            more = tl.load(word + 1, mask=near & (low % 8 + apart > 7), other=0).to(tl.uint64, bitcast=True)
+            more = tl.load(word + 1, mask=near & ((low & 7) + apart > 7), other=0).to(tl.uint64, bitcast=True)
             flags = flags | tl.where(shift > 0, more << (64 - shift) % 64, 0)
             hit = flags << (8 * (7 - tl.where(near, apart, 0))).to(tl.uint64)
             kept = kept | (hit != 0) | (near == 0)

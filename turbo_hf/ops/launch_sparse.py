@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache, lru_cache
+from threading import get_ident
 
 import torch
 import triton
@@ -174,9 +175,12 @@ def visit(
 
 @lru_cache(maxsize=16)
 def _workspace(
-    device: torch.device, stream: int, lists: int, room: int, outputs: int, shares: int, floats: int
+    device: torch.device, stream: int, thread: int, lists: int, room: int, outputs: int, shares: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
-    """Blocks listed, how many; arrival counters of outputs (zeros, as each launch leaves them); parts."""
+    """Blocks listed, how many; arrival counters of outputs (zeros, as each launch leaves them); parts.
+
+    Two launches use it, so that threads that share a stream have one each.
+    """
     return (
         torch.empty(lists * room, dtype=torch.int64, device=device),
         torch.empty(lists, dtype=torch.int32, device=device),
@@ -219,7 +223,7 @@ def sparse_decode(
     # workspace behind at each step
     room = triton.next_power_of_2(max(1, store.table.shape[1]))
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    shape = (q.device, stream, lists, room, lists * chunks, shares, per_output * (padded + 2))
+    shape = (q.device, stream, get_ident(), lists, room, lists * chunks, shares, per_output * (padded + 2))
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -239,7 +243,7 @@ def sparse_decode(
     places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
-    spanned = found if spans is None else spans.view(torch.int32)
+    spanned = found if spans is None else spans.contiguous().view(torch.int32)
     with torch.cuda.device_of(q):
         list_kernel[(lists,)](
             spanned, flags.view(torch.int64) if indexed else found, order,
@@ -250,7 +254,7 @@ def sparse_decode(
             q, out, lse, lse if sinks is None else sinks,
             tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            buckets if indexed else found, flags, order, *places, listed, found, parts, arrived,
+            found if buckets is None else buckets.contiguous(), flags, order, *places, listed, found, parts, arrived,
             found if read is None else read, q.stride(), room, cap,
             buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
             scaling, softcap or 0.0, sas_threshold or 0.0,

@@ -1,0 +1,33 @@
+"""Which of its newest tokens a layer can give up."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from turbo_hf.layer import TurboLayer
+
+
+def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
+    """How many tokens of each row `layer.crop(tokens_to_remove)` would remove; none of a layer without tokens.
+
+    Raises:
+        ValueError: a positive number, more columns than there are, or tokens that stay or go together with others:
+            those behind what a sliding window has dropped, and those in the order of their buckets.
+    """
+    if tokens_to_remove > 0:
+        raise ValueError(f"crop takes the number of tokens to remove as a negative number; got {tokens_to_remove}.")
+    if not (layer.is_initialized and tokens_to_remove):
+        return []
+    who = f"layer {layer.index}: crop({tokens_to_remove})"
+    if -tokens_to_remove > layer.seen:
+        raise ValueError(f"crop({tokens_to_remove}): the cache holds only {layer.seen} columns.")
+    counts = [-tokens_to_remove] * layer.rows
+    if layer.columns is not None:
+        counts = layer.columns[:, layer.seen + tokens_to_remove :].sum(-1).tolist()
+    for row, (count, held) in enumerate(zip(counts, layer.lengths(), strict=True)):
+        if held - count < min(held + layer.dropped[row] - count, (layer.window or 1) - 1):
+            raise ValueError(
+                f"{who} needs tokens that have left the sliding window of {layer.window}. Call "
+                "activate_past_recording() before the pass to be rolled back."
+            )
+        layer.bucket_index.require(row, held - count, who)
+    return counts
