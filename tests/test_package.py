@@ -26,7 +26,7 @@ LAYERS = [
         "turbo_hf.index",
         "turbo_hf.selectors",
     },
-    {"turbo_hf.layer", "turbo_hf.cache", "turbo_hf.rotary", "turbo_hf.steps"},
+    {"turbo_hf.layer", "turbo_hf.crop", "turbo_hf.cache", "turbo_hf.rotary", "turbo_hf.steps"},
     {"turbo_hf.masks", "turbo_hf.sparse", "turbo_hf.attention", "turbo_hf.memory", "turbo_hf.selfcheck"},
     {"turbo_hf.handle", "turbo_hf.graphs"},
     {"turbo_hf.patches"},
