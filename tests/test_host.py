@@ -122,7 +122,8 @@ def test_a_prompt_takes_few_operations_and_no_wait(
     layer = make()
     with counting(monkeypatch) as work:
         feed(layer, k, Chunk(150))
-    assert layer.pool.sealed == [2, 2] if layer.window is None else [1, 1]
+    # of a sparse layer the newest tokens stay open until the answer begins
+    assert layer.pool.sealed == ([2, 2] if layer.window is None and layer.selector is None else [1, 1])
     assert layer.due
     assert work.reads == 0
     assert sum(work.counts.values()) <= MOST, work.counts

@@ -3,8 +3,8 @@
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.reference.decode import attend
 from turbo_hf.reference.flash import Scoring
+from turbo_hf.reference.stored import attend
 
 
 def sparse_decode(
