@@ -50,11 +50,11 @@ def test_layers_share_nothing_and_are_ready() -> None:
     assert index_token(first, torch.randn(2, 2, 1, 64).half(), "reference").shape == (2, 2, 1)
 
 
-@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize(("width", "selector"), [*(("4", name) for name in SELECTORS), ("16", "kmeans")])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str, selector: str) -> None:
+def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str, width: str, selector: str) -> None:
     case = toy()
-    (layer,) = make_layers(case, "4", replace(SMALL, selector=selector), 1, CPU, 0)
+    (layer,) = make_layers(case, width, replace(SMALL, selector=selector), 1, CPU, 0)
     assert (layer.classifier is None, layer.rotary is None) == (selector != "saap", selector == "kmeans-rotated")
     q = torch.randn(2, 14, 1, 64).half()
     visited = select(layer, q, 4, backend)
@@ -104,7 +104,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--shape", "llama9"], "unknown shape llama9; shapes are llama3-8b"),
         (["--size", "1k"], "expected a size like 16x1k (rows x tokens); got '1k'."),
-        (["--width", "5"], "unknown width 5; choose from 8, 4, 3, 2, mixed."),
+        (["--width", "5"], "unknown width 5; choose from 16, 8, 4, 3, 2, mixed."),
         (["--share", "0"], "a share must be above 0 and at most 1; got [0.0]."),
         (["--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
     ],

@@ -500,7 +500,8 @@ def test_on_quantized_values(
         for head, column in ((0, 0), (1, 0), (0, 1), (1, 1)):
             buckets, seen = index[row, head].tolist(), visited[row, head, column].tolist()
             kept = kept_keys(codes.k.shape[1] - 2 + column, buckets, seen, 1, 20, 1)
-            own = Codes(*(x[head : head + 1, kept] for x in codes[:4]), codes.tile[kept])
+            k, k_scale, v, v_scale = (x[head : head + 1, kept] for x in codes[:4])
+            own = Codes(k, k_scale, v, v_scale, codes.tile[kept])
             at = (slice(row, row + 1), slice(4 * head, 4 * head + 4), slice(column, column + 1))
             part = AttentionOutput(got.out[at], got.lse[at])
             if threshold is None:

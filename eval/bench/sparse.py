@@ -8,7 +8,7 @@ import torch
 
 from turbo_hf.eval.bench.check import Check, poisoned
 from turbo_hf.eval.bench.decode import DecodeRow, Found, beside_fp16, check_heads, dense_step, new_row
-from turbo_hf.eval.bench.decode_cases import PLANS, Case, groups_of
+from turbo_hf.eval.bench.decode_cases import BLOCK, PLANS, Case, groups_of
 from turbo_hf.eval.bench.decode_store import one_head, packed_stores
 from turbo_hf.eval.bench.graphs import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
@@ -190,7 +190,7 @@ def run_case(
     """Check, then time a sparse step at each share of the buckets, the dense step and FP16 on one case.
 
     Args:
-        width: of `decode_cases.WIDTHS`, but 16. shares: of the buckets that are visited.
+        width: of `decode_cases.WIDTHS`. shares: of the buckets that are visited.
         backend, seed, seconds, stopwatch, copy, tell: as in `decode.run_case`.
 
     Returns:
@@ -214,9 +214,9 @@ def run_case(
 
 
 def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
-    """Bytes that a step must read: codes of the keys and values kept, all bucket numbers, the weights of the selection.
+    """Bytes that a step must read: codes and bucket numbers of what is kept, all spans, the weights of the selection.
 
-    Steps, zeros and scales of blocks are not counted: how many blocks are touched hangs on the buckets.
+    Steps, zeros and scales of blocks are not counted, nor what else lies in them: that hangs on the buckets.
     """
     heads = case.heads
     line = sum(slots * 2 * heads.dim * bits // 8 for bits, slots in groups_of(width, heads.kv))
@@ -224,7 +224,8 @@ def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
     weights = choice.buckets * heads.dim
     if choice.selector == "saap":
         weights += heads.dim * choice.hidden + choice.hidden * choice.buckets
-    return kept * line + 2 * heads.kv * (sum(case.lengths) + weights)
+    spans = sum(n // BLOCK for n in case.lengths)
+    return kept * (line + 2 * heads.kv) + heads.kv * (4 * spans + 2 * weights)
 
 
 def _sparse(

@@ -7,9 +7,8 @@ import typer
 
 from turbo_hf.config import BACKENDS
 from turbo_hf.console import Device, Json, err, fail, out
-from turbo_hf.eval.bench import decode_cases
 from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow
-from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, make_case
+from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, make_case
 from turbo_hf.eval.bench.decode_command import print_case
 from turbo_hf.eval.bench.ending import finish, keep, untimed
 from turbo_hf.eval.bench.facts import facts, headline
@@ -19,8 +18,6 @@ from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
 SIZES = ("1x32k", "1x131k", "1x524k")
 SHARES = (0.01, 0.02, 0.04, 0.08)
-WIDTHS = tuple(width for width in decode_cases.WIDTHS if width != "16")
-"""Heads of 16 bit have no sparse decode."""
 
 
 def sparse_command(
@@ -43,7 +40,8 @@ def sparse_command(
 ) -> None:
     """One sparse decode step beside a dense one and FP16: index, selection and attention, checked first, then timed.
 
-    Keys lie in buckets by chance, the hardest case for memory. Exit 1 where a result is wrong, which is not timed.
+    Keys fall into buckets by chance, and stand in their order as those of a prompt do. Exit 1 where a result is wrong,
+    which is not timed.
     """
     try:
         one_of("width", width, WIDTHS)
