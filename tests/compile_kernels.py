@@ -64,13 +64,13 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     store = make_store(k, v, [150, 70], groups=groups)
     q = torch.zeros(2, heads, 1, dim, dtype=dtype)
     index = launch_sparse.assign(k.to(dtype), torch.zeros(2, 1024, dim, dtype=torch.float16))
-    launch_sparse.assign(k[:, :, :1].to(dtype), torch.zeros(2, 1024, dim, dtype=torch.float16))
     shapes = {"weight_1": (2, dim, 512), "bias_1": (2, 512), "weight_2": (2, 512, 1024), "bias_2": (2, 1024)}
     model = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}
     grouped, turn = q.unflatten(1, (2, -1)).transpose(2, 3), (torch.zeros(1, 1, dim), torch.zeros(1, 1, dim))
     launch_sparse.classify(grouped, model, rotary=turn)
-    logits = launch_sparse.classify(grouped, model)
-    launch_sparse.score(grouped, torch.zeros(2, 1024, dim, dtype=torch.float16), rotary=turn)
+    centroids = torch.zeros(2, 1024, dim, dtype=torch.float16)
+    _, logits = launch_sparse.look_up(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
+    launch_sparse.look_up(k[:, :, :1].to(dtype), grouped, centroids)
     launch_sparse.visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
     visited = launch_sparse.visit(logits, probes=32)[:, :, :, None]
     plain: dict[str, Any] = {"scaling": 0.1, "sink_tokens": 1, "window_tokens": 2047}

@@ -12,12 +12,11 @@ from bench_support import CPU, check_refused, last_json, run
 from turbo_hf.eval.bench import sparse as bench
 from turbo_hf.eval.bench.decode_cases import Case, make_case
 from turbo_hf.eval.bench.sparse import (
-    INDEX,
+    NO_INDEX,
     SELECTORS,
     Choice,
     attention,
     check_sparse,
-    index_token,
     make_layers,
     select,
 )
@@ -47,7 +46,6 @@ def test_layers_share_nothing_and_are_ready() -> None:
     assert not torch.equal(first.centroids, second.centroids)
     assert first.index.shape == (2, 2, 1, 150)
     assert int(first.index.max()) < 16
-    assert index_token(first, torch.randn(2, 2, 1, 64).half(), "reference").shape == (2, 2, 1)
 
 
 @pytest.mark.parametrize(("width", "selector"), [*(("4", name) for name in SELECTORS), ("16", "kmeans")])
@@ -57,7 +55,8 @@ def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str, width: str, 
     (layer,) = make_layers(case, width, replace(SMALL, selector=selector), 1, CPU, 0)
     assert (layer.classifier is None, layer.rotary is None) == (selector != "saap", selector == "kmeans-rotated")
     q = torch.randn(2, 14, 1, 64).half()
-    visited = select(layer, q, 4, backend)
+    visited = select(layer, q, torch.randn(2, 2, 1, 64).half(), 4, backend)
+    assert torch.equal(visited, select(layer, q, None, 4, backend))
     assert visited.shape == (2, 2, 1, 1, 16)
     assert bool((visited.sum(-1) == 4).all())
     got = attention(layer, q, visited, SMALL, backend)
@@ -70,16 +69,16 @@ def test_the_table_the_json_and_the_file(tmp_path: Path) -> None:
     result = run(*TOY, "--share", "0.5", "--out", str(tmp_path / "new"), "--json")
     report = last_json(result)
     assert report == json.loads((tmp_path / "new" / "sparse.json").read_text())
-    rows = {row["method"]: row for row in report["rows"]}
-    assert list(rows) == ["SDPA math", "4 bit", INDEX, "4 bit, 25.00%", "4 bit, 50.00%"]
+    rows, steps = {row["method"]: row for row in report["rows"]}, ("4 bit, 25.00%", "4 bit, 50.00%")
+    assert list(rows) == ["SDPA math", "4 bit", *(name + part for name in steps for part in ("", NO_INDEX))]
     for row in rows.values():
         assert row["us"] > 0
-    for name in ("4 bit, 25.00%", "4 bit, 50.00%"):
+    for name in steps:
         assert rows[name]["check"]["worst"] <= rows[name]["check"]["budget"]
         assert set(rows[name]["speedup"]) == {"SDPA math"}
     assert "4 of 16 buckets" in rows["4 bit, 25.00%"]["note"]
     assert rows["4 bit, 25.00%"]["bytes"] < rows["4 bit, 50.00%"]["bytes"]
-    assert f"{INDEX} is" in result.stdout
+    assert "4 bit, 25.00%: indexing the new token is" in result.stdout
     assert "On a CPU" in result.stdout
 
 
@@ -96,6 +95,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["4 bit, 25.00%"]["us"] is None
     assert "wrong: a query is off by" in rows["4 bit, 25.00%"]["note"]
     assert rows["4 bit"]["us"] > 0
+    assert "4 bit, 25.00%" + NO_INDEX not in rows
     assert index_shares([]) == []
 
 

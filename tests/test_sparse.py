@@ -1,7 +1,7 @@
 """`select` and `sparse_decode` against plain Python lists of buckets and keys, and attention in float64."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from test_sas import check_sas
 from torch import Tensor
 
 from turbo_hf.layout import BITS, AttentionOutput, KVStore
-from turbo_hf.ops.select import assign, classify, score, visit
+from turbo_hf.ops.select import assign, classify, look_up, score, visit
 from turbo_hf.ops.sparse import sparse_decode
 from turbo_hf.ops.tuning import DecodeTiles
 
@@ -33,10 +33,26 @@ def backend(request: pytest.FixtureRequest) -> str:
 # --- buckets of keys ------------------------------------------------------------------------------------------------
 
 
+def assign_new(keys: Tensor, centroids: Tensor, *, rotary: tuple[Tensor, Tensor] | None = None, backend: str) -> Tensor:
+    """`assign`, as a step does it: beside the logits of queries."""
+    queries = torch.randn(*keys.shape[:3], 3, keys.shape[3], device=keys.device).to(keys.dtype)
+    found, logits = look_up(keys, queries, centroids, rotary=rotary, backend=backend)
+    assert torch.equal(logits, score(queries, centroids, rotary=rotary, backend=backend))
+    model = some_classifier(centroids.shape[0], keys.shape[3], 20, 9, keys.device)
+    again, logits = look_up(keys, queries, centroids, model, rotary=rotary, backend=backend)
+    assert torch.equal(again, found)
+    assert torch.equal(logits, classify(queries, model, rotary=rotary, backend=backend))
+    return found
+
+
+WAYS = pytest.mark.parametrize("assign", [assign, assign_new])
+
+
+@WAYS
 @pytest.mark.parametrize("dim", [16, 80, 128])
 @pytest.mark.parametrize(("keys", "buckets"), [(1, 8), (5, 37), (130, 200)])
 def test_a_key_goes_to_its_nearest_centroid(
-    keys: int, buckets: int, dim: int, device: torch.device, backend: str
+    assign: Callable[..., Tensor], keys: int, buckets: int, dim: int, device: torch.device, backend: str
 ) -> None:
     # numbers of few bits: products are exact, whatever the order of the sums
     k = torch.randint(-4, 5, (2, 3, keys, dim), device=device).half().transpose(1, 2).contiguous().transpose(1, 2)
@@ -52,10 +68,11 @@ def test_a_key_goes_to_its_nearest_centroid(
                 assert found[row, head, key] == next(i for i, x in enumerate(score[key].tolist()) if x == best)
 
 
+@WAYS
 @pytest.mark.parametrize("broken", [torch.nan, -torch.nan, torch.inf])
 @pytest.mark.parametrize("buckets", [5, 100])
 def test_a_key_that_is_not_finite_has_some_bucket(
-    buckets: int, broken: float, device: torch.device, backend: str
+    assign: Callable[..., Tensor], buckets: int, broken: float, device: torch.device, backend: str
 ) -> None:
     k, centroids = torch.randn(2, 3, 4, 16, device=device), torch.randn(3, buckets, 16, device=device)
     want = assign(k, centroids, backend=backend)
@@ -83,10 +100,11 @@ def some_rotary(rows: int, columns: int, channels: int, device: torch.device) ->
     return 1.25 * angle.cos(), 1.25 * angle.sin()
 
 
+@WAYS
 @pytest.mark.parametrize(("dim", "channels"), [(64, 64), (80, 32)])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rotary_embedding_is_undone_on_the_way(
-    rows: int, dim: int, channels: int, device: torch.device, backend: str
+    assign: Callable[..., Tensor], rows: int, dim: int, channels: int, device: torch.device, backend: str
 ) -> None:
     rotary = some_rotary(rows, 3, channels, device)
     plain = torch.randn(2, 3, 3, dim, device=device)

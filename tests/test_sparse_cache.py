@@ -374,9 +374,10 @@ def test_mass_is_that_of_the_keys_that_the_buckets_hold() -> None:
     selector = Classifier(chosen, 1, torch.nn.functional.normalize(torch.randn(3, 8, 16), dim=-1), weights)
     assert selector.weighs == 8
     queries = torch.randn(2, 3, 1, 2, 16)
-    visited = selector.visited(queries, None, sizes)
+    _, logits = selector.look_up(torch.randn(2, 3, 1, 16), queries)
+    visited = selector.visited(logits, sizes)
     assert visited is not None
-    each = selector.logits(queries, None).mean(3)
+    each = classify(weights, queries.permute(1, 0, 2, 3, 4).flatten(1, 3)).view(3, 2, 1, 2, 8).transpose(0, 1).mean(3)
     told = each.exp() * sizes[:, :, None]
     share = told / told.sum(-1, keepdim=True)
     seen = visited[:, :, :, 0]

@@ -19,7 +19,7 @@ from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.ops.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import prefill_mode
-from turbo_hf.sparse import Source, attend_sparse, new_buckets
+from turbo_hf.sparse import Source, attend_sparse, look_up, new_buckets
 
 NAME = "turbo_hf"
 """What `config._attn_implementation` says on a patched model."""
@@ -180,11 +180,13 @@ def _compressed(
     mode, window = prefill_mode(layer.config.prompt_attention, q), layer.window
     threshold = sas_threshold(layer.config, layer.seen + chunk.tokens)
     with torch.no_grad():
-        buckets = new_buckets(layer, source, key, chunk)
-        if layer.selector is not None and layer.is_decoding(chunk.tokens):
+        decoding = layer.is_decoding(chunk.tokens)
+        buckets = None if decoding else new_buckets(layer, source, key, chunk)
+        if layer.selector is not None and decoding:
+            buckets, asked = look_up(layer, source, query, key, chunk)
             layer.append(k, v, chunk, buckets, defer=True)
-            result = attend_sparse(layer, source, query, chunk, starts, scaling, softcap, sinks, threshold)
-        elif layer.is_decoding(chunk.tokens):
+            result = attend_sparse(layer, asked, query, chunk, starts, scaling, softcap, sinks, threshold)
+        elif decoding:
             layer.append(k, v, chunk, defer=True)
             result = decode(
                 rotate_queries(q, layer.config.backend) if layer.config.rotates else q,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from turbo_hf.config import SparseConfig
-from turbo_hf.ops.select import Rotary, assign, classify, score, visit
+from turbo_hf.ops.select import Rotary, assign, look_up, visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +93,17 @@ class Selector:
         """
         return None
 
-    def visited(
-        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """bool [B, Hkv, M, tables, C] of queries [B, Hkv, M, G, D], grouped by KV head; None: none is visited.
+    def look_up(
+        self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Buckets of new keys, as `buckets` gives them, and what `visited` wants to know of their queries.
+
+        queries: [B, Hkv, M, G, D], grouped by KV head. rotary: of both, as in `buckets`.
+        """
+        return self.buckets(keys, rotary), queries
+
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        """bool [B, Hkv, M, tables, C] from what `look_up` says of queries; None: none is visited.
 
         sizes: float [B, Hkv, C], keys in each bucket beyond the dense part, where the selector `weighs` them.
         """
@@ -150,17 +157,20 @@ class Centroids(Selector):
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return assign(keys, self._on("centroids", keys.device), rotary=rotary, backend=self.backend)[:, :, None]
 
-    def visited(
-        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        return self._visit(self.logits(queries, rotary), sizes)
+    def look_up(
+        self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Buckets, and logits [B, Hkv, M, 1, C]."""
+        weights = {name: self._on(name, keys.device) for name in self._weights}
+        centroids = weights.pop("centroids")
+        found, logits = look_up(keys, queries, centroids, weights or None, rotary=rotary, backend=self.backend)
+        return found[:, :, None], logits
+
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        return self._visit(asked, sizes)
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._weights.values())
-
-    def logits(self, queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        """What the visits are chosen by: float [B, Hkv, M, G, C], G = 1 where heads of a group are added."""
-        return score(queries, self._on("centroids", queries.device), rotary=rotary, backend=self.backend)
 
     def __str__(self) -> str:
         count = self._weights["centroids"].shape[1]
@@ -186,11 +196,12 @@ class Classifier(Centroids):
         self._weights |= classifier
         self.weighs = centroids.shape[1] if config.mass is not None else 0
 
-    def logits(self, queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-        weights = {name: self._on(name, queries.device) for name in self._weights if name != "centroids"}
-        total = classify(queries, weights, rotary=rotary, backend=self.backend)
+    def look_up(
+        self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        found, total = super().look_up(keys, queries, rotary)
         # shares of mass are those of the heads' mean
-        return total if self.config.mass is None else total / queries.shape[3]
+        return found, total if self.config.mass is None else total / queries.shape[3]
 
 
 class Hash(Selector):
@@ -221,10 +232,8 @@ class Hash(Selector):
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return self._codes(keys).to(torch.int16).movedim(-1, 2)
 
-    def visited(
-        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        code = self._codes(queries)
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        code = self._codes(asked)
         bucket = torch.arange(2**self.bits, device=code.device)
         if self.ordered:
             # the bins around that of the nearest query head; each bin is an equal part of the codes
@@ -245,10 +254,8 @@ class Reformer(Selector):
         shared = self._random(keys).mT.expand(keys.shape[1], -1, -1).contiguous()
         return assign(keys, shared, backend=self.backend)[:, :, None]
 
-    def visited(
-        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        return self._visit(queries.float() @ self._random(queries))
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        return self._visit(asked.float() @ self._random(asked))
 
 
 class Chance(Selector):
@@ -265,11 +272,9 @@ class Chance(Selector):
         drawn = torch.randint(self.config.buckets, (*keys.shape[:2], 1, keys.shape[2]), generator=self._seeded)
         return drawn.to(keys.device, torch.int16)
 
-    def visited(
-        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        drawn = torch.rand(*queries.shape[:3], 1, self.config.buckets, generator=self._seeded)
-        return self._visit(drawn.to(queries.device))
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        drawn = torch.rand(*asked.shape[:3], 1, self.config.buckets, generator=self._seeded)
+        return self._visit(drawn.to(asked.device))
 
 
 def _directions(shape: tuple[int, int], seed: int, device: torch.device) -> torch.Tensor:

@@ -55,9 +55,28 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
     return torch.take_along_dim(found, chunk.gather[:, None, None], 3)
 
 
+def look_up(
+    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: Chunk
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector says of its queries.
+
+    query: [B, Hq, M, D], key: [B, Hkv, M, D], as the model gives them. None and None where the layer keeps no buckets.
+    """
+    selector = layer.selector
+    if selector is None or not selector.tables:
+        return None, None
+    rotary = None
+    if selector.plain:
+        # columns that are moved take their rotation along: undo it before
+        fused = chunk.gather is None
+        (query, rotary), (key, _) = source.plain(query, fused=fused), source.plain(key, fused=fused)
+    grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
+    return selector.look_up(chunk.align(key), grouped, rotary)
+
+
 def attend_sparse(
     layer: TurboLayer,
-    source: Source,
+    asked: torch.Tensor | None,
     query: torch.Tensor,
     chunk: Chunk,
     starts: torch.Tensor | None,
@@ -68,16 +87,14 @@ def attend_sparse(
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
-    The layer holds the new tokens already. threshold: of SAS, None without it.
+    The layer holds the new tokens already. asked: what `look_up` says of the queries. threshold: of SAS, None without
+    it.
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
     visited = None
-    if selector.tables:
-        # columns that are moved take their rotation along: undo it before
-        asked, rotary = source.plain(query, fused=chunk.gather is None) if selector.plain else (query, None)
-        grouped = chunk.align(asked).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-        visited = selector.visited(grouped, rotary, _sizes(layer) if selector.weighs else None)
+    if asked is not None:
+        visited = selector.visited(asked, _sizes(layer) if selector.weighs else None)
     sink, window = selector.config.sink_tokens, selector.window
     if layer.step is None:
         # who runs a step counts it: a replay would not

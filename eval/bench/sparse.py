@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,15 +18,15 @@ from turbo_hf.eval.bench.timing import Call, Stopwatch
 from turbo_hf.index import SPARE
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.quantize import dequantize
-from turbo_hf.ops.select import Rotary, assign, classify, score, visit
+from turbo_hf.ops.select import Rotary, classify, look_up, score, visit
 from turbo_hf.ops.sparse import sparse_decode
 from turbo_hf.reference import sparse as reference
 
 SELECTORS = ("saap", "kmeans", "kmeans-rotated")
 """What chooses the buckets: the query classifier, or centroids, of keys before or after rotary embedding."""
 
-INDEX = "index a token"
-"""The row of what a sparse layer does for a new token besides storing it: its bucket, which is stored with it."""
+NO_INDEX = ", no index"
+"""The row of a step that does not ask for the bucket of its new token: the difference is what indexing costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +103,27 @@ def in_order(index: torch.Tensor, lengths: Sequence[int], block: int, choice: Ch
     return torch.stack(blocks.aminmax(dim=-1), -1)
 
 
-def index_token(layer: Layer, k: torch.Tensor, backend: str) -> torch.Tensor:
-    """The bucket of the newest token of each row. k: [B, Hkv, 1, D] after rotary embedding."""
-    return assign(k, layer.centroids, rotary=layer.rotary, backend=backend)
+def select(layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, backend: str) -> torch.Tensor:
+    """The buckets that a query visits; of the newest token of each row, the bucket is found too.
 
-
-def select(layer: Layer, q: torch.Tensor, probes: int, backend: str) -> torch.Tensor:
-    """The buckets that a query visits. q: [B, Hq, 1, D] after rotary embedding."""
+    q: [B, Hq, 1, D]; k: [B, Hkv, 1, D], both after rotary embedding; None: its bucket is not asked for.
+    """
     grouped = q.unflatten(1, (layer.centroids.shape[0], -1)).transpose(2, 3)
-    if layer.classifier is None:
-        logits = score(grouped, layer.centroids, rotary=layer.rotary, backend=backend)
+    how: dict[str, Any] = {"rotary": layer.rotary, "backend": backend}
+    if k is not None:
+        _, logits = look_up(k, grouped, layer.centroids, layer.classifier, **how)
+    elif layer.classifier is None:
+        logits = score(grouped, layer.centroids, **how)
     else:
-        logits = classify(grouped, layer.classifier, rotary=layer.rotary, backend=backend)
+        logits = classify(grouped, layer.classifier, **how)
     return visit(logits, probes=probes, backend=backend)[:, :, :, None]
 
 
-def step(layer: Layer, q: torch.Tensor, k: torch.Tensor, probes: int, choice: Choice, backend: str) -> AttentionOutput:
+def step(
+    layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, choice: Choice, backend: str
+) -> AttentionOutput:
     """All that a sparse layer does in a step but storing the token: index, selection, attention."""
-    index_token(layer, k, backend)
-    visited = select(layer, q, probes, backend)
-    return attention(layer, q, visited, choice, backend)
+    return attention(layer, q, select(layer, q, k, probes, backend), choice, backend)
 
 
 def attention(
@@ -194,7 +196,7 @@ def run_case(
         backend, seed, seconds, stopwatch, copy, tell: as in `decode.run_case`.
 
     Returns:
-        FP16, the dense step over the same width, indexing a token, a sparse step for each share.
+        FP16, the dense step over the same width, a sparse step for each share, with the index of its token and without.
     """
     device = stopwatch.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -205,11 +207,15 @@ def run_case(
     found = [dense_step(case, width, q, backend, PLANS[0], seed)]
     sizes = {share: sparse_bytes(case, width, share, choice) for share in shares}
     layers = make_layers(case, width, choice, cold_copies(min(sizes.values()), device), device, seed + 1)
-    indexing = Rotation([partial(index_token, layer, k, backend) for layer in layers], device)
-    found.append((new_row(case, INDEX, True, layers[0].centroids.nbytes), indexing))
     for share in shares:
         tell(f"{case}: {width} bit, {share:.2%} of the buckets")
-        found.append(_sparse(case, width, share, layers, q, k, choice, backend, sizes[share]))
+        row, rotation = _sparse(case, width, share, layers, q, k, choice, backend, sizes[share])
+        found.append((row, rotation))
+        if rotation is not None:
+            calls: list[Call] = [
+                partial(step, each, q, None, _probes(share, choice), choice, backend) for each in layers
+            ]
+            found.append((replace(row, method=row.method + NO_INDEX, note=""), Rotation(calls, device)))
     return beside_fp16(case, q, generator, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
 
 
@@ -228,6 +234,10 @@ def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
     return kept * (line + 2 * heads.kv) + heads.kv * (4 * spans + 2 * weights)
 
 
+def _probes(share: float, choice: Choice) -> int:
+    return max(1, round(share * choice.buckets))
+
+
 def _sparse(
     case: Case,
     width: str,
@@ -240,14 +250,13 @@ def _sparse(
     size: int,
 ) -> Found:
     """The row of one share with its check, and what to time if the result is right."""
-    probes = max(1, round(share * choice.buckets))
+    probes = _probes(share, choice)
     read = torch.zeros(1, dtype=torch.int64, device=q.device)
 
     def prepare() -> tuple[Check, Callable[[], Rotation]]:
         layer = layers[0]
         with poisoned():
-            index_token(layer, k, backend)
-            visited = select(layer, q, probes, backend)
+            visited = select(layer, q, k, probes, backend)
             got = attention(layer, q, visited, choice, backend, read)
         check = check_sparse(case, q, layer, visited, choice, got)
         calls: list[Call] = [partial(step, each, q, k, probes, choice, backend) for each in layers]

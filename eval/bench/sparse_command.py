@@ -13,7 +13,7 @@ from turbo_hf.eval.bench.decode_command import print_case
 from turbo_hf.eval.bench.ending import finish, keep, untimed
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of
-from turbo_hf.eval.bench.sparse import INDEX, SELECTORS, Choice, run_case
+from turbo_hf.eval.bench.sparse import NO_INDEX, SELECTORS, Choice, run_case
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
 SIZES = ("1x32k", "1x131k", "1x524k")
@@ -80,9 +80,11 @@ def sparse_command(
 
 
 def index_shares(rows: list[DecodeRow]) -> list[str]:
-    """What indexing a token costs of each sparse step, of which it is a part."""
-    index = next((row.us for row in rows if row.method == INDEX), None)
-    steps = [row for row in rows if row.method.endswith("%") and row.us is not None]
-    if index is None:
-        return []
-    return [f"{row.method}: {INDEX} is {index / row.us:.0%} of the step." for row in steps if row.us]
+    """What finding the bucket of the new token takes of each sparse step."""
+    us = {row.method: row.us for row in rows}
+    lines = []
+    for method, whole in us.items():
+        without = us.get(method + NO_INDEX)
+        if whole and without:
+            lines.append(f"{method}: indexing the new token is {1 - without / whole:.1%} of the step.")
+    return lines

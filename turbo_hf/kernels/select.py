@@ -48,42 +48,6 @@ def _keys(
 
 
 @triton.jit
-def assign_few_kernel(
-    keys_ptr,  # [B, Hkv, M, D]
-    centroids_ptr,  # [Hkv, C, D]
-    out_ptr,  # int16 [B, Hkv, M]
-    cos_ptr, sin_ptr,  # [1 or B, M, ROTARY]
-    best_ptr, arrived_ptr,  # int64 [B * Hkv, TOKENS], the least integers, and int32 [B * Hkv], zeros, before and after
-    strides, rotary_stride, tokens, buckets,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
-    ROTARY: tl.constexpr,
-):  # fmt: skip
-    """Up to TOKENS keys of one row and head against TILE centroids; the last tile to arrive writes the best of all."""
-    pair = tl.program_id(1).to(tl.int64)
-    row, head = pair // HEADS, pair % HEADS
-    n = tl.arange(0, TOKENS)
-    d = tl.arange(0, DP)
-    keys = _keys(keys_ptr, cos_ptr, sin_ptr, strides, rotary_stride, row, head, n, tokens, d, D, ROTARY)
-    c = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    where = (head * buckets + c)[None, :] * D + d[:, None]
-    tile = tl.load(centroids_ptr + where, mask=(c < buckets)[None, :] & (d < D)[:, None], other=0.0)
-    score = tl.dot(keys.to(tile.dtype), tile, input_precision="ieee")
-    # NaN too: beside it a place without a centroid would be the largest
-    score = tl.where((c < buckets)[None, :] & (score == score), score, -float("inf"))
-    top, index = tl.max(score, 1, return_indices=True)
-    # the best score in the high half, and of equals the first in the low half
-    found = ((_ordered(top) - 2147483648) << 32) + (4294967295 - (tl.program_id(0) * TILE + index).to(tl.int64))
-    tl.atomic_max(best_ptr + pair * TOKENS + n, found, mask=n < tokens, sem="relaxed")
-    tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + pair, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(arrived_ptr + pair, 0)
-        best = tl.load(best_ptr + pair * TOKENS + n, mask=n < tokens, other=0, cache_modifier=".cg")
-        tl.store(out_ptr + pair * tokens + n, (4294967295 - (best & 4294967295)).to(tl.int16), mask=n < tokens)
-        least = tl.full([TOKENS], 1, tl.int64) << 63
-        tl.store(best_ptr + pair * TOKENS + n, least, mask=n < tokens)
-
-
-@triton.jit
 def assign_kernel(
     keys_ptr,  # [B, Hkv, M, D]
     centroids_ptr,  # [Hkv, C, D]
@@ -107,7 +71,8 @@ def assign_kernel(
         where = (head * buckets + c)[None, :] * D + d[:, None]
         tile = tl.load(centroids_ptr + where, mask=(c < buckets)[None, :] & (d < D)[:, None], other=0.0)
         score = tl.dot(keys, tile, input_precision="ieee")
-        score = tl.where((c < buckets)[None, :], score, -float("inf"))
+        # NaN too: beside it a place without a centroid would be the largest
+        score = tl.where((c < buckets)[None, :] & (score == score), score, -float("inf"))
         top, index = tl.max(score, 1, return_indices=True)
         found = tl.where(top > best, start + index, found)
         best = tl.maximum(best, top)
@@ -174,14 +139,16 @@ def rank_kernel(
     """One KV head and query: which of OWN buckets are among its `count` best, of equals the first. G: padded."""
     n = tl.program_id(0).to(tl.int64)
     at = logits_ptr + n * group * buckets
-    own = tl.program_id(1) * OWN + tl.arange(0, OWN)
-    u = _rank_of(at, own, group, buckets, G)[:, None]
-    better = tl.zeros([OWN], tl.int32)
+    begin = tl.program_id(1) * OWN
+    own = begin + tl.arange(0, OWN)
+    u = _rank_of(at, own, group, buckets, G)
+    # of its own buckets one by one; of all those before them, equals are better too
+    better = tl.sum(((u[None, :] == u[:, None]) & (own[None, :] < own[:, None])).to(tl.int32), 1)
     for start in tl.range(0, buckets, TILE, num_stages=1):
         c = start + tl.arange(0, TILE)
-        other = _rank_of(at, c, group, buckets, G)[None, :]
-        before = (other == u) & (c[None, :] < own[:, None])
-        better += tl.sum(((other > u) | before).to(tl.int32), 1)
+        other = _rank_of(at, c, group, buckets, G)
+        other = tl.where((c < begin) & (other < 2147483647), other + 1, other)
+        better += tl.sum((other[None, :] > u[:, None]).to(tl.int32), 1)
     tl.store(out_ptr + n * buckets + own, (better < count).to(tl.uint8), mask=own < buckets)
 
 
@@ -218,26 +185,56 @@ def visit_kernel(
 
 
 @triton.jit
-def layer_kernel(
-    q_ptr,  # [B, Hkv, M, G, D]
-    weight_ptr, bias_ptr,  # [Hkv, D, units] by its strides, [Hkv, units]
-    out_ptr,  # float32 [B, Hkv, M, units]
-    cos_ptr, sin_ptr,  # [1 or B, M, ROTARY]
-    strides, weight_strides, rotary_stride, tokens, queries, heads, units,
-    GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    ROTARY: tl.constexpr, RELU: tl.constexpr,
+def _nearest(
+    tile, chunk, head, chunks, new, cos_ptr, sin_ptr, strides, rotary_stride, tokens, queries, heads, buckets,
+    KEYS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """A linear layer for ROWS // G tokens of one KV head, TILE units, added over the query heads of a group.
+    """KEYS new keys of one KV head, of any rows, against TILE centroids; the last tile that arrives writes the best.
 
-    tokens: of all rows. G: the group, padded. RELU: with a bias and a ReLU, the first layer of a classifier; otherwise
-    inner products, as with centroids.
+    new: (keys [B, Hkv, M, D], centroids [Hkv, C, D], out int16 [B, Hkv, M], best int64 [Hkv, chunks, KEYS], the least
+    integers, and arrived int32 [Hkv, chunks], zeros, both before and after). strides: of the keys. Of equals the first.
     """
-    head = tl.program_id(1)
-    i = tl.program_id(2) * (ROWS // G) + tl.arange(0, ROWS) // G
+    keys_ptr, centroids_ptr, out_ptr, best_ptr, arrived_ptr = new
+    i = chunk * KEYS + tl.arange(0, KEYS)
+    row, query = (i // queries).to(tl.int64), i % queries
+    live = i < tokens
+    d = tl.arange(0, DP)
+    turn = row * rotary_stride + query * ROTARY
+    at = keys_ptr + row * strides[0] + head * strides[1] + query * strides[2]
+    ok = live[:, None] & (d < D)[None, :]
+    keys = _unrotated(at, strides[3], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
+    c = tile * TILE + tl.arange(0, TILE)
+    where = centroids_ptr + (head.to(tl.int64) * buckets + c)[None, :] * D + d[:, None]
+    centroids = tl.load(where, mask=(c < buckets)[None, :] & (d < D)[:, None], other=0.0)
+    score = tl.dot(keys.to(centroids.dtype), centroids, input_precision="ieee")
+    score = tl.where((c < buckets)[None, :] & (score == score), score, -float("inf"))
+    top, index = tl.max(score, 1, return_indices=True)
+    # the best score in the high half, and of equals the first in the low half
+    found = (_signed(top).to(tl.int64) << 32) + (4294967295 - (tile * TILE + index).to(tl.int64))
+    best = best_ptr + (head * chunks + chunk) * KEYS + tl.arange(0, KEYS)
+    tl.atomic_max(best, found, mask=live, sem="relaxed")
+    tl.debug_barrier()
+    arrived = arrived_ptr + head * chunks + chunk
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.cdiv(buckets, TILE) - 1:
+        tl.store(arrived, 0)
+        found = tl.load(best, mask=live, other=0, cache_modifier=".cg")
+        n = (row * heads + head) * queries + query
+        tl.store(out_ptr + n, (4294967295 - (found & 4294967295)).to(tl.int16), mask=live)
+        tl.store(best, tl.full([KEYS], 1, tl.int64) << 63, mask=live)
+
+
+@triton.jit
+def _layer(
+    tile, chunk, head, q_ptr, weight_ptr, bias_ptr, out_ptr, cos_ptr, sin_ptr, strides, weight_strides, rotary_stride,
+    tokens, queries, heads, units, GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    """A linear layer for ROWS // G tokens of one KV head, TILE units, added over the query heads of a group."""
+    i = chunk * (ROWS // G) + tl.arange(0, ROWS) // G
     g = tl.arange(0, ROWS) % G
     row, query = (i // queries).to(tl.int64), i % queries
     d = tl.arange(0, DP)
-    unit = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    unit = tile * TILE + tl.arange(0, TILE)
     inside = unit < units
     own = weight_ptr + head.to(tl.int64) * weight_strides[0]
     where = own + d[:, None] * weight_strides[1] + unit[None, :] * weight_strides[2]
@@ -252,9 +249,42 @@ def layer_kernel(
         bias = tl.load(bias_ptr + head * units + unit, mask=inside, other=0.0).to(tl.float32)
         x = tl.where(live[:, None], tl.maximum(x + bias[None, :], 0.0), 0.0)
     x = tl.sum(tl.reshape(x, (ROWS // G, G, TILE)), 1)
-    i = tl.program_id(2) * (ROWS // G) + tl.arange(0, ROWS // G)
+    i = chunk * (ROWS // G) + tl.arange(0, ROWS // G)
     n = ((i // queries).to(tl.int64) * heads + head) * queries + i % queries
     tl.store(out_ptr + n[:, None] * units + unit[None, :], x, mask=(i < tokens)[:, None] & inside[None, :])
+
+
+@triton.jit
+def layer_kernel(
+    q_ptr,  # [B, Hkv, M, G, D]
+    weight_ptr, bias_ptr,  # [Hkv, D, units] by its strides, [Hkv, units]
+    out_ptr,  # float32 [B, Hkv, M, units]
+    cos_ptr, sin_ptr,  # [1 or B, M, ROTARY]
+    new,  # as in `_nearest`
+    strides, weight_strides, key_strides, rotary_stride, tokens, queries, heads, units, buckets,
+    GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    ROTARY: tl.constexpr, RELU: tl.constexpr, KEYS: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """A linear layer on queries; and new keys, KEYS at a time, against NEAR centroids in programs of their own.
+
+    tokens: of all rows. G: the group, padded. RELU: with a bias and a ReLU, the first layer of a classifier; otherwise
+    inner products, as with centroids. KEYS: 0 without keys.
+    """
+    tile, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles = tl.cdiv(units, TILE)
+    if tile < tiles:
+        if chunk * (ROWS // G) < tokens:
+            _layer(
+                tile, chunk, head, q_ptr, weight_ptr, bias_ptr, out_ptr, cos_ptr, sin_ptr, strides, weight_strides,
+                rotary_stride, tokens, queries, heads, units, GROUP, G, ROWS, D, DP, TILE, ROTARY, RELU,
+            )  # fmt: skip
+    elif KEYS > 0:
+        chunks = tl.cdiv(tokens, KEYS)
+        if chunk < chunks:
+            _nearest(
+                tile - tiles, chunk, head, chunks, new, cos_ptr, sin_ptr, key_strides, rotary_stride, tokens, queries,
+                heads, buckets, KEYS, NEAR, D, DP, ROTARY,
+            )  # fmt: skip
 
 
 @triton.jit

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from threading import get_ident
+from typing import NamedTuple
 
 import torch
 import triton
 
 from turbo_hf.kernels.select import (
-    assign_few_kernel,
     assign_kernel,
     layer_kernel,
     logits_kernel,
@@ -41,35 +41,12 @@ def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, t
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
 
 
-FEW = 16
-"""Tokens up to which the centroids of a head are shared out among programs."""
-
-
-@cache
-def _bests(device: torch.device, stream: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What programs of one head compare their best centroids by, and their counters: as each launch leaves them."""
-    with torch.inference_mode(False):
-        least = torch.full((pairs, FEW), torch.iinfo(torch.int64).min, dtype=torch.int64, device=device)
-        return least, torch.zeros(pairs, dtype=torch.int32, device=device)
-
-
 def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     """`ops.select.assign`."""
     batch, heads, tokens, dim = keys.shape
     out = torch.empty(batch, heads, tokens, dtype=torch.int16, device=keys.device)
     padded = max(16, triton.next_power_of_2(dim))
     cos, sin, stride, turned = _turns(rotary, keys)
-    if tokens <= FEW:
-        # of a step the centroids are all that is read: every SM should read a part of them
-        stream = torch.cuda.current_stream(keys.device).cuda_stream if keys.is_cuda else 0
-        tile = min(32, max(16, triton.next_power_of_2(centroids.shape[1])))
-        with torch.cuda.device_of(keys):
-            assign_few_kernel[(triton.cdiv(centroids.shape[1], tile), batch * heads)](
-                keys, centroids.contiguous(), out, cos, sin, *_bests(keys.device, stream, batch * heads),
-                keys.stride(), stride, tokens, centroids.shape[1], HEADS=heads, D=dim, DP=padded, TOKENS=FEW,
-                TILE=tile, ROTARY=turned, num_warps=4,
-            )  # fmt: skip
-        return out
     tile = 128 * 128 // max(padded, 128) // (2 if centroids.element_size() > 2 else 1)
     tile = min(tile, max(16, triton.next_power_of_2(centroids.shape[1])))
     with torch.cuda.device_of(keys):
@@ -83,6 +60,9 @@ def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None
 RANKED = 16
 """Buckets that one program compares with all others."""
 
+COMPARED = 1024
+"""Buckets that they are compared with at once."""
+
 UNITS = 64
 """Units of a program of a layer on queries; a step of the second layer takes twice as many."""
 
@@ -93,13 +73,37 @@ BUCKETS_AT_ONCE = 64
 """Of a program of the second layer: a step has few heads, and every SM should read a part of the weights."""
 
 
+KEYS = 16
+"""New keys of one KV head that share what is read of the centroids, whatever their rows."""
+
+NEAR = 32
+"""Centroids of a program that new keys are held against: every SM should read a part of them."""
+
+
+class New(NamedTuple):
+    """Keys [B, Hkv, M, D], centroids [Hkv, C, D], and where the keys' buckets go, int16 [B, Hkv, M]."""
+
+    keys: torch.Tensor
+    centroids: torch.Tensor
+    out: torch.Tensor
+
+
+@cache
+def _bests(device: torch.device, stream: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What programs compare the best centroids of chunks by, and their counters: as each launch leaves them."""
+    with torch.inference_mode(False):
+        least = torch.full((chunks, KEYS), torch.iinfo(torch.int64).min, dtype=torch.int64, device=device)
+        return least, torch.zeros(chunks, dtype=torch.int32, device=device)
+
+
 def classify(
     queries: torch.Tensor,
     classifier: Mapping[str, torch.Tensor],
     *,
     rotary: Rotary | None = None,
+    new: New | None = None,
 ) -> torch.Tensor:
-    """`ops.select.classify`: one launch a layer."""
+    """`ops.select.classify`: one launch a layer. new: keys whose buckets the first one finds too."""
     batch, heads, tokens, group, _ = queries.shape
     weight_1, bias_1, weight_2, bias_2 = (
         classifier[name].contiguous() for name in ("weight_1", "bias_1", "weight_2", "bias_2")
@@ -109,7 +113,7 @@ def classify(
     out = torch.empty(batch, heads, tokens, 1, buckets, dtype=torch.float32, device=queries.device)
     tile = BUCKETS_AT_ONCE
     with torch.cuda.device_of(queries):
-        _layer(queries, weight_1, bias_1, x, rotary)
+        _layer(queries, weight_1, bias_1, x, rotary, new)
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
             x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
             UNITS=2 * UNITS, STAGES=4, num_warps=4,
@@ -117,13 +121,30 @@ def classify(
     return out
 
 
-def score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
-    """`ops.select.score`."""
+def score(
+    queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: New | None = None
+) -> torch.Tensor:
+    """`ops.select.score`; new: as in `classify`."""
     batch, heads, tokens, _, _ = queries.shape
     out = torch.empty(batch, heads, tokens, 1, centroids.shape[1], dtype=torch.float32, device=queries.device)
     with torch.cuda.device_of(queries):
-        _layer(queries, centroids.mT, None, out, rotary)
+        _layer(queries, centroids.mT, None, out, rotary, new)
     return out
+
+
+def look_up(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    centroids: torch.Tensor,
+    classifier: Mapping[str, torch.Tensor] | None = None,
+    *,
+    rotary: Rotary | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.select.look_up`: no launch more than the logits alone."""
+    new = New(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
+    if classifier is None:
+        return new.out, score(queries, centroids, rotary=rotary, new=new)
+    return new.out, classify(queries, classifier, rotary=rotary, new=new)
 
 
 def _layer(
@@ -132,17 +153,28 @@ def _layer(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     rotary: Rotary | None,
+    new: New | None,
 ) -> None:
     """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU."""
     batch, heads, tokens, group, dim = queries.shape
     units, padded = weight.shape[2], triton.next_power_of_2(group)
     rows = max(VECTORS, padded)
     cos, sin, stride, turned = _turns(rotary, queries)
-    layer_kernel[(triton.cdiv(units, UNITS), heads, triton.cdiv(batch * tokens, rows // padded))](
-        queries, weight, weight if bias is None else bias, out, cos, sin, queries.stride(), weight.stride(), stride,
-        batch * tokens, tokens, heads, units, GROUP=group, G=padded, ROWS=rows, D=dim,
+    tiles, chunks = triton.cdiv(units, UNITS), triton.cdiv(batch * tokens, rows // padded)
+    known: tuple[torch.Tensor, ...] = ()
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    buckets = 0
+    if new is not None:
+        buckets, strides = new.centroids.shape[1], new.keys.stride()
+        stream = torch.cuda.current_stream(queries.device).cuda_stream if queries.is_cuda else 0
+        known = (*new, *_bests(queries.device, stream, heads * triton.cdiv(batch * tokens, KEYS)))
+        tiles += triton.cdiv(buckets, NEAR)
+        chunks = max(chunks, triton.cdiv(batch * tokens, KEYS))
+    layer_kernel[(tiles, heads, chunks)](
+        queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
+        strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
         DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        num_warps=4,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, num_warps=4,
     )  # fmt: skip
 
 
@@ -162,7 +194,7 @@ def visit(
         if probes is not None:
             rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
                 logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=triton.next_power_of_2(group),
-                OWN=RANKED, TILE=min(512, max(16, triton.next_power_of_2(buckets))), num_warps=4,
+                OWN=RANKED, TILE=min(COMPARED, max(16, triton.next_power_of_2(buckets))), num_warps=4,
             )  # fmt: skip
         else:
             visit_kernel[(lists,)](

@@ -31,14 +31,8 @@ def assign(
 
     Source: SAAP sec. 4 (spherical k-means).
     """
-    heads, buckets, dim = centroids.shape
-    if keys.dim() != 4 or (keys.shape[1], keys.shape[3]) != (heads, dim) or keys.device != centroids.device:
-        raise ValueError(
-            f"keys must be [B, {heads}, M, {dim}] on {centroids.device}, as centroids are; got {tuple(keys.shape)} on "
-            f"{keys.device}."
-        )
-    if buckets > MOST_BUCKETS:
-        raise ValueError(f"centroids must be at most {MOST_BUCKETS} a head; got {buckets}.")
+    _check_keys(keys, centroids)
+    dim = centroids.shape[2]
     _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
     if keys.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
@@ -115,6 +109,59 @@ def score(
 
         return launch_sparse.score(queries, centroids, rotary=rotary)
     return reference.score(queries, centroids, rotary=rotary)
+
+
+def look_up(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    centroids: torch.Tensor,
+    classifier: Mapping[str, torch.Tensor] | None = None,
+    *,
+    rotary: Rotary | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a decode step asks of the index: `assign` of its keys, and of its queries `score`, or `classify` with a
+    classifier. On a GPU the first costs no launch of its own.
+
+    Args:
+        keys: float [B, Hkv, M, D]. queries: float [B, Hkv, M, G, D], of the same tokens.
+        centroids, classifier, rotary, backend: as in `assign`, `score` and `classify`.
+
+    Returns:
+        Buckets int16 [B, Hkv, M], logits float32 [B, Hkv, M, 1, C].
+
+    Raises:
+        ValueError: shapes or devices that do not agree, or more centroids than 16 bits name.
+
+    Source: as of these.
+    """
+    heads, _, dim = centroids.shape
+    _check_keys(keys, centroids)
+    weight = centroids if classifier is None else classifier["weight_1"].mT
+    if queries.dim() != 5 or (*queries.shape[:3], queries.shape[4]) != keys.shape or weight.shape[::2] != (heads, dim):
+        raise ValueError(
+            f"queries must be [{', '.join(map(str, keys.shape[:3]))}, G, {dim}], as keys are, and the classifier for "
+            f"{heads} heads of {dim}; got {tuple(queries.shape)} and {tuple(weight.mT.shape)}."
+        )
+    if not queries.device == weight.device == keys.device:
+        raise ValueError(f"keys are on {keys.device}, queries on {queries.device}, weights on {weight.device}.")
+    _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
+    if queries.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys) or kernel_obstacle(queries)):
+        from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
+
+        return launch_sparse.look_up(keys, queries, centroids, classifier, rotary=rotary)
+    return reference.look_up(keys, queries, centroids, classifier, rotary=rotary)
+
+
+def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
+    heads, buckets, dim = centroids.shape
+    if keys.dim() != 4 or (keys.shape[1], keys.shape[3]) != (heads, dim) or keys.device != centroids.device:
+        raise ValueError(
+            f"keys must be [B, {heads}, M, {dim}] on {centroids.device}, as centroids are; got {tuple(keys.shape)} on "
+            f"{keys.device}."
+        )
+    if buckets > MOST_BUCKETS:
+        raise ValueError(f"centroids must be at most {MOST_BUCKETS} a head; got {buckets}.")
 
 
 def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> None:

@@ -83,6 +83,19 @@ def score(
     return torch.matmul(x, centroids.float().mT[:, None]).transpose(2, 3)
 
 
+def look_up(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    centroids: torch.Tensor,
+    classifier: Mapping[str, torch.Tensor] | None = None,
+    *,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if classifier is None:
+        return assign(keys, centroids, rotary=rotary), score(queries, centroids, rotary=rotary)
+    return assign(keys, centroids, rotary=rotary), classify(queries, classifier, rotary=rotary)
+
+
 def _plain(queries: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
     """Queries [B, Hkv, M, G, D] before rotary embedding: float32 [B, Hkv, G, M, D]."""
     batch, heads, tokens, group, dim = queries.shape
