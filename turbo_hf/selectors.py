@@ -16,7 +16,7 @@ class Selectivity:
     """What the decode steps of one layer read, since the patch: keys, over rows, KV heads and query tokens.
 
     layer: its number. there: keys that full attention would read. dense: those of the first and newest tokens that
-    are always read. read: all that were read.
+    are always read. read: all that were read, once where several query heads of a KV head read a key.
     """
 
     layer: int
@@ -102,6 +102,20 @@ class Selector:
         """
         return None
 
+    def choose(
+        self, queries: torch.Tensor, rotary: Rotary | None = None, sizes: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """`visited`, or what each query head visits by itself: bool [B, Hq, M, tables, C]. Arguments as there."""
+        if not self.config.independent:
+            return self.visited(queries, rotary, sizes)
+        tokens, group = queries.shape[2:4]
+        if rotary is not None:
+            cos, sin = (part.repeat_interleave(group, 1) for part in rotary)
+            rotary = cos, sin
+        # each head as if it were a token of its own, alone in its group
+        found = self.visited(queries.flatten(2, 3)[:, :, :, None], rotary, sizes)
+        return None if found is None else found.unflatten(2, (tokens, group)).movedim(3, 2).flatten(1, 2)
+
     def tensors(self) -> list[torch.Tensor]:
         """What its launches refer to in every step."""
         return []
@@ -116,7 +130,7 @@ class Selector:
         return found[:, :, :, None]
 
     def __str__(self) -> str:
-        return self.config.selector
+        return self.config.selector + (", each query head by itself" if self.config.independent else "")
 
 
 class Full(Selector):
@@ -165,7 +179,7 @@ class Centroids(Selector):
     def __str__(self) -> str:
         count = self._weights["centroids"].shape[1]
         rule = f"{self.config.count}" if self.config.mass is None else f"all but {self.config.mass:g} of the mass"
-        return f"{self.config.selector}, {rule} of {count} buckets"
+        return f"{super().__str__()}, {rule} of {count} buckets"
 
 
 class Classifier(Centroids):
@@ -290,7 +304,9 @@ UNTRAINED = {
 
 
 def selector_obstacle(config: SparseConfig | None) -> str | None:
-    """Why decode steps with this selector cannot be replayed; None if they can."""
-    if config is None or not UNTRAINED.get(config.selector, Selector).draws:
+    """Why decode steps with this choice cannot be replayed; None if they can."""
+    if config is None:
         return None
-    return f'selector "{config.selector}" draws numbers on the host'
+    if UNTRAINED.get(config.selector, Selector).draws:
+        return f'selector "{config.selector}" draws numbers on the host'
+    return "independent query heads have no kernel" if config.independent else None

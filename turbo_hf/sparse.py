@@ -77,7 +77,7 @@ def attend_sparse(
         # columns that are moved take their rotation along: undo it before
         asked, rotary = source.plain(query, fused=chunk.gather is None) if selector.plain else (query, None)
         grouped = chunk.align(asked).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-        visited = selector.visited(grouped, rotary, _sizes(layer) if selector.weighs else None)
+        visited = selector.choose(grouped, rotary, _sizes(layer) if selector.weighs else None)
     sink, window = selector.config.sink_tokens, selector.window
     if layer.step is None:
         # who runs a step counts it: a replay would not
