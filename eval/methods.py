@@ -68,9 +68,16 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
         "turbo4@window",
         *(f"turbo4@{chosen}:probes={n}" for chosen in ("kmeans-rotated", "kmeans", "saap") for n in (8, 16, 32, 64)),
     ),
+    # SAAP appendix E.3: the query heads of a KV head together, or each by itself, which reads more with as many probes
+    "ablation-queries": tuple(
+        f"turbo4@{chosen}:probes={n}{independent}"
+        for chosen in ("saap", "kmeans", "kmeans-rotated")
+        for independent in ("", ":independent=True")
+        for n in (8, 16, 32)
+    ),
     "ablation-sas": ("turbo4", *(f"turbo4+sas=True+sas_threshold={t}" for t in (-4, -6, -8, -10)), "turbo4+sas=True"),
 }
-"""Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6.5)."""
+"""Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6.5, E.3)."""
 
 
 def known_methods() -> str:
@@ -181,6 +188,9 @@ def sparse_choice(text: str) -> SparseConfig:
 def _sparse_value(field: str, text: str) -> object:
     if field == "dense_layers":
         return tuple(int(part) for part in text.split("+") if part)
+    if field == "independent":
+        # another word than True and False is refused by `SparseConfig`, which names them
+        return _value(text)
     return float(text) if field == "mass" else int(text)
 
 

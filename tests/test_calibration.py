@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,16 @@ from turbo_hf.calibration.capture import Seen, capturing, probe, run_window
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
 from turbo_hf.calibration.heads import HeadPriorities, head_order
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, _recalled, evaluate, mean_recall
-from turbo_hf.calibration.query_model import QueryModels, classify, divergence, train
+from turbo_hf.calibration.query_model import (
+    QueryModels,
+    ResidualModels,
+    _draw,
+    classify,
+    divergence,
+    residual_width,
+    stored_units,
+    train,
+)
 from turbo_hf.calibration.run import PART, calibrate, estimate, make_plan
 from turbo_hf.calibration.samples import Samples, bucket_sums, true_mass
 from turbo_hf.calibration.settings import Settings, resolve_settings
@@ -266,6 +276,52 @@ def test_a_narrow_classifier_starts_at_random() -> None:
     assert all(map(torch.equal, models.state_dict().values(), same_seed.state_dict().values()))
 
 
+def test_residual_classifiers_fold_into_an_mlp() -> None:
+    query = torch.randn(2, 4000, 8) * 2 + 1
+    start = torch.randn(2, 30, 8)
+    covariance = torch.stack([x.T.cov(correction=0) for x in query])
+    seeded = torch.Generator().manual_seed(0)
+    models = ResidualModels(query.mean(1, keepdim=True), covariance, 5, start, seeded)
+    other = torch.randn(2, 500, 8)
+    # narrower than twice the head dim, and at k-means all the same
+    torch.testing.assert_close(models(other), torch.bmm(other, start.mT), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        for parameter in models.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=seeded) / 2)
+        want = torch.bmm(other + classify(models.inner.folded(), other), models.weight) + models.bias
+        assert not torch.allclose(want, torch.bmm(other, models.weight) + models.bias)
+        stored = models.folded()
+        assert {name: tuple(x.shape) for name, x in stored.items()} == {
+            "weight_1": (2, 8, 5 + 16),
+            "bias_1": (2, 5 + 16),
+            "weight_2": (2, 5 + 16, 30),
+            "bias_2": (2, 30),
+        }
+        torch.testing.assert_close(models(other), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(classify(stored, other), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dim", "clusters", "hidden"), [(8, 30, 40), (64, 64, 1024), (16, 4, 33)])
+def test_a_residual_classifier_has_as_many_weights_as_the_mlp(dim: int, clusters: int, hidden: int) -> None:
+    mean, covariance, seeded = torch.zeros(1, 1, dim), torch.eye(dim)[None], torch.Generator()
+    mlp = QueryModels(mean, covariance, hidden, clusters, seeded)
+    width = residual_width(dim, clusters, hidden)
+    residual = ResidualModels(mean, covariance, width, torch.zeros(1, clusters, dim), seeded)
+    ours, theirs = (sum(p.numel() for p in each.parameters()) for each in (residual, mlp))
+    assert 0 <= theirs - ours < 2 * dim + 2, "one unit more would be too many"
+    assert residual.folded()["bias_1"].shape[1] == stored_units(
+        replace(SMALL, hidden=hidden, architecture="residual"), dim, clusters
+    )
+
+
+def test_a_residual_classifier_needs_room() -> None:
+    with pytest.raises(
+        ValueError, match=r"hidden must be at least 7 for a residual .* head dim 8 and 30 clusters.*got 6"
+    ):
+        residual_width(8, 30, 6)
+    assert residual_width(8, 30, 7) == 1
+
+
 def made_up(windows: int, turned: bool) -> tuple[Samples, list[Tensor], Tensor]:
     """A layer without rotary embedding whose classifier sees its queries, or sees them turned away from the keys."""
     seeded = torch.Generator().manual_seed(0)
@@ -285,21 +341,75 @@ def made_up(windows: int, turned: bool) -> tuple[Samples, list[Tensor], Tensor]:
     return samples, [assign(keys, centroids) for keys in samples.keys], centroids
 
 
-@pytest.mark.parametrize(("turned", "gain"), [(False, 0.95), (True, 4.0)], ids=["in-place", "turned"])
-def test_training_keeps_what_k_means_finds_and_learns_what_it_cannot(turned: bool, gain: float) -> None:
+@pytest.mark.parametrize(
+    ("turned", "architecture", "gain"),
+    [(False, "mlp", 0.95), (False, "residual", 0.9), (True, "mlp", 4.0), (True, "residual", 4.0)],
+)
+def test_training_keeps_what_k_means_finds_and_learns_what_it_cannot(
+    turned: bool, architecture: Any, gain: float
+) -> None:
     samples, buckets, centroids = made_up(13, turned)
     found = []
     for steps in (1, 200):
-        settings = replace(SMALL, hidden=64, steps=steps, batch=64, learning_rate=1e-2)
+        settings = replace(SMALL, hidden=64, steps=steps, batch=64, learning_rate=1e-2, architecture=architecture)
         classifier, loss = train([samples], [buckets], [centroids], 12, settings, lambda: None)
         judged = evaluate(samples, buckets, centroids, centroids, classifier, range(12, 13), settings.local, 0)
         found.append((loss, judged["loss"]))
     for before, after in zip(*found, strict=True):
         assert after < 0.75 * before
-    recall, by_k_means, rotated, by_chance = (mean_recall([judged], way)[2] for way in WAYS)
+    recall, _, by_k_means, rotated, by_chance = (mean_recall([judged], way)[2] for way in WAYS)
     assert recall > gain * max(by_k_means, by_chance)
     # which sees the queries as they meet the keys
     assert rotated == pytest.approx(by_k_means) if not turned else rotated > 4 * by_k_means
+
+
+def test_long_range_training_sees_long_range_queries_alone() -> None:
+    samples, buckets, centroids = made_up(3, False)
+    for far, query in zip(samples.far, samples.queries, strict=True):
+        far[:, 1] = False
+        query[:, 1] = torch.nan
+    settings = replace(SMALL, hidden=64, steps=5, batch=64)
+    made = [
+        train([samples], [buckets], [centroids], 2, replace(settings, long_range=chosen), lambda: None)
+        for chosen in (True, False)
+    ]
+    finite = [all(bool(x.isfinite().all()) for x in classifier.values()) for classifier, _ in made]
+    assert finite == [True, False]
+
+
+def test_each_head_draws_long_range_queries_of_its_own() -> None:
+    settings, seeded = replace(SMALL, batch=200, long_range=True), torch.Generator().manual_seed(0)
+    layers = [made_up(1, False)[0] for _ in range(3)]
+    for number, layer in enumerate(layers[:2]):
+        layer.far[0][:] = False
+        layer.far[0][0, 1, 7 * number : 7 * number + 3] = True
+    layers[2].far[0][:] = False
+    pick, asking = _draw(layers, 0, settings, seeded)
+    assert asking.tolist() == [True, True, False]
+    # two query heads of 128 queries each
+    assert [set(own.tolist()) for own in pick[:2]] == [{128, 129, 130}, {135, 136, 137}]
+
+
+def test_a_head_without_a_long_range_query_stays_as_it_began() -> None:
+    samples, buckets, centroids = made_up(2, False)
+    without, *_ = made_up(2, False)
+    for far in without.far:
+        far[:] = False
+    settings = replace(SMALL, hidden=16, steps=20, batch=32, long_range=True, learning_rate=1e-2)
+    classifier, loss = train([samples, without], [buckets] * 2, [centroids] * 2, 2, settings, lambda: None)
+    assert math.isfinite(loss)
+    query = torch.randn(2, 50, 8)
+    length = torch.cat(samples.plain_keys, 1).norm(dim=-1).mean()
+    begun = torch.bmm(query, (centroids * length).mT.expand(2, -1, -1))
+    got = classify(classifier, query)
+    torch.testing.assert_close(got[1], begun[1], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(got[0], begun[0], rtol=0.01, atol=0.01)
+    assert run._untrained(samples, 2) == ""
+    assert run._untrained(without, 2) == "no long-range query to train heads 0 with"
+    samples.far[1][:] = False
+    message = "more than 16 tokens away, and window 1 has none. Take a smaller far, .* or long_range=False"
+    with pytest.raises(ValueError, match=message):
+        train([samples, without], [buckets] * 2, [centroids] * 2, 2, settings, lambda: None)
 
 
 def test_divergence_counts_the_keys_of_a_bucket() -> None:
@@ -337,12 +447,23 @@ def test_training_recalls_more_than_chance() -> None:
 
 
 def test_recall_of_known_buckets() -> None:
-    score, mass = torch.tensor([[[3.0, 1.0, 2.0]]]), torch.tensor([[[[0.6, 0.3, 0.1]]]])
+    score, mass = torch.tensor([[[[3.0, 1.0, 2.0]]]]), torch.tensor([[[[0.6, 0.3, 0.1]]]])
     sizes = torch.tensor([[[2.0, 94.0, 4.0]]])
     got = _recalled(score, mass, sizes, torch.ones(1, 1, 1, dtype=torch.float64))
     # of 100 keys: half of bucket 0; bucket 0; half of bucket 2 too; all of 2, and 2 of 94 keys of 1
     want = torch.tensor([[0.3, 0.6, 0.65, 0.7 + 0.3 * 2 / 94]], dtype=torch.float64)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+def test_recall_of_heads_that_choose_independently() -> None:
+    # two heads of one KV head, best buckets first: 0, 1, 2 and 1, 0, 2
+    score = torch.tensor([[[[3.0, 2.0, 1.0]], [[2.0, 3.0, 1.0]]]])
+    mass = torch.tensor([[[[0.6, 0.3, 0.1]], [[0.2, 0.7, 0.1]]]])
+    sizes = torch.tensor([[[2.0, 3.0, 95.0]]])
+    got = _recalled(score, mass, sizes, torch.ones(1, 2, 1, dtype=torch.float64))
+    # the first buckets are 5 keys together; the second ones are read already; 3 of 95 keys of the last
+    want = [1.3 * 0.2, 1.3 * 0.4, 1.3 * 0.8, 1.3 + 0.5 + 0.2 * 3 / 95]
+    torch.testing.assert_close(got, torch.tensor([want], dtype=torch.float64), rtol=1e-6, atol=0)
 
 
 # --- the run -----------------------------------------------------------------------------------------------------
@@ -423,18 +544,41 @@ def test_an_interrupted_run_goes_on(stop: float, tmp_path: Path, indexed: Calibr
 
 def test_resume_refuses_another_run(tmp_path: Path, indexed: Calibration) -> None:
     indexed.save_pretrained(tmp_path / PART / "group-0")
-    with pytest.raises(ValueError, match="had other settings, texts or another model"):
-        lab(settings=replace(SMALL, seed=3), out=tmp_path, resume=True)
+    others: list[dict[str, Any]] = [{"seed": 3}, {"architecture": "residual"}, {"long_range": True}]
+    for other in others:
+        with pytest.raises(ValueError, match="had other settings, texts or another model"):
+            lab(settings=replace(SMALL, **other), out=tmp_path, resume=True)
     with pytest.raises(ValueError, match="resume needs out"):
         lab(resume=True)
+
+
+def index_bytes(found: Calibration) -> int:
+    return sum(x.nbytes for at in found.layers for n, x in at.tensors().items() if "scores" not in n)
+
+
+def test_another_classifier_of_another_run(indexed: Calibration) -> None:
+    model, _ = lab_model()
+    settings = replace(SMALL, architecture="residual", long_range=True)
+    found = lab(settings=settings)
+    assert estimate(model, make_plan(model, settings))["file_bytes"] == index_bytes(found)
+    for own, other in zip(found.layers, indexed.layers, strict=True):
+        assert own.centroids is not None
+        assert other.centroids is not None
+        assert torch.equal(own.centroids, other.centroids)
+        assert own.classifier["bias_1"].shape[1] == stored_units(settings, 64, 16) != SMALL.hidden
+        assert own.quality["recall"]["k-means"] == other.quality["recall"]["k-means"]
+        assert own.quality["recall"]["classifier"] != other.quality["recall"]["classifier"]
+    sparse = TurboConfig(sparse=turbo_hf.SparseConfig(probes=4, window_tokens=31), block_size=32)
+    with turbo_hf.patch(model, sparse, calibration=found) as handle:
+        model.generate(prompts(1, 200), max_new_tokens=3, do_sample=False)
+        assert handle.report().selectivity[0].share_beyond > 0
 
 
 def test_estimate_counts_what_is_stored(indexed: Calibration) -> None:
     model, _ = lab_model()
     needs = estimate(model, make_plan(model, SMALL))
     assert all(x > 0 for x in needs.values())
-    index = sum(x.nbytes for at in indexed.layers for n, x in at.tensors().items() if "scores" not in n)
-    assert needs["file_bytes"] == index
+    assert needs["file_bytes"] == index_bytes(indexed)
     samples = 2 * (SMALL.window + 2 * SMALL.queries) * 64 * model.dtype.itemsize * 4 * 2 * SMALL.windows
     assert needs["host_bytes"] == samples
 
@@ -449,6 +593,8 @@ def test_estimate_counts_what_is_stored(indexed: Calibration) -> None:
         ({"seed": -1}, "Settings.seed must be a whole number of at least 0; got -1"),
         ({"learning_rate": 2.0}, "Settings.learning_rate must be a number between 0 and 1; got 2.0"),
         ({"index": 1}, "Settings.index must be True or False; got 1"),
+        ({"long_range": 1}, "Settings.long_range must be True or False; got 1"),
+        ({"architecture": "deep"}, "Settings.architecture must be 'mlp' or 'residual'; got 'deep'"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -751,7 +897,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    printed = command(tmp_path, *SHORT, "--dry-run", "--json")
+    printed = command(tmp_path, *SHORT, "--architecture", "residual", "--long-range", "--dry-run", "--json")
     facts = json.loads(printed.strip().splitlines()[-1])
     assert facts["seconds"] > 0
     assert facts["windows"] == 3
@@ -764,6 +910,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--preset", "slow"], "unknown preset 'slow'; presets are fast, full"),
+        (["--architecture", "deep"], "Settings.architecture must be 'mlp' or 'residual'; got 'deep'"),
         (["--texts", "nowhere"], "no file or folder 'nowhere'"),
         (["--window", "1000"], "too short for the long-range filter"),
         (["--heads-only", "--window", "100000"], "longer than the 32768 positions"),

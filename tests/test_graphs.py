@@ -547,6 +547,13 @@ def test_without_a_gpu_all_is_as_before() -> None:
         pytest.param(TurboConfig(cuda_graphs=True), [], False, "CUDA graphs", id="demanded"),
         pytest.param(TurboConfig(sas=True), [], True, "no CUDA graphs (the SAS threshold", id="sas"),
         pytest.param(
+            TurboConfig(sparse=SparseConfig(independent=True)),
+            [],
+            True,
+            "no CUDA graphs (independent query heads have no kernel)",
+            id="independent",
+        ),
+        pytest.param(
             TurboConfig(backend="reference"),
             [],
             True,

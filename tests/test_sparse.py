@@ -298,15 +298,17 @@ def sparse_store(lengths: Sequence[int], heads: int, dim: int, device: torch.dev
     return make_store(k, v, lengths, **how)
 
 
-def random_index(store: KVStore, queries: int, buckets: int, share: float, tables: int = 1) -> tuple[Tensor, Tensor]:
-    """Buckets of every token, some of them unknown, and visits of a share of them."""
+def random_index(
+    store: KVStore, queries: int, buckets: int, share: float, tables: int = 1, query_heads: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Buckets of every token, some of them unknown, and visits of a share of them: of KV heads or of `query_heads`."""
     rows, heads = store.order.shape
     cap = int((store.sealed * store.block + store.open_len).max())
     device = store.order.device
     index = torch.randint(-1, buckets, (rows, heads, tables, cap + 7), device=device).to(torch.int16)
     # the first row's tokens in the order of their buckets, as those of a prompt stand
     index[0] = index[0].sort(-1).values
-    return index, torch.rand(rows, heads, queries, tables, buckets, device=device) < share
+    return index, torch.rand(rows, query_heads or heads, queries, tables, buckets, device=device) < share
 
 
 def spans_of(store: KVStore, index: Tensor | None) -> Tensor | None:
@@ -382,13 +384,15 @@ def naive(
             place = keys.shape[1] - m + column
             if place < 0 or column < (0 if starts is None else starts[row]):
                 continue
+            loaded: set[tuple[int, int]] = set()
             for head in range(heads):
                 kv = head // group
                 bucket = [] if index is None else index[row, kv].tolist()
-                seen = [] if visited is None else visited[row, kv, column].tolist()
+                chooser = head if visited is not None and visited.shape[1] == heads else kv
+                seen = [] if visited is None else visited[row, chooser, column].tolist()
                 sink, window = choice["sink_tokens"], choice["window_tokens"]
                 kept = kept_keys(place, bucket, seen, sink, window, choice.get("meetings", 1))
-                read += len(kept) if head % group == 0 else 0
+                loaded |= {(kv, t) for t in kept}
                 score = (keys[kv, kept] @ q[row, head, column].cpu().to(dtype)).to(wide) * choice["scaling"]
                 if choice.get("softcap"):
                     score = choice["softcap"] * torch.tanh(score / choice["softcap"])
@@ -397,6 +401,7 @@ def naive(
                 p = score.softmax(0)[: len(kept)].to(dtype)
                 out[row, head, column] = p @ values[kv, kept]
                 lse[row, head, column] = score.logsumexp(0)
+            read += len(loaded)
     return out, lse, read
 
 
@@ -558,6 +563,23 @@ def test_several_tables(device: torch.device) -> None:
     check_sparse(tokens(2, 4, 2, 32, device=device), store, index, visited, "auto", meetings=2)
 
 
+@pytest.mark.parametrize("tables", [1, 4])
+def test_each_query_head_has_buckets_of_its_own(tables: int, device: torch.device) -> None:
+    store = sparse_store([170, 63, 2], 2, 32, device, groups=((4, 1), (2, 1)))
+    index, visited = random_index(store, 2, 9, 0.3, tables, query_heads=6)
+    q = tokens(3, 6, 2, 32, device=device)
+    how: dict[str, Any] = {"meetings": min(2, tables)}
+    check_sparse(q, store, index, visited, "auto", starts=[0, 1, 0], sinks=True, **how)
+    # the heads of a KV head with the same visits, in INT8: what one choice for all of them gives
+    shared = visited[:, ::3]
+    want, got = (
+        sparse_decode(q, store, index, each, **CHOICE, mode="turbo", backend="reference", **how)
+        for each in (shared, shared.repeat_interleave(3, 1))
+    )
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
 def test_queries_do_not_depend_on_each_other(device: torch.device, backend: str) -> None:
     store = sparse_store([150], 2, 32, device)
     index, visited = random_index(store, 3, 9, 0.3)
@@ -597,7 +619,8 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
         ({"sink_tokens": -1}, "sink_tokens must be at least 0 and window_tokens at least 1; got -1 and 20"),
         ({"window_tokens": 0}, "sink_tokens must be at least 0 and window_tokens at least 1; got 1 and 0"),
         ({"meetings": 2}, "meetings from 1 to L; got"),
-        ({"visited": torch.zeros(1, 2, 2, 1, 4, dtype=torch.bool)}, r"visited \[1, 2, 1, L, C\]"),
+        ({"visited": torch.zeros(1, 2, 2, 1, 4, dtype=torch.bool)}, r"visited \[1, 2 or 4, 1, L, C\]"),
+        ({"visited": torch.zeros(1, 3, 1, 1, 4, dtype=torch.bool)}, r"got .*\(1, 3, 1, 1, 4\) and 1"),
         ({"q": torch.zeros(2, 4, 1, 32)}, "q has 2 rows on cpu; the cache holds 1 on cpu"),
         ({"softcap": -1.0}, "softcap must be above 0"),
         ({"spans": torch.zeros(1, 1, 3, 2, dtype=torch.int16)}, r"spans must be \[1, 2, n, 2\]; got \(1, 1, 3, 2\)"),
@@ -617,6 +640,9 @@ def test_the_kernel_says_what_it_does_not_take() -> None:
     q = torch.zeros(1, 4, 1, 32)
     index, visited = random_index(store, 1, 4, 0.5, tables=3)
     with pytest.raises(ValueError, match="several hash tables have no kernel"):
+        sparse_decode(q, store, index, visited, **CHOICE, backend="triton")
+    index, visited = random_index(store, 1, 4, 0.5, query_heads=4)
+    with pytest.raises(ValueError, match="visits of each query head have no kernel"):
         sparse_decode(q, store, index, visited, **CHOICE, backend="triton")
     with pytest.raises(ValueError, match="9000 buckets are more than the 8192 of visits by mass"):
         visit(torch.zeros(1, 1, 1, 1, 9000), mass=0.1, backend="triton")

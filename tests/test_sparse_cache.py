@@ -21,7 +21,7 @@ from turbo_hf.index import BucketIndex
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.select import assign
 from turbo_hf.rotary import turns_by_halves
-from turbo_hf.selectors import Centroids, Classifier, Hash, Reformer
+from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Hash, Reformer, Selector
 
 ANY: dict[str, Any] = {"buckets": 16, "probes": 3, "window_tokens": 20, "dense_layers": ()}
 """Choices of a selector without calibration, small enough for short texts."""
@@ -387,6 +387,89 @@ def test_mass_is_that_of_the_keys_that_the_buckets_hold() -> None:
     assert not bool((seen & (sizes[:, :, None] == 0)).any())
 
 
+INDEPENDENT: list[dict[str, Any]] = [
+    {"selector": "saap", "probes": 3},
+    {"selector": "saap", "mass": 0.3, "most_probes": 6},
+    {"selector": "kmeans", "probes": 3},
+    {"selector": "lsh-reformer", "probes": 3, "buckets": 8},
+    {"selector": "lsh-gray", "probes": 3, "buckets": 8},
+    {"selector": "lsh-tables", "probes": 3, "buckets": 8, "tables": 3},
+]
+
+
+@pytest.mark.parametrize("choice", INDEPENDENT, ids=str)
+def test_an_independent_head_visits_what_it_would_alone(choice: dict[str, Any]) -> None:
+    batch, heads, tokens, group, dim = 2, 3, 2, 4, 16
+    config = SparseConfig(independent=True, **choice)
+    centroids = torch.nn.functional.normalize(torch.randn(heads, 8, dim), dim=-1)
+    shapes = {"weight_1": (dim, 12), "bias_1": (12,), "weight_2": (12, 8), "bias_2": (8,)}
+    weights = {name: torch.randn(heads, *shape) for name, shape in shapes.items()}
+    selector: Selector
+    if config.selector == "saap":
+        selector = Classifier(config, 1, centroids, weights)
+    elif config.selector == "kmeans":
+        selector = Centroids(config, 1, centroids, True)
+    else:
+        selector = UNTRAINED[config.selector](config, 1)
+    queries = torch.randn(batch, heads, tokens, group, dim)
+    rotary = (torch.randn(batch, tokens, 8), torch.randn(batch, tokens, 8)) if selector.plain else None
+    sizes = torch.randint(0, 9, (batch, heads, 8)).float() if selector.weighs else None
+    keys = torch.randn(batch, heads, tokens, dim)
+    buckets, asked = selector.ask(keys, queries, rotary)
+    together = selector.buckets(keys, rotary)
+    assert buckets is not None
+    assert together is not None
+    assert torch.equal(buckets, together)
+    found = selector.choose(asked, group, sizes)
+    assert found is not None
+    assert found.shape == (batch, heads * group, tokens, selector.tables, 8)
+    for head in range(heads * group):
+        kv, member = divmod(head, group)
+        _, own = selector.look_up(keys, queries[:, :, :, member : member + 1], rotary)
+        alone = selector.visited(own, sizes)
+        assert alone is not None
+        assert torch.equal(found[:, head], alone[:, kv])
+    assert not torch.equal(found[:, 0], found[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("selector", "choice"), [("saap", {"probes": 4}), ("saap", {"mass": 0.2}), ("kmeans", {"probes": 4})], ids=str
+)
+def test_independent_heads_generate(indexed: Calibration, selector: str, choice: dict[str, Any]) -> None:
+    model, tokenizer = lab_model()
+    inputs = tokenizer([PROSE[:900], PROSE[:500]], return_tensors="pt", padding=True)
+    few = sparse(selector, window_tokens=31, independent=True, **choice)
+    batch = answers(model, few, calibration=indexed, **inputs)
+    alone = answers(model, few, calibration=indexed, **tokenizer(PROSE[:500], return_tensors="pt"))
+    assert torch.equal(batch[1:], alone)
+    read = []
+    for config in (few, sparse(selector, window_tokens=31, **choice)):
+        with turbo_hf.patch(model, config, calibration=indexed) as handle:
+            model.generate(**inputs, max_new_tokens=2, do_sample=False)
+            report = handle.report()
+            read.append(sum(each.read for each in report.selectivity))
+        assert (f"layer 1: 2 x 4 bit; {selector}, each query head by itself, " in str(report)) is (config is few)
+    # as many buckets for each head are more for the heads of a group
+    assert read[0] > read[1] or "mass" in choice
+    if "probes" in choice:
+        everything = sparse(selector, probes=16, independent=True, dense_layers=())
+        dense = answers(model, replace(sparse("full"), sparse=None), **inputs)
+        assert torch.equal(answers(model, everything, calibration=indexed, **inputs), dense)
+
+
+@pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables"])
+def test_independent_heads_of_hashing_selectors(llama: Any, selector: str) -> None:
+    config = sparse(selector, independent=True, **ANY)
+    batch = answers(llama, config, **ragged())
+    assert torch.equal(answers(llama, config, input_ids=prompts(1, 70, 70))[0], batch[1])
+    plain = replace(config, bits=8)
+    ids = prompts(1, 60).repeat(1, 2)
+    # a draft's tokens choose keys each for itself
+    assert torch.equal(
+        answers(llama, plain, input_ids=ids, prompt_lookup_num_tokens=3), answers(llama, plain, input_ids=ids)
+    )
+
+
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
@@ -452,6 +535,9 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"mass": 0.1, "selector": "kmeans"}, 'SparseConfig.mass needs selector "saap", whose scores are shares; got'),
         ({"most_probes": 4}, "SparseConfig.most_probes has no effect without mass"),
         ({"mass": 0.1, "most_probes": 0}, "SparseConfig.most_probes must be a whole number of at least 1; got 0"),
+        ({"independent": 1}, "SparseConfig.independent must be one of True, False; got 1"),
+        ({"independent": True, "selector": "full"}, 'independent has no effect with selector "full", which chooses no'),
+        ({"independent": True, "selector": "window"}, 'no effect with selector "window", which chooses no buckets'),
         ({"selector": "best"}, "SparseConfig.selector must be one of 'saap', 'kmeans', .*; got 'best'"),
         ({"buckets": 1}, "SparseConfig.buckets must be a whole number of at least 2; got 1"),
         ({"buckets": 40000}, "SparseConfig.buckets must be at most 32768; got 40000"),
@@ -474,7 +560,6 @@ def test_wrong_places_for_a_sparse_config() -> None:
 
 def test_every_selector_has_a_name_and_a_maker() -> None:
     from turbo_hf.config import CALIBRATED  # noqa: PLC0415
-    from turbo_hf.selectors import UNTRAINED  # noqa: PLC0415
 
     assert {*CALIBRATED, *UNTRAINED} == set(SELECTORS)
 

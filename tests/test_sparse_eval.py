@@ -30,6 +30,10 @@ from turbo_hf.eval.methods import method_named
             "turbo4+block_size=32@saap:probes=64",
             TurboConfig(block_size=32, sparse=SparseConfig(probes=64)),
         ),
+        (
+            "turbo4@saap:independent=True:probes=24",
+            TurboConfig(sparse=SparseConfig(independent=True, probes=24)),
+        ),
         ("turbo4@window:dense_layers=", TurboConfig(sparse=SparseConfig(selector="window", dense_layers=()))),
     ],
 )  # fmt: skip
@@ -43,6 +47,7 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
         ("turbo5@saap", "unknown method turbo5@saap; methods are fp16"),
         ("turbo4@best", "SparseConfig.selector must be one of 'saap', .*; got 'best'"),
         ("turbo4@saap:probe=3", "expected choices like probes=16, of .*; got 'probe=3'"),
+        ("turbo4@saap:independent=yes", "SparseConfig.independent must be one of True, False; got 'yes'"),
         ("turbo4@saap:probes=x", "expected a number for probes; got 'x'"),
         ("turbo4@saap+block_size=32", "SparseConfig.selector must be one of .*; got 'saap.block_size=32'"),
         ("kivi4@saap", "unknown method kivi4@saap"),

@@ -45,6 +45,10 @@ def calibrate_command(
     steps: Annotated[int | None, typer.Option(help="Training steps, instead of the preset's.")] = None,
     local: Annotated[int | None, typer.Option(help="Tokens that decoding reads densely; default 2047.")] = None,
     far: Annotated[int | None, typer.Option(help="Tokens to a long-range query's best key; default 1024.")] = None,
+    architecture: Annotated[str, typer.Option(help="Of the query classifier: mlp or residual.")] = "mlp",
+    long_range: Annotated[
+        bool, typer.Option("--long-range", help="Train on long-range queries alone, as SAAP does.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on with the layers that an interrupted run has finished.")] = False,
     dry_run: Annotated[
@@ -55,9 +59,10 @@ def calibrate_command(
 ) -> None:
     """Learn from a model's own keys and queries which heads need their bits, and an index for sparse decoding."""
     own = {"window": window, "windows": windows, "clusters": clusters, "steps": steps, "local": local, "far": far}
-    given = {name: value for name, value in own.items() if value is not None}
+    given: dict[str, Any] = {"architecture": architecture, "long_range": long_range, "seed": seed}
+    given |= {name: value for name, value in own.items() if value is not None}
     try:
-        chosen = _settings(preset, given | {"seed": seed} | ({"index": False} if heads_only else {}))
+        chosen = _settings(preset, given | ({"index": False} if heads_only else {}))
         loaded, tokenizer = load(model, device)
         plan = make_plan(loaded, _cut(chosen, loaded, window))
         if dry_run:
@@ -124,7 +129,9 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
     out.print(table)
     if judged:
         told = "Recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses their buckets "
-        out.print(told + "(the selectors saap, kmeans, kmeans-rotated and random).", style="dim")
+        out.print(
+            told + "(the selectors saap, also with independent=True, kmeans, kmeans-rotated and random).", style="dim"
+        )
     out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
 
 

@@ -44,6 +44,10 @@ class SparseConfig:
         buckets: of each KV head, for the selectors without a calibration; "lsh-tables": of each of its tables.
         tables: hash tables of "lsh-tables"; a key counts where it meets the query in two of them. They take 2 bytes a
             token and table, and run in plain torch.
+        independent: each query head visits `probes` buckets (or those of `mass`) by its own scores, and attends to keys
+            of those alone (SAAP appendix E.3). False: the query heads of a KV head choose together, by the sum of their
+            scores, and read the same keys. What is read, and counted, is then what any head of a KV head visits. It
+            runs in plain torch, without CUDA graphs. Not with "window" and "full", which choose nothing.
         sink_tokens, window_tokens: the first and the newest tokens of a row, which are always read (SAAP: 1 + 2047).
         dense_layers: layers that read every key, of the compressed cache (SAAP: the first).
         seed: of the random selectors.
@@ -57,6 +61,7 @@ class SparseConfig:
     most_probes: int | None = None
     buckets: int = 1024
     tables: int = 16
+    independent: bool = False
     sink_tokens: int = 1
     window_tokens: int = 2047
     dense_layers: tuple[int, ...] = (0,)
@@ -80,6 +85,12 @@ class SparseConfig:
             raise ValueError(f'SparseConfig.mass needs selector "saap", whose scores are shares; got {self.selector}.')
         if self.most_probes is not None and share is None:
             raise ValueError("SparseConfig.most_probes has no effect without mass.")
+        _one_of("independent", self.independent, (True, False), "SparseConfig")
+        if self.independent and self.selector in ("window", "full"):
+            raise ValueError(
+                f'SparseConfig.independent has no effect with selector "{self.selector}", which chooses no buckets. '
+                "Leave it out, or take another selector."
+            )
         if self.selector.startswith(("lsh", "random")):
             self.check_buckets(self.buckets)
         _layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
@@ -144,8 +155,8 @@ class TurboConfig:
             None lowers it with the length N: -(6 + ln(max(N, 1024) / 1024)).
         cuda_graphs: replay the decode steps of `generate` as CUDA graphs. "auto": on a GPU, for the families that are
             tested, where nothing stands in the way (`report()` says what does; hooks on modules, dense layers, hashing
-            and random selectors, and generation other than greedy and sampling run without). True: for any family, and
-            a step that cannot be captured is an error. False: never.
+            and random selectors, independent query heads, and generation other than greedy and sampling run without).
+            True: for any family, and a step that cannot be captured is an error. False: never.
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
         dense_layers: layers left to Hugging Face, in full precision.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.

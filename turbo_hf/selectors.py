@@ -16,7 +16,7 @@ class Selectivity:
     """What the decode steps of one layer read, since the patch: keys, over rows, KV heads and query tokens.
 
     layer: its number. there: keys that full attention would read. dense: those of the first and newest tokens that
-    are always read. read: all that were read.
+    are always read. read: all that were read, once where several query heads of a KV head read a key.
     """
 
     layer: int
@@ -109,6 +109,28 @@ class Selector:
         """
         return None
 
+    def ask(
+        self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`look_up`, of query heads together or each by itself: what `choose` wants to know. Arguments as there."""
+        if not self.config.independent:
+            return self.look_up(keys, queries, rotary)
+        group = queries.shape[3]
+        if rotary is not None:
+            cos, sin = (part.repeat_interleave(group, 1) for part in rotary)
+            rotary = cos, sin
+        # each head as if it were a token of its own, alone in its group
+        alone = queries.flatten(2, 3)[:, :, :, None]
+        found, asked = self.look_up(keys.repeat_interleave(group, 2), alone, rotary)
+        return None if found is None else found[..., ::group], asked
+
+    def choose(self, asked: torch.Tensor, group: int, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        """`visited`, or what each of `group` query heads visits by itself: bool [B, Hq, M, tables, C]."""
+        found = self.visited(asked, sizes)
+        if found is None or not self.config.independent:
+            return found
+        return torch.as_tensor(found.unflatten(2, (-1, group)).movedim(3, 2).flatten(1, 2))
+
     def tensors(self) -> list[torch.Tensor]:
         """What its launches refer to in every step."""
         return []
@@ -123,7 +145,7 @@ class Selector:
         return found[:, :, :, None]
 
     def __str__(self) -> str:
-        return self.config.selector
+        return self.config.selector + (", each query head by itself" if self.config.independent else "")
 
 
 class Full(Selector):
@@ -175,7 +197,7 @@ class Centroids(Selector):
     def __str__(self) -> str:
         count = self._weights["centroids"].shape[1]
         rule = f"{self.config.count}" if self.config.mass is None else f"all but {self.config.mass:g} of the mass"
-        return f"{self.config.selector}, {rule} of {count} buckets"
+        return f"{super().__str__()}, {rule} of {count} buckets"
 
 
 class Classifier(Centroids):
@@ -295,7 +317,9 @@ UNTRAINED = {
 
 
 def selector_obstacle(config: SparseConfig | None) -> str | None:
-    """Why decode steps with this selector cannot be replayed; None if they can."""
-    if config is None or not UNTRAINED.get(config.selector, Selector).draws:
+    """Why decode steps with this choice cannot be replayed; None if they can."""
+    if config is None:
         return None
-    return f'selector "{config.selector}" draws numbers on the host'
+    if UNTRAINED.get(config.selector, Selector).draws:
+        return f'selector "{config.selector}" draws numbers on the host'
+    return "independent query heads have no kernel" if config.independent else None

@@ -71,7 +71,7 @@ def look_up(
         fused = chunk.gather is None
         (query, rotary), (key, _) = source.plain(query, fused=fused), source.plain(key, fused=fused)
     grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-    return selector.look_up(chunk.align(key), grouped, rotary)
+    return selector.ask(chunk.align(key), grouped, rotary)
 
 
 def attend_sparse(
@@ -94,7 +94,8 @@ def attend_sparse(
     assert selector is not None
     visited = None
     if asked is not None:
-        visited = selector.visited(asked, _sizes(layer) if selector.weighs else None)
+        sizes = _sizes(layer) if selector.weighs else None
+        visited = selector.choose(asked, query.shape[1] // layer.heads, sizes)
     sink, window = selector.config.sink_tokens, selector.window
     if layer.step is None:
         # who runs a step counts it: a replay would not

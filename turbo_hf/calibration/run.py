@@ -16,7 +16,7 @@ from turbo_hf.calibration.capture import Seen, Source, capturing, probe, run_win
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
 from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.quality import evaluate
-from turbo_hf.calibration.query_model import train
+from turbo_hf.calibration.query_model import stored_units, train
 from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
@@ -239,8 +239,17 @@ def _index(
         quality["training_loss"] = round(loss, 4)
         silent = [head for head, rows in enumerate(quality["recall"]["random"]) if rows is None]
         note = f"no long-range query held out for heads {', '.join(map(str, silent))}" if silent else ""
+        if settings.long_range:
+            note = "; ".join(filter(None, (note, _untrained(layer, learned))))
         step(windows / len(layers))
         yield LayerCalibration(index, scores[index], own, stored, note, quality, turned)
+
+
+def _untrained(layer: Samples, learned: int) -> str:
+    """Which KV heads have no long-range query in the windows that are learned from; "" if each has one."""
+    asking = torch.stack([far.flatten(1).any(1) for far in layer.far[:learned]]).any(0)
+    heads = ", ".join(str(head) for head, any_far in enumerate(asking.tolist()) if not any_far)
+    return f"no long-range query to train heads {heads} with" if heads else ""
 
 
 def _centroids(
@@ -277,5 +286,6 @@ def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
         training = settings.steps * settings.batch * count * (6 * one + 2 * settings.window * dim)
         means = 4 * settings.iterations * settings.windows * settings.window * count * clusters * dim * 2
         flops += search + training + means
-        stored += count * 2 * (one + clusters * (2 * dim + 1) + settings.hidden)
+        units = stored_units(settings, dim, clusters)
+        stored += count * 2 * ((dim + clusters + 1) * units + clusters * (2 * dim + 1))
     return {"host_bytes": host, "device_bytes": device, "flops": flops, "file_bytes": stored}

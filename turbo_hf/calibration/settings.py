@@ -1,11 +1,12 @@
 """What a calibration run may choose: `Settings` and its presets."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 MIN_KEYS = 32
 """Keys for each centroid, at least, where the number of centroids is left to the data."""
 
+ARCHITECTURES = ("mlp", "residual")
 DEFAULT_CLUSTERS = 1024
 SMALLEST_CLUSTERS = 8
 
@@ -26,15 +27,22 @@ class Settings:
         clusters: centroids of each KV head (C); None: 1024, or fewer where there are under 32 keys for each.
         iterations: of k-means (SAAP appendix A: 10).
         queries: positions of a window whose queries are kept.
+        architecture: of the query classifier. "mlp": D -> hidden -> C (SAAP sec. 5). "residual" (SAAP appendix E.1): a
+            linear layer on the sum of the query and what an MLP D -> width -> D makes of it, width such that there are
+            as many weights as in the MLP of `hidden`. It is stored in the form of an MLP, of width + 2 D units, which
+            take more memory and time in a step: with D = 128 and C = 1024 4,327 for 1,024.
         hidden: width of the query classifier's hidden layer (SAAP sec. 5: 1024). From twice the head dim on training
-            starts at k-means; below that, at random.
+            of an MLP starts at k-means; below that, at random. "residual" always starts there.
         steps: training steps (SAAP appendix A: 40,000 at a learning rate of 1e-5).
         batch: queries of a step, for each KV head (SAAP appendix A: 1000).
         learning_rate: Adam's at the start; it falls to 0 along a cosine. 1e-3 is no better on texts like those of the
             calibration, and forgets more of k-means for others (measured: `eval/README.md`).
         local: only pairs further apart than this many tokens count (SAAP sec. 4: 2047, the dense part).
-        far: only queries whose best key is further away than this many tokens are judged (SAAP sec. 5: 1024, which
-            trains on those alone).
+        far: only queries whose best key is further away than this many tokens are judged, the long-range ones (SAAP
+            sec. 5: 1024).
+        long_range: train on long-range queries alone (SAAP sec. 5); False: on all (its "short-range" variant, appendix
+            E.1), which is better here (measured: `eval/results`). A window in which a KV head has none does not train
+            that head; one in which no head has any is an error.
         layers_at_once: layers captured and trained together. More is faster, and takes memory.
         seed: of every random choice.
     """
@@ -45,12 +53,14 @@ class Settings:
     clusters: int | None = None
     iterations: int = 10
     queries: int = 1024
+    architecture: Literal["mlp", "residual"] = "mlp"
     hidden: int = 1024
     steps: int = 500
     batch: int = 256
     learning_rate: float = 3e-4
     local: int = 2047
     far: int = 1024
+    long_range: bool = False
     layers_at_once: int = 4
     seed: int = 0
 
@@ -62,8 +72,12 @@ class Settings:
             _at_least(name, getattr(self, name), 0)
         if self.clusters is not None:
             _at_least("clusters", self.clusters, 2)
-        if type(self.index) is not bool:
-            raise ValueError(f"Settings.index must be True or False; got {self.index!r}.")
+        for name in ("index", "long_range"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"Settings.{name} must be True or False; got {getattr(self, name)!r}.")
+        if self.architecture not in ARCHITECTURES:
+            allowed = " or ".join(map(repr, ARCHITECTURES))
+            raise ValueError(f"Settings.architecture must be {allowed}; got {self.architecture!r}.")
         if not isinstance(self.learning_rate, float) or not 0 < self.learning_rate < 1:
             raise ValueError(f"Settings.learning_rate must be a number between 0 and 1; got {self.learning_rate!r}.")
         if self.index and self.window < self.shortest_window:

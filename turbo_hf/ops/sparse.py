@@ -31,21 +31,23 @@ def sparse_decode(
     """Causal attention of each row's M newest tokens over some of the keys that the cache holds, each key once.
 
     A query at place p of its row attends to the key at place t <= p if t < sink_tokens, or t > p - window_tokens, or
-    the key's bucket is visited; all query heads of a KV head to the same keys. Each of the M queries is one of its
-    own: what it gets does not depend on the others. Scores and sums are computed as `ops.decode` computes them.
+    the key's bucket is visited, by all query heads of its KV head together or by itself. Each of the M queries is one
+    of its own: what it gets does not depend on the others. Scores and sums are computed as `ops.decode` computes them.
 
     Args:
         q: float [B, Hq, M, D], as in `ops.decode`.
         store: one layer's cache, the M tokens included.
         buckets: int16 [B, Hkv, L, cap], by hash table (1 but for "lsh-tables") and place in the row; -1: not known,
             such a key is attended to. cap is at least the longest row. None: no key has one, the dense part alone.
-        visited: bool [B, Hkv, M, L, C].
+        visited: bool [B, Hkv, M, L, C], of all query heads of a KV head, or [B, Hq, M, L, C], of each; the latter has
+            no kernel where Hq is above Hkv.
         scaling, starts, softcap, sinks, mode, sas_threshold: as in `ops.decode`.
         spans: int16 [B, Hkv, n, 2], the smallest and the largest bucket in each of the first n blocks of a row, -1:
             not known. It tells the kernel which blocks it need not read, and changes no result. None: none is known.
         sink_tokens, window_tokens: the first and the newest tokens that are always attended to.
         meetings: tables in which a key's bucket must be visited.
-        read: int64 [1], to which the number of keys read is added, over rows, KV heads and queries; None: not counted.
+        read: int64 [1], to which the number of keys read is added, over rows, KV heads and queries, once where several
+            query heads of a KV head read a key; None: not counted.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -70,16 +72,17 @@ def sparse_decode(
         raise ValueError("buckets and visited belong together: give both, or neither for the dense part alone.")
     if buckets is not None and visited is not None:
         tables = buckets.shape[2]
-        wanted = (batch, kv_heads, q.shape[2], tables)
-        if buckets.shape[:2] != wanted[:2] or visited.shape[:-1] != wanted or not 1 <= meetings <= tables:
+        asked = [(batch, heads, q.shape[2], tables) for heads in (kv_heads, q.shape[1])]
+        if buckets.shape[:2] != (batch, kv_heads) or visited.shape[:-1] not in asked or not 1 <= meetings <= tables:
             raise ValueError(
-                f"buckets must be [{batch}, {kv_heads}, L, cap], visited [{batch}, {kv_heads}, {q.shape[2]}, L, C], "
-                f"and meetings from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} and {meetings}."
+                f"buckets must be [{batch}, {kv_heads}, L, cap], visited [{batch}, {kv_heads} or {q.shape[1]}, "
+                f"{q.shape[2]}, L, C], and meetings from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} "
+                f"and {meetings}."
             )
     if spans is not None and (spans.shape[:2] != (batch, kv_heads) or spans.shape[3:] != (2,)):
         raise ValueError(f"spans must be [{batch}, {kv_heads}, n, 2]; got {tuple(spans.shape)}.")
     run = reference.sparse_decode
-    if uses_triton(backend, q.device, _obstacle(q, store, buckets, mode)):
+    if uses_triton(backend, q.device, _obstacle(q, store, buckets, visited, mode)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
 
         run = launch_sparse.sparse_decode
@@ -102,8 +105,12 @@ def sparse_decode(
     )
 
 
-def _obstacle(q: torch.Tensor, store: KVStore, buckets: torch.Tensor | None, mode: str) -> str | None:
+def _obstacle(
+    q: torch.Tensor, store: KVStore, buckets: torch.Tensor | None, visited: torch.Tensor | None, mode: str
+) -> str | None:
     """Why the kernel cannot serve this call."""
+    if visited is not None and visited.shape[1] != store.k_open.shape[1]:
+        return "visits of each query head have no kernel"
     if buckets is not None and buckets.shape[2] > 1:
         return "several hash tables have no kernel"
     exact = mode == "fp16" or any(pages.bits == FULL for pages in store.heads)

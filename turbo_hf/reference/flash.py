@@ -34,7 +34,7 @@ class Run(NamedTuple):
 
     tile: tokens that share one scale of P. bias: [B, Hq, M], what is added to the scores of a query, or None.
     own: the keys are the queries' own, in the same order. p_type: how P is rounded here; None: as `Scoring` says.
-    chosen: bool [B, Hkv, M, T], keys that a query may see; None: all.
+    chosen: bool [B, Hkv or Hq, M, T], keys that the query heads of a KV head or each of them may see; None: all.
     """
 
     q: Operand
@@ -120,7 +120,7 @@ def _run(state: State, run: Run, how: Scoring) -> State:
         score = how.softcap * torch.tanh(score / how.softcap)
     allowed = _allowed(run.q.place, run.k.place, how.causal, how.window)[:, None, None]
     if run.chosen is not None:
-        allowed = allowed & run.chosen[:, :, None]
+        allowed = allowed & run.chosen.unflatten(1, (kv_heads, -1))
     score = score.masked_fill(~allowed, -torch.inf).unflatten(-1, (-1, run.tile))
 
     own = score.amax(-1)

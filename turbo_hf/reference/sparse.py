@@ -37,20 +37,22 @@ def sparse_decode(
     place = place.masked_fill(padding, -1)[..., None]
 
     causal = key <= place
-    kept = (causal & ((key < sink_tokens) | (key > place - window_tokens)))[:, None].expand(-1, heads, -1, -1)
+    choices = heads if visited is None else visited.shape[1]
+    kept = (causal & ((key < sink_tokens) | (key > place - window_tokens)))[:, None].expand(-1, choices, -1, -1)
     if buckets is not None and visited is not None:
-        kept = kept | (causal[:, None] & _met(buckets, visited, places, meetings))
+        own = buckets.repeat_interleave(choices // heads, 1)
+        kept = kept | (causal[:, None] & _met(own, visited, places, meetings))
     if read is not None:
-        read += kept.sum()
+        read += kept.unflatten(1, (heads, -1)).any(2).sum()
     how = Scoring(scaling, True, None, softcap, sas_threshold, "none" if mode == "fp16" else "int8")
     return attend(q, store, how, starts, sinks, kept)
 
 
 def _met(buckets: torch.Tensor, visited: torch.Tensor, tokens: int, meetings: int) -> torch.Tensor:
-    """bool [B, Hkv, M, tokens]: whose bucket is visited in `meetings` tables; a key of no known bucket, always."""
+    """bool [B, H, M, tokens], H as `visited` has: whose bucket is visited in `meetings` tables, or is not known."""
     missing = tokens - buckets.shape[-1]
     bucket = torch.nn.functional.pad(buckets[..., :tokens], (0, max(0, missing)), value=-1).long()
-    # [B, Hkv, tables, T] into visited [B, Hkv, M, tables, C]
+    # [B, H, tables, T] into visited [B, H, M, tables, C]
     at = bucket.clamp(0, visited.shape[-1] - 1)[:, :, None].expand(-1, -1, visited.shape[2], -1, -1)
     met = visited.gather(-1, at) | (bucket < 0)[:, :, None]
     return met.sum(3) >= meetings

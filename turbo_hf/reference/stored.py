@@ -18,7 +18,7 @@ def attend(
     sinks: torch.Tensor | None,
     chosen: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """Attention to the keys `chosen`, bool [B, Hkv, M, T] by place in the row (as `expand` has them); None: to all."""
+    """Attention to the keys `chosen`, bool [B, Hkv or Hq, M, T] by place in the row (as in `expand`); None: to all."""
     options: dict[str, Any] = {"starts": starts, "sinks": sinks, "chosen": chosen}
     found = _attend(q, store, how=how, **options)
     if how.p_type != "none" and store.k_open.dtype != torch.int8:
