@@ -376,7 +376,7 @@ def test_mass_is_that_of_the_keys_that_the_buckets_hold() -> None:
     queries = torch.randn(2, 3, 1, 2, 16)
     _, logits = selector.look_up(torch.randn(2, 3, 1, 16), queries)
     visited = selector.visited(logits, sizes)
-    assert visited is not None
+    assert isinstance(visited, torch.Tensor)
     each = classify(weights, queries.permute(1, 0, 2, 3, 4).flatten(1, 3)).view(3, 2, 1, 2, 8).transpose(0, 1).mean(3)
     told = each.exp() * sizes[:, :, None]
     share = told / told.sum(-1, keepdim=True)
@@ -421,13 +421,13 @@ def test_an_independent_head_visits_what_it_would_alone(choice: dict[str, Any]) 
     assert together is not None
     assert torch.equal(buckets, together)
     found = selector.choose(asked, group, sizes)
-    assert found is not None
+    assert isinstance(found, torch.Tensor)
     assert found.shape == (batch, heads * group, tokens, selector.tables, 8)
     for head in range(heads * group):
         kv, member = divmod(head, group)
         _, own = selector.look_up(keys, queries[:, :, :, member : member + 1], rotary)
         alone = selector.visited(own, sizes)
-        assert alone is not None
+        assert isinstance(alone, torch.Tensor)
         assert torch.equal(found[:, head], alone[:, kv])
     assert not torch.equal(found[:, 0], found[:, 1])
 
