@@ -101,8 +101,7 @@ def _mean(tasks: Mapping[str, Mapping[str, list[bool]]]) -> dict[str, Any]:
     for label in labels:
         pooled[label]["accuracy"] = sum(sum(own[label]) / len(own[label]) for own in tasks.values()) / len(tasks)
         # the error of a mean of tasks, each with its own
-        errors = [_compared(own)[label]["stderr"] or 0.0 for own in tasks.values()]
-        pooled[label]["stderr"] = sqrt(sum(error**2 for error in errors)) / len(tasks)
+        pooled[label]["stderr"] = _mean_error([_compared(own)[label]["stderr"] for own in tasks.values()])
     return {"items": sum(len(own[labels[0]]) for own in tasks.values()), "methods": pooled}
 
 
@@ -115,12 +114,12 @@ def _differences(headline: Mapping[str, Mapping[str, list[bool]]]) -> list[dict[
         if label != BASELINE:
             points = {t: 100 * (sum(v[label]) - sum(v[BASELINE])) / len(v[label]) for t, v in headline.items()}
             least = min(points, key=lambda task: points[task])
-            errors = [_paired_error(own[BASELINE], own[label]) for own in headline.values()]
+            error = _mean_error([_paired_error(own[BASELINE], own[label]) for own in headline.values()])
             found.append(
                 {
                     "method": label,
                     "mean": sum(points.values()) / len(points),
-                    "stderr": 100 * sqrt(sum(error**2 for error in errors)) / len(points),
+                    "stderr": None if error is None else 100 * error,
                     "worst_task": least if points[least] < 0 else None,
                     "worst": points[least],
                 }
@@ -128,10 +127,16 @@ def _differences(headline: Mapping[str, Mapping[str, list[bool]]]) -> list[dict[
     return found
 
 
-def _paired_error(base: list[bool], own: list[bool]) -> float:
-    """The standard error of the mean difference of pairs; 0 of one pair, which has none."""
+def _paired_error(base: list[bool], own: list[bool]) -> float | None:
+    """The standard error of the mean difference of pairs; None of one pair, which tells nothing of it."""
     changes = [now - before for before, now in zip(base, own, strict=True)]
-    return stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else 0.0
+    return stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else None
+
+
+def _mean_error(errors: list[float | None]) -> float | None:
+    """Of the mean of tasks with an error each; None where one is not known."""
+    known = [error for error in errors if error is not None]
+    return sqrt(sum(error**2 for error in known)) / len(errors) if len(known) == len(errors) else None
 
 
 def _needles(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
@@ -254,7 +259,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         rows = [
             [
                 own["method"],
-                f"{own['mean']:+.2f} ± {own['stderr']:.2f}",
+                f"{own['mean']:+.2f}{_error(own['stderr'])}",
                 own["worst_task"] or "-",
                 f"{own['worst']:+.2f}",
             ]
@@ -298,6 +303,10 @@ def tables(found: dict[str, Any]) -> list[Table]:
 def _figures(own: dict[str, Any]) -> list[str]:
     forms = {"kv_bytes_per_token": "{:.0f}", "compression": "{:.2f} x", "tokens_per_s": "{:.1f}"}
     return ["-" if own[name] is None else form.format(own[name]) for name, form in forms.items()]
+
+
+def _error(points: float | None) -> str:
+    return "" if points is None else f" ± {points:.2f}"
 
 
 def _cell(own: dict[str, Any]) -> str:

@@ -368,6 +368,11 @@ def test_means_leave_out_what_the_baseline_cannot_do() -> None:
     error = pytest.approx(100 * (0.7 / 5) ** 0.5 / 2)
     assert found["differences"] == [{"method": "x", "mean": -10.0, "stderr": error, "worst_task": "t0", "worst": -20.0}]
     assert found["needles"] == {}
+    # one item has no error, nor has a mean that it is part of
+    single = report(specs[:1], {BASELINE: outcome([1]), "x": outcome([0])})
+    assert single["means"][0]["methods"]["x"]["stderr"] is single["differences"][0]["stderr"] is None
+    titled = {title: rows for title, _, rows in tables(single)}
+    assert titled["points of accuracy against fp16 ± standard error of the pairs"][0][1] == "-100.00"
     assert found["memory"]["x"] == [{"tokens": 2.5, "bytes": 25.0}]
     assert found["serving"]["x"] == {
         "simulated": False,
