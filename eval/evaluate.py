@@ -52,7 +52,7 @@ def load_tasks(specs: list[Spec], prompts: Prompts, limits: Limits) -> tuple[dic
     `prompts` has their tokens then.
 
     Raises:
-        ValueError: no task is left.
+        ValueError: no task is left, or the Hub does not give one; the message names the local files that would do.
     """
     # the whole index of stock tasks takes seconds to read: only where one is named
     stock = any(not (isinstance(s.config, dict) and "custom_dataset" in s.config) for s in specs)
@@ -63,7 +63,13 @@ def load_tasks(specs: list[Spec], prompts: Prompts, limits: Limits) -> tuple[dic
         # the harness fills what a stock task's override leaves out only inside a group
         local = isinstance(spec.config, dict) and "custom_dataset" not in spec.config
         wanted = {"group": "local", "task": [spec.config]} if local else spec.config
-        (task,) = manager.load([wanted])["tasks"].values()
+        try:
+            (task,) = manager.load([wanted])["tasks"].values()
+        except OSError as error:
+            if not spec.local:
+                raise
+            files = " and ".join(f"DIR/{file}" for file in spec.local)
+            raise ValueError(f"{spec.name}: {error}. Without the Hub: --data DIR, with {files}.") from error
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=SEED)

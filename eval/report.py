@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
 from math import sqrt
+from statistics import stdev
 from typing import Any
 
 from turbo_hf.eval.evaluate import Outcome
@@ -11,6 +12,7 @@ from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated
 from turbo_hf.eval.model import Batch
 from turbo_hf.eval.output import LIMITED, Table
 from turbo_hf.eval.paired import paired
+from turbo_hf.eval.report_plots import needle_cells, worst
 from turbo_hf.eval.tasks import Spec
 
 SURE = 0.8
@@ -31,7 +33,8 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         baseline) kept, lost, gained, neither and the exact McNemar p. means: of the headline scorers, over all tasks
         and over those whose baseline is at least 80 % right, with the pairs of all items. lengths: the same verdicts by
         length of the prompt, pooled over tasks that have several lengths. differences: points of accuracy against the
-        baseline. perplexity: a row a metric. memory: bytes of a row's cache by its tokens. serving: bytes of the KV
+        baseline, with the standard error of the pairs. needles: cells (length, depth, share found), their mean and the
+        worst. perplexity: a row a metric. memory: bytes of a row's cache by its tokens. serving: bytes of the KV
         cache a token, against the baseline's, and generated tokens a second. reading: of sparse methods the share of
         the keys that decode steps read in the layers that are sparse, and without the dense part.
     """
@@ -69,6 +72,7 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         "means": means,
         "lengths": _by_length(headline, classes),
         "differences": _differences(headline),
+        "needles": _needles(outcomes),
         "perplexity": _perplexities(outcomes),
         "memory": {label: _memory(outcome.batches) for label, outcome in outcomes.items()},
         "serving": _serving(outcomes),
@@ -97,8 +101,7 @@ def _mean(tasks: Mapping[str, Mapping[str, list[bool]]]) -> dict[str, Any]:
     for label in labels:
         pooled[label]["accuracy"] = sum(sum(own[label]) / len(own[label]) for own in tasks.values()) / len(tasks)
         # the error of a mean of tasks, each with its own
-        errors = [_compared(own)[label]["stderr"] or 0.0 for own in tasks.values()]
-        pooled[label]["stderr"] = sqrt(sum(error**2 for error in errors)) / len(tasks)
+        pooled[label]["stderr"] = _mean_error([_compared(own)[label]["stderr"] for own in tasks.values()])
     return {"items": sum(len(own[labels[0]]) for own in tasks.values()), "methods": pooled}
 
 
@@ -110,10 +113,43 @@ def _differences(headline: Mapping[str, Mapping[str, list[bool]]]) -> list[dict[
     for label in next(iter(headline.values())):
         if label != BASELINE:
             points = {t: 100 * (sum(v[label]) - sum(v[BASELINE])) / len(v[label]) for t, v in headline.items()}
-            worst = min(points, key=lambda task: points[task])
-            mean = sum(points.values()) / len(points)
-            lost = points[worst] < 0
-            found.append({"method": label, "mean": mean, "worst_task": worst if lost else None, "worst": points[worst]})
+            least = min(points, key=lambda task: points[task])
+            error = _mean_error([_paired_error(own[BASELINE], own[label]) for own in headline.values()])
+            found.append(
+                {
+                    "method": label,
+                    "mean": sum(points.values()) / len(points),
+                    "stderr": None if error is None else 100 * error,
+                    "worst_task": least if points[least] < 0 else None,
+                    "worst": points[least],
+                }
+            )
+    return found
+
+
+def _paired_error(base: list[bool], own: list[bool]) -> float | None:
+    """The standard error of the mean difference of pairs; None of one pair, which tells nothing of it."""
+    changes = [now - before for before, now in zip(base, own, strict=True)]
+    return stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else None
+
+
+def _mean_error(errors: list[float | None]) -> float | None:
+    """Of the mean of tasks with an error each; None where one is not known."""
+    known = [error for error in errors if error is not None]
+    return sqrt(sum(error**2 for error in known)) / len(errors) if len(known) == len(errors) else None
+
+
+def _needles(outcomes: Mapping[str, Outcome]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for label, outcome in outcomes.items():
+        cells = needle_cells(outcome.samples.get("needle", []))
+        if cells:
+            (length, depth), share = worst(cells)
+            found[label] = {
+                "mean": sum(cells.values()) / len(cells),
+                "worst": {"length": length, "depth": depth, "share": share},
+                "cells": [{"length": at, "depth": deep, "share": own} for (at, deep), own in cells.items()],
+            }
     return found
 
 
@@ -221,11 +257,24 @@ def tables(found: dict[str, Any]) -> list[Table]:
         shown.append(Table("mean of tasks", ["over", "items", *named], means))
     if found["differences"]:
         rows = [
-            [own["method"], f"{own['mean']:+.2f}", own["worst_task"] or "-", f"{own['worst']:+.2f}"]
+            [
+                own["method"],
+                f"{own['mean']:+.2f}{_error(own['stderr'])}",
+                own["worst_task"] or "-",
+                f"{own['worst']:+.2f}",
+            ]
             for own in found["differences"]
         ]
         headings = ["method", "mean of tasks", "largest loss in", "there"]
-        shown.append(Table("points of accuracy against fp16", headings, rows))
+        shown.append(Table("points of accuracy against fp16 ± standard error of the pairs", headings, rows))
+    if found["needles"]:
+        rows = [
+            [label, f"{own['mean']:.3f}", f"{least['share']:.2f}", f"{least['length']:,}", f"{least['depth']:.0%}"]
+            for label, own in found["needles"].items()
+            for least in (own["worst"],)
+        ]
+        headings = ["method", "mean of cells", "worst cell", "its tokens", "its depth"]
+        shown.append(Table("needles: share found", headings, rows))
     if found["lengths"]:
         rows = [
             [f"{row['up_to']:,}", str(row["items"])] + [_cell(row["methods"][label]) for label in labels]
@@ -254,6 +303,10 @@ def tables(found: dict[str, Any]) -> list[Table]:
 def _figures(own: dict[str, Any]) -> list[str]:
     forms = {"kv_bytes_per_token": "{:.0f}", "compression": "{:.2f} x", "tokens_per_s": "{:.1f}"}
     return ["-" if own[name] is None else form.format(own[name]) for name, form in forms.items()]
+
+
+def _error(points: float | None) -> str:
+    return "" if points is None else f" ± {points:.2f}"
 
 
 def _cell(own: dict[str, Any]) -> str:

@@ -98,7 +98,7 @@ def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
         axis.errorbar(
             size,
             100 * own["accuracy"],
-            100 * own["stderr"],
+            None if own["stderr"] is None else 100 * own["stderr"],
             # hollow: of a simulation, at bytes that are computed
             fmt=MARKERS[colour // 10 % len(MARKERS)],
             markerfacecolor="white" if simulated else None,

@@ -78,6 +78,16 @@ class Scheme:
         keys = begin + (tokens - begin) // self.block * self.block
         return keys, keys if self.window is None else max(0, tokens - self.window)
 
+    def unit(self, part: int, *, prompt: bool) -> int | None:
+        """Tokens of keys (part 0) or values (1) that are compressed together; None: all of a row's in a pass."""
+        if not (self.rank if prompt else self.later_rank):
+            # nothing binds tokens beyond a channel's group of keys, or a token's of values
+            if part == 1:
+                return 1
+            if self.group is not None:
+                return self.group
+        return None if prompt or (part == 1 and self.window is not None) else self.block
+
     def keys(self, x: torch.Tensor, *, prompt: bool) -> torch.Tensor:
         """Keys [B, H, T, D] that are compressed together, as they are read from then on."""
         return self._completed(x, by_channel(x, self.bits, self.group), prompt)

@@ -4,7 +4,8 @@ The first pass reads itself in full precision, as in KIVI (alg. 1), GEAR and Str
 or dropped. A pass of one token reads it after it was stored, as KIVI's does; one of several reads itself in full.
 """
 
-from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from turbo_hf.rotary import unrotate
 SINKS = 4
 """First tokens that StreamingLLM keeps (Xiao et al. 2024, arXiv:2309.17453, sec. 3.2)."""
 
+AT_ONCE = 1 << 23
+"""Values that are compressed in one call, where a piece is no larger: some 32 MiB for each float32 temporary."""
+
 
 class CompressedLayer(DynamicLayer):
     """Keys and values of one layer, compressed by a `Scheme` in place; `padding`: columns left of each row's text."""
@@ -24,39 +28,32 @@ class CompressedLayer(DynamicLayer):
     keys: Any
     values: Any
 
-    def __init__(self, scheme: Scheme, padding: list[int]):
+    def __init__(self, scheme: Scheme, padding: Sequence[int]):
         super().__init__()
-        self.scheme, self.padding = scheme, padding
-        self.first: list[int] = []
-        self.stored: list[tuple[int, int]] = []
+        self.scheme, self.padding = scheme, tuple(padding)
+        self.first = 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values that this pass reads."""
         keys, values = super().update(key_states, value_states)
-        columns = keys.shape[-2]
-        lengths = [columns - left for left in self.padding]
-        several = key_states.shape[-2] > 1
+        columns, new = keys.shape[-2], key_states.shape[-2]
         # a copy: what this pass reads is not what stays
-        read = (keys.clone(), values.clone()) if several else (keys, values)
+        read = (keys.clone(), values.clone()) if new > 1 else (keys, values)
         prompt = not self.first
-        if prompt:
-            self.first, self.stored = lengths, [(0, 0)] * len(lengths)
-        now = [self.scheme.sealed(length, first) for length, first in zip(lengths, self.first, strict=True)]
-        for part, (held, store) in enumerate(((self.keys, self.scheme.keys), (self.values, self.scheme.values))):
-            spans = defaultdict(list)
-            for row, left in enumerate(self.padding):
-                begin, end = left + self.stored[row][part], left + now[row][part]
-                # what later blocks are compressed with belongs to one block
-                step = end - begin if prompt or not part_blocks(self.scheme, part) else self.scheme.block
-                for at in range(begin, end, step or 1):
-                    spans[at, at + step].append(row)
-            for (begin, end), rows in spans.items():
-                # a list of rows is copied to the device; most often they are all
-                which = slice(None) if len(rows) == len(self.padding) else rows
-                held[which, :, begin:end] = store(held[which, :, begin:end], prompt=prompt)
-        self.stored = now
+        self.first = self.first or columns
+        for part, length, where in pieces(self.scheme, self.padding, self.first, columns - new, columns, keys.device):
+            held, store = (self.keys, self.scheme.keys) if part == 0 else (self.values, self.scheme.values)
+            size = max(1, AT_ONCE // (length * held.shape[1] * held.shape[-1]))
+            if isinstance(where[0], slice):
+                for own in held[where[0], :, where[1]].split(size):
+                    own.copy_(store(own, prompt=prompt))
+                continue
+            for rows, at in zip(*(index.split(size) for index in where), strict=True):
+                # an index on either side of the heads puts them after the tokens
+                together = held[rows, :, at].transpose(1, 2).contiguous()
+                held[rows, :, at] = store(together, prompt=prompt).transpose(1, 2)
         return read
 
     def computed_bytes(self) -> float:
@@ -65,14 +62,56 @@ class CompressedLayer(DynamicLayer):
             return 0.0
         _, heads, columns, dim = self.keys.shape
         return sum(
-            self.scheme.computed_bytes(columns - left, first, heads, dim, self.keys.itemsize)
-            for left, first in zip(self.padding, self.first, strict=True)
+            self.scheme.computed_bytes(columns - left, max(0, self.first - left), heads, dim, self.keys.itemsize)
+            for left in self.padding
         )
 
 
-def part_blocks(scheme: Scheme, part: int) -> bool:
-    """Whether part 0 (keys) or 1 (values) is compressed a block at a time."""
-    return part == 0 or scheme.window is None
+@lru_cache(maxsize=1)
+def pieces(
+    scheme: Scheme, padding: tuple[int, ...], first: int, before: int, columns: int, device: torch.device
+) -> list[tuple[int, int, tuple[Any, Any]]]:
+    """What a pass compresses. The last answer is kept: all layers ask the same, and one copy to the device does.
+
+    Args:
+        padding: columns left of each row's text. first: columns of the first pass. before, columns: before this pass
+            and after it; before is 0 in the first pass.
+
+    Returns:
+        (part, T, (rows, columns)) of pieces of T tokens, each compressed by itself; part is 0 for keys, 1 for values.
+        Rows and columns are slices, or index tensors [N, 1] and [N, T].
+    """
+    # a row may begin after the first pass
+    starts = [max(0, first - left) for left in padding]
+    now, then = (
+        [scheme.sealed(max(0, at - left), start) for left, start in zip(padding, starts, strict=True)]
+        for at in (columns, before)
+    )
+    if not before:
+        then = [(0, 0)] * len(now)
+    if now == then:
+        return []
+    left, begin, end = torch.tensor(padding), torch.tensor(then), torch.tensor(now)
+    found: list[tuple[int, int, tuple[Any, Any]]] = []
+    for part in (0, 1):
+        tokens = end[:, part] - begin[:, part]
+        unit = scheme.unit(part, prompt=not before)
+        for length in [unit] if unit else sorted({*tokens.tolist()} - {0}):
+            counts = tokens // length if unit else (tokens == length).long()
+            rows = torch.arange(len(padding)).repeat_interleave(counts)
+            if not len(rows):
+                continue
+            number = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+            start = (left + begin[:, part])[rows] + number * length
+            low, at = int(rows[0]), int(start[0])
+            if int(rows[-1]) - low + 1 == len(rows) and bool((start == at).all()):
+                found.append((part, length, (slice(low, low + len(rows)), slice(at, at + length))))
+                continue
+            # a copy that the host does not wait for
+            its = torch.stack([rows, start]).to(device, non_blocking=True)
+            columns_of = its[1, :, None] + torch.arange(length, device=device)
+            found.append((part, length, (its[0, :, None], columns_of)))
+    return found
 
 
 class WindowLayer(DynamicLayer):

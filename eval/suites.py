@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from turbo_hf.eval import infinitebench, ruler
-from turbo_hf.eval.scorers import BBH, CHOICES, GSM8K
+from turbo_hf.eval.scorers import BBH, CHOICES, GSM8K, Scorer
 from turbo_hf.eval.tasks import (
     REPLY,
     Spec,
@@ -64,6 +64,8 @@ SMOKE_FAMILIES = ("arith_few_shot", "bbh_boolean_expressions", "facts", "kv_hex"
 
 # least memorised by models, of the books in the data folder
 BOOKS = ("travels_in_west_africa", "wieland", "waverley", "life_on_the_mississippi")
+
+AQUA_FILES = ("aqua/cot_4shot.json", "aqua/test.jsonl")
 
 DEPTHS = [i / 10 for i in range(11)]
 
@@ -168,6 +170,8 @@ def _ruler(suite: str, tokenizer: Any, limits: Limits, data: Path | None, notes:
     if not fit:
         notes.append(f"RULER: left out; it has lengths of {first} tokens and doubled ({_bounds(limits)}).")
     text = ruler.sources(data)
+    if data is not None and text == ruler.sources():
+        notes.append(f"RULER: no needle/essays/*.txt in the data folder {data}; haystacks are of the carried prose.")
     made = [ruler_task(t, tokenizer, fit, RULER_ITEMS[suite], text, limits.limit) for t in ruler.REPLIES if fit]
     notes += [note for _, own in made for note in own]
     return [spec for spec, _ in made if spec is not None]
@@ -197,25 +201,21 @@ def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: t
 
 
 def _reasoning(data: Path | None, limit: int | None, notes: list[str]) -> list[Spec]:
-    gsm8k = _stock("gsm8k_cot", data, "gsm8k/test.jsonl")
-    bbh = [
-        (f"bbh_cot_fewshot_{name}", _stock(f"bbh_cot_fewshot_{name}", data, f"bbh/{name}.json", field="examples"))
-        for name in BBH_TASKS
-    ]
-    specs = [Spec("gsm8k_cot", gsm8k, GSM8K), *(Spec(name, config, BBH) for name, config in bbh)]
+    specs = [_stock("gsm8k_cot", data, "gsm8k/test.jsonl", GSM8K)]
+    specs += [_stock(f"bbh_cot_fewshot_{name}", data, f"bbh/{name}.json", BBH, field="examples") for name in BBH_TASKS]
     if data is not None:
-        _expect(data, "aqua/cot_4shot.json")
-        _expect(data, "aqua/test.jsonl")
+        for file in AQUA_FILES:
+            _expect(data, file)
         return [*specs, aqua_cot(data / "aqua", limit)]
     notes.append("AQuA by log-likelihood of its options; its chain of thought needs the exemplars of --data.")
-    return [*specs, Spec("agieval_aqua_rat", "agieval_aqua_rat", CHOICES)]
+    return [*specs, Spec("agieval_aqua_rat", "agieval_aqua_rat", CHOICES, AQUA_FILES)]
 
 
 def _wikitext(data: Path | None) -> Spec:
-    config = _stock("wikitext", data, "wikitext2/test_documents.jsonl")
-    if isinstance(config, dict):
-        config |= {"training_split": None, "validation_split": None}
-    return Spec("wikitext", config)
+    spec = _stock("wikitext", data, "wikitext2/test_documents.jsonl")
+    if isinstance(spec.config, dict):
+        spec.config.update({"training_split": None, "validation_split": None})
+    return spec
 
 
 def _long_prose(data: Path | None, limits: Limits) -> list[Spec]:
@@ -230,12 +230,13 @@ def _long_prose(data: Path | None, limits: Limits) -> list[Spec]:
     return [prose_task("books", books), prose_task("wikitext_long", windows)]
 
 
-def _stock(task: str, data: Path | None, file: str, **reading: str) -> str | dict[str, Any]:
+def _stock(task: str, data: Path | None, file: str, scorers: tuple[Scorer, ...] = (), **reading: str) -> Spec:
     """A task of the harness: by name, or the same with its rows from a local file."""
     if data is None:
-        return task
+        return Spec(task, task, scorers, (file,))
     kwargs = {"data_files": {"test": str(_expect(data, file))}, **reading}
-    return {"task": task, "dataset_path": "json", "dataset_name": None, "dataset_kwargs": kwargs}
+    config = {"task": task, "dataset_path": "json", "dataset_name": None, "dataset_kwargs": kwargs}
+    return Spec(task, config, scorers)
 
 
 def _expect(data: Path, file: str) -> Path:

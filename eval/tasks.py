@@ -17,11 +17,15 @@ REPLY = 32
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One task of a suite: what the harness loads it from, and how its items are judged (empty: by perplexity)."""
+    """One task of a suite: what the harness loads it from, and how its items are judged (empty: by perplexity).
+
+    local: of a task that comes from the Hub, the files of a data folder that would do instead.
+    """
 
     name: str
     config: str | dict[str, Any]
     scorers: tuple[Scorer, ...] = ()
+    local: tuple[str, ...] = ()
 
 
 def evenly(items: Sequence[Any], limit: int | None) -> list[Any]:

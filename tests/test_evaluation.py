@@ -253,6 +253,11 @@ def test_tables_and_pictures(run: tuple[Path, list[Spec], dict[str, Outcome]], t
         assert all(len(row) == len(headings) for row in rows)
     base, ours = (needle_cells(outcomes[label].samples["needle"]) for label in (BASELINE, "turbo4"))
     assert set(base) == {(length, depth) for length in (200, 300) for depth in (0.0, 1.0)}
+    assert {(cell["length"], cell["depth"]): cell["share"] for cell in found["needles"]["turbo4"]["cells"]} == ours
+    assert found["needles"]["turbo4"]["mean"] == sum(ours.values()) / 4
+    (length, depth), share = worst(ours)
+    assert found["needles"]["turbo4"]["worst"] == {"length": length, "depth": depth, "share": share}
+    assert f"| turbo4 | {sum(ours.values()) / 4:.3f} | {share:.2f} | {length} | {depth:.0%} |" in text
     assert worst({(1, 0.5): 0.5, (2, 0.0): 0.0, (2, 1.0): 0.0}) == ((2, 0.0), 0.0)
     needle_map(base, ours, "turbo4", tmp_path / "needle.png")
     assert accuracy_plot(found, "title", tmp_path / "accuracy.png")
@@ -359,7 +364,15 @@ def test_means_leave_out_what_the_baseline_cannot_do() -> None:
     # lengths 100, 200, ... in classes of powers of two, both tasks together
     assert [(row["up_to"], row["items"]) for row in found["lengths"]] == [(128 << n, 2) for n in range(5)]
     assert [row["methods"]["x"]["right"] for row in found["lengths"]] == [2, 1, 0, 0, 1]
-    assert found["differences"] == [{"method": "x", "mean": -10.0, "worst_task": "t0", "worst": -20.0}]
+    # of five pairs -1 -1 +1: variance (3 - 5 * 0.2 ** 2) / 4, and the other task has no difference
+    error = pytest.approx(100 * (0.7 / 5) ** 0.5 / 2)
+    assert found["differences"] == [{"method": "x", "mean": -10.0, "stderr": error, "worst_task": "t0", "worst": -20.0}]
+    assert found["needles"] == {}
+    # one item has no error, nor has a mean that it is part of
+    single = report(specs[:1], {BASELINE: outcome([1]), "x": outcome([0])})
+    assert single["means"][0]["methods"]["x"]["stderr"] is single["differences"][0]["stderr"] is None
+    titled = {title: rows for title, _, rows in tables(single)}
+    assert titled["points of accuracy against fp16 ± standard error of the pairs"][0][1] == "-100.00"
     assert found["memory"]["x"] == [{"tokens": 2.5, "bytes": 25.0}]
     assert found["serving"]["x"] == {
         "simulated": False,
@@ -399,7 +412,7 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     assert json.loads((tmp_path / "report.json").read_text())["accuracy"] == found["accuracy"]
     whole = (tmp_path / "report.html").read_text()
     assert whole.count("data:image/png;base64,") == 3
-    assert whole.count("<table>") == whole.count("</table>") == 5
+    assert whole.count("<table>") == whole.count("</table>") == 6
     # everything that the page shows is inside it
     assert "http" not in whole
 

@@ -8,6 +8,7 @@ import torch
 from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 
 from turbo_hf.config import TurboConfig
+from turbo_hf.eval import simulated_cache
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import ABLATIONS, expanded, is_simulated, method_named
 from turbo_hf.eval.simulate import Scheme, by_channel, by_token, gear_l, kivi, low_rank, rounded
@@ -86,6 +87,49 @@ def test_kivi_is_its_algorithm(bits: int) -> None:
             for own, all_of, kind in ((read[0], keys, False), (read[1], values, True)):
                 text = all_of[row, head, 200 - length :]
                 torch.testing.assert_close(own[row, head, 200 - length :], kivi_directly(text, bits, values=kind))
+
+
+def row_by_row(scheme: Scheme, keys: torch.Tensor, values: torch.Tensor, left: int, first: int) -> list[torch.Tensor]:
+    """What one row [H, columns, D] holds at the end, where each pass after the first brings one token."""
+    held = [keys[None, :, left:].clone(), values[None, :, left:].clone()]
+    tokens, first = keys.shape[-2] - left, max(0, first - left)
+    stored = (0, 0)
+    for length in range(first, tokens + 1):
+        now = scheme.sealed(length, first)
+        for x, store, begin, end in zip(held, (scheme.keys, scheme.values), stored, now, strict=True):
+            if end > begin:
+                x[:, :, begin:end] = store(x[:, :, begin:end], prompt=length == first)
+        stored = now
+    return [x[0] for x in held]
+
+
+@pytest.mark.parametrize("at_once", [1 << 23, 3 * 64 * HEADS * DIM])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(kivi(2), id="kivi"),
+        pytest.param(gear_l(2, "kcvt"), id="gear-l-kcvt"),
+        pytest.param(gear_l(2, "kivi"), id="gear-l-kivi"),
+    ],
+)
+def test_rows_compressed_together_are_rows_compressed_alone(
+    scheme: Scheme, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(simulated_cache, "AT_ONCE", at_once)
+    prompt, columns = 200, 340
+    # two of one length, one that begins after the prompt, blocks that several rows fill in one step
+    padding = [0, 7, 71, 71, 135, 136, 199, 210, 64, 1, 2, 65]
+    keys, values = torch.randn(2, len(padding), HEADS, columns, DIM).unbind(0)
+    layer = CompressedLayer(scheme, padding)
+    layer.update(keys[:, :, :prompt], values[:, :, :prompt])
+    for at in range(prompt, columns):
+        layer.update(keys[:, :, at : at + 1], values[:, :, at : at + 1])
+    for row, left in enumerate(padding):
+        held = row_by_row(scheme, keys[row], values[row], left, prompt)
+        assert torch.equal(layer.keys[row, :, left:], held[0])
+        assert torch.equal(layer.values[row, :, left:], held[1])
+        # padding is nobody's
+        assert torch.equal(layer.keys[row, :, :left], keys[row, :, :left])
 
 
 @pytest.mark.parametrize("base", ["kcvt", "kivi"])

@@ -3,6 +3,8 @@
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,13 @@ class Oracle(LM):  # type: ignore[misc]  # the harness has no types
         return [-1.0 for _ in requests]
 
 
+def stated(task: str, target: str) -> str:
+    """A reply that gives the target as the task wants it: GSM8K's strict match with a capital letter, BBH's without."""
+    if task.startswith("gsm8k"):
+        return f" The answer is {target.rsplit('#### ', maxsplit=1)[-1]}."
+    return f" So the answer is {target}." if task.startswith(("bbh", "aqua", "arith")) else f" {target}"
+
+
 def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: Any) -> None:
     quiet()
     (data / "books" / "waverley.txt").write_text("Sixty years ago. " * 200)
@@ -109,9 +118,7 @@ def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: An
     assert {*(f"infinite_{name}" for name in infinitebench.REPLIES), "books", "wikitext_long"} <= set(tasks)
     assert sum(name.startswith("bbh_cot_fewshot_") for name in tasks) == 27
     gold = {
-        request.args[0]: f" So the answer is {str(task.doc_to_target(request.doc)).rsplit('#### ')[-1]}."
-        if name.startswith(("gsm8k", "bbh", "aqua", "arith"))
-        else f" {task.doc_to_target(request.doc)}"
+        request.args[0]: stated(name, str(task.doc_to_target(request.doc)))
         for name, task in tasks.items()
         if task.OUTPUT_TYPE == "generate_until"
         for request in task.instances
@@ -121,10 +128,66 @@ def test_gold_answers_score_one_and_wrong_ones_nothing(data: Path, tokenizer: An
         for spec in specs:
             for scorer in spec.scorers:
                 verdicts = list(scorer.verdicts(found[spec.name]).values())
-                if (spec.name, scorer.name, share) == ("gsm8k_cot", "strict", 1.0):
-                    continue  # wants "The answer is" with a capital letter
                 assert verdicts, (spec.name, scorer.name)
                 assert sum(verdicts) / len(verdicts) == share, (spec.name, scorer.name)
+
+
+class Chooser(Oracle):
+    """Likelihoods of an item's options: by `like(prompt, option)`."""
+
+    def __init__(self, like: Callable[[str, str], float]):
+        super().__init__({})
+        self.like = like
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return [(self.like(*request.args), False) for request in requests]
+
+
+def test_options_by_log_likelihood_and_guesses_score_what_they_should(tmp_path: Path, tokenizer: Any) -> None:
+    quiet()
+    rng = random.Random(0)
+    options = [f"({letter})" for letter in "ABCDE"]
+    gold = {f"Question {i}?": rng.randrange(5) for i in range(400)}
+    rows = [{"query": query, "choices": options, "gold": [right]} for query, right in gold.items()]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    specs, _ = build("reasoning", tokenizer, LIMITS)
+    (spec,) = [spec for spec in specs if spec.name == "agieval_aqua_rat"]
+    local = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {"test": str(path)}}}
+    spec = replace(spec, config={"task": spec.name, **local})
+    tasks, _ = load_tasks([spec], Prompts(tokenizer), Limits(8192, 512))
+    guesses = {query: rng.randrange(5) for query in gold}
+    for chosen, least, most in (
+        (gold, 1.0, 1.0),
+        (guesses, 0.15, 0.25),
+        ({q: 4 - g for q, g in gold.items()}, 0, 0.25),
+    ):
+        likely = Chooser(lambda query, end, own=chosen: float(end.strip() == options[own[query]]))  # type: ignore[misc]
+        found = evaluate(lm=likely, task_dict={"tasks": tasks}, bootstrap_iters=0)["samples"][spec.name]
+        for scorer in spec.scorers:
+            verdicts = scorer.verdicts(found)
+            assert len(verdicts) == 400
+            assert least <= sum(verdicts.values()) / 400 <= most, scorer.name
+    # and in words: a guess of one letter in five
+    replies = [{"resps": [[f"The answer is {options[guesses[q]].lower()}."]], "target": options[gold[q]]} for q in gold]
+    assert 0.15 <= sum(map(right_choice, replies)) / 400 <= 0.25
+
+
+def test_without_the_hub_the_local_files_are_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    specs, _ = build("core", tokenizer, replace(LIMITS, longest=1024))
+    for name, files in (
+        ("gsm8k_cot", "DIR/gsm8k/test.jsonl"),
+        ("bbh_cot_fewshot_snarks", "DIR/bbh/snarks.json"),
+        ("agieval_aqua_rat", "DIR/aqua/cot_4shot.json and DIR/aqua/test.jsonl"),
+        ("wikitext", "DIR/wikitext2/test_documents.jsonl"),
+    ):
+        own = [spec for spec in specs if spec.name == name]
+        with pytest.raises(ValueError, match=f"{name}: Couldn't reach it. Without the Hub: --data DIR, with {files}"):
+            load_tasks(own, Prompts(tokenizer), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +336,13 @@ def test_essays_of_the_data_folder_are_the_haystack(tmp_path: Path) -> None:
     assert found.essays == ["Some words stand here.", "Others stand there."]
     assert found.words == ["here", "others", "some", "stand", "there", "words"]
     assert ruler.sources(tmp_path / "nowhere") == ruler.sources()
+
+
+def test_a_data_folder_without_essays_is_told(tokenizer: Any, tmp_path: Path) -> None:
+    _, notes = build("ruler", tokenizer, Limits(8192, 4096, 1), tmp_path)
+    assert notes == [
+        f"RULER: no needle/essays/*.txt in the data folder {tmp_path}; haystacks are of the carried prose."
+    ]
 
 
 def test_evenly_keeps_the_range() -> None:
