@@ -1,6 +1,7 @@
 """The shape of the package: its public names, its layers, its size, and what an installation holds."""
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -165,3 +166,13 @@ def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
     missing = {name for name in expected if not {f"{name}.py", f"{name}/__init__.py"} & inside}
     assert not missing
     assert {"turbo_hf/py.typed", "turbo_hf/eval/haystack.txt"} <= inside
+
+
+def test_the_sanitizer_runs_tests_that_exist() -> None:
+    names = re.findall(r'^  "(test_.*)"$', (ROOT / "tests" / "sanitize.sh").read_text(), re.MULTILINE)
+    assert len(names) > 30
+    files = sorted({name.split("::")[0] for name in names})
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    found = subprocess.run(collect, cwd=ROOT / "tests", capture_output=True, text=True, check=False).stdout
+    there = {line.removeprefix("tests/") for line in found.splitlines()}
+    assert [name for name in names if name not in there] == []
