@@ -31,6 +31,7 @@ def test_kernels_compile_and_fit() -> None:
         "layer_kernel",
         "logits_kernel",
         "visit_kernel",
+        "list_kernel",
         "rank_kernel",
     }
     assert {kernel["kernel"] for kernel in kernels} >= wanted

@@ -19,7 +19,8 @@ from turbo_hf.chunk import Chunk
 from turbo_hf.config import SELECTORS
 from turbo_hf.index import BucketIndex
 from turbo_hf.layer import TurboLayer
-from turbo_hf.ops.select import assign
+from turbo_hf.layout import Best
+from turbo_hf.ops.select import assign, visit
 from turbo_hf.rotary import turns_by_halves
 from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Hash, Reformer, Selector
 
@@ -233,8 +234,10 @@ def test_visits_are_those_that_the_calibration_judges(
     seen: dict[int, Tensor] = {}
     visited = Centroids.visited
 
-    def spy(selector: Centroids, *args: Any) -> Tensor:
-        seen[selector.layer] = found = torch.as_tensor(visited(selector, *args))
+    def spy(selector: Centroids, *args: Any) -> Best:
+        found = visited(selector, *args)
+        assert isinstance(found, Best)
+        seen[selector.layer] = visit(found.logits, probes=found.probes)[:, :, :, None]
         return found
 
     monkeypatch.setattr(Centroids, "visited", spy)
