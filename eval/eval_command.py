@@ -12,7 +12,16 @@ from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
-from turbo_hf.eval.methods import AGAIN, BASELINE, applied, expanded, is_simulated, known_methods, method_named
+from turbo_hf.eval.methods import (
+    AGAIN,
+    BASELINE,
+    applied,
+    expanded,
+    is_simulated,
+    known_methods,
+    method_named,
+    same_settings,
+)
 from turbo_hf.eval.output import Report, show, write_report
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.record import identity, open_run, write_whole
@@ -150,6 +159,7 @@ def _run(
         notes.append(NO_PLANS)
     if any(map(is_simulated, wanted)):
         notes.append(SIMULATION)
+    notes += _alike(loaded, wanted)
     runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{name: name for name in wanted}}
     outcomes: dict[str, Any] = {}
     result: dict[str, Any] = {}
@@ -172,6 +182,16 @@ def _run(
         style="dim",
     )
     return result
+
+
+def _alike(model: Any, wanted: list[str]) -> list[str]:
+    text = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return [
+        f"One setting under {len(names)} names, for a layer of this model has {heads} KV heads: {', '.join(names)}. "
+        "What differs between their rows is noise."
+        for names in same_settings(wanted, heads)
+    ]
 
 
 def _calibration(model: Any, wanted: list[str], named: str) -> Calibration | None:

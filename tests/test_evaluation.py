@@ -422,10 +422,11 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(TurboLM, "_model_generate", never)
     again = json.loads(command("--json").stdout.strip().splitlines()[-1])
     assert again["accuracy"] == found["accuracy"]
-    stopped = command(methods="turbo4,int8", code=1)
+    stopped = command(methods="turbo4,turbo4+low_heads=0.25", code=1)
     assert isinstance(stopped.exception, AssertionError)
     partial = json.loads((tmp_path / "report.json").read_text())
-    assert partial["notes"][0] == "UNFINISHED: int8 still to run; the same command goes on."
+    assert partial["notes"][0] == "UNFINISHED: turbo4+low_heads=0.25 still to run; the same command goes on."
+    assert any("this model has 2 KV heads: turbo4, turbo4+low_heads=0.25." in note for note in partial["notes"])
     assert partial["accuracy"] == found["accuracy"]
     assert "UNFINISHED" in (tmp_path / "report.md").read_text()
     refused = command("--batch", "2", code=1)
