@@ -12,10 +12,19 @@ from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
-from turbo_hf.eval.methods import AGAIN, BASELINE, applied, expanded, is_simulated, known_methods, method_named
+from turbo_hf.eval.methods import (
+    AGAIN,
+    BASELINE,
+    applied,
+    expanded,
+    is_simulated,
+    known_methods,
+    method_named,
+    same_settings,
+)
 from turbo_hf.eval.output import Report, show, write_report
 from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import identity, open_run, write_whole
+from turbo_hf.eval.record import BY_METHOD, identity, open_run, write_whole
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve_command import TRACE, Plan, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
@@ -143,13 +152,15 @@ def _run(
             raise ValueError(" ".join([str(error), *notes])) from error
     batch, batch_tokens = sizes
     options = {"suite": suite, **asdict(limits), "seed": SEED, "batch": batch, "batch_tokens": batch_tokens}
-    options["calibration"] = None if made is None else made.digest()
+    digest = None if made is None else made.digest()
+    options[BY_METHOD] = {name: digest for name in wanted if _uses_calibration(name)}
     meta = open_run(folder, identity(loaded, tokenizer, tasks, options))
     notes += skipped
     if str(loaded.device).startswith("cuda"):
         notes.append(NO_PLANS)
     if any(map(is_simulated, wanted)):
         notes.append(SIMULATION)
+    notes += _alike(loaded, wanted)
     runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{name: name for name in wanted}}
     outcomes: dict[str, Any] = {}
     result: dict[str, Any] = {}
@@ -174,10 +185,24 @@ def _run(
     return result
 
 
+def _alike(model: Any, wanted: list[str]) -> list[str]:
+    text = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return [
+        f"One setting under {len(names)} names, for a layer of this model has {heads} KV heads: {', '.join(names)}. "
+        "What differs between their rows is noise."
+        for names in same_settings(wanted, heads)
+    ]
+
+
+def _uses_calibration(name: str) -> bool:
+    config = method_named(name).config
+    return config is not None and uses_calibration(config)
+
+
 def _calibration(model: Any, wanted: list[str], named: str) -> Calibration | None:
     """The calibration, where one decides anything. All methods are tried: what is wrong must not wait for others."""
-    configs = {name: method_named(name).config for name in wanted}
-    used = any(config is not None and uses_calibration(config) for config in configs.values())
+    used = any(map(_uses_calibration, wanted))
     if named != "auto" and not used:
         raise ValueError(f"--calibration {named}: none of these methods takes anything from a calibration.")
     made = None if not used else find(model) if named == "auto" else Calibration.from_pretrained(named)

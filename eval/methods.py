@@ -110,6 +110,26 @@ def expanded(names: list[str]) -> list[str]:
     return list(dict.fromkeys(name for name in found if name != BASELINE))
 
 
+def same_settings(names: list[str], kv_heads: int) -> list[list[str]]:
+    """Methods that differ in a share or choice of heads, which a layer of so many KV heads cannot tell apart."""
+    alike: dict[TurboConfig, list[str]] = {}
+    default = TurboConfig()
+    for name in names:
+        config = method_named(name).config
+        if config is not None:
+            groups = config.head_groups(kv_heads) if config.low_heads else ()
+            low = sum(heads for bits, heads in groups if bits == config.low_bits)
+            # where no head is low, or every one, nothing is chosen
+            plain = replace(
+                config,
+                low_heads=low / kv_heads,
+                low_bits=config.low_bits if low else default.low_bits,
+                head_metric=config.head_metric if 0 < low < kv_heads else default.head_metric,
+            )
+            alike.setdefault(plain, []).append(name)
+    return [own for own in alike.values() if len(own) > 1]
+
+
 def method_named(name: str) -> Method:
     """What a name means.
 

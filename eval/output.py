@@ -16,7 +16,7 @@ from turbo_hf.eval.record import write_whole
 LIMITED = "LIMITED"
 """What a line begins with that says: this is no result."""
 
-WORDS = ("task", "scorer", "over", "method", "metric", "largest loss in")
+WORDS = ("task", "scorer", "over", "method", "method of equal bytes", "metric", "largest loss in")
 """Headings of columns that hold no figures."""
 
 STYLE = (

@@ -16,6 +16,8 @@ import torch
 from turbo_hf.eval.bench.facts import facts
 
 META = "run_meta.json"
+BY_METHOD = "calibrations"
+"""Field of an identity with a value for each method that has one: a later command may bring other methods."""
 SAMPLED = 64
 """Values of each weight that a model's fingerprint reads."""
 
@@ -102,7 +104,11 @@ def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
     meta: dict[str, Any] = {"identity": json.loads(json.dumps(what)), "commands": []}
     if path.is_file():
         before = json.loads(path.read_text("utf-8"))
-        changed = _differences(before["identity"], meta["identity"])
+        was, now = before["identity"], meta["identity"]
+        if BY_METHOD in was and BY_METHOD in now:
+            # a method that only one of the two has is nothing to differ in
+            was[BY_METHOD], now[BY_METHOD] = now[BY_METHOD] | was[BY_METHOD], was[BY_METHOD] | now[BY_METHOD]
+        changed = _differences(was, now)
         if changed:
             raise ValueError(
                 f"{folder} holds a run that cannot be continued by this one: {'; '.join(changed)}. "

@@ -18,6 +18,9 @@ from turbo_hf.eval.tasks import Spec
 SURE = 0.8
 """Share of right answers below which a baseline says little about a method: such tasks stay out of the second mean."""
 
+SAME_BYTES = 0.01
+"""Difference of bytes a token, at most, between methods that are paired with each other."""
+
 PERPLEXITIES = ("word_perplexity", "byte_perplexity")
 
 
@@ -33,7 +36,8 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         baseline) kept, lost, gained, neither and the exact McNemar p. means: of the headline scorers, over all tasks
         and over those whose baseline is at least 80 % right, with the pairs of all items. lengths: the same verdicts by
         length of the prompt, pooled over tasks that have several lengths. differences: points of accuracy against the
-        baseline, with the standard error of the pairs. needles: cells (length, depth, share found), their mean and the
+        baseline, with the standard error of the pairs. pairs: the same between methods of equal bytes and the first of
+        them. needles: cells (length, depth, share found), their mean and the
         worst. perplexity: a row a metric. memory: bytes of a row's cache by its tokens. serving: bytes of the KV
         cache a token, against the baseline's, and generated tokens a second. reading: of sparse methods the share of
         the keys that decode steps read in the layers that are sparse, and without the dense part.
@@ -71,7 +75,12 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         "accuracy": rows,
         "means": means,
         "lengths": _by_length(headline, classes),
-        "differences": _differences(headline),
+        "differences": _differences(headline, BASELINE, [label for label in outcomes if label != BASELINE]),
+        "pairs": [
+            {"base": base, **own}
+            for base, *others in _of_equal_bytes(outcomes)
+            for own in _differences(headline, base, others)
+        ],
         "needles": _needles(outcomes),
         "perplexity": _perplexities(outcomes),
         "memory": {label: _memory(outcome.batches) for label, outcome in outcomes.items()},
@@ -105,26 +114,43 @@ def _mean(tasks: Mapping[str, Mapping[str, list[bool]]]) -> dict[str, Any]:
     return {"items": sum(len(own[labels[0]]) for own in tasks.values()), "methods": pooled}
 
 
-def _differences(headline: Mapping[str, Mapping[str, list[bool]]]) -> list[dict[str, Any]]:
-    """Points of accuracy between each method and the baseline: their mean over tasks, and the task that loses most."""
+def _differences(
+    headline: Mapping[str, Mapping[str, list[bool]]], base: str, others: list[str]
+) -> list[dict[str, Any]]:
+    """Points of accuracy between methods and a base: their mean over tasks, and the task that loses most."""
     if not headline:
         return []
     found = []
-    for label in next(iter(headline.values())):
-        if label != BASELINE:
-            points = {t: 100 * (sum(v[label]) - sum(v[BASELINE])) / len(v[label]) for t, v in headline.items()}
-            least = min(points, key=lambda task: points[task])
-            error = _mean_error([_paired_error(own[BASELINE], own[label]) for own in headline.values()])
-            found.append(
-                {
-                    "method": label,
-                    "mean": sum(points.values()) / len(points),
-                    "stderr": None if error is None else 100 * error,
-                    "worst_task": least if points[least] < 0 else None,
-                    "worst": points[least],
-                }
-            )
+    for label in others:
+        points = {t: 100 * (sum(v[label]) - sum(v[base])) / len(v[label]) for t, v in headline.items()}
+        least = min(points, key=lambda task: points[task])
+        error = _mean_error([_paired_error(own[base], own[label]) for own in headline.values()])
+        found.append(
+            {
+                "method": label,
+                "mean": sum(points.values()) / len(points),
+                "stderr": None if error is None else 100 * error,
+                "worst_task": least if points[least] < 0 else None,
+                "worst": points[least],
+            }
+        )
     return found
+
+
+def _of_equal_bytes(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
+    """Methods, the baseline apart, whose caches take the same a token: to one percent, for replies differ in length."""
+    groups: list[list[str]] = []
+    for label, outcome in outcomes.items():
+        own = _bytes(outcome.batches)
+        if own is None or label in (BASELINE, AGAIN):
+            continue
+        for group in groups:
+            if abs(own / (_bytes(outcomes[group[0]].batches) or 1) - 1) < SAME_BYTES:
+                group.append(label)
+                break
+        else:
+            groups.append([label])
+    return groups
 
 
 def _paired_error(base: list[bool], own: list[bool]) -> float | None:
@@ -256,17 +282,13 @@ def tables(found: dict[str, Any]) -> list[Table]:
         ]
         shown.append(Table("mean of tasks", ["over", "items", *named], means))
     if found["differences"]:
-        rows = [
-            [
-                own["method"],
-                f"{own['mean']:+.2f}{_error(own['stderr'])}",
-                own["worst_task"] or "-",
-                f"{own['worst']:+.2f}",
-            ]
-            for own in found["differences"]
-        ]
         headings = ["method", "mean of tasks", "largest loss in", "there"]
+        rows = [_points(own) for own in found["differences"]]
         shown.append(Table("points of accuracy against fp16 ± standard error of the pairs", headings, rows))
+    if found["pairs"]:
+        headings = ["method", "method of equal bytes", "mean of tasks", "largest loss in", "there"]
+        rows = [[own["base"], *_points(own)] for own in found["pairs"]]
+        shown.append(Table("points of accuracy of the second against the first, as above", headings, rows))
     if found["needles"]:
         rows = [
             [label, f"{own['mean']:.3f}", f"{least['share']:.2f}", f"{least['length']:,}", f"{least['depth']:.0%}"]
@@ -303,6 +325,11 @@ def tables(found: dict[str, Any]) -> list[Table]:
 def _figures(own: dict[str, Any]) -> list[str]:
     forms = {"kv_bytes_per_token": "{:.0f}", "compression": "{:.2f} x", "tokens_per_s": "{:.1f}"}
     return ["-" if own[name] is None else form.format(own[name]) for name, form in forms.items()]
+
+
+def _points(own: dict[str, Any]) -> list[str]:
+    mean = f"{own['mean']:+.2f}{_error(own['stderr'])}"
+    return [own["method"], mean, own["worst_task"] or "-", f"{own['worst']:+.2f}"]
 
 
 def _error(points: float | None) -> str:

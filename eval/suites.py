@@ -196,6 +196,12 @@ def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: t
         if name not in families:
             notes.append(f"{name}: left out; it has no item of {least}{fit} tokens.")
     names = [name for name in chosen or families if name in families]
+    constant = [name for name in names if len(families[name]) > 1 and len({i.answer for i in families[name]}) == 1]
+    if constant:
+        notes.append(
+            f"{', '.join(constant)}: one answer for all items, so that a reply that reads nothing of its prompt can "
+            "score 1.0; the means count such a family."
+        )
     most = min(limits.limit or LAB_ITEMS, LAB_ITEMS)
     return [lab_task(name, families[name], most) for name in names]
 

@@ -1,6 +1,7 @@
 """Evaluation through lm-evaluation-harness: the model adapter, the tasks, a run and what it leaves."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,17 @@ def test_means_leave_out_what_the_baseline_cannot_do() -> None:
     error = pytest.approx(100 * (0.7 / 5) ** 0.5 / 2)
     assert found["differences"] == [{"method": "x", "mean": -10.0, "stderr": error, "worst_task": "t0", "worst": -20.0}]
     assert found["needles"] == {}
+    assert found["pairs"] == []
+    # y answers as the baseline does, in as many bytes as x
+    same = {label: outcome(good, bad) for label in (BASELINE, AGAIN, "y")}
+    both = report(specs, {**same, "x": outcome([1, 1, 0, 0, 1], bad)})
+    assert both["pairs"] == [{"base": "y", **found["differences"][0]}]
+    titled = {title: rows for title, _, rows in tables(both)}
+    cells = ["y", "x", f"-10.00 ± {100 * (0.7 / 5) ** 0.5 / 2:.2f}", "t0", "-20.00"]
+    assert titled["points of accuracy of the second against the first, as above"] == [cells]
+    smaller = replace(outcome(good, bad), batches=[Batch(4, 8, 2.0, 98, 10)])
+    other = report(specs, {BASELINE: outcome(good, bad), "y": outcome(good, bad), "x": smaller})
+    assert other["pairs"] == [], "two percent fewer bytes"
     # one item has no error, nor has a mean that it is part of
     single = report(specs[:1], {BASELINE: outcome([1]), "x": outcome([0])})
     assert single["means"][0]["methods"]["x"]["stderr"] is single["differences"][0]["stderr"] is None
@@ -422,10 +434,11 @@ def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(TurboLM, "_model_generate", never)
     again = json.loads(command("--json").stdout.strip().splitlines()[-1])
     assert again["accuracy"] == found["accuracy"]
-    stopped = command(methods="turbo4,int8", code=1)
+    stopped = command(methods="turbo4,turbo4+low_heads=0.25", code=1)
     assert isinstance(stopped.exception, AssertionError)
     partial = json.loads((tmp_path / "report.json").read_text())
-    assert partial["notes"][0] == "UNFINISHED: int8 still to run; the same command goes on."
+    assert partial["notes"][0] == "UNFINISHED: turbo4+low_heads=0.25 still to run; the same command goes on."
+    assert any("this model has 2 KV heads: turbo4, turbo4+low_heads=0.25." in note for note in partial["notes"])
     assert partial["accuracy"] == found["accuracy"]
     assert "UNFINISHED" in (tmp_path / "report.md").read_text()
     refused = command("--batch", "2", code=1)

@@ -10,7 +10,7 @@ from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 from turbo_hf.config import TurboConfig
 from turbo_hf.eval import simulated_cache
 from turbo_hf.eval.cache_size import cache_size
-from turbo_hf.eval.methods import ABLATIONS, expanded, is_simulated, method_named
+from turbo_hf.eval.methods import ABLATIONS, expanded, is_simulated, method_named, same_settings
 from turbo_hf.eval.simulate import Scheme, by_channel, by_token, gear_l, kivi, low_rank, rounded
 from turbo_hf.eval.simulated_cache import CompressedLayer, SimulatedCache, compressed_cache, window_cache
 
@@ -261,6 +261,20 @@ def test_sets_of_methods_stand_for_their_members() -> None:
     assert {(c.low_heads, c.head_metric) for c in heads if c is not None} == set(
         itertools.product((0.25, 0.5, 0.75), ("priority", "entropy", "min_max", "variation"))
     )
+
+
+def test_shares_that_round_to_the_same_heads_are_one_setting() -> None:
+    heads = ABLATIONS["ablation-heads"]
+    metrics = ("priority", "entropy", "min_max", "variation")
+    shares = (0.25, 0.5, 0.75)
+    quarter, half, more = ([f"turbo4+low_heads={share}+head_metric={m}" for m in metrics] for share in shares)
+    alike = same_settings(["turbo2", "kivi4", "turbo4", "fp16-eager", *heads], 2)
+    assert alike == [["turbo4", *quarter], *([a, b] for a, b in zip(half, more, strict=True))]
+    assert same_settings(["turbo4", *heads], 4) == []
+    # of one head a layer none is low; where every head is, nothing ranks them, but their width counts
+    assert same_settings(["turbo4", *heads], 1) == [["turbo4", *heads]]
+    every = [f"turbo4+low_heads=1.0+head_metric={m}" for m in metrics]
+    assert same_settings([*every, "turbo4+low_heads=1.0+low_bits=3", "turbo4"], 8) == [every]
 
 
 def test_fields_of_a_config_are_part_of_a_name() -> None:

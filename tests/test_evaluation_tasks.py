@@ -351,6 +351,15 @@ def test_evenly_keeps_the_range() -> None:
     assert evenly(range(10), 5) == [0, 2, 4, 6, 8]
 
 
+def test_a_family_with_one_answer_is_told(tokenizer: Any, data: Path) -> None:
+    path = data / "lab_tasks" / "passkey.jsonl"
+    _, notes = build("lab", tokenizer, LIMITS, data)
+    assert not any("one answer" in note for note in notes), "one item has no other"
+    path.write_text(path.read_text() * 2)
+    _, notes = build("lab", tokenizer, LIMITS, data)
+    assert sum(note.startswith("passkey: one answer for all items") for note in notes) == 1
+
+
 def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
     with pytest.raises(ValueError, match="unknown suite all; suites are smoke, core, reasoning, long, ruler, serve"):
         build("all", tokenizer, LIMITS)

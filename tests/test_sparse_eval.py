@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cli import app
 from turbo_hf.eval.methods import method_named
+from turbo_hf.eval.record import BY_METHOD, META
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,17 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     missing = CliRunner().invoke(app, words)
     assert missing.exit_code == 1
     assert 'selector "saap" needs a calibration of this model' in " ".join(missing.output.split())
+    # the folder may begin with methods that take no calibration: one is compared with that of the same method alone
+    began = CliRunner().invoke(app, words[:-4])
+    assert began.exit_code == 0, began.output
     result = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
     assert result.exit_code == 0, result.output
+    index = json.loads((tmp_path / "out" / META).read_text())["identity"][BY_METHOD]
+    assert list(index) == [methods[1]]
+    assert CliRunner().invoke(app, words[:-4]).exit_code == 0
+    assert json.loads((tmp_path / "out" / META).read_text())["identity"][BY_METHOD] == index
+    again = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
+    assert again.exit_code == 0, again.output
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [(row["task"], row["items"]) for row in report["accuracy"]] == [("made", 1)], "the short item is left out"
     assert list(report["reading"]) == methods[1:]
@@ -96,7 +106,7 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     other.save_pretrained(tmp_path / "index")
     again = CliRunner().invoke(app, [*words, "--calibration", str(tmp_path / "index")])
     assert again.exit_code == 1
-    assert "calibration was" in " ".join(again.output.split())
+    assert f"calibrations.{methods[1]} was {index[methods[1]]}, now " in " ".join(again.output.split())
 
 
 @pytest.mark.parametrize(
