@@ -14,7 +14,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from turbo_hf.layout import Best
 from turbo_hf.ops import launch, launch_sparse, launch_store
 
 
@@ -77,7 +76,6 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     plain: dict[str, Any] = {"scaling": 0.1, "sink_tokens": 1, "window_tokens": 2047}
     plain["spans"] = torch.zeros(2, 2, 2, 2, dtype=torch.int16)
     launch_sparse.sparse_decode(q, store, index[:, :, None], visited, **(plain | options))
-    launch_sparse.sparse_decode(q, store, index[:, :, None], Best(logits, 32), **(plain | options))
 
 
 QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]

@@ -55,14 +55,14 @@ def test_a_right_step_passes_and_a_wrong_one_does_not(backend: str, width: str, 
     (layer,) = make_layers(case, width, replace(SMALL, selector=selector), 1, CPU, 0)
     assert (layer.classifier is None, layer.rotary is None) == (selector != "saap", selector == "kmeans-rotated")
     q = torch.randn(2, 14, 1, 64).half()
-    best = select(layer, q, torch.randn(2, 2, 1, 64).half(), 4, backend)
-    assert torch.equal(best.logits, select(layer, q, None, 4, backend).logits)
-    assert best.logits.shape == (2, 2, 1, 1, 16)
-    assert best.probes == 4
-    got = attention(layer, q, best, SMALL, backend)
-    assert not check_sparse(case, q, layer, best, SMALL, got).problem
-    other = attention(layer, q, best._replace(logits=-best.logits), SMALL, backend)
-    assert "a query is off by" in check_sparse(case, q, layer, best, SMALL, other).problem
+    visited = select(layer, q, torch.randn(2, 2, 1, 64).half(), 4, backend)
+    assert torch.equal(visited, select(layer, q, None, 4, backend))
+    assert visited.shape == (2, 2, 1, 1, 16)
+    assert bool((visited.sum(-1) == 4).all())
+    got = attention(layer, q, visited, SMALL, backend)
+    assert not check_sparse(case, q, layer, visited, SMALL, got).problem
+    other = attention(layer, q, ~visited, SMALL, backend)
+    assert "a query is off by" in check_sparse(case, q, layer, visited, SMALL, other).problem
 
 
 def test_the_table_the_json_and_the_file(tmp_path: Path) -> None:

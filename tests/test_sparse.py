@@ -14,7 +14,7 @@ from support import Codes, check, check_turbo, float_budget, largest, make_store
 from test_sas import check_sas
 from torch import Tensor
 
-from turbo_hf.layout import BITS, AttentionOutput, Best, KVStore
+from turbo_hf.layout import BITS, AttentionOutput, KVStore
 from turbo_hf.ops.select import assign, classify, look_up, score, visit
 from turbo_hf.ops.sparse import sparse_decode
 from turbo_hf.ops.tuning import DecodeTiles
@@ -507,23 +507,6 @@ def test_blocks_without_a_visited_bucket_are_not_read(share: float, buckets: int
     assert torch.equal(again.out, got.out)
 
 
-@pytest.mark.parametrize(("buckets", "probes", "group"), [(9, 3, 1), (37, 1, 3), (40, 40, 2), (100, 7, 1)])
-def test_buckets_are_found_on_the_way(
-    buckets: int, probes: int, group: int, device: torch.device, backend: str
-) -> None:
-    store = sparse_store([300, 40], 2, 32, device, groups=((4, 1), (2, 1)))
-    index, _ = random_index(store, 2, buckets, 0.3)
-    # many are equal
-    logits = torch.randint(-2, 3, (2, 2, 2, group, buckets), device=device).float()
-    visited = visit(logits, probes=probes, backend="reference")[:, :, :, None]
-    q, spans = tokens(2, 4, 2, 32, device=device), spans_of(store, index)
-    want = sparse_decode(q, store, index, visited, **CHOICE, spans=spans, backend=backend)
-    for _ in range(2):  # counters are zeros again
-        got = sparse_decode(q, store, index, Best(logits, probes), **CHOICE, spans=spans, backend=backend)
-        assert torch.equal(got.out, want.out)
-        assert torch.equal(got.lse, want.lse)
-
-
 @pytest.mark.parametrize("groups", [((4, 2),), ((4, 1), (2, 1)), ((8, 2),)], ids=str)
 @pytest.mark.parametrize("threshold", [None, -6.0])
 def test_on_quantized_values(
@@ -638,7 +621,6 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
         ({"meetings": 2}, "meetings from 1 to L; got"),
         ({"visited": torch.zeros(1, 2, 2, 1, 4, dtype=torch.bool)}, r"visited \[1, 2 or 4, 1, L, C\]"),
         ({"visited": torch.zeros(1, 3, 1, 1, 4, dtype=torch.bool)}, r"got .*\(1, 3, 1, 1, 4\) and 1"),
-        ({"visited": Best(torch.zeros(1, 2, 1, 1, 4), 5)}, r"probes from 1 to C; got \(1, 2, 1, 1, 4\) and 5"),
         ({"q": torch.zeros(2, 4, 1, 32)}, "q has 2 rows on cpu; the cache holds 1 on cpu"),
         ({"softcap": -1.0}, "softcap must be above 0"),
         ({"spans": torch.zeros(1, 1, 3, 2, dtype=torch.int16)}, r"spans must be \[1, 2, n, 2\]; got \(1, 1, 3, 2\)"),

@@ -148,13 +148,6 @@ class AttentionOutput(NamedTuple):
     lse: torch.Tensor
 
 
-class Best(NamedTuple):
-    """What is visited: `probes` buckets of largest sum over G of `logits` [B, Hkv, M, G, C], of equals the first."""
-
-    logits: torch.Tensor
-    probes: int
-
-
 def packed_bytes(codes: int, bits: int) -> int:
     """Bytes of `codes` codes of `bits` bits."""
     return codes * bits // 8

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from turbo_hf.config import SparseConfig
-from turbo_hf.layout import Best
 from turbo_hf.ops.select import Rotary, assign, look_up, visit
 
 
@@ -103,8 +102,8 @@ class Selector:
         """
         return self.buckets(keys, rotary), queries
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | Best | None:
-        """bool [B, Hkv, M, tables, C] from what `look_up` says of queries, or how to find it; None: none is visited.
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        """bool [B, Hkv, M, tables, C] from what `look_up` says of queries; None: none is visited.
 
         sizes: float [B, Hkv, C], keys in each bucket beyond the dense part, where the selector `weighs` them.
         """
@@ -125,10 +124,10 @@ class Selector:
         found, asked = self.look_up(keys.repeat_interleave(group, 2), alone, rotary)
         return None if found is None else found[..., ::group], asked
 
-    def choose(self, asked: torch.Tensor, group: int, sizes: torch.Tensor | None = None) -> torch.Tensor | Best | None:
+    def choose(self, asked: torch.Tensor, group: int, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
         """`visited`, or what each of `group` query heads visits by itself: bool [B, Hq, M, tables, C]."""
         found = self.visited(asked, sizes)
-        if not self.config.independent or not isinstance(found, torch.Tensor):
+        if found is None or not self.config.independent:
             return found
         return torch.as_tensor(found.unflatten(2, (-1, group)).movedim(3, 2).flatten(1, 2))
 
@@ -140,10 +139,8 @@ class Selector:
         """Note in `tally` what the host knows of a step; arguments as there."""
         self.tally.add(lengths, tokens, heads, self.config.sink_tokens + self.window)
 
-    def _visit(self, logits: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | Best:
+    def _visit(self, logits: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
         how = self.config
-        if how.count is not None and not how.independent:
-            return Best(logits, how.count)
         found = visit(logits, probes=how.count, mass=how.mass, most=how.most_probes, sizes=sizes, backend=self.backend)
         return found[:, :, :, None]
 
@@ -191,7 +188,7 @@ class Centroids(Selector):
         found, logits = look_up(keys, queries, centroids, weights or None, rotary=rotary, backend=self.backend)
         return found[:, :, None], logits
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | Best | None:
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
         return self._visit(asked, sizes)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -257,7 +254,7 @@ class Hash(Selector):
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return self._codes(keys).to(torch.int16).movedim(-1, 2)
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | Best | None:
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
         code = self._codes(asked)
         bucket = torch.arange(2**self.bits, device=code.device)
         if self.ordered:
@@ -279,7 +276,7 @@ class Reformer(Selector):
         shared = self._random(keys).mT.expand(keys.shape[1], -1, -1).contiguous()
         return assign(keys, shared, backend=self.backend)[:, :, None]
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | Best | None:
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
         return self._visit(asked.float() @ self._random(asked))
 
 
@@ -297,7 +294,7 @@ class Chance(Selector):
         drawn = torch.randint(self.config.buckets, (*keys.shape[:2], 1, keys.shape[2]), generator=self._seeded)
         return drawn.to(keys.device, torch.int16)
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | Best | None:
+    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
         drawn = torch.rand(*asked.shape[:3], 1, self.config.buckets, generator=self._seeded)
         return self._visit(drawn.to(asked.device))
 

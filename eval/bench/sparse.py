@@ -16,7 +16,7 @@ from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rows import checked
 from turbo_hf.eval.bench.timing import Call, Stopwatch
 from turbo_hf.index import SPARE
-from turbo_hf.layout import AttentionOutput, Best, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.quantize import dequantize
 from turbo_hf.ops.select import Rotary, classify, look_up, score, visit
 from turbo_hf.ops.sparse import sparse_decode
@@ -103,8 +103,8 @@ def in_order(index: torch.Tensor, lengths: Sequence[int], block: int, choice: Ch
     return torch.stack(blocks.aminmax(dim=-1), -1)
 
 
-def select(layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, backend: str) -> Best:
-    """By what a query's buckets are chosen; of the newest token of each row, the bucket is found too.
+def select(layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, backend: str) -> torch.Tensor:
+    """The buckets that a query visits; of the newest token of each row, the bucket is found too.
 
     q: [B, Hq, 1, D]; k: [B, Hkv, 1, D], both after rotary embedding; None: its bucket is not asked for.
     """
@@ -116,7 +116,7 @@ def select(layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, b
         logits = score(grouped, layer.centroids, **how)
     else:
         logits = classify(grouped, layer.classifier, **how)
-    return Best(logits, probes)
+    return visit(logits, probes=probes, backend=backend)[:, :, :, None]
 
 
 def step(
@@ -129,7 +129,7 @@ def step(
 def attention(
     layer: Layer,
     q: torch.Tensor,
-    visited: Best,
+    visited: torch.Tensor,
     choice: Choice,
     backend: str,
     read: torch.Tensor | None = None,
@@ -149,9 +149,10 @@ def attention(
     )
 
 
-def check_sparse(case: Case, q: torch.Tensor, layer: Layer, best: Best, choice: Choice, got: AttentionOutput) -> Check:
+def check_sparse(
+    case: Case, q: torch.Tensor, layer: Layer, visited: torch.Tensor, choice: Choice, got: AttentionOutput
+) -> Check:
     """Hold a sample against float64 over the keys that its heads visit, as `check_heads` does."""
-    visited = visit(best.logits, probes=best.probes, backend="reference")[:, :, :, None]
 
     def attended(row: int, head: int, query: torch.Tensor) -> tuple[AttentionOutput, AttentionOutput]:
         part, scaling, length = one_head(layer.store, row, head), case.heads.dim**-0.5, case.lengths[row]

@@ -130,11 +130,16 @@ def _rank_of(at, c, group, buckets, G: tl.constexpr):
 
 
 @triton.jit
-def best_of(at, begin, group, buckets, count, G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr):
-    """Which of OWN buckets from `begin` on are among the `count` best, of equals the first: bool [OWN].
-
-    at: pointer to the logits [G, C] of one KV head and query. G: padded.
-    """
+def rank_kernel(
+    logits_ptr,  # [N, G, C]
+    out_ptr,  # uint8 [N, C]
+    group, buckets, count,
+    G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One KV head and query: which of OWN buckets are among its `count` best, of equals the first. G: padded."""
+    n = tl.program_id(0).to(tl.int64)
+    at = logits_ptr + n * group * buckets
+    begin = tl.program_id(1) * OWN
     own = begin + tl.arange(0, OWN)
     u = _rank_of(at, own, group, buckets, G)
     # of its own buckets one by one; of all those before them, equals are better too
@@ -144,22 +149,7 @@ def best_of(at, begin, group, buckets, count, G: tl.constexpr, OWN: tl.constexpr
         other = _rank_of(at, c, group, buckets, G)
         other = tl.where((c < begin) & (other < 2147483647), other + 1, other)
         better += tl.sum((other[None, :] > u[:, None]).to(tl.int32), 1)
-    return better < count
-
-
-@triton.jit
-def rank_kernel(
-    logits_ptr,  # [N, G, C]
-    out_ptr,  # uint8 [N, C]
-    group, buckets, count,
-    G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One KV head and query: which of OWN buckets are among its `count` best."""
-    n = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * OWN
-    best = best_of(logits_ptr + n * group * buckets, begin, group, buckets, count, G, OWN, TILE)
-    own = begin + tl.arange(0, OWN)
-    tl.store(out_ptr + n * buckets + own, best.to(tl.uint8), mask=own < buckets)
+    tl.store(out_ptr + n * buckets + own, (better < count).to(tl.uint8), mask=own < buckets)
 
 
 @triton.jit

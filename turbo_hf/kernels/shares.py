@@ -8,8 +8,6 @@ next one knows how many there are for each output, and shares them out in whole 
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels.select import best_of
-
 
 @triton.jit
 def extent(place, closed, sink, window):
@@ -52,15 +50,31 @@ def _spans_of(spans, spanned, start, begin, end, SCAN: tl.constexpr):
     return n, tl.load(spans + n, mask=(n >= begin) & (n < tl.minimum(end, spanned)), other=-1)
 
 
-@triton.jit
-def _list(
-    spans, visited, table, place, closed, listed, found_ptr, spanned, sink, window,
-    BLOCK: tl.constexpr, SCAN: tl.constexpr, INDEX: tl.constexpr,
+# whatever these are, the code is the same: no user waits for another compilation as a cache grows
+@triton.jit(do_not_specialize=["table_stride", "room", "spanned", "window"])
+def list_kernel(
+    spans_ptr,  # int32 [B, Hkv, spanned]: largest bucket << 16 | smallest
+    visited_ptr,  # int64 [B, Hkv, M, buckets / 8]: a byte a bucket
+    order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
+    starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
+    listed_ptr, found_ptr,  # int64 [lists, room]: page << 32 | number, int32 [lists]
+    table_stride, queries, room, spanned, buckets, sink, window,
+    KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """The blocks that one list reads, and how many they are; arguments as in `list_kernel`, of this list."""
+    """The sealed blocks that one list [row, slot, query] reads, and how many they are.
+
+    A block whose buckets are not known, or lie 8 apart and more, is read.
+    """
+    own = tl.program_id(0)
+    query, slot = own % queries, own // queries
+    row = slot // KV
+    pair = row * KV + tl.load(order_ptr + slot)
+    place, closed = place_of(query, row, queries, True, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS)
     first, recent, sealed, _ = extent(place, closed, sink, window)
     blocks, begin = tl.cdiv(sealed, BLOCK), tl.cdiv(first, BLOCK)
     end = tl.maximum(recent // BLOCK, begin)
+    listed, table = listed_ptr + own.to(tl.int64) * room, table_ptr + row * table_stride
+    spans, visited = spans_ptr + pair * spanned, visited_ptr + (pair * queries + query) * (buckets // 8)
     found = blocks * 0
     n, span = _spans_of(spans, spanned if INDEX else 0, 0, begin, end, SCAN)
     for start in tl.range(0, blocks, SCAN, num_stages=1):
@@ -71,61 +85,19 @@ def _list(
             low = span.to(tl.int16).to(tl.int32)
             apart = (span >> 16) - low
             near = (low >= 0) & (apart < 8)
-            # the flags of 8 buckets from the lowest on, out of two words; other CTAs may just have written them
+            # the flags of 8 buckets from the lowest on, out of two words
             word = visited + (low >> 3)
             shift = ((low & 7) * 8).to(tl.uint64)
-            flags = tl.load(word, mask=near, other=0, cache_modifier=".cg").to(tl.uint64, bitcast=True) >> shift
-            more = tl.load(word + 1, mask=near & ((low & 7) + apart > 7), other=0, cache_modifier=".cg")
-            flags = flags | tl.where(shift > 0, more.to(tl.uint64, bitcast=True) << (64 - shift) % 64, 0)
+            flags = tl.load(word, mask=near, other=0).to(tl.uint64, bitcast=True) >> shift
+            more = tl.load(word + 1, mask=near & ((low & 7) + apart > 7), other=0).to(tl.uint64, bitcast=True)
+            flags = flags | tl.where(shift > 0, more << (64 - shift) % 64, 0)
             hit = flags << (8 * (7 - tl.where(near, apart, 0))).to(tl.uint64)
             kept = kept | (hit != 0) | (near == 0)
         kept = (kept & (n < blocks)).to(tl.int32)
         tl.store(listed + found + tl.cumsum(kept, 0) - 1, (page << 32) + n, mask=kept != 0)
         found += tl.sum(kept, 0)
         n, span = next_n, next_span
-    tl.store(found_ptr, found)
-
-
-# whatever these are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["table_stride", "room", "spanned", "window", "count"])
-def list_kernel(
-    spans_ptr,  # int32 [B, Hkv, spanned]: largest bucket << 16 | smallest
-    logits_ptr,  # [B, Hkv, M, group, buckets]
-    flags_ptr, visited_ptr,  # uint8 [B, Hkv, M, padded], and the same in words of 8
-    order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
-    starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
-    listed_ptr, found_ptr,  # int64 [lists, room]: page << 32 | number, int32 [lists]
-    arrived_ptr,  # int32 [lists], zeros before and after
-    table_stride, queries, room, spanned, padded, sink, window, group, buckets, count,
-    KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
-    OWN: tl.constexpr, G: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The sealed blocks that one list [row, slot, query] reads, and how many.
-
-    A block whose buckets are not known, or lie 8 apart and more, is read. OWN: buckets of which a program first finds
-    whether they are among the `count` best (`best_of`); the last to arrive makes the list. 0: their flags are there.
-    """
-    own = tl.program_id(0)
-    query, slot = own % queries, own // queries
-    row = slot // KV
-    pair = row * KV + tl.load(order_ptr + slot)
-    n = pair * queries + query
-    place, closed = place_of(query, row, queries, True, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS)
-    last = own >= 0
-    if OWN > 0:
-        begin = tl.program_id(1) * OWN
-        best = best_of(logits_ptr + n * group * buckets, begin, group, buckets, count, G, OWN, TILE)
-        bucket = begin + tl.arange(0, OWN)
-        tl.store(flags_ptr + n * padded + bucket, best.to(tl.uint8), mask=bucket < buckets)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived_ptr + own, 1, sem="acq_rel") == tl.num_programs(1) - 1
-    if last:
-        if OWN > 0:
-            tl.store(arrived_ptr + own, 0)
-        _list(
-            spans_ptr + pair * spanned, visited_ptr + n * (padded // 8), table_ptr + row * table_stride, place, closed,
-            listed_ptr + own.to(tl.int64) * room, found_ptr + own, spanned, sink, window, BLOCK, SCAN, INDEX,
-        )  # fmt: skip
+    tl.store(found_ptr + own, found)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from turbo_hf.kernels.select import (
 )
 from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
-from turbo_hf.layout import AttentionOutput, Best, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.launch_decode import MERGED, sms, tiles_for
 from turbo_hf.ops.schedule import Kept
 
@@ -62,9 +62,6 @@ RANKED = 16
 
 COMPARED = 1024
 """Buckets that they are compared with at once."""
-
-LISTED = 32
-"""Of a program of the launch that makes lists: their CTAs are larger, and should all run at once."""
 
 UNITS = 64
 """Units of a program of a layer on queries; a step of the second layer takes twice as many."""
@@ -228,7 +225,7 @@ def sparse_decode(
     q: torch.Tensor,
     store: KVStore,
     buckets: torch.Tensor | None,
-    visited: torch.Tensor | Best | None,
+    visited: torch.Tensor | None,
     *,
     scaling: float,
     sink_tokens: int,
@@ -268,16 +265,10 @@ def sparse_decode(
         workspace = store.plans[shape].words
     listed, found, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
-    # of a KV head and query: a flag a bucket, in whole words of 8
-    flags, logits, count = found, found, 0
-    members, among, ranked = 1, 1, 0
-    if isinstance(visited, Best):
-        logits, count, ranked = visited.logits.contiguous(), visited.probes, LISTED
-        members, among = logits.shape[3:]
-        flags = torch.empty(lists, -(-among // 8) * 8, dtype=torch.uint8, device=q.device)
-    elif visited is not None:
+    flags = found
+    if visited is not None:
+        # in whole words of 8; padding by nothing would be a copy
         missing = -visited.shape[-1] % 8
-        # padding by nothing would be a copy
         flags = torch.nn.functional.pad(visited, (0, missing)) if missing else visited.contiguous()
         flags = flags.view(torch.uint8)
     order = store.order.contiguous()
@@ -286,12 +277,10 @@ def sparse_decode(
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
     spanned = found if spans is None else spans.contiguous().view(torch.int32)
     with torch.cuda.device_of(q):
-        list_kernel[(lists, triton.cdiv(among, ranked) if ranked else 1)](
-            spanned, logits, flags, flags.view(torch.int64) if indexed else found, order, store.table, *places, listed,
-            found, arrived, store.table.stride(0), queries, room, 0 if spans is None else spans.shape[2],
-            flags.shape[-1], sink, window, members, among, count, SCAN=SCAN, OWN=ranked,
-            G=triton.next_power_of_2(members), TILE=min(COMPARED, max(16, triton.next_power_of_2(among))), **known,
-            num_warps=8,
+        list_kernel[(lists,)](
+            spanned, flags.view(torch.int64) if indexed else found, order,
+            store.table, *places, listed, found, store.table.stride(0), queries, room,
+            0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN, **known, num_warps=8,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, Best, KVStore
+from turbo_hf.layout import FULL, AttentionOutput, KVStore
 from turbo_hf.ops.backend import uses_triton
 from turbo_hf.ops.decode import check_step
 from turbo_hf.ops.prefill import check_queries, check_scores
@@ -13,7 +13,7 @@ def sparse_decode(
     q: torch.Tensor,
     store: KVStore,
     buckets: torch.Tensor | None,
-    visited: torch.Tensor | Best | None,
+    visited: torch.Tensor | None,
     *,
     scaling: float,
     sink_tokens: int,
@@ -40,8 +40,7 @@ def sparse_decode(
         buckets: int16 [B, Hkv, L, cap], by hash table (1 but for "lsh-tables") and place in the row; -1: not known,
             such a key is attended to. cap is at least the longest row. None: no key has one, the dense part alone.
         visited: bool [B, Hkv, M, L, C], of all query heads of a KV head, or [B, Hq, M, L, C], of each; the latter has
-            no kernel where Hq is above Hkv. `Best`: logits [B, Hkv, M, G, C], by which they are found on the way, as
-            by `ops.select.visit`; L is 1.
+            no kernel where Hq is above Hkv.
         scaling, starts, softcap, sinks, mode, sas_threshold: as in `ops.decode`.
         spans: int16 [B, Hkv, n, 2], the smallest and the largest bucket in each of the first n blocks of a row, -1:
             not known. It tells the kernel which blocks it need not read, and changes no result. None: none is known.
@@ -74,12 +73,11 @@ def sparse_decode(
     if buckets is not None and visited is not None:
         tables = buckets.shape[2]
         asked = [(batch, heads, q.shape[2], tables) for heads in (kv_heads, q.shape[1])]
-        given = _shape(visited)
-        if buckets.shape[:2] != (batch, kv_heads) or given[:-1] not in asked or not 1 <= meetings <= tables:
+        if buckets.shape[:2] != (batch, kv_heads) or visited.shape[:-1] not in asked or not 1 <= meetings <= tables:
             raise ValueError(
                 f"buckets must be [{batch}, {kv_heads}, L, cap], visited [{batch}, {kv_heads} or {q.shape[1]}, "
-                f"{q.shape[2]}, L, C], and meetings from 1 to L; got {tuple(buckets.shape)}, {given} and "
-                f"{meetings}."
+                f"{q.shape[2]}, L, C], and meetings from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} "
+                f"and {meetings}."
             )
     if spans is not None and (spans.shape[:2] != (batch, kv_heads) or spans.shape[3:] != (2,)):
         raise ValueError(f"spans must be [{batch}, {kv_heads}, n, 2]; got {tuple(spans.shape)}.")
@@ -107,25 +105,11 @@ def sparse_decode(
     )
 
 
-def _shape(visited: torch.Tensor | Best) -> tuple[int, ...]:
-    """[B, Hkv or Hq, M, L, C], of `Best` with one table."""
-    if not isinstance(visited, Best):
-        return tuple(visited.shape)
-    logits, probes = visited
-    if logits.dim() != 5 or not 1 <= probes <= logits.shape[4]:
-        raise ValueError(
-            f"logits must be [B, Hkv, M, G, C], and probes from 1 to C; got {tuple(logits.shape)} and {probes}."
-        )
-    return (*logits.shape[:3], 1, logits.shape[4])
-
-
 def _obstacle(
-    q: torch.Tensor, store: KVStore, buckets: torch.Tensor | None, visited: torch.Tensor | Best | None, mode: str
+    q: torch.Tensor, store: KVStore, buckets: torch.Tensor | None, visited: torch.Tensor | None, mode: str
 ) -> str | None:
     """Why the kernel cannot serve this call."""
-    if isinstance(visited, Best) and visited.logits.dtype == torch.float64:
-        return "float64 has no kernel"
-    if visited is not None and _shape(visited)[1] != store.k_open.shape[1]:
+    if visited is not None and visited.shape[1] != store.k_open.shape[1]:
         return "visits of each query head have no kernel"
     if buckets is not None and buckets.shape[2] > 1:
         return "several hash tables have no kernel"

@@ -2,9 +2,8 @@
 
 import torch
 
-from turbo_hf.layout import AttentionOutput, Best, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.reference.flash import Scoring
-from turbo_hf.reference.select import visit
 from turbo_hf.reference.stored import attend
 
 
@@ -12,7 +11,7 @@ def sparse_decode(
     q: torch.Tensor,
     store: KVStore,
     buckets: torch.Tensor | None,
-    visited: torch.Tensor | Best | None,
+    visited: torch.Tensor | None,
     *,
     scaling: float,
     sink_tokens: int,
@@ -26,8 +25,6 @@ def sparse_decode(
     sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    if isinstance(visited, Best):
-        visited = visit(visited.logits, probes=visited.probes)[:, :, :, None]
     batch, _, tokens, _ = q.shape
     heads, cap = store.k_open.shape[1:3]
     length = store.sealed * store.block + store.open_len
