@@ -22,6 +22,7 @@ from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.select import assign
 from turbo_hf.rotary import turns_by_halves
 from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Hash, Reformer, Selector
+from turbo_hf.sparse import _visited
 
 ANY: dict[str, Any] = {"buckets": 16, "probes": 3, "window_tokens": 20, "dense_layers": ()}
 """Choices of a selector without calibration, small enough for short texts."""
@@ -385,6 +386,35 @@ def test_mass_is_that_of_the_keys_that_the_buckets_hold() -> None:
     last = each.masked_fill(~seen, torch.inf).argmin(-1, keepdim=True)
     assert bool(((share * seen).sum(-1) - share.gather(-1, last)[..., 0] <= 1 - 0.3 + 1e-6).all()), "none too many"
     assert not bool((seen & (sizes[:, :, None] == 0)).any())
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("starts", [None, [0, 9]], ids=["full", "padded"])
+def test_mass_of_a_chunk_is_that_of_its_tokens_alone(starts: list[int] | None, independent: bool) -> None:
+    chosen = SparseConfig(mass=0.4, window_tokens=6, independent=independent)
+    shapes = {"weight_1": (16, 12), "bias_1": (12,), "weight_2": (12, 8), "bias_2": (8,)}
+    weights = {name: torch.randn(3, *shape) for name, shape in shapes.items()}
+    selector = Classifier(chosen, 1, torch.nn.functional.normalize(torch.randn(3, 8, 16), dim=-1), weights)
+    whole = TurboLayer(TurboConfig(sparse=chosen, block_size=32, attention="fp16"), selector=selector)
+
+    def append(layer: TurboLayer, k: Tensor, chunk: Chunk) -> None:
+        layer.append(k, k, chunk, selector.buckets(k))
+        layer.commit()
+
+    append(whole, torch.randn(2, 3, 22, 16), Chunk(22))
+    by_token = copy.deepcopy(whole)
+    keys, queries = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 2, 16)
+    append(whole, keys, Chunk(16, None, starts))
+    found = _visited(whole, selector.ask(keys, queries)[1], 16, 2)
+    assert found is not None
+    for at in range(16):
+        late = [int(at < start) for start in starts or [0, 0]]
+        append(by_token, keys[:, :, at : at + 1], Chunk(1, None, late if any(late) else None))
+        _, asked = selector.ask(keys[:, :, at : at + 1], queries[:, :, at : at + 1])
+        alone = _visited(by_token, asked, 1, 2)
+        assert alone is not None
+        for row in range(2):
+            assert late[row] or torch.equal(found[row, :, at], alone[row, :, 0])
 
 
 INDEPENDENT: list[dict[str, Any]] = [

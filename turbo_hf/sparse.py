@@ -92,10 +92,7 @@ def attend_sparse(
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
-    visited = None
-    if asked is not None:
-        sizes = _sizes(layer) if selector.weighs else None
-        visited = selector.choose(asked, query.shape[1] // layer.heads, sizes)
+    visited = None if asked is None else _visited(layer, asked, chunk.tokens, query.shape[1] // layer.heads)
     sink, window = selector.config.sink_tokens, selector.window
     if layer.step is None:
         # who runs a step counts it: a replay would not
@@ -122,8 +119,19 @@ def attend_sparse(
     )
 
 
-def _sizes(layer: TurboLayer) -> torch.Tensor:
-    """Keys in each bucket beyond the newest tokens, which are read anyway: float [B, Hkv, C]."""
-    assert layer.selector is not None
-    held = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length()
-    return layer.bucket_index.sizes(layer.selector.weighs, held - layer.selector.window)
+def _visited(layer: TurboLayer, asked: torch.Tensor, tokens: int, group: int) -> torch.Tensor | None:
+    """`Selector.choose` of the newest `tokens` of each row, which the layer holds already.
+
+    Where the selector weighs buckets: by the keys that each token found there, beyond those that it reads anyway.
+    """
+    selector = layer.selector
+    assert selector is not None
+    if not selector.weighs:
+        return selector.choose(asked, group)
+    beyond = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length() - selector.window
+    parts = []
+    for later, own in zip(reversed(range(tokens)), asked.chunk(tokens, 2), strict=True):
+        found = selector.choose(own, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
+        assert found is not None
+        parts.append(found)
+    return parts[0] if tokens == 1 else torch.cat(parts, 2)
