@@ -49,6 +49,7 @@ PROSE = (Path(turbo_hf.__file__).parent / "eval" / "haystack.txt").read_text()
 TEXTS = [PROSE] * 8
 SMALL = Settings(window=256, windows=3, queries=48, hidden=32, clusters=16, steps=8, batch=16, local=31, far=16)
 HEADS = replace(SMALL, index=False)
+NARROW: dict[str, Any] = {"architecture": "residual", "hidden": 4}
 MIXED = TurboConfig(block_size=32, low_heads=0.5)
 
 
@@ -616,8 +617,11 @@ def test_bad_input() -> None:
         calibrate(model, tokenizer, ["A short text."], settings=HEADS)
     with pytest.raises(ValueError, match="no file or folder 'nowhere'"):
         calibrate(model, tokenizer, "nowhere", settings=HEADS)
-    with pytest.raises(ValueError, match="too few for 4000 clusters"):
-        lab(settings=replace(SMALL, clusters=4000))
+    begun: list[float] = []
+    for own, told in (({"clusters": 4000}, "too few for 4000 clusters"), (NARROW, "hidden must be at least 15 for")):
+        with pytest.raises(ValueError, match=told):
+            lab(settings=replace(SMALL, **own), progress=lambda _, share: begun.append(share))
+    assert not begun, "told before the first pass"
     with pytest.raises(ValueError, match="it belongs to another model"):
         calibrate(tiny_llama(), tokenizer, TEXTS, settings=HEADS)
     with pytest.raises(ValueError, match=r"no layer of .* can be calibrated"):

@@ -120,6 +120,10 @@ def calibrate(
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
+    for group in plan.groups:
+        if group.indexed:
+            # what cannot be trained is told before the passes, which may take hours
+            stored_units(chosen, group.shape[2], _clusters(chosen, len(windows)))
     told = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
     empty = Calibration(fingerprint(model, tokenizer), told, (), windows.numel())
     part = None if out is None else Path(out) / PART
@@ -214,12 +218,11 @@ def _index(
     step: Callable[[float], None],
 ) -> Iterator[LayerCalibration]:
     """Centroids, classifiers and their quality for a group of layers of one shape."""
-    learned = windows - max(1, windows // 5)
+    learned = _learned(windows)
     heads = group.shape[0]
     layers = [samples[index] for index in group.layers]
     device = layers[0].device
-    clusters = choose_clusters(settings.clusters, learned * (settings.window - 1))
-    # the sink is read always, and has no bucket to find
+    clusters = _clusters(settings, windows)
     each, rotated = (
         list(_centroids(keys, clusters, settings, group.layers[0], device).split(heads))
         for keys in ([layer.plain_keys[:learned] for layer in layers], [layer.keys[:learned] for layer in layers])
@@ -243,6 +246,17 @@ def _index(
             note = "; ".join(filter(None, (note, _untrained(layer, learned))))
         step(windows / len(layers))
         yield LayerCalibration(index, scores[index], own, stored, note, quality, turned)
+
+
+def _learned(windows: int) -> int:
+    """How many of the windows are learned from; the others judge."""
+    return windows - max(1, windows // 5)
+
+
+def _clusters(settings: Settings, windows: int) -> int:
+    """Centroids of a KV head. ValueError: too few keys for them."""
+    # the sink is read always, and has no bucket to find
+    return choose_clusters(settings.clusters, _learned(windows) * (settings.window - 1))
 
 
 def _untrained(layer: Samples, learned: int) -> str:
