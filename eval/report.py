@@ -19,7 +19,7 @@ SURE = 0.8
 """Share of right answers below which a baseline says little about a method: such tasks stay out of the second mean."""
 
 SAME_BYTES = 0.01
-"""Difference of bytes a token, at most, between methods that are paired with each other."""
+"""Share by which the bytes a token of methods that are paired with each other differ, at most."""
 
 PERPLEXITIES = ("word_perplexity", "byte_perplexity")
 
@@ -37,10 +37,10 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         and over those whose baseline is at least 80 % right, with the pairs of all items. lengths: the same verdicts by
         length of the prompt, pooled over tasks that have several lengths. differences: points of accuracy against the
         baseline, with the standard error of the pairs. pairs: the same between methods of equal bytes and the first of
-        them. needles: cells (length, depth, share found), their mean and the
-        worst. perplexity: a row a metric. memory: bytes of a row's cache by its tokens. serving: bytes of the KV
-        cache a token, against the baseline's, and generated tokens a second. reading: of sparse methods the share of
-        the keys that decode steps read in the layers that are sparse, and without the dense part.
+        them. needles: cells (length, depth, share found), their mean and the worst. perplexity: a row a metric. memory:
+        bytes of a row's cache by its tokens. serving: bytes of the KV cache a token, against the baseline's, and
+        generated tokens a second. reading: of sparse methods the share of the keys that decode steps read in the layers
+        that are sparse, and without the dense part.
     """
     rows = []
     headline: dict[str, dict[str, list[bool]]] = {}

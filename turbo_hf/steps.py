@@ -62,9 +62,9 @@ def lasting_obstacle(cache: TurboCache) -> str | None:
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, TurboLayer):
             return f"layer {index} is not compressed"
-        drawing = None if layer.selector is None else selector_obstacle(layer.selector.config)
-        if drawing is not None:
-            return f"layer {index} is sparse: {drawing}"
+        reason = None if layer.selector is None else selector_obstacle(layer.selector.config)
+        if reason is not None:
+            return f"layer {index} is sparse: {reason}"
         config = layer.config
         if config.sas and config.sas_threshold is None:
             return "the SAS threshold follows the length; choose TurboConfig.sas_threshold"

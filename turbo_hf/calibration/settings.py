@@ -41,8 +41,8 @@ class Settings:
         far: only queries whose best key is further away than this many tokens are judged, the long-range ones (SAAP
             sec. 5: 1024).
         long_range: train on long-range queries alone (SAAP sec. 5); False: on all (its "short-range" variant, appendix
-            E.1), which is better here (measured: `eval/results`). A window in which a KV head has none does not train
-            that head; one in which no head has any is an error.
+            E.1), which is better here (measured: `eval/results`). From a window in which a KV head has none that head
+            learns nothing; one in which no head has any is an error.
         layers_at_once: layers captured and trained together. More is faster, and takes memory.
         seed: of every random choice.
     """
