@@ -207,6 +207,7 @@ def _nearest(
     where = centroids_ptr + (head.to(tl.int64) * buckets + c)[None, :] * D + d[:, None]
     centroids = tl.load(where, mask=(c < buckets)[None, :] & (d < D)[:, None], other=0.0)
     score = tl.dot(keys.to(centroids.dtype), centroids, input_precision="ieee")
+    # NaN too, as in `assign_kernel`
     score = tl.where((c < buckets)[None, :] & (score == score), score, -float("inf"))
     top, index = tl.max(score, 1, return_indices=True)
     # the best score in the high half, and of equals the first in the low half
