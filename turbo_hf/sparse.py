@@ -92,15 +92,17 @@ def attend_sparse(
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
-    visited = None if asked is None else _visited(layer, asked, chunk.tokens, query.shape[1] // layer.heads)
     sink, window = selector.config.sink_tokens, selector.window
     if layer.step is None:
         # who runs a step counts it: a replay would not
         new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
         selector.count(layer.lengths(), new, layer.heads)
     q = chunk.align(query)
+    q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
+    # nothing between it and attention: their launches overlap
+    visited = None if asked is None else _visited(layer, asked, chunk.tokens, query.shape[1] // layer.heads)
     return sparse_decode(
-        rotate_queries(q, layer.config.backend) if layer.config.rotates else q,
+        q,
         layer.store(),
         None if visited is None else index.buckets,
         visited,

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -11,6 +12,26 @@ def as_int8(x):
     Adding 1.5 * 2^23 leaves the integer in the low bits. The conversion instruction shares its unit with exp2.
     """
     return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def await_launch(EARLY: tl.constexpr):
+    """From here on what earlier launches have written is there, and the next launch may begin.
+
+    EARLY: launches overlap (programmatic dependent launch). What stands before this in a kernel runs beside the launch
+    before it. It may read what that one only reads, if that one waits too before it lets others begin.
+    """
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def to_l2(pointer):
+    """The lines that pointers point to, asked for ahead. Hopper and later; no value comes of it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

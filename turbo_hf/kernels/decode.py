@@ -280,7 +280,7 @@ def decode_kernel(
     opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
     order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
     plan_ptr,  # int32: 4 a CTA, 2 an output, as in `ops.schedule`
-    parts_ptr,  # float32 [2 * CTAs, N * (DP + 2)]
+    parts_ptr,  # float32 [CTAs + outputs, N * (DP + 4)]
     arrived_ptr,  # int32 [outputs], zeros before and after
     q_strides, table_stride, blocks, cap, tokens, window, scaling, softcap, sas_threshold,
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
@@ -343,19 +343,21 @@ def decode_kernel(
             )  # fmt: skip
 
         o, top, total = combine(acc, m, mass, SPREAD)
-        whole = (tile == 0) & (steps == pages + 1)
-        if not whole:
-            leave_part(o, top, total, parts_ptr + (2 * cta + (tile == 0)).to(tl.int64) * (N * (DP + 2)))
-            if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == count - 1:
-                # every other CTA of this output is done: no one waits, and the order of the sum is that of the tiles
-                tl.store(arrived_ptr + output, 0)
-                o, top, total = merge(parts_ptr, first_cta, count, N, DP, PARTS)
-                whole = True
-        if whole:
+        if (tile == 0) & (steps == pages + 1):
             finish(
                 o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
                 kv_heads, 0, tokens, GROUP, D, SINKS,
             )  # fmt: skip
+        else:
+            leave_part(o, top, total, parts_ptr, cta + output)
+            if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == count - 1:
+                # every other CTA of this output is done: no one waits, and the order of the sum is that of the tiles
+                tl.store(arrived_ptr + output, 0)
+                o, top, total = merge(parts_ptr, first_cta + output, count, N, DP, PARTS)
+                finish(
+                    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
+                    kv_heads, 0, tokens, GROUP, D, SINKS,
+                )  # fmt: skip
         left -= steps
         output += 1
         tile = 0

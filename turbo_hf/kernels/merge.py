@@ -6,56 +6,91 @@ import triton.language as tl
 from turbo_hf.kernels.block_attention import LOG2_E, even
 
 
+STATS = tl.constexpr(4)
+"""Floats behind each row of a partial result: its maximum, its sum, and two that keep rows aligned."""
+
+
+@triton.jit
+def _halves(x):
+    """The even and the odd ones of dimension 0, of two dimensions or three."""
+    if len(x.shape) == 2:
+        x = x.reshape(x.shape[0] // 2, 2, x.shape[1]).permute(0, 2, 1)
+    else:
+        x = x.reshape(x.shape[0] // 2, 2, x.shape[1], x.shape[2]).permute(0, 2, 3, 1)
+    return tl.split(x)
+
+
+@triton.jit
+def _added(x):
+    NB: tl.constexpr = x.shape[0]
+    if NB > 1:
+        a, b = _halves(x)
+        x = a + b
+    if NB > 2:
+        a, b = _halves(x)
+        x = a + b
+    if NB > 4:
+        a, b = _halves(x)
+        x = a + b
+    return tl.sum(x, 0)
+
+
 @triton.jit
 def combine(acc, m, mass, SPREAD: tl.constexpr):
-    """The warps' sums as one: O [N, DP], maximum [N], sum [N]."""
+    """The warps' sums as one: O [N, DP], maximum [N], sum [N].
+
+    The maximum is rounded up to a whole number: what parts are scaled by when they are added is then a power of two,
+    and their sum the same to the bit whether or not a compiler fuses products with it.
+    """
     if SPREAD:
         m, mass = even(m), even(mass)
-    top = tl.max(m, 0)
+    top = tl.ceil(tl.max(m, 0))
     rest = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top)[None, :])
-    return tl.trans(tl.sum(acc * rest[:, None, :], 0)), top, tl.sum(mass * rest, 0)
+    return tl.trans(_added(acc * rest[:, None, :])), top, tl.sum(mass * rest, 0)
 
 
 @triton.jit
-def leave_part(o, top, total, part):
-    """A partial result to memory, complete before this CTA reports it."""
+def leave_part(o, top, total, parts_ptr, place):
+    """A partial result to its place, complete before this CTA reports it."""
     N: tl.constexpr = o.shape[0]
     DP: tl.constexpr = o.shape[1]
-    n = tl.arange(0, N)
-    tl.store(part + n[:, None] * DP + tl.arange(0, DP)[None, :], o)
-    tl.store(part + N * DP + n, top)
-    tl.store(part + N * DP + N + n, total)
+    row = parts_ptr + place.to(tl.int64) * (N * (DP + STATS)) + tl.arange(0, N) * (DP + STATS)
+    tl.store(row[:, None] + tl.arange(0, DP)[None, :], o)
+    tl.store(row + DP, top)
+    tl.store(row + DP + 1, total)
     tl.debug_barrier()
 
 
 @triton.jit
-def merge(parts_ptr, first_cta, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
-    """The partial results of one output, in the order of the CTAs: O [N, DP], maximum [N], sum [N].
+def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
+    """The partial results of one output, in places from `first` on: O [N, DP], maximum [N], sum [N].
 
-    PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits.
+    PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits. The order of
+    the dimensions gives a row of O to a warp, its maxima to the lanes of one: what is added lies in one thread, what is
+    compared in one warp.
     """
-    n = tl.arange(0, N)
-    d = tl.arange(0, DP)
+    i = tl.arange(0, PARTS)
+    place = i * (N * (DP + STATS))
+    n = tl.arange(0, N) * (DP + STATS)
+    stats = place[:, None] + n[None, :] + DP
+    values = place[None, :, None] + n[:, None, None] + tl.arange(0, DP)[None, None, :]
     top = tl.full([N], -float("inf"), tl.float32)
     total = tl.zeros([N], tl.float32)
     o = tl.zeros([N, DP], tl.float32)
     for start in tl.range(0, count, PARTS, num_stages=1):
-        i = start + tl.arange(0, PARTS)
-        # a CTA leaves one part of the output that it ends with, and one of any other
-        at = parts_ptr + (2 * (first_cta + i) + (i == 0)).to(tl.int64) * (N * (DP + 2))
-        live = (i < count)[:, None]
-        stats = at[:, None] + N * DP + n[None, :]
-        found = tl.load(stats, mask=live, other=-float("inf"), cache_modifier=".cg")
-        sums = tl.load(stats + N, mask=live, other=0.0, cache_modifier=".cg")
-        values = at[:, None, None] + n[None, :, None] * DP + d[None, None, :]
-        part = tl.load(values, mask=live[:, :, None], other=0.0, cache_modifier=".cg")
+        at = parts_ptr + (first + start).to(tl.int64) * (N * (DP + STATS))
+        live = i < count - start
+        part = tl.load(at + values, mask=live[None, :, None], other=0.0, cache_modifier=".cg")
+        # loads do not cross it: without it a third of them would wait until `found` is there
+        tl.debug_barrier()
+        found = tl.load(at + stats, mask=live[:, None], other=-float("inf"), cache_modifier=".cg")
+        sums = tl.load(at + 1 + stats, mask=live[:, None], other=0.0, cache_modifier=".cg")
         new = tl.maximum(top, tl.max(found, 0))
         shift = tl.where(new == -float("inf"), 0.0, new)
         share = tl.exp2(found - shift[None, :])
         keep = tl.exp2(top - shift)
-        # selected after the product: one that is fused with the sum would leave other bits in other threads
-        total = total * keep + tl.sum(tl.where(live, sums * share, 0.0), 0)
-        o = o * keep[:, None] + tl.sum(tl.where(live[:, :, None], part * share[:, :, None], 0.0), 0)
+        total = total * keep + tl.sum(sums * share, 0)
+        o = o * keep[:, None] + tl.sum(part * tl.trans(share)[:, :, None], 1)
         top = new
     return o, top, total
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from turbo_hf.kernels._common import await_launch, to_l2
+
 
 @triton.jit
 def _unrotated(rows, stride, d, ok, cos, sin, ROTARY: tl.constexpr):
@@ -134,9 +136,13 @@ def rank_kernel(
     logits_ptr,  # [N, G, C]
     out_ptr,  # uint8 [N, C]
     group, buckets, count,
-    G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
+    G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One KV head and query: which of OWN buckets are among its `count` best, of equals the first. G: padded."""
+    """One KV head and query: which of OWN buckets are among its `count` best, of equals the first. G: padded.
+
+    EARLY: `await_launch`.
+    """
+    await_launch(EARLY)
     n = tl.program_id(0).to(tl.int64)
     at = logits_ptr + n * group * buckets
     begin = tl.program_id(1) * OWN
@@ -264,13 +270,14 @@ def layer_kernel(
     new,  # as in `_nearest`
     strides, weight_strides, key_strides, rotary_stride, tokens, queries, heads, units, buckets,
     GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    ROTARY: tl.constexpr, RELU: tl.constexpr, KEYS: tl.constexpr, NEAR: tl.constexpr,
+    ROTARY: tl.constexpr, RELU: tl.constexpr, KEYS: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A linear layer on queries; and new keys, KEYS at a time, against NEAR centroids in programs of their own.
 
     tokens: of all rows. G: the group, padded. RELU: with a bias and a ReLU, the first layer of a classifier; otherwise
-    inner products, as with centroids. KEYS: 0 without keys.
+    inner products, as with centroids. KEYS: 0 without keys. EARLY: `await_launch`.
     """
+    await_launch(EARLY)
     tile, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles = tl.cdiv(units, TILE)
     if tile < tiles:
@@ -294,10 +301,20 @@ def logits_kernel(
     weight_ptr, bias_ptr,  # [Hkv, hidden, C], [Hkv, C]
     out_ptr,  # float32 [B, Hkv, vectors, C]
     vectors, rows, heads, hidden, buckets, times,
-    ROWS: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The second layer for ROWS vectors of one KV head, of any rows, and TILE buckets. times: biases added."""
+    """The second layer for ROWS vectors of one KV head, of any rows, and TILE buckets. times: biases added.
+
+    EARLY: `await_launch`; the first layer writes no weights, which come to the L2 cache meanwhile.
+    """
     head = tl.program_id(1).to(tl.int64)
+    if EARLY:
+        line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        first = tl.program_id(0) * TILE + tl.arange(0, TILE // line if TILE > line else 1) * line
+        for start in range(0, hidden, UNITS):
+            unit = tl.minimum(start + tl.arange(0, UNITS), hidden - 1)
+            to_l2(weight_ptr + (head * hidden + unit)[:, None] * buckets + tl.minimum(first, buckets - 1)[None, :])
+    await_launch(EARLY)
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     live = (i < rows * vectors)[:, None]
     n = ((i // vectors).to(tl.int64) * heads + head) * vectors + i % vectors

@@ -8,6 +8,8 @@ next one knows how many there are for each output, and shares them out in whole 
 import triton
 import triton.language as tl
 
+from turbo_hf.kernels._common import await_launch
+
 
 @triton.jit
 def extent(place, closed, sink, window):
@@ -44,27 +46,33 @@ def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr)
 
 
 @triton.jit
-def _spans_of(spans, spanned, start, begin, end, SCAN: tl.constexpr):
-    """SCAN blocks from `start` on; largest bucket << 16 | smallest of those from `begin` to `end`, -1: not known."""
+def _blocks_from(start, table, blocks, spans, spanned, begin, end, SCAN: tl.constexpr):
+    """SCAN blocks from `start` on: number, page; largest bucket << 16 | smallest of those from `begin` to `end`.
+
+    -1 where these are not known.
+    """
     n = start + tl.arange(0, SCAN)
-    return n, tl.load(spans + n, mask=(n >= begin) & (n < tl.minimum(end, spanned)), other=-1)
+    page = tl.load(table + n, mask=n < blocks, other=0)
+    return n, page, tl.load(spans + n, mask=(n >= begin) & (n < tl.minimum(end, spanned)), other=-1)
 
 
 # whatever these are, the code is the same: no user waits for another compilation as a cache grows
 @triton.jit(do_not_specialize=["table_stride", "room", "spanned", "window"])
 def list_kernel(
     spans_ptr,  # int32 [B, Hkv, spanned]: largest bucket << 16 | smallest
-    visited_ptr,  # int64 [B, Hkv, M, buckets / 8]: a byte a bucket
+    visited_ptr,  # uint8 [B, Hkv, M, buckets]
     order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
     starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
     listed_ptr, found_ptr,  # int64 [lists, room]: page << 32 | number, int32 [lists]
     table_stride, queries, room, spanned, buckets, sink, window,
-    KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
+    KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, BUCKETS: tl.constexpr, INDEX: tl.constexpr,
+    STARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The sealed blocks that one list [row, slot, query] reads, and how many they are.
 
-    A block whose buckets are not known, or lie 8 apart and more, is read.
+    A block whose buckets are not known is read. BUCKETS: `buckets`, padded. EARLY: `await_launch`.
     """
+    await_launch(EARLY)
     own = tl.program_id(0)
     query, slot = own % queries, own // queries
     row = slot // KV
@@ -74,49 +82,45 @@ def list_kernel(
     blocks, begin = tl.cdiv(sealed, BLOCK), tl.cdiv(first, BLOCK)
     end = tl.maximum(recent // BLOCK, begin)
     listed, table = listed_ptr + own.to(tl.int64) * room, table_ptr + row * table_stride
-    spans, visited = spans_ptr + pair * spanned, visited_ptr + (pair * queries + query) * (buckets // 8)
+    spans = spans_ptr + pair * spanned
+    if not INDEX:
+        spanned = 0
+    n, page, span = _blocks_from(0, table, blocks, spans, spanned, begin, end, SCAN)
+    if INDEX:
+        c = tl.arange(0, BUCKETS)
+        flags = tl.load(visited_ptr + (pair * queries + query) * buckets + c, mask=c < buckets, other=0)
+        # how many of the buckets up to each one are visited
+        upto = tl.cumsum((flags != 0).to(tl.int32), 0)
     found = blocks * 0
-    n, span = _spans_of(spans, spanned if INDEX else 0, 0, begin, end, SCAN)
     for start in tl.range(0, blocks, SCAN, num_stages=1):
-        next_n, next_span = _spans_of(spans, spanned if INDEX else 0, start + SCAN, begin, end, SCAN)
-        page = tl.load(table + n, mask=n < blocks, other=0)
+        # the next ones, while these are looked at
+        following = _blocks_from(start + SCAN, table, blocks, spans, spanned, begin, end, SCAN)
         kept = (n < begin) | (n >= end)
         if INDEX:
             low = span.to(tl.int16).to(tl.int32)
-            apart = (span >> 16) - low
-            near = (low >= 0) & (apart < 8)
-            # the flags of 8 buckets from the lowest on, out of two words
-            word = visited + (low >> 3)
-            shift = ((low & 7) * 8).to(tl.uint64)
-            flags = tl.load(word, mask=near, other=0).to(tl.uint64, bitcast=True) >> shift
-            more = tl.load(word + 1, mask=near & ((low & 7) + apart > 7), other=0).to(tl.uint64, bitcast=True)
-            flags = flags | tl.where(shift > 0, more << (64 - shift) % 64, 0)
-            hit = flags << (8 * (7 - tl.where(near, apart, 0))).to(tl.uint64)
-            kept = kept | (hit != 0) | (near == 0)
+            hits = tl.gather(upto, tl.maximum(span >> 16, 0), 0)
+            hits -= tl.where(low > 0, tl.gather(upto, tl.maximum(low - 1, 0), 0), 0)
+            kept = kept | (low < 0) | (hits > 0)
         kept = (kept & (n < blocks)).to(tl.int32)
         tl.store(listed + found + tl.cumsum(kept, 0) - 1, (page << 32) + n, mask=kept != 0)
         found += tl.sum(kept, 0)
-        n, span = next_n, next_span
+        n, page, span = following
     tl.store(found_ptr + own, found)
 
 
 @triton.jit
 def outputs_of(
-    o, outputs, chunks: tl.constexpr, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr, found_ptr,
+    o, outputs, chunks: tl.constexpr, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr,
     KV: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of outputs o [row, slot, query, chunk]: place of the query in its row, -1: none; tokens in sealed blocks; head.
-
-    Last comes how many blocks are listed.
-    """
+    """Of outputs o [row, slot, query, chunk]: place of the query in its row, -1: none; tokens in sealed blocks; head."""
     ok = o < outputs
     own = o // chunks
     slot = own // queries
     place, closed = place_of(
         own % queries, slot // KV, queries, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS
     )
-    head = tl.load(order_ptr + slot, mask=ok, other=0).to(tl.int32)
-    return place, closed, head, tl.load(found_ptr + own, mask=ok, other=0)
+    return place, closed, tl.load(order_ptr + slot, mask=ok, other=0).to(tl.int32)
 
 
 @triton.jit

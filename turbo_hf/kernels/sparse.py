@@ -7,6 +7,7 @@ of a bucket stand together, so that most of what is read is asked for.
 import triton
 import triton.language as tl
 
+from turbo_hf.kernels._common import await_launch
 from turbo_hf.kernels.block_attention import LOG2_E
 from turbo_hf.kernels.decode import finish, prepare, walk, walk_open
 from turbo_hf.kernels.merge import combine, leave_part, merge
@@ -22,7 +23,7 @@ def sparse_decode_kernel(
     buckets_ptr, visited_ptr,  # int16 [B, Hkv, 1, index_cap], uint8 [B, Hkv, M, 1, C]
     order_ptr, starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B], [B], [B]
     listed_ptr, found_ptr,  # int64 [lists, room], int32 [lists]: as `list_kernel` leaves them
-    parts_ptr,  # float32 [2 * shares, N * (DP + 2)]
+    parts_ptr,  # float32 [shares, N * (DP + 4)]
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
     q_strides, room, cap, index_cap, queries, outputs, buckets, sink, window, scaling, softcap,
     sas_threshold,
@@ -30,20 +31,22 @@ def sparse_decode_kernel(
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
     KV: tl.constexpr, OUTPUTS: tl.constexpr, SHARES: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
     CAPPED: tl.constexpr, SAS: tl.constexpr, SINKS: tl.constexpr, READ: tl.constexpr, STAGES: tl.constexpr,
-    PARTS: tl.constexpr, ASM: tl.constexpr,
+    PARTS: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Equal shares of the outputs [row, slot, query, part of the query heads], each of one output.
 
     The host knows neither the lengths of the rows nor the lists. buckets: flags of a query in `visited`. OUTPUTS:
-    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. SHARES: `tiles_of_share`.
+    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. SHARES: `tiles_of_share`. EARLY: `await_launch`.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     chunks: tl.constexpr = (GROUP + N - 1) // N
     o = tl.arange(0, OUTPUTS)
     nb = tl.arange(0, NB)
-    places, closeds, heads_of, founds = outputs_of(
-        o, outputs, chunks, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr, found_ptr, KV, BLOCK, STARTS
+    places, closeds, heads_of = outputs_of(
+        o, outputs, chunks, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr, KV, BLOCK, STARTS
     )
+    await_launch(EARLY)
+    founds = tl.load(found_ptr + o // chunks, mask=o < outputs, other=0)
     tiles = tiles_of(places, closeds, founds, o < outputs, NB)
     most = tiles_of_share(tiles, outputs, tl.num_programs(0), SHARES)
     shares_of = tl.cdiv(tiles, most)
@@ -71,7 +74,8 @@ def sparse_decode_kernel(
         factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
         buckets_at = buckets_ptr + pair * index_cap
         visit = (place, visited_ptr + (pair * queries + query) * buckets, sink, window)
-        begin = (share - first_share) * (most * NB)
+        part = share - first_share
+        begin = part * (most * NB)
         count = tl.maximum(tl.minimum(found - begin, most * NB), 0)
         at = listed_ptr + list_at * room + begin
         page = entry(at + nb, nb < count, ASM)
@@ -90,7 +94,7 @@ def sparse_decode_kernel(
                 if READ:
                     counted = tl.sum(kept, 1)
             slot -= SLOTS[g]
-        if (place >= closed) & (share == first_share + shares - 1):
+        if (place >= closed) & (part == shares - 1):
             acc, m, mass, more = walk_open(
                 opened, pair, cap, closed // BLOCK, place + 1, queries_of, factor, 0, 0, (buckets_at, visit),
                 softcap, sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, True, INDEX, ASM,
@@ -101,18 +105,18 @@ def sparse_decode_kernel(
                 tl.atomic_add(read_ptr + nb * 0, counted.to(tl.int64), sem="relaxed")
 
         o_all, top, mass_all = combine(acc, m, mass, SPREAD)
-        whole = shares == 1
-        if not whole:
-            leave_part(
-                o_all, top, mass_all, parts_ptr + (2 * share + (share == first_share)).to(tl.int64) * (N * (DP + 2))
-            )
-            if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == shares - 1:
-                # every other share of this output is done: no one waits, and the order of the sum is that of shares
-                tl.store(arrived_ptr + output, 0)
-                o_all, top, mass_all = merge(parts_ptr, first_share, shares, N, DP, PARTS)
-                whole = True
-        if whole:
+        if shares == 1:
             finish(
                 o_all, top, mass_all, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, place + 1, 0, 1, KV,
                 query, queries, GROUP, D, SINKS,
             )  # fmt: skip
+        else:
+            leave_part(o_all, top, mass_all, parts_ptr, first_share + part)
+            if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == shares - 1:
+                # every other share of this output is done: no one waits, and the order of the sum is that of shares
+                tl.store(arrived_ptr + output, 0)
+                o_all, top, mass_all = merge(parts_ptr, first_share, shares, N, DP, PARTS)
+                finish(
+                    o_all, top, mass_all, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, place + 1, 0, 1,
+                    KV, query, queries, GROUP, D, SINKS,
+                )  # fmt: skip

@@ -44,6 +44,13 @@ def sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache(maxsize=8)
+def early(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that may begin before the one ahead of it has ended: Hopper and later can."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
 @lru_cache(maxsize=64)
 def _plan(
     tiles: tuple[int, ...], groups: tuple[tuple[int, int], ...], chunks: int, ctas: int, blocks: int, kind: str
@@ -82,7 +89,7 @@ def _workspace(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial results, and arrival counters (zeros, as each launch leaves them)."""
     return (
-        torch.empty(2 * ctas * floats, dtype=torch.float32, device=device),
+        torch.empty((ctas + outputs) * floats, dtype=torch.float32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
     )
 
@@ -153,7 +160,7 @@ def decode(
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     shape = (groups, chunks, most, tune.blocks, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), *shape).ctas)
-    workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + 2))
+    workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + 4))
     parts, arrived = workspace
     words, grid, most_parts = _schedule(sealed, shape, store.plans, q.device, workspace)
     with torch.cuda.device_of(q):

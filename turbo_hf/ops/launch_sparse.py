@@ -18,7 +18,7 @@ from turbo_hf.kernels.select import (
 from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.launch_decode import MERGED, sms, tiles_for
+from turbo_hf.ops.launch_decode import MERGED, early, sms, tiles_for
 from turbo_hf.ops.schedule import Kept
 
 SCAN = 2048
@@ -116,7 +116,7 @@ def classify(
         _layer(queries, weight_1, bias_1, x, rotary, new)
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
             x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
-            UNITS=2 * UNITS, STAGES=4, num_warps=4,
+            UNITS=2 * UNITS, STAGES=4, **early(queries.device), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -174,7 +174,7 @@ def _layer(
         queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
         strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
         DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        KEYS=0 if new is None else KEYS, NEAR=NEAR, num_warps=4,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=early(queries.device)["EARLY"], num_warps=4,
     )  # fmt: skip
 
 
@@ -194,7 +194,8 @@ def visit(
         if probes is not None:
             rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
                 logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=triton.next_power_of_2(group),
-                OWN=RANKED, TILE=min(COMPARED, max(16, triton.next_power_of_2(buckets))), num_warps=4,
+                OWN=RANKED, TILE=min(COMPARED, max(16, triton.next_power_of_2(buckets))), **early(logits.device),
+                num_warps=4,
             )  # fmt: skip
         else:
             visit_kernel[(lists,)](
@@ -217,7 +218,7 @@ def _workspace(
         torch.empty(lists * room, dtype=torch.int64, device=device),
         torch.empty(lists, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
-        torch.empty(2 * shares * floats, dtype=torch.float32, device=device),
+        torch.empty(shares * floats, dtype=torch.float32, device=device),
     )
 
 
@@ -255,7 +256,7 @@ def sparse_decode(
     # workspace behind at each step
     room = triton.next_power_of_2(max(1, store.table.shape[1]))
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    shape = (q.device, stream, get_ident(), lists, room, lists * chunks, shares, per_output * (padded + 2))
+    shape = (q.device, stream, get_ident(), lists, room, lists * chunks, shares, per_output * (padded + 4))
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -267,20 +268,17 @@ def sparse_decode(
     indexed = buckets is not None and visited is not None
     flags = found
     if visited is not None:
-        # in whole words of 8; padding by nothing would be a copy
-        missing = -visited.shape[-1] % 8
-        flags = torch.nn.functional.pad(visited, (0, missing)) if missing else visited.contiguous()
-        flags = flags.view(torch.uint8)
+        flags = visited.contiguous().view(torch.uint8)
     order = store.order.contiguous()
     places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
-    known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
+    known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None, **early(q.device)}
     spanned = found if spans is None else spans.contiguous().view(torch.int32)
     with torch.cuda.device_of(q):
         list_kernel[(lists,)](
-            spanned, flags.view(torch.int64) if indexed else found, order,
-            store.table, *places, listed, found, store.table.stride(0), queries, room,
-            0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN, **known, num_warps=8,
+            spanned, flags, order, store.table, *places, listed, found, store.table.stride(0), queries, room,
+            0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
+            BUCKETS=triton.next_power_of_2(flags.shape[-1]), **known, num_warps=8,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
