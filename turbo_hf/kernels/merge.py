@@ -5,7 +5,6 @@ import triton.language as tl
 
 from turbo_hf.kernels.block_attention import LOG2_E, even
 
-
 STATS = tl.constexpr(4)
 """Floats behind each row of a partial result: its maximum, its sum, and two that keep rows aligned."""
 

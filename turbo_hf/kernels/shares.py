@@ -113,7 +113,7 @@ def outputs_of(
     o, outputs, chunks: tl.constexpr, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr,
     KV: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of outputs o [row, slot, query, chunk]: place of the query in its row, -1: none; tokens in sealed blocks; head."""
+    """Of outputs o [row, slot, query, chunk]: its query's place, -1: none; tokens in sealed blocks; KV head."""
     ok = o < outputs
     own = o // chunks
     slot = own // queries
