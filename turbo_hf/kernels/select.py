@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import await_launch, to_l2
+from turbo_hf.kernels._common import await_launch
 
 
 @triton.jit
@@ -305,15 +305,9 @@ def logits_kernel(
 ):  # fmt: skip
     """The second layer for ROWS vectors of one KV head, of any rows, and TILE buckets. times: biases added.
 
-    EARLY: `await_launch`; the first layer writes no weights, which come to the L2 cache meanwhile.
+    EARLY: `await_launch`.
     """
     head = tl.program_id(1).to(tl.int64)
-    if EARLY:
-        line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        first = tl.program_id(0) * TILE + tl.arange(0, TILE // line if TILE > line else 1) * line
-        for start in range(0, hidden, UNITS):
-            unit = tl.minimum(start + tl.arange(0, UNITS), hidden - 1)
-            to_l2(weight_ptr + (head * hidden + unit)[:, None] * buckets + tl.minimum(first, buckets - 1)[None, :])
     await_launch(EARLY)
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     live = (i < rows * vectors)[:, None]
@@ -329,3 +323,32 @@ def logits_kernel(
         acc += tl.dot(x.to(weight.dtype), weight, input_precision="ieee")
     bias = tl.load(bias_ptr + head * buckets + c, mask=c < buckets, other=0.0).to(tl.float32) * times
     tl.store(out_ptr + n[:, None] * buckets + c[None, :], acc + bias[None, :], mask=live & (c < buckets)[None, :])
+
+
+@triton.jit
+def few_logits_kernel(
+    hidden_ptr, weight_ptr, bias_ptr, out_ptr,  # as in `logits_kernel`
+    vectors, rows, heads, hidden, buckets, times,
+    TILE: tl.constexpr, UNITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`logits_kernel` where each head has a few vectors: no tensor core, but weights that are there before they are.
+
+    A program holds the first UNITS rows of its TILE columns. EARLY: `await_launch`.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    unit = tl.arange(0, UNITS)
+    first = weight_ptr + (head * hidden + unit)[:, None] * buckets + c[None, :]
+    weight = tl.load(first, mask=(unit < hidden)[:, None] & (c < buckets)[None, :], other=0.0)
+    bias = tl.load(bias_ptr + head * buckets + c, mask=c < buckets, other=0.0).to(tl.float32) * times
+    await_launch(EARLY)
+    for i in tl.range(0, rows * vectors, num_stages=1):
+        n = ((i // vectors) * heads + head) * vectors + i % vectors
+        x = tl.load(hidden_ptr + n * hidden + unit, mask=unit < hidden, other=0.0).to(weight.dtype)
+        total = bias + tl.sum(x[:, None].to(tl.float32) * weight.to(tl.float32), 0)
+        for start in tl.range(UNITS, hidden, UNITS, num_stages=1):
+            inside = start + unit < hidden
+            x = tl.load(hidden_ptr + n * hidden + start + unit, mask=inside, other=0.0).to(weight.dtype)
+            more = tl.load(first + start * buckets, mask=inside[:, None] & (c < buckets)[None, :], other=0.0)
+            total += tl.sum(x[:, None].to(tl.float32) * more.to(tl.float32), 0)
+        tl.store(out_ptr + n * buckets + c, total, mask=c < buckets)

@@ -10,6 +10,7 @@ import triton
 
 from turbo_hf.kernels.select import (
     assign_kernel,
+    few_logits_kernel,
     layer_kernel,
     logits_kernel,
     rank_kernel,
@@ -72,6 +73,12 @@ VECTORS = 16
 BUCKETS_AT_ONCE = 64
 """Of a program of the second layer: a step has few heads, and every SM should read a part of the weights."""
 
+FEW = 4
+"""Vectors of one KV head, over all rows, up to which the second layer does without tensor cores."""
+
+COLUMNS, HELD = 32, 1024
+"""Of 16-bit weights that a program of that form holds in its registers: buckets, hidden units."""
+
 
 KEYS = 16
 """New keys of one KV head that share what is read of the centroids, whatever their rows."""
@@ -111,13 +118,20 @@ def classify(
     hidden, buckets = weight_2.shape[1:]
     x = torch.empty(batch, heads, tokens, hidden, dtype=torch.float32, device=queries.device)
     out = torch.empty(batch, heads, tokens, 1, buckets, dtype=torch.float32, device=queries.device)
-    tile = BUCKETS_AT_ONCE
+    sizes = (tokens, batch, heads, hidden, buckets, group)
     with torch.cuda.device_of(queries):
         _layer(queries, weight_1, bias_1, x, rotary, new)
-        logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
-            x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
-            UNITS=2 * UNITS, STAGES=4, **early(queries.device), num_warps=4,
-        )  # fmt: skip
+        if batch * tokens <= FEW:
+            tile = COLUMNS * 2 // weight_2.element_size()
+            few_logits_kernel[(triton.cdiv(buckets, tile), heads)](
+                x, weight_2, bias_2, out, *sizes, TILE=tile, UNITS=HELD, **early(queries.device), num_warps=4,
+            )  # fmt: skip
+        else:
+            tile = BUCKETS_AT_ONCE
+            logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
+                x, weight_2, bias_2, out, *sizes, ROWS=VECTORS, TILE=tile, UNITS=2 * UNITS, STAGES=4,
+                **early(queries.device), num_warps=4,
+            )  # fmt: skip
     return out
 
 
