@@ -259,6 +259,34 @@ def finish(
 
 
 @triton.jit
+def settle(
+    acc, m, mass, alone, parts_ptr, first, part, count, arrived_ptr,
+    out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column, columns,
+    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPREAD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """What a CTA has computed of an output becomes the output, or part `part` of `count`, in places from `first` on.
+
+    The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts. alone: there
+    is one part.
+    """
+    o, top, total = combine(acc, m, mass, SPREAD)
+    if alone:
+        finish(
+            o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
+            columns, GROUP, D, SINKS,
+        )  # fmt: skip
+    else:
+        leave_part(o, top, total, parts_ptr, first + part)
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1:
+            tl.store(arrived_ptr, 0)
+            o, top, total = merge(parts_ptr, first, count, o.shape[0], o.shape[1], PARTS)
+            finish(
+                o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
+                columns, GROUP, D, SINKS,
+            )  # fmt: skip
+
+
+@triton.jit
 def _row_of(output, wanted, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr):
     """Of an output: its row and slot; from memory, if `wanted`: head, sealed blocks, open tokens, first CTA, parts."""
     row = (output // (kv_heads * chunks)).to(tl.int64)
@@ -342,22 +370,11 @@ def decode_kernel(
                 sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
             )  # fmt: skip
 
-        o, top, total = combine(acc, m, mass, SPREAD)
-        if (tile == 0) & (steps == pages + 1):
-            finish(
-                o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
-                kv_heads, 0, tokens, GROUP, D, SINKS,
-            )  # fmt: skip
-        else:
-            leave_part(o, top, total, parts_ptr, cta + output)
-            if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == count - 1:
-                # every other CTA of this output is done: no one waits, and the order of the sum is that of the tiles
-                tl.store(arrived_ptr + output, 0)
-                o, top, total = merge(parts_ptr, first_cta + output, count, N, DP, PARTS)
-                finish(
-                    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
-                    kv_heads, 0, tokens, GROUP, D, SINKS,
-                )  # fmt: skip
+        settle(
+            acc, m, mass, (tile == 0) & (steps == pages + 1), parts_ptr, first_cta + output, cta - first_cta, count,
+            arrived_ptr + output, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
+            kv_heads, 0, tokens, GROUP, D, SINKS, SPREAD, PARTS,
+        )  # fmt: skip
         left -= steps
         output += 1
         tile = 0

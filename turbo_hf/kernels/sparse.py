@@ -9,8 +9,7 @@ import triton.language as tl
 
 from turbo_hf.kernels._common import await_launch
 from turbo_hf.kernels.block_attention import LOG2_E
-from turbo_hf.kernels.decode import finish, prepare, walk, walk_open
-from turbo_hf.kernels.merge import combine, leave_part, merge
+from turbo_hf.kernels.decode import prepare, settle, walk, walk_open
 from turbo_hf.kernels.shares import outputs_of, tiles_of, tiles_of_share
 from turbo_hf.kernels.unpack import entry
 
@@ -104,19 +103,8 @@ def sparse_decode_kernel(
             if output % chunks == 0:
                 tl.atomic_add(read_ptr + nb * 0, counted.to(tl.int64), sem="relaxed")
 
-        o_all, top, mass_all = combine(acc, m, mass, SPREAD)
-        if shares == 1:
-            finish(
-                o_all, top, mass_all, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, place + 1, 0, 1, KV,
-                query, queries, GROUP, D, SINKS,
-            )  # fmt: skip
-        else:
-            leave_part(o_all, top, mass_all, parts_ptr, first_share + part)
-            if tl.atomic_add(arrived_ptr + output, 1, sem="acq_rel") == shares - 1:
-                # every other share of this output is done: no one waits, and the order of the sum is that of shares
-                tl.store(arrived_ptr + output, 0)
-                o_all, top, mass_all = merge(parts_ptr, first_share, shares, N, DP, PARTS)
-                finish(
-                    o_all, top, mass_all, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, place + 1, 0, 1,
-                    KV, query, queries, GROUP, D, SINKS,
-                )  # fmt: skip
+        settle(
+            acc, m, mass, shares == 1, parts_ptr, first_share, part, shares, arrived_ptr + output,
+            out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, place + 1, 0, 1, KV, query, queries, GROUP, D,
+            SINKS, SPREAD, PARTS,
+        )  # fmt: skip
