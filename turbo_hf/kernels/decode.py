@@ -20,7 +20,7 @@ from turbo_hf.kernels.block_attention import INT8_MAX, LN_2, LOG2_E, accumulate,
 from turbo_hf.kernels.merge import combine, leave_part, merge, with_sinks
 from turbo_hf.kernels.shares import attended
 from turbo_hf.kernels.tiles import channels, keys_of, packed_bytes, to_values, values_of
-from turbo_hf.kernels.unpack import entry
+from turbo_hf.kernels.unpack import entry, handed
 
 
 @triton.jit
@@ -56,6 +56,7 @@ def walk(
     PLAIN: tl.constexpr = BITS == 16 or not TURBO
     PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
     nb = tl.arange(0, NB)
+    ahead = entry(table + begin * NB + NB + nb, begin * NB + NB + nb < blocks, ASM)
     d = tl.arange(0, DP)
     column = tl.arange(0, BLOCK)[None, None, :]
     c = channels(D, DP, 1 if BITS >= 8 else (8 if BITS == 3 else 8 // BITS))
@@ -99,8 +100,9 @@ def walk(
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             kept = attended(t, live[:, None], bucket, *visit, INDEX)
             counted += kept.to(tl.int32)
-        # the next tile's pages, while this one's keys are on their way
-        page = entry(table + block + NB, block + NB < blocks, ASM)
+        page = handed(ahead, ASM)
+        # of the tile after the next one: a load whose keys would be asked for at once would be waited for
+        ahead = entry(table + block + 2 * NB, block + 2 * NB < blocks, ASM)
         if CHOSEN:
             # a tile ahead too: the pipeline would not
             bucket = _buckets_of(buckets, page, block + NB < sealed, BLOCK, INDEX)
