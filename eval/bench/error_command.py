@@ -42,7 +42,9 @@ def error_command(
     length: Annotated[list[str] | None, typer.Option(help="Tokens, such as 4k; may be repeated.")] = None,
     model: Annotated[str | None, typer.Option(help="A folder or a Hub id: its queries, keys and values.")] = None,
     text: Annotated[Path | None, typer.Option(help="What the model reads; default: the carried prose.")] = None,
-    heads: Annotated[int, typer.Option(min=1, help="Heads of random numbers; the papers have one.")] = 1,
+    heads: Annotated[
+        int, typer.Option(min=1, help="Heads of random numbers. The papers have one, which a few rows decide.")
+    ] = 8,
     dim: Annotated[int, typer.Option(min=16, help="Channels of a head of random numbers.")] = 128,
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask over random numbers; a model's is its own.")] = (
         False

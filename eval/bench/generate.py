@@ -23,6 +23,9 @@ Result = TypeVar("Result")
 FINENESS = 16
 """The largest batch is found to within one part in so many: each try costs a prompt."""
 
+SAMPLE = (4, 16)
+"""Rows whose memory tells about how many fit."""
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -168,7 +171,9 @@ def _measured(model: Any, row: Row, method: Method, work: Work, most: int) -> Ro
     if row.largest:
         # as long a prompt as the rows will be at the end: two passes show what all of them would
         whole = replace(work, context=work.context + work.new - 2, new=2, rounds=1)
-        batch = largest(lambda rows: attempt(partial(_run, model, method, rows, whole)) is not None, most)
+        holds = _holds(model, method, whole)
+        guess = _guess(model, method, whole, most) if model.device.type == "cuda" else None
+        batch = largest(holds, most) if guess is None else near(holds, most, guess)
     while batch:
         found = attempt(partial(_timed, model, replace(row, batch=batch), method, work))
         if found is not None:
@@ -176,6 +181,26 @@ def _measured(model: Any, row: Row, method: Method, work: Work, most: int) -> Ro
         # what was free when the batch was tried may not be free now
         batch = batch - max(1, batch // FINENESS) if row.largest else 0
     return replace(row, note="does not fit the memory")
+
+
+def _holds(model: Any, method: Method, work: Work) -> Callable[[int], bool]:
+    return lambda rows: attempt(partial(_run, model, method, rows, work)) is not None
+
+
+def _guess(model: Any, method: Method, work: Work, most: int) -> int | None:
+    """About how many rows fit, from the memory that a few and some more take; None where these do not fit."""
+    few, more = SAMPLE
+    peaks = []
+    for rows in (few, few, more):  # the first pass compiles, and leaves workspaces behind
+        torch.cuda.reset_peak_memory_stats(model.device)
+        if rows > most or not _holds(model, method, work)(rows):
+            return None
+        peaks.append(torch.cuda.max_memory_allocated(model.device))
+    each = max(1, peaks[2] - peaks[1]) / (more - few)
+    free_memory()
+    free, _ = torch.cuda.mem_get_info(model.device)
+    room = free + torch.cuda.memory_allocated(model.device) - (peaks[1] - few * each)
+    return max(1, min(most, int(room / each * (1 - 1 / FINENESS))))
 
 
 def attempt(call: Callable[[], Result]) -> Result | None:
@@ -203,6 +228,16 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+def near(holds: Callable[[int], bool], most: int, guess: int) -> int:
+    """As `largest`, from a guess on, one part in FINENESS more or less at a time."""
+    found = guess
+    while found and not holds(found):
+        found -= max(1, found // FINENESS)
+    while 0 < guess <= found < most and holds(min(most, found + max(1, found // FINENESS))):
+        found = min(most, found + max(1, found // FINENESS))
+    return found
 
 
 @contextmanager
