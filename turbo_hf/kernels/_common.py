@@ -27,6 +27,14 @@ def await_launch(EARLY: tl.constexpr):
 
 
 @triton.jit
+def to_l2(pointer):
+    """The lines that pointers point to, asked for ahead. On a GPU; no value comes of it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def in_value_order(p):
     """Columns of p [M, N] in `layout.VALUE_ORDER`: what a thread has computed of P is what it feeds to P V."""
     m: tl.constexpr = p.shape[0]

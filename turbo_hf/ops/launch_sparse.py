@@ -120,7 +120,7 @@ def classify(
     out = torch.empty(batch, heads, tokens, 1, buckets, dtype=torch.float32, device=queries.device)
     sizes = (tokens, batch, heads, hidden, buckets, group)
     with torch.cuda.device_of(queries):
-        _layer(queries, weight_1, bias_1, x, rotary, new)
+        _layer(queries, weight_1, bias_1, x, rotary, new, weight_2)
         if batch * tokens <= FEW:
             tile = COLUMNS * 2 // weight_2.element_size()
             few_logits_kernel[(triton.cdiv(buckets, tile), heads)](
@@ -168,8 +168,12 @@ def _layer(
     out: torch.Tensor,
     rotary: Rotary | None,
     new: New | None,
+    following: torch.Tensor | None = None,
 ) -> None:
-    """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU."""
+    """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU.
+
+    following: contiguous weights that the next launch reads: they come to the L2 cache meanwhile.
+    """
     batch, heads, tokens, group, dim = queries.shape
     units, padded = weight.shape[2], triton.next_power_of_2(group)
     rows = max(VECTORS, padded)
@@ -184,11 +188,16 @@ def _layer(
         known = (*new, *_bests(queries.device, stream, heads * triton.cdiv(batch * tokens, KEYS)))
         tiles += triton.cdiv(buckets, NEAR)
         chunks = max(chunks, triton.cdiv(batch * tokens, KEYS))
+    asked: tuple[torch.Tensor, int] | tuple[()] = ()
+    ahead = 0
+    if following is not None and queries.is_cuda:
+        asked = following, triton.cdiv(following.numel() * following.element_size(), 128)
+        ahead = triton.next_power_of_2(triton.cdiv(asked[1], heads * triton.cdiv(units, UNITS)))
     layer_kernel[(tiles, heads, chunks)](
-        queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
-        strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
-        DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=early(queries.device)["EARLY"], num_warps=4,
+        queries, weight, weight if bias is None else bias, out, cos, sin, known, asked, queries.stride(),
+        weight.stride(), strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded,
+        ROWS=rows, D=dim, DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, AHEAD=ahead, EARLY=early(queries.device)["EARLY"], num_warps=4,
     )  # fmt: skip
 
 
