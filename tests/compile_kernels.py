@@ -67,7 +67,6 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     model = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}
     grouped, turn = q.unflatten(1, (2, -1)).transpose(2, 3), (torch.zeros(1, 1, dim), torch.zeros(1, 1, dim))
     launch_sparse.classify(grouped, model, rotary=turn)
-    launch_sparse.classify(grouped.expand(-1, -1, launch_sparse.FEW, -1, -1), model)
     centroids = torch.zeros(2, 1024, dim, dtype=torch.float16)
     _, logits = launch_sparse.look_up(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
     launch_sparse.look_up(k[:, :, :1].to(dtype), grouped, centroids)

@@ -31,7 +31,6 @@ tests=(
   "test_sparse.py::test_a_key_goes_to_its_nearest_centroid[cuda-triton-130-200-128-assign_new]"
   "test_sparse.py::test_rotary_embedding_is_undone_on_the_way[cuda-triton-2-80-32-assign_new]"
   "test_sparse.py::test_classify_is_two_layers[cuda-triton-3-80-64-33-3-2]"
-  "test_sparse.py::test_classify_is_two_layers[cuda-triton-4-64-130-70-1-1]"
   "test_sparse.py::test_visits_are_the_best_buckets[cuda-triton-mass0.01-most2-256-4]"
   "test_sparse.py::test_mixed_widths_and_blocks[cuda-triton-128]"
   "test_sparse.py::test_visits_are_the_best_buckets[cuda-triton-probes2-256-4]"

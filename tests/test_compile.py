@@ -30,7 +30,6 @@ def test_kernels_compile_and_fit() -> None:
         "assign_kernel",
         "layer_kernel",
         "logits_kernel",
-        "few_logits_kernel",
         "visit_kernel",
         "list_kernel",
         "rank_kernel",

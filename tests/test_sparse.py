@@ -140,11 +140,7 @@ def test_classify_is_two_layers(
     tokens: int,
     device: torch.device,
     backend: str,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if backend == "triton":
-        # a program holds all units of one case, a part of those of another
-        monkeypatch.setattr(pytest.importorskip("turbo_hf.ops.launch_sparse"), "HELD", 64)
     model = some_classifier(2, dim, hidden, buckets, device)
     queries = torch.randn(rows, 2 * group, tokens, dim, device=device).unflatten(1, (2, group)).transpose(2, 3)
     got = classify(queries, model, backend=backend)

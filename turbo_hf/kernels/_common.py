@@ -28,7 +28,7 @@ def await_launch(EARLY: tl.constexpr):
 
 @triton.jit
 def to_l2(pointer):
-    """The lines that pointers point to, asked for ahead. On a GPU; no value comes of it."""
+    """The lines that pointers point to, asked for ahead. Hopper and later; no value comes of it."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
     )

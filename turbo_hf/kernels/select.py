@@ -233,14 +233,10 @@ def _nearest(
 @triton.jit
 def _layer(
     tile, chunk, head, q_ptr, weight_ptr, bias_ptr, out_ptr, cos_ptr, sin_ptr, strides, weight_strides, rotary_stride,
-    tokens, queries, heads, units, following, GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr, RELU: tl.constexpr,
-    AHEAD: tl.constexpr,
+    tokens, queries, heads, units, GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """A linear layer for ROWS // G tokens of one KV head, TILE units, added over the query heads of a group.
-
-    AHEAD: lines of `following` that it asks for beside its own work.
-    """
+    """A linear layer for ROWS // G tokens of one KV head, TILE units, added over the query heads of a group."""
     i = chunk * (ROWS // G) + tl.arange(0, ROWS) // G
     g = tl.arange(0, ROWS) % G
     row, query = (i // queries).to(tl.int64), i % queries
@@ -255,11 +251,6 @@ def _layer(
     live = (i < tokens) & (g < GROUP)
     ok = live[:, None] & (d < D)[None, :]
     q = _unrotated(at, strides[4], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
-    if AHEAD > 0:
-        following_ptr, lines = following
-        line = (head * tl.cdiv(units, TILE) + tile) * AHEAD + tl.arange(0, AHEAD)
-        size: tl.constexpr = 1024 // following_ptr.dtype.element_ty.primitive_bitwidth
-        to_l2(following_ptr + tl.minimum(line, lines - 1).to(tl.int64) * size)
     x = tl.dot(q.to(weight.dtype), weight, input_precision="ieee")
     if RELU:
         bias = tl.load(bias_ptr + head * units + unit, mask=inside, other=0.0).to(tl.float32)
@@ -277,16 +268,14 @@ def layer_kernel(
     out_ptr,  # float32 [B, Hkv, M, units]
     cos_ptr, sin_ptr,  # [1 or B, M, ROTARY]
     new,  # as in `_nearest`
-    following,  # what the next launch reads, and how many lines of 128 bytes that is
     strides, weight_strides, key_strides, rotary_stride, tokens, queries, heads, units, buckets,
     GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    ROTARY: tl.constexpr, RELU: tl.constexpr, KEYS: tl.constexpr, NEAR: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROTARY: tl.constexpr, RELU: tl.constexpr, KEYS: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A linear layer on queries; and new keys, KEYS at a time, against NEAR centroids in programs of their own.
 
     tokens: of all rows. G: the group, padded. RELU: with a bias and a ReLU, the first layer of a classifier; otherwise
-    inner products, as with centroids. KEYS: 0 without keys. AHEAD: as in `_layer`. EARLY: `await_launch`.
+    inner products, as with centroids. KEYS: 0 without keys. EARLY: `await_launch`.
     """
     await_launch(EARLY)
     tile, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -295,8 +284,7 @@ def layer_kernel(
         if chunk * (ROWS // G) < tokens:
             _layer(
                 tile, chunk, head, q_ptr, weight_ptr, bias_ptr, out_ptr, cos_ptr, sin_ptr, strides, weight_strides,
-                rotary_stride, tokens, queries, heads, units, following, GROUP, G, ROWS, D, DP, TILE, ROTARY, RELU,
-                AHEAD,
+                rotary_stride, tokens, queries, heads, units, GROUP, G, ROWS, D, DP, TILE, ROTARY, RELU,
             )  # fmt: skip
     elif KEYS > 0:
         chunks = tl.cdiv(tokens, KEYS)
@@ -317,9 +305,15 @@ def logits_kernel(
 ):  # fmt: skip
     """The second layer for ROWS vectors of one KV head, of any rows, and TILE buckets. times: biases added.
 
-    EARLY: `await_launch`.
+    EARLY: `await_launch`; the first layer writes no weights, which come to the L2 cache meanwhile.
     """
     head = tl.program_id(1).to(tl.int64)
+    if EARLY:
+        line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        first = tl.program_id(0) * TILE + tl.arange(0, TILE // line if TILE > line else 1) * line
+        for start in range(0, hidden, UNITS):
+            unit = tl.minimum(start + tl.arange(0, UNITS), hidden - 1)
+            to_l2(weight_ptr + (head * hidden + unit)[:, None] * buckets + tl.minimum(first, buckets - 1)[None, :])
     await_launch(EARLY)
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     live = (i < rows * vectors)[:, None]
@@ -335,32 +329,3 @@ def logits_kernel(
         acc += tl.dot(x.to(weight.dtype), weight, input_precision="ieee")
     bias = tl.load(bias_ptr + head * buckets + c, mask=c < buckets, other=0.0).to(tl.float32) * times
     tl.store(out_ptr + n[:, None] * buckets + c[None, :], acc + bias[None, :], mask=live & (c < buckets)[None, :])
-
-
-@triton.jit
-def few_logits_kernel(
-    hidden_ptr, weight_ptr, bias_ptr, out_ptr,  # as in `logits_kernel`
-    vectors, rows, heads, hidden, buckets, times,
-    TILE: tl.constexpr, UNITS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """`logits_kernel` where each head has a few vectors: no tensor core, but all weights on their way at once.
-
-    A program holds the first UNITS rows of its TILE columns. EARLY: `await_launch`.
-    """
-    await_launch(EARLY)
-    head = tl.program_id(1).to(tl.int64)
-    c = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    unit = tl.arange(0, UNITS)
-    first = weight_ptr + (head * hidden + unit)[:, None] * buckets + c[None, :]
-    weight = tl.load(first, mask=(unit < hidden)[:, None] & (c < buckets)[None, :], other=0.0)
-    bias = tl.load(bias_ptr + head * buckets + c, mask=c < buckets, other=0.0).to(tl.float32) * times
-    for i in tl.range(0, rows * vectors, num_stages=1):
-        n = ((i // vectors) * heads + head) * vectors + i % vectors
-        x = tl.load(hidden_ptr + n * hidden + unit, mask=unit < hidden, other=0.0).to(weight.dtype)
-        total = bias + tl.sum(x[:, None].to(tl.float32) * weight.to(tl.float32), 0)
-        for start in tl.range(UNITS, hidden, UNITS, num_stages=1):
-            inside = start + unit < hidden
-            x = tl.load(hidden_ptr + n * hidden + start + unit, mask=inside, other=0.0).to(weight.dtype)
-            more = tl.load(first + start * buckets, mask=inside[:, None] & (c < buckets)[None, :], other=0.0)
-            total += tl.sum(x[:, None].to(tl.float32) * more.to(tl.float32), 0)
-        tl.store(out_ptr + n * buckets + c, total, mask=c < buckets)

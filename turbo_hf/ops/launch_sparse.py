@@ -10,7 +10,6 @@ import triton
 
 from turbo_hf.kernels.select import (
     assign_kernel,
-    few_logits_kernel,
     layer_kernel,
     logits_kernel,
     rank_kernel,
@@ -73,12 +72,6 @@ VECTORS = 16
 BUCKETS_AT_ONCE = 64
 """Of a program of the second layer: a step has few heads, and every SM should read a part of the weights."""
 
-FEW = 4
-"""Vectors of one KV head, over all rows, up to which the second layer does without tensor cores."""
-
-COLUMNS, HELD = 32, 1024
-"""Of 16-bit weights that a program of that form holds in its registers: buckets, hidden units."""
-
 
 KEYS = 16
 """New keys of one KV head that share what is read of the centroids, whatever their rows."""
@@ -118,20 +111,13 @@ def classify(
     hidden, buckets = weight_2.shape[1:]
     x = torch.empty(batch, heads, tokens, hidden, dtype=torch.float32, device=queries.device)
     out = torch.empty(batch, heads, tokens, 1, buckets, dtype=torch.float32, device=queries.device)
-    sizes = (tokens, batch, heads, hidden, buckets, group)
+    tile = BUCKETS_AT_ONCE
     with torch.cuda.device_of(queries):
-        _layer(queries, weight_1, bias_1, x, rotary, new, weight_2)
-        if batch * tokens <= FEW:
-            tile = COLUMNS * 2 // weight_2.element_size()
-            few_logits_kernel[(triton.cdiv(buckets, tile), heads)](
-                x, weight_2, bias_2, out, *sizes, TILE=tile, UNITS=HELD, **early(queries.device), num_warps=4,
-            )  # fmt: skip
-        else:
-            tile = BUCKETS_AT_ONCE
-            logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
-                x, weight_2, bias_2, out, *sizes, ROWS=VECTORS, TILE=tile, UNITS=2 * UNITS, STAGES=4,
-                **early(queries.device), num_warps=4,
-            )  # fmt: skip
+        _layer(queries, weight_1, bias_1, x, rotary, new)
+        logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
+            x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
+            UNITS=2 * UNITS, STAGES=4, **early(queries.device), num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -168,12 +154,8 @@ def _layer(
     out: torch.Tensor,
     rotary: Rotary | None,
     new: New | None,
-    following: torch.Tensor | None = None,
 ) -> None:
-    """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU.
-
-    following: contiguous weights that the next launch reads: they come to the L2 cache meanwhile.
-    """
+    """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU."""
     batch, heads, tokens, group, dim = queries.shape
     units, padded = weight.shape[2], triton.next_power_of_2(group)
     rows = max(VECTORS, padded)
@@ -188,16 +170,11 @@ def _layer(
         known = (*new, *_bests(queries.device, stream, heads * triton.cdiv(batch * tokens, KEYS)))
         tiles += triton.cdiv(buckets, NEAR)
         chunks = max(chunks, triton.cdiv(batch * tokens, KEYS))
-    asked: tuple[torch.Tensor, int] | tuple[()] = ()
-    ahead = 0
-    if following is not None and queries.is_cuda:
-        asked = following, triton.cdiv(following.numel() * following.element_size(), 128)
-        ahead = triton.next_power_of_2(triton.cdiv(asked[1], heads * triton.cdiv(units, UNITS)))
     layer_kernel[(tiles, heads, chunks)](
-        queries, weight, weight if bias is None else bias, out, cos, sin, known, asked, queries.stride(),
-        weight.stride(), strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded,
-        ROWS=rows, D=dim, DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        KEYS=0 if new is None else KEYS, NEAR=NEAR, AHEAD=ahead, EARLY=early(queries.device)["EARLY"], num_warps=4,
+        queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
+        strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
+        DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=early(queries.device)["EARLY"], num_warps=4,
     )  # fmt: skip
 
 
