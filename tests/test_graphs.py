@@ -788,3 +788,21 @@ def test_a_step_that_cannot_be_captured_runs_without(runners: list[StepRunner]) 
     del model.model.norm.forward
     assert torch.equal(answer(model, SMALL, **ragged()), want)
     assert runners[-1].captures >= 1
+
+
+@pytest.mark.gpu
+@CUDA
+def test_memory_that_torch_keeps_is_given_back_for_a_capture(runners: list[StepRunner]) -> None:
+    model = half()
+    want = answer(model, PLAIN, **ragged())
+    block, blocks = 24 << 20, 40
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + block * blocks + (2 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        kept = [torch.empty(block, dtype=torch.uint8, device="cuda") for _ in range(blocks)]
+        del kept
+        assert torch.equal(answer(model, SMALL, **ragged()), want)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert runners[-1].captures >= 1

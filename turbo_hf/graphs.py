@@ -68,6 +68,12 @@ class CudaDevice:
         if self._anchor is None:
             self._cast_anchor()
         try:
+            try:
+                return self._captured(step)
+            except torch.OutOfMemoryError:
+                self._mend()
+            # what torch keeps of a prompt, up to all of the memory: it cannot go back while a capture is under way
+            torch.cuda.empty_cache()
             return self._captured(step)
         except BaseException:
             self._mend()
