@@ -10,7 +10,7 @@ import torch
 from bench_support import CPU, check_refused, complaint, last_json, run
 
 from turbo_hf.eval.bench import generate
-from turbo_hf.eval.bench.generate import Method, Work, attempt, compare, largest, near
+from turbo_hf.eval.bench.generate import Method, Work, attempt, compare, largest
 from turbo_hf.eval.bench.models import KINDS, random_model
 
 TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
@@ -53,17 +53,6 @@ def test_the_largest_is_found_to_a_sixteenth(limit: int) -> None:
     assert limit - limit // 16 <= found <= limit
     assert len(tried) <= 2 + limit.bit_length() + 4
     assert largest(lambda _: True, 7) == 7
-
-
-@pytest.mark.parametrize("limit", [1, 3, 16, 100, 1000])
-@pytest.mark.parametrize("guess", [0.5, 0.9, 1.0, 1.1, 2.0])
-def test_a_guess_leads_to_the_largest(limit: int, guess: float) -> None:
-    tried: list[int] = []
-    found = near(lambda n: tried.append(n) or n <= limit, 1000, max(1, int(guess * limit)))  # type: ignore[func-returns-value]
-    assert limit - max(1, limit // 8) < found <= limit
-    assert len(tried) <= 4 or not 0.9 <= guess <= 1.1
-    assert near(lambda _: False, 7, 5) == 0
-    assert near(lambda _: True, 7, 5) == 7
 
 
 def test_memory_that_runs_out_is_no_error_and_all_else_is() -> None:

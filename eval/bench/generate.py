@@ -171,9 +171,8 @@ def _measured(model: Any, row: Row, method: Method, work: Work, most: int) -> Ro
     if row.largest:
         # as long a prompt as the rows will be at the end: two passes show what all of them would
         whole = replace(work, context=work.context + work.new - 2, new=2, rounds=1)
-        holds = _holds(model, method, whole)
         guess = _guess(model, method, whole, most) if model.device.type == "cuda" else None
-        batch = largest(holds, most) if guess is None else near(holds, most, guess)
+        batch = largest(_holds(model, method, whole), most) if guess is None else guess
     while batch:
         found = attempt(partial(_timed, model, replace(row, batch=batch), method, work))
         if found is not None:
@@ -188,7 +187,7 @@ def _holds(model: Any, method: Method, work: Work) -> Callable[[int], bool]:
 
 
 def _guess(model: Any, method: Method, work: Work, most: int) -> int | None:
-    """About how many rows fit, from the memory that a few and some more take; None where these do not fit."""
+    """How many rows fit, by what a few and some more take, less a part of FINENESS; None where these do not fit."""
     few, more = SAMPLE
     peaks = []
     for rows in (few, few, more):  # the first pass compiles, and leaves workspaces behind
@@ -228,16 +227,6 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
-
-
-def near(holds: Callable[[int], bool], most: int, guess: int) -> int:
-    """As `largest`, from a guess on, one part in FINENESS more or less at a time."""
-    found = guess
-    while found and not holds(found):
-        found -= max(1, found // FINENESS)
-    while 0 < guess <= found < most and holds(min(most, found + max(1, found // FINENESS))):
-        found = min(most, found + max(1, found // FINENESS))
-    return found
 
 
 @contextmanager
