@@ -15,15 +15,17 @@ def as_int8(x):
 
 
 @triton.jit
-def await_launch(EARLY: tl.constexpr):
-    """From here on what earlier launches have written is there, and the next launch may begin.
+def await_launch(EARLY: tl.constexpr, LAST: tl.constexpr = False):
+    """From here on what earlier launches have written is there, and, unless LAST, the next launch may begin.
 
     EARLY: launches overlap (programmatic dependent launch). What stands before this in a kernel runs beside the launch
-    before it. It may read what that one only reads, if that one waits too before it lets others begin.
+    before it. It may read what that one only reads, if that one waits too before it lets others begin. LAST: what
+    follows is not ours to begin early.
     """
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()
+        if not LAST:
+            gdc_launch_dependents()
 
 
 @triton.jit

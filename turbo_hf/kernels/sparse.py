@@ -44,7 +44,7 @@ def sparse_decode_kernel(
     places, closeds, heads_of = outputs_of(
         o, outputs, chunks, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr, KV, BLOCK, STARTS
     )
-    await_launch(EARLY)
+    await_launch(EARLY, True)
     founds = tl.load(found_ptr + o // chunks, mask=o < outputs, other=0)
     tiles = tiles_of(places, closeds, founds, o < outputs, NB)
     most = tiles_of_share(tiles, outputs, tl.num_programs(0), SHARES)
