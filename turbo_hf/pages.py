@@ -91,8 +91,9 @@ class PagePool:
             # doubling: the table is a thousandth of what it describes
             more = -(-max(missing, self.table.shape[1]) // TABLE_GRAIN) * TABLE_GRAIN
             self.table = torch.nn.functional.pad(self.table, (0, more))
-        where, entries = torch.tensor([rows, blocks], dtype=torch.int64), torch.tensor(pages, dtype=torch.int64)
-        self.table[where[0], where[1]] = entries
+        if rows:
+            # by numpy, which shares its memory: five operations of torch would do the same
+            self.table.numpy()[rows, blocks] = pages
         return end
 
     def trim(self) -> None:
