@@ -72,7 +72,7 @@ def test_the_largest_batch_by_what_a_few_rows_take(monkeypatch: pytest.MonkeyPat
     assert generate._guess(model, method, work, 4096) == 128 * 15 // 16
     assert generate._guess(model, method, work, 50) == 50
     assert generate._guess(model, method, work, 15) is None
-    assert tried == [4, 4, 16, 4, 4, 16, 4, 4]
+    assert tried == [4, 4, 16, 4, 4, 16]
 
 
 def test_memory_that_runs_out_is_no_error_and_all_else_is() -> None:

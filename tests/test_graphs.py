@@ -792,7 +792,7 @@ def test_a_step_that_cannot_be_captured_runs_without(runners: list[StepRunner]) 
 
 @pytest.mark.gpu
 @CUDA
-def test_memory_that_torch_keeps_is_given_back_for_a_capture(runners: list[StepRunner]) -> None:
+def test_steps_are_captured_beside_memory_that_torch_keeps(runners: list[StepRunner]) -> None:
     model = half()
     want = answer(model, PLAIN, **ragged())
     block, blocks = 24 << 20, 40
@@ -806,3 +806,53 @@ def test_memory_that_torch_keeps_is_given_back_for_a_capture(runners: list[StepR
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert runners[-1].captures >= 1
+
+
+class Pretended(CudaDevice):
+    """A device whose captures fail with `errors`, one after the other, and that notes what is done."""
+
+    def __init__(self, errors: list[BaseException]) -> None:
+        self.done: list[str] = []
+        self.errors = errors
+        self._anchor = None
+
+    def _cast_anchor(self) -> None:
+        self.done.append("anchor")
+        self._anchor = lambda: None
+
+    def _end(self) -> None:
+        self.done.append("end")
+        self._anchor = None
+
+    def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        self.done.append("capture")
+        if self.errors:
+            raise self.errors.pop(0)
+        return step
+
+
+FULL_MEMORY = [torch.OutOfMemoryError("full"), RuntimeError("CUDA error: out of memory")]
+
+
+@pytest.mark.parametrize("error", FULL_MEMORY)
+def test_a_capture_without_memory_is_tried_again_with_what_torch_keeps(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Pretended([error])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: device.done.append("empty"))
+    assert device.capture(lambda: 3)() == 3
+    assert device.done == ["anchor", "capture", "end", "empty", "anchor", "capture"]
+
+
+def test_a_capture_that_fails_otherwise_or_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = Pretended([RuntimeError("no")])
+    with pytest.raises(RuntimeError, match="no"):
+        device.capture(lambda: 3)
+    assert device.done == ["anchor", "capture", "end", "anchor"]
+    device = Pretended(list(FULL_MEMORY))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        device.capture(lambda: 3)
+    assert device.done == ["anchor", "capture", "end", "anchor", "capture", "end", "anchor"]
+    # and the next one begins anew
+    assert device.capture(lambda: 4)() == 4

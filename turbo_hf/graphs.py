@@ -65,31 +65,44 @@ class CudaDevice:
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """As `Device.capture`. Other threads may go on using the device."""
-        if self._anchor is None:
-            self._cast_anchor()
         try:
-            try:
-                return self._captured(step)
-            except torch.OutOfMemoryError:
+            return self._anchored(step)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one; modules and cuBLAS have their own
+            if not (isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)):
                 self._mend()
-            # what torch keeps of a prompt, up to all of the memory: it cannot go back while a capture is under way
-            torch.cuda.empty_cache()
-            return self._captured(step)
+                raise
+        except BaseException:
+            self._mend()
+            raise
+        # what torch keeps of a prompt, up to all of the memory, cannot go back while a capture is under way. Behind the
+        # handler: the error holds the frames that hold the spoilt graph
+        self._end()
+        torch.cuda.empty_cache()
+        try:
+            return self._anchored(step)
         except BaseException:
             self._mend()
             raise
 
+    def _anchored(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A capture behind a graph that stays: once the last one of a pool is gone, torch captures into it no more."""
+        if self._anchor is None:
+            self._cast_anchor()
+        return self._captured(step)
+
     def _cast_anchor(self) -> None:
-        """A graph that stays: once the last one of a pool is gone, torch refuses to capture into the pool again."""
         self._anchor = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
 
-    def _mend(self) -> None:
-        """After a spoilt capture torch's allocator still records into the pool, and its generator into the graph."""
+    def _end(self) -> None:
+        """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
         # torch has no public call for this; where it is gone or has been done, a new pool does without
         with suppress(AttributeError, RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
-        self._pool = torch.cuda.graph_pool_handle()
-        # a capture that succeeds gives the generator back
+        self._pool, self._anchor = torch.cuda.graph_pool_handle(), None
+
+    def _mend(self) -> None:
+        """As `_end`; and torch's generator, which the graph still has: a capture that succeeds gives it back."""
+        self._end()
         self._cast_anchor()
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:

@@ -32,7 +32,7 @@ class PagePool:
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
         self.full = full
         self.heads = tuple(empty_pages(bits, 0, slots, dim, block, device, full) for bits, slots in groups)
-        self.table = torch.zeros(rows, 0, dtype=torch.int64)
+        self.table = torch.zeros(rows, 0, dtype=torch.int64, device="cpu")
         self.sealed = [0] * rows
         self.given = [0] * rows
         self._free: list[int] = []
@@ -105,7 +105,7 @@ class PagePool:
         if self.given == self.sealed:
             return
         spans = [(row, n) for row in range(len(self.given)) for n in range(self.sealed[row], self.given[row])]
-        where = torch.tensor(spans).T
+        where = torch.tensor(spans, device="cpu").T
         self._free += self.table[where[0], where[1]].tolist()
         self.given = list(self.sealed)
 
@@ -154,7 +154,7 @@ class PagePool:
 
     def _reclaim(self, shrink: bool = True) -> None:
         """Find out which pages are free. shrink: give them back, where it is worth it."""
-        held = torch.arange(self.table.shape[1]) < torch.tensor(self.sealed)[:, None]
+        held = torch.arange(self.table.shape[1], device="cpu") < torch.tensor(self.sealed, device="cpu")[:, None]
         used = self.table[held].unique()
         if shrink and self.pages - len(used) > self.pages // 32:
             # first what may find no memory
@@ -162,7 +162,7 @@ class PagePool:
             self.table = torch.where(held, torch.searchsorted(used, self.table), 0)
             self._free = []
         else:
-            free = torch.ones(self.pages, dtype=torch.bool)
+            free = torch.ones(self.pages, dtype=torch.bool, device="cpu")
             free[used] = False
             self._free = free.nonzero().flatten().tolist()
         self.given = list(self.sealed)

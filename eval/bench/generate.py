@@ -21,7 +21,7 @@ SDPA = "SDPA"
 Result = TypeVar("Result")
 
 FINENESS = 16
-"""The largest batch is found to within one part in so many: each try costs a prompt."""
+"""One part in so many: how closely the largest batch is found by trying, or what a guess of it stays below."""
 
 SAMPLE = (4, 16)
 """Rows whose memory tells about how many fit."""
@@ -46,7 +46,7 @@ class Method:
 class Row:
     """One method, shape and size; figures are None where it did not run, and `note` says why.
 
-    context: tokens of each prompt; new: tokens generated in each row; largest: whether batch is the largest that fits.
+    context: tokens of each prompt; new: tokens generated in each row; largest: whether batch is about all that fits.
     tokens_s: new tokens of all rows over the whole time, prompt included; first_ms: until the first token; step_ms:
     from one token to the next, mean; medians of the rounds. peak_bytes: the most memory allocated, weights included,
     None where it is not counted. speedup: tokens_s over that of SDPA at the same context, each at its own batch.
@@ -177,7 +177,7 @@ def _measured(model: Any, row: Row, method: Method, work: Work, most: int) -> Ro
         found = attempt(partial(_timed, model, replace(row, batch=batch), method, work))
         if found is not None:
             return found
-        # what was free when the batch was tried may not be free now
+        # a guess may be too high, and what was free when a batch was tried may not be free now
         batch = batch - max(1, batch // FINENESS) if row.largest else 0
     return replace(row, note="does not fit the memory")
 
@@ -189,10 +189,12 @@ def _holds(model: Any, method: Method, work: Work) -> Callable[[int], bool]:
 def _guess(model: Any, method: Method, work: Work, most: int) -> int | None:
     """How many rows fit, by what a few and some more take, less a part of FINENESS; None where these do not fit."""
     few, more = SAMPLE
+    if most < more:
+        return None
     peaks = []
     for rows in (few, few, more):  # the first pass compiles, and leaves workspaces behind
         torch.cuda.reset_peak_memory_stats(model.device)
-        if rows > most or not _holds(model, method, work)(rows):
+        if not _holds(model, method, work)(rows):
             return None
         peaks.append(torch.cuda.max_memory_allocated(model.device))
     each = max(1, peaks[2] - peaks[1]) / (more - few)

@@ -25,7 +25,7 @@ def generate_command(
     context: Annotated[list[str] | None, typer.Option(help="Tokens of the prompts, such as 1k; may be repeated.")] = (
         None
     ),
-    batch: Annotated[list[str] | None, typer.Option(help=f"Prompts, or {LARGEST} that fits; may be repeated.")] = None,
+    batch: Annotated[list[str] | None, typer.Option(help=f"Prompts, or {LARGEST}: about all that fit; may be repeated.")] = None,
     new: Annotated[int | None, typer.Option(min=2, help="Tokens to generate; default 128.")] = None,
     preset: Annotated[list[str] | None, typer.Option(help="How the patch stores the cache; may be repeated.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
@@ -35,7 +35,7 @@ def generate_command(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the table shows their medians.")] = 3,
     most: Annotated[int, typer.Option(min=1, help=f"No larger batch is tried under {LARGEST}.")] = 4096,
     paper: Annotated[
-        bool, typer.Option("--paper", help="1k prompts, 125 new tokens, the largest batch that fits.")
+        bool, typer.Option("--paper", help="1k prompts, 125 new tokens, about the largest batch that fits.")
     ] = False,
     cuda_graphs: Annotated[
         bool, typer.Option(help="Replay patched decode steps as CUDA graphs, where they can be.")

@@ -321,7 +321,7 @@ def decode_kernel(
     """Tiles `plan` gives this CTA. SLOTS, BITS: heads of each width, and the width. R: query rows of a tile, padded.
 
     The outputs lie [row, slot, part of the query rows]; each has its sealed tiles of NB blocks, then one for its open
-    tokens. With SPREAD, R is twice the rows (`_rows`).
+    tokens. With SPREAD, R is twice the rows (`rows_of`).
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     cta = tl.program_id(0)

@@ -26,9 +26,12 @@ def extent(place, closed, sink, window):
 
 @triton.jit
 def place_of(query, row, queries, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOCK: tl.constexpr, STARTS: tl.constexpr):
-    """A query's place in its row, -1: none; the row's tokens in sealed blocks."""
-    closed = tl.load(sealed_ptr + row, mask=ok, other=0).to(tl.int32) * BLOCK
-    place = closed + tl.load(open_len_ptr + row, mask=ok, other=0).to(tl.int32) - queries + query
+    """A query's place in its row, -1: none; the row's tokens in sealed blocks.
+
+    Past the L1 cache: these were written a few launches ago, and launches overlap.
+    """
+    closed = tl.load(sealed_ptr + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) * BLOCK
+    place = closed + tl.load(open_len_ptr + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) - queries + query
     if STARTS:
         place = tl.where(query < tl.load(starts_ptr + row, mask=ok, other=0).to(tl.int32), -1, place)
     return place, closed
@@ -89,8 +92,8 @@ def list_kernel(
     if INDEX:
         c = tl.arange(0, BUCKETS)
         flags = tl.load(visited_ptr + (pair * queries + query) * buckets + c, mask=c < buckets, other=0)
-        # how many of the buckets up to each one are visited
-        upto = tl.cumsum((flags != 0).to(tl.int32), 0)
+        # how many of the buckets up to each one are visited; in 16 bit, which all buckets' shared memory takes
+        upto = tl.cumsum((flags != 0).to(tl.int32), 0).to(tl.uint16)
     found = blocks * 0
     for start in tl.range(0, blocks, SCAN, num_stages=1):
         # the next ones, while these are looked at
@@ -98,8 +101,8 @@ def list_kernel(
         kept = (n < begin) | (n >= end)
         if INDEX:
             low = span.to(tl.int16).to(tl.int32)
-            hits = tl.gather(upto, tl.maximum(span >> 16, 0), 0)
-            hits -= tl.where(low > 0, tl.gather(upto, tl.maximum(low - 1, 0), 0), 0)
+            hits = tl.gather(upto, tl.maximum(span >> 16, 0), 0).to(tl.int32)
+            hits -= tl.where(low > 0, tl.gather(upto, tl.maximum(low - 1, 0), 0).to(tl.int32), 0)
             kept = kept | (low < 0) | (hits > 0)
         kept = (kept & (n < blocks)).to(tl.int32)
         tl.store(listed + found + tl.cumsum(kept, 0) - 1, (page << 32) + n, mask=kept != 0)
@@ -120,7 +123,7 @@ def outputs_of(
     place, closed = place_of(
         own % queries, slot // KV, queries, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS
     )
-    return place, closed, tl.load(order_ptr + slot, mask=ok, other=0).to(tl.int32)
+    return place, closed, tl.load(order_ptr + slot, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
 
 
 @triton.jit

@@ -278,7 +278,7 @@ def sparse_decode(
         list_kernel[(lists,)](
             spanned, flags, order, store.table, *places, listed, found, store.table.stride(0), queries, room,
             0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
-            BUCKETS=triton.next_power_of_2(flags.shape[-1]), **known, num_warps=8,
+            BUCKETS=triton.next_power_of_2(flags.shape[-1]) if indexed else 1, **known, num_warps=8,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
