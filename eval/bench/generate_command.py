@@ -25,7 +25,9 @@ def generate_command(
     context: Annotated[list[str] | None, typer.Option(help="Tokens of the prompts, such as 1k; may be repeated.")] = (
         None
     ),
-    batch: Annotated[list[str] | None, typer.Option(help=f"Prompts, or {LARGEST}: about all that fit; may be repeated.")] = None,
+    batch: Annotated[
+        list[str] | None, typer.Option(help=f"Prompts, or {LARGEST}: about all that fit; may be repeated.")
+    ] = None,
     new: Annotated[int | None, typer.Option(min=2, help="Tokens to generate; default 128.")] = None,
     preset: Annotated[list[str] | None, typer.Option(help="How the patch stores the cache; may be repeated.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
