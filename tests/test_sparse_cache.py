@@ -584,6 +584,15 @@ def test_a_wrong_choice_gets_one_sentence(options: dict[str, Any], message: str)
 def test_wrong_places_for_a_sparse_config() -> None:
     with pytest.raises(ValueError, match=r"TurboConfig\.sparse must be a SparseConfig or None; got 'saap'"):
         TurboConfig(sparse="saap")  # type: ignore[arg-type]
+    for lacking, said in (
+        (SparseConfig(independent=True), "SparseConfig.independent"),
+        (SparseConfig(selector="lsh-tables"), "lsh"),
+    ):
+        with pytest.raises(
+            ValueError, match=rf'backend "triton" cannot run here: .*{said}.* has no kernel\. Choose "auto"'
+        ):
+            TurboConfig(sparse=lacking, backend="triton")
+        assert TurboConfig(sparse=lacking).sparse is lacking
     with pytest.raises(ValueError, match=r"selectors names layers \[7\]; the model has layers 0 to 1"):
         TurboCache(tiny_llama().config, selectors={7: Reformer(SparseConfig(), 7)})
 

@@ -96,6 +96,13 @@ class SparseConfig:
         _layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
 
     @property
+    def without_kernel(self) -> str:
+        """Why decode steps run in plain torch on any device; "": they do not."""
+        if self.independent:
+            return "SparseConfig.independent has no kernel"
+        return 'selector "lsh-tables" has no kernel' if self.selector == "lsh-tables" else ""
+
+    @property
     def count(self) -> int | None:
         """Buckets visited, as `ops.select.visit` takes them: `probes`, 32 by default; None under `mass`."""
         return None if self.mass is not None else (self.probes or 32)
@@ -223,6 +230,9 @@ class TurboConfig:
         _layer_indices("dense_layers", self.dense_layers, "")
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
+        lacking = self.sparse is not None and self.sparse.without_kernel
+        if lacking and self.backend == "triton":
+            raise ValueError(f'TurboConfig.backend "triton" cannot run here: {lacking}. Choose "auto" or "reference".')
 
     def _check_full(self) -> None:
         """ValueError for choices that round what heads of 16 bit keep as it is."""
