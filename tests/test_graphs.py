@@ -550,7 +550,7 @@ def test_without_a_gpu_all_is_as_before() -> None:
             TurboConfig(sparse=SparseConfig(independent=True)),
             [],
             True,
-            "no CUDA graphs (independent query heads have no kernel)",
+            "no CUDA graphs (SparseConfig.independent has no kernel)",
             id="independent",
         ),
         pytest.param(

@@ -97,7 +97,7 @@ class SparseConfig:
 
     @property
     def without_kernel(self) -> str:
-        """Why decode steps run in plain torch on any device; "": they do not."""
+        """Why decode steps run in plain torch on any device, of grouped heads at least; "": they do not."""
         if self.independent:
             return "SparseConfig.independent has no kernel"
         return 'selector "lsh-tables" has no kernel' if self.selector == "lsh-tables" else ""

@@ -322,4 +322,4 @@ def selector_obstacle(config: SparseConfig | None) -> str | None:
         return None
     if UNTRAINED.get(config.selector, Selector).draws:
         return f'selector "{config.selector}" draws numbers on the host'
-    return "independent query heads have no kernel" if config.independent else None
+    return config.without_kernel or None

@@ -310,7 +310,7 @@ def decode_kernel(
     opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
     order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
     plan_ptr,  # int32: 4 a CTA, 2 an output, as in `ops.schedule`
-    parts_ptr,  # float32 [CTAs + outputs, N * (DP + 4)]
+    parts_ptr,  # float32 [CTAs + outputs, N * (DP + STATS)], as in `merge`
     arrived_ptr,  # int32 [outputs], zeros before and after
     q_strides, table_stride, blocks, cap, tokens, window, scaling, softcap, sas_threshold,
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,

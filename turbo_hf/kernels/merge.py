@@ -61,8 +61,8 @@ def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.
     """The partial results of one output, in places from `first` on: O [N, DP], maximum [N], sum [N].
 
     PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits. The order of
-    the dimensions gives a row of O to a warp, its maxima to the lanes of one: what is added lies in one thread, what is
-    compared in one warp.
+    the dimensions gives a row of O to a warp and its maxima to the lanes of one (4 rows of 128 channels, 4 warps): what
+    is added lies in one thread, what is compared in one warp.
     """
     i = tl.arange(0, PARTS)
     place = i * (N * (DP + STATS))

@@ -22,7 +22,7 @@ def sparse_decode_kernel(
     buckets_ptr, visited_ptr,  # int16 [B, Hkv, 1, index_cap], uint8 [B, Hkv, M, 1, C]
     order_ptr, starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B], [B], [B]
     listed_ptr, found_ptr,  # int64 [lists, room], int32 [lists]: as `list_kernel` leaves them
-    parts_ptr,  # float32 [shares, N * (DP + 4)]
+    parts_ptr,  # float32 [shares, N * (DP + STATS)], as in `merge`
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
     q_strides, room, cap, index_cap, queries, outputs, buckets, sink, window, scaling, softcap,
     sas_threshold,

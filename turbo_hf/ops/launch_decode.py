@@ -7,6 +7,7 @@ import torch
 import triton
 
 from turbo_hf.kernels.decode import decode_kernel
+from turbo_hf.kernels.merge import STATS
 from turbo_hf.layout import FULL, AttentionOutput, KVStore
 from turbo_hf.ops.schedule import (
     LivePlan,
@@ -160,7 +161,7 @@ def decode(
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     shape = (groups, chunks, most, tune.blocks, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), *shape).ctas)
-    workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + 4))
+    workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value))
     parts, arrived = workspace
     words, grid, most_parts = _schedule(sealed, shape, store.plans, q.device, workspace)
     with torch.cuda.device_of(q):

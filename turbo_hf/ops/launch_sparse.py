@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from turbo_hf.kernels.merge import STATS
 from turbo_hf.kernels.select import (
     assign_kernel,
     layer_kernel,
@@ -256,7 +257,7 @@ def sparse_decode(
     # workspace behind at each step
     room = triton.next_power_of_2(max(1, store.table.shape[1]))
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    shape = (q.device, stream, get_ident(), lists, room, lists * chunks, shares, per_output * (padded + 4))
+    shape = (q.device, stream, get_ident(), lists, room, lists * chunks, shares, per_output * (padded + STATS.value))
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
