@@ -29,10 +29,15 @@ def await_launch(EARLY: tl.constexpr, LAST: tl.constexpr = False):
 
 
 @triton.jit
-def to_l2(pointer):
-    """The lines that pointers point to, asked for ahead. Hopper and later; no value comes of it."""
+def to_l2(pointer, ok):
+    """The lines that pointers point to where ok, asked for ahead; no value comes of it. Nothing in the interpreter."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [pointer, ok.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 

@@ -19,7 +19,7 @@ from turbo_hf.kernels._common import as_int8, tanh
 from turbo_hf.kernels.block_attention import INT8_MAX, LN_2, LOG2_E, accumulate, attend, scores
 from turbo_hf.kernels.merge import combine, leave_part, merge, with_sinks
 from turbo_hf.kernels.shares import attended
-from turbo_hf.kernels.tiles import channels, keys_of, packed_bytes, to_values, values_of
+from turbo_hf.kernels.tiles import ask_ahead, channels, keys_of, packed_bytes, to_values, values_of
 from turbo_hf.kernels.unpack import entry, handed
 
 
@@ -217,25 +217,32 @@ def walk_open(
 
 
 @triton.jit
-def prepare(
+def query_rows(
     q_ptr, q_strides, row, head, chunk, length, start, tokens,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """The query rows of an output. Returns what `_query` needs, their INT8 scales, places, and which hold a token."""
+    """The query rows of an output: as they are, where they lie, which hold a token; and their places."""
     place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, R, SPREAD)
     shown = live & (place >= 0) & (place - length + tokens >= start)
     d = tl.arange(0, DP)
     at = q_ptr + row * q_strides[0] + head_of * q_strides[1] + query * q_strides[2]
     x = tl.load(at[:, None] + d[None, :] * q_strides[3], mask=shown[:, None] & (d < D)[None, :], other=0.0)
-    factor = tl.full([R], 1.0, tl.float32)
+    return (x, at, q_strides[3], shown), place
+
+
+@triton.jit
+def prepare(rows, TURBO: tl.constexpr):
+    """What `_query` needs of `query_rows`, and their INT8 scales."""
+    x, at, stride, shown = rows
+    factor = tl.full([x.shape[0]], 1.0, tl.float32)
     inverse = factor
     if TURBO:
         wide = x.to(tl.float32)
         # max skips NaN, and codes cannot say it
         largest = tl.max(tl.abs(wide), 1) + tl.sum(wide * 0.0, 1)
-        factor = tl.div_rn(largest, tl.full([R], INT8_MAX, tl.float32))
-        inverse = tl.div_rn(tl.full([R], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
-    return (x, at, q_strides[3], shown, inverse), factor, place, shown
+        factor = tl.div_rn(largest, tl.full([x.shape[0]], INT8_MAX, tl.float32))
+        inverse = tl.div_rn(tl.full([x.shape[0]], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
+    return (x, at, stride, shown, inverse), factor
 
 
 @triton.jit
@@ -335,7 +342,7 @@ def decode_kernel(
     row, slot, head, sealed, opened_len, first_cta, count = _row_of(
         output, True, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr
     )
-    while left > 0:
+    while tl.condition(left > 0, disable_licm=True):
         table = table_ptr + row * table_stride
         block = tile * NB + tl.arange(0, NB)
         page = entry(table + block, block < blocks, ASM)
@@ -343,13 +350,18 @@ def decode_kernel(
         start = tl.load(starts_ptr + row).to(tl.int32) if STARTS else 0
         pages = tl.cdiv(sealed, NB)
         steps = tl.minimum(left, pages + 1 - tile)
-
-        queries, factor, place, shown = prepare(
-            q_ptr, q_strides, row, head, output % chunks, length, start, tokens, GROUP, D, DP, R, SPREAD, TURBO
-        )  # fmt: skip
+        rows, place = query_rows(
+            q_ptr, q_strides, row, head, output % chunks, length, start, tokens, GROUP, D, DP, R, SPREAD
+        )
+        own = slot
+        for g in tl.static_range(len(SLOTS)):
+            there = (block < sealed) & (own >= 0) & (own < SLOTS[g])
+            ask_ahead(heads[g], own, page, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
+            own -= SLOTS[g]
+        queries, factor = prepare(rows, TURBO)
         unit = scaling if CAPPED else scaling * LOG2_E
         factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
-        last = tl.where(shown, place + 1, 0)[None, :, None]
+        last = tl.where(rows[3], place + 1, 0)[None, :, None]
         first = last - window if WINDOW else last * 0
 
         # while this output is computed, what the next one needs to begin

@@ -312,8 +312,9 @@ def logits_kernel(
         line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
         first = tl.program_id(0) * TILE + tl.arange(0, TILE // line if TILE > line else 1) * line
         for start in range(0, hidden, UNITS):
-            unit = tl.minimum(start + tl.arange(0, UNITS), hidden - 1)
-            to_l2(weight_ptr + (head * hidden + unit)[:, None] * buckets + tl.minimum(first, buckets - 1)[None, :])
+            unit = start + tl.arange(0, UNITS)
+            inside = (unit < hidden)[:, None] & (first < buckets)[None, :]
+            to_l2(weight_ptr + (head * hidden + unit)[:, None] * buckets + first[None, :], inside)
     await_launch(EARLY)
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     live = (i < rows * vectors)[:, None]

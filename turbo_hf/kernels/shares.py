@@ -8,7 +8,7 @@ next one knows how many there are for each output, and shares them out in whole 
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import await_launch
+from turbo_hf.kernels._common import await_launch, to_l2
 
 
 @triton.jit
@@ -75,11 +75,19 @@ def list_kernel(
 
     A block whose buckets are not known is read. BUCKETS: `buckets`, padded. EARLY: `await_launch`.
     """
-    await_launch(EARLY)
     own = tl.program_id(0)
     query, slot = own % queries, own // queries
     row = slot // KV
-    pair = row * KV + tl.load(order_ptr + slot)
+    if EARLY:
+        # what will be looked through; an order that is older than this launch costs no more than these lines
+        stale = row * KV + tl.load(order_ptr + slot, cache_modifier=".cg")
+        line = tl.arange(0, SCAN // 32) * 32
+        if INDEX:
+            to_l2(spans_ptr + stale * spanned + line, line < spanned)
+        line = tl.arange(0, SCAN // 16) * 16
+        to_l2(table_ptr + row * table_stride + line, line < table_stride)
+    await_launch(EARLY)
+    pair = row * KV + tl.load(order_ptr + slot, cache_modifier=".cg")
     place, closed = place_of(query, row, queries, True, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS)
     first, recent, sealed, _ = extent(place, closed, sink, window)
     blocks, begin = tl.cdiv(sealed, BLOCK), tl.cdiv(first, BLOCK)
@@ -133,6 +141,13 @@ def tiles_of(place, closed, found, ok, NB: tl.constexpr):
 
 
 @triton.jit
+def over(x, y):
+    """The least integer that is not below x / y, of numbers below 2^21. Integer division takes three times as long."""
+    # half a unit from any integer is further than the division is wrong
+    return (((x + y - 1).to(tl.float32) + 0.5) / y.to(tl.float32)).to(tl.int32)
+
+
+@triton.jit
 def tiles_of_share(tiles, outputs, ctas, SHARES: tl.constexpr):
     """Tiles that one share has of its output, at most. tiles: of each output.
 
@@ -140,9 +155,9 @@ def tiles_of_share(tiles, outputs, ctas, SHARES: tl.constexpr):
     """
     total = tl.sum(tiles, 0)
     if 2 * outputs > ctas:
-        most = tl.maximum(tl.cdiv(total, SHARES * ctas), 1)
+        most = tl.maximum(over(total, SHARES * ctas), 1)
     else:
-        most = tl.maximum(tl.cdiv(total, ctas), 1)
-        while tl.sum(tl.cdiv(tiles, most), 0) > ctas:
+        most = tl.maximum(over(total, ctas), 1)
+        while tl.sum(over(tiles, most), 0) > ctas:
             most += 1
     return most

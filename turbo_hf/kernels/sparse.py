@@ -7,10 +7,11 @@ of a bucket stand together, so that most of what is read is asked for.
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import await_launch
+from turbo_hf.kernels._common import await_launch, to_l2
 from turbo_hf.kernels.block_attention import LOG2_E
-from turbo_hf.kernels.decode import prepare, settle, walk, walk_open
-from turbo_hf.kernels.shares import outputs_of, tiles_of, tiles_of_share
+from turbo_hf.kernels.decode import prepare, query_rows, settle, walk, walk_open
+from turbo_hf.kernels.shares import outputs_of, over, tiles_of, tiles_of_share
+from turbo_hf.kernels.tiles import ask_ahead
 from turbo_hf.kernels.unpack import entry
 
 
@@ -48,10 +49,10 @@ def sparse_decode_kernel(
     founds = tl.load(found_ptr + o // chunks, mask=o < outputs, other=0)
     tiles = tiles_of(places, closeds, founds, o < outputs, NB)
     most = tiles_of_share(tiles, outputs, tl.num_programs(0), SHARES)
-    shares_of = tl.cdiv(tiles, most)
+    shares_of = over(tiles, most)
     ends = tl.cumsum(shares_of, 0)
     total = tl.sum(shares_of, 0)
-    for share in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1):
+    for share in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=1, disable_licm=True):
         output = tl.sum((ends <= share).to(tl.int32), 0)
         own = o == output
         place, closed = tl.sum(tl.where(own, places, 0), 0), tl.sum(tl.where(own, closeds, 0), 0)
@@ -63,21 +64,29 @@ def sparse_decode_kernel(
         row = (slot // KV).to(tl.int64)
         slot = slot % KV
         pair = row * KV + head
-
-        # the query as if it were the row's last token
-        queries_of, factor, _, _ = prepare(
-            q_ptr + query * q_strides[2], q_strides, row, head, output % chunks, place + 1, 0, 1, GROUP, D, DP, R,
-            SPREAD, TURBO,
-        )  # fmt: skip
-        unit = scaling if CAPPED else scaling * LOG2_E
-        factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
-        buckets_at = buckets_ptr + pair * index_cap
-        visit = (place, visited_ptr + (pair * queries + query) * buckets, sink, window)
         part = share - first_share
         begin = part * (most * NB)
         count = tl.maximum(tl.minimum(found - begin, most * NB), 0)
         at = listed_ptr + list_at * room + begin
         page = entry(at + nb, nb < count, ASM)
+        # the query as if it were the row's last token
+        rows, _ = query_rows(
+            q_ptr + query * q_strides[2], q_strides, row, head, output % chunks, place + 1, 0, 1, GROUP, D, DP, R,
+            SPREAD,
+        )  # fmt: skip
+        own = slot
+        for g in tl.static_range(len(SLOTS)):
+            there = (nb < count) & (own >= 0) & (own < SLOTS[g])
+            ask_ahead(heads[g], own, page >> 32, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
+            own -= SLOTS[g]
+        buckets_at = buckets_ptr + pair * index_cap
+        if INDEX and ASM:
+            to_l2(buckets_at + (page & 0xFFFFFFFF) * BLOCK, nb < count)
+
+        queries_of, factor = prepare(rows, TURBO)
+        unit = scaling if CAPPED else scaling * LOG2_E
+        factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
+        visit = (place, visited_ptr + (pair * queries + query) * buckets, sink, window)
 
         acc = tl.zeros([NB, DP, N], tl.float32)
         m = tl.full([NB, R], -float("inf"), tl.float32)

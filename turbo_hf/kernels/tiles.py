@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from turbo_hf.kernels._common import to_l2
 from turbo_hf.kernels.unpack import lanes1, lanes2, lanes4
 
 
@@ -116,3 +117,26 @@ def _by_thread(x):
     D: tl.constexpr = x.shape[1]
     T: tl.constexpr = x.shape[2]
     return x.reshape(NB, D, T // 32, 2, 4, 4).permute(0, 1, 2, 4, 3, 5).reshape(NB, D, T)
+
+
+@triton.jit
+def ask_ahead(
+    heads, slot, page, ok, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Pages [NB] of one slot, where ok, come to the L2 cache, while the queries are prepared. heads: as in `walk`."""
+    if ASM:
+        k_ptr, v_ptr, meta_ptr, scale_ptr = heads
+        PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
+        LINE: tl.constexpr = 128 * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
+        PADDED: tl.constexpr = BLOCK * DP * (4 if BITS == 3 else min(BITS, 8)) // 8
+        at = page * SLOTS + slot
+        line = tl.arange(0, PADDED // LINE if PADDED > LINE else 1)[None, :] * LINE
+        inside = ok[:, None] & (line < PAGE)
+        to_l2(k_ptr + (at * PAGE)[:, None] + line, inside)
+        to_l2(v_ptr + (at * PAGE)[:, None] + line, inside)
+        if BITS < 16:
+            to_l2(scale_ptr + 2 * at, ok)
+        if BITS < 8:
+            line = tl.arange(0, 4 * DP // 128 if DP > 32 else 1)[None, :] * 128
+            to_l2(meta_ptr + (at * (4 * D))[:, None] + line, ok[:, None] & (line < 4 * D))
