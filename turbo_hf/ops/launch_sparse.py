@@ -116,8 +116,8 @@ def classify(
     with torch.cuda.device_of(queries):
         _layer(queries, weight_1, bias_1, x, rotary, new)
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
-            x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
-            UNITS=2 * UNITS, STAGES=4, **early(queries.device), num_warps=4,
+            x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile, WARPS=8,
+            UNITS=128 // weight_2.element_size(), STAGES=3, **early(queries.device), num_warps=8,
         )  # fmt: skip
     return out
 
