@@ -100,8 +100,11 @@ def test_refuses_what_no_plan_covers(tiles: list[int], ctas: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ctas", "whole", "kept"),
-    [(264, 256, 256), (264, 64, 256), (264, 320, 264), (264, 150, 264), (264, 88, 264), (3, 4, 3)],
+    ("ctas", "outputs", "kept"),
+    [
+        (264, 8, 256), (132, 8, 128), (132, 2, 128), (66, 4, 64), (264, 128, 256), (264, 136, 264), (264, 10, 264),
+        (3, 4, 3),
+    ],  # fmt: skip
 )
-def test_a_round_of_the_merge_is_full_or_worth_it(ctas: int, whole: int, kept: int) -> None:
-    assert full_rounds(ctas, whole) == kept
+def test_a_round_of_the_merge_is_full_or_worth_it(ctas: int, outputs: int, kept: int) -> None:
+    assert full_rounds(ctas, outputs, 16) == kept

@@ -11,17 +11,32 @@ shares = pytest.importorskip("turbo_hf.kernels.shares")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def share_kernel(tiles_ptr, most_ptr, outputs, ctas, PADDED: tl.constexpr):  # type: ignore
+def share_kernel(tiles_ptr, most_ptr, outputs, ctas, alone, PADDED: tl.constexpr):  # type: ignore
     o = tl.arange(0, PADDED)
     tiles = tl.load(tiles_ptr + o, mask=o < outputs, other=0)
-    tl.store(most_ptr, shares.tiles_of_share(tiles, outputs, ctas, 4))
+    tl.store(most_ptr, shares.tiles_of_share(tiles, outputs, ctas, alone, 16, 8, 4))
 
 
 def tiles_of_share(tiles: list[int], ctas: int, device: torch.device) -> int:
     most = torch.zeros(1, dtype=torch.int32, device=device)
     given = torch.tensor(tiles, dtype=torch.int32, device=device)
-    share_kernel[(1,)](given, most, len(tiles), ctas, PADDED=triton.next_power_of_2(len(tiles)))
+    share_kernel[(1,)](given, most, len(tiles), ctas, max(1, ctas // 2), PADDED=triton.next_power_of_2(len(tiles)))
     return int(most)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def over_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):  # type: ignore
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, shares.over(tl.load(x_ptr + i), tl.load(y_ptr + i)))
+
+
+def test_quotients_of_large_numbers_are_exact(device: torch.device) -> None:
+    y = torch.cat((torch.arange(1, 513), torch.randint(1, 2**20, (512,)))).to(torch.int32)
+    for shift in (-1, 0, 1):
+        x = ((2**21 - 2) // 2 // y * y + shift).to(torch.int32)
+        out = torch.zeros_like(x, device=device)
+        over_kernel[(1,)](x.to(device), y.to(device), out, N=len(x))
+        assert torch.equal(out.cpu(), -(-x // y))
 
 
 def check(tiles: list[int], ctas: int, device: torch.device) -> None:
@@ -31,8 +46,13 @@ def check(tiles: list[int], ctas: int, device: torch.device) -> None:
     # room for parts that the launcher keeps
     assert count <= 4 * ctas + len(tiles)
     if 2 * len(tiles) <= ctas:
+        if sum(tiles) < 8 * ctas:
+            ctas //= 2
         assert count <= ctas
-        assert most == 1 or sum(-(-n // (most - 1)) for n in tiles) > ctas or most == -(-sum(tiles) // ctas)
+        limit = -(-(ctas // len(tiles)) // 16) * 16
+        assert -(-max(tiles) // most) <= limit
+        fewer = [-(-n // (most - 1)) for n in tiles] if most > 1 else [ctas]
+        assert sum(fewer) > ctas or max(fewer) > limit or most in (1, -(-sum(tiles) // ctas))
     else:
         # a CTA has at most one share more than others, and of one output
         longest = -(-count // ctas) * most

@@ -29,42 +29,10 @@ def await_launch(EARLY: tl.constexpr, LAST: tl.constexpr = False):
 
 
 @triton.jit
-def let_next(EARLY: tl.constexpr):
-    """The next launch may begin: for a kernel that has awaited with LAST, and first asks for what is its own."""
-    if EARLY:
-        gdc_launch_dependents()
-
-
-@triton.jit
 def to_l2(pointer, ok):
     """The lines that pointers point to where ok, asked for ahead; no value comes of it. Nothing in the interpreter."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r",
-        [pointer, ok.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def loaded(pointer, ok):
-    """32 bits at pointers, zeros unless ok. Not moved before the waits that it stands behind, in a pipelined loop too."""
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
-        "=&r,l,r",
-        [pointer, ok.to(tl.int32)],
-        dtype=pointer.dtype.element_ty,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def touch(pointer, ok):
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L1 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",
         [pointer, ok.to(tl.int32)],
         dtype=tl.int32,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import await_launch, let_next, loaded, touch
+from turbo_hf.kernels._common import await_launch, to_l2
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def visit_kernel(
 @triton.jit
 def _nearest(
     tile, chunk, head, chunks, new, cos_ptr, sin_ptr, strides, rotary_stride, tokens, queries, heads, buckets,
-    KEYS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr, WHEN: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
     """KEYS new keys of one KV head, of any rows, against TILE centroids; the last tile that arrives writes the best.
 
@@ -221,8 +221,6 @@ def _nearest(
     score = tl.dot(keys.to(centroids.dtype), centroids, input_precision="ieee")
     # NaN too, as in `assign_kernel`
     score = tl.where((c < buckets)[None, :] & (score == score), score, -float("inf"))
-    if WHEN == 1:
-        let_next(True)
     top, index = tl.max(score, 1, return_indices=True)
     # the best score in the high half, and of equals the first in the low half
     found = (_signed(top).to(tl.int64) << 32) + (4294967295 - (tile * TILE + index).to(tl.int64))
@@ -242,7 +240,7 @@ def _nearest(
 def _layer(
     tile, chunk, head, q_ptr, weight_ptr, bias_ptr, out_ptr, cos_ptr, sin_ptr, strides, weight_strides, rotary_stride,
     tokens, queries, heads, units, GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr, RELU: tl.constexpr, WHEN: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr, ROTARY: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """A linear layer for ROWS // G tokens of one KV head, TILE units, added over the query heads of a group."""
     i = chunk * (ROWS // G) + tl.arange(0, ROWS) // G
@@ -260,8 +258,6 @@ def _layer(
     ok = live[:, None] & (d < D)[None, :]
     q = _unrotated(at, strides[4], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
     x = tl.dot(q.to(weight.dtype), weight, input_precision="ieee")
-    if WHEN == 1:
-        let_next(True)
     if RELU:
         bias = tl.load(bias_ptr + head * units + unit, mask=inside, other=0.0).to(tl.float32)
         x = tl.where(live[:, None], tl.maximum(x + bias[None, :], 0.0), 0.0)
@@ -281,28 +277,27 @@ def layer_kernel(
     strides, weight_strides, key_strides, rotary_stride, tokens, queries, heads, units, buckets,
     GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     ROTARY: tl.constexpr, RELU: tl.constexpr, KEYS: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
-    WHEN: tl.constexpr = 0,
 ):  # fmt: skip
     """A linear layer on queries; and new keys, KEYS at a time, against NEAR centroids in programs of their own.
 
     tokens: of all rows. G: the group, padded. RELU: with a bias and a ReLU, the first layer of a classifier; otherwise
     inner products, as with centroids. KEYS: 0 without keys. EARLY: `await_launch`.
     """
-    await_launch(EARLY, WHEN > 0)
+    await_launch(EARLY)
     tile, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles = tl.cdiv(units, TILE)
     if tile < tiles:
         if chunk * (ROWS // G) < tokens:
             _layer(
                 tile, chunk, head, q_ptr, weight_ptr, bias_ptr, out_ptr, cos_ptr, sin_ptr, strides, weight_strides,
-                rotary_stride, tokens, queries, heads, units, GROUP, G, ROWS, D, DP, TILE, ROTARY, RELU, WHEN,
+                rotary_stride, tokens, queries, heads, units, GROUP, G, ROWS, D, DP, TILE, ROTARY, RELU,
             )  # fmt: skip
     elif KEYS > 0:
         chunks = tl.cdiv(tokens, KEYS)
         if chunk < chunks:
             _nearest(
                 tile - tiles, chunk, head, chunks, new, cos_ptr, sin_ptr, key_strides, rotary_stride, tokens, queries,
-                heads, buckets, KEYS, NEAR, D, DP, ROTARY, WHEN,
+                heads, buckets, KEYS, NEAR, D, DP, ROTARY,
             )  # fmt: skip
 
 
@@ -312,38 +307,32 @@ def logits_kernel(
     weight_ptr, bias_ptr,  # [Hkv, hidden, C], [Hkv, C]
     out_ptr,  # float32 [B, Hkv, vectors, C]
     vectors, rows, heads, hidden, buckets, times,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WARPS: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr, TOUCH: tl.constexpr = True,
+    ROWS: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The second layer for ROWS vectors of one KV head, of any rows, and TILE buckets. times: biases added.
 
-    Each warp has UNITS of every WARPS * UNITS hidden units. EARLY: `await_launch`; the first layer writes no weights,
-    and STAGES of them are on their way to shared memory before it has ended.
+    EARLY: `await_launch`; the first layer writes no weights, which come to the L2 cache meanwhile.
     """
     head = tl.program_id(1).to(tl.int64)
+    if EARLY:
+        line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        first = tl.program_id(0) * TILE + tl.arange(0, TILE // line if TILE > line else 1) * line
+        for start in range(0, hidden, UNITS):
+            unit = start + tl.arange(0, UNITS)
+            inside = (unit < hidden)[:, None] & (first < buckets)[None, :]
+            to_l2(weight_ptr + (head * hidden + unit)[:, None] * buckets + first[None, :], inside)
+    await_launch(EARLY)
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    live = (i < rows * vectors)[None, :, None]
+    live = (i < rows * vectors)[:, None]
     n = ((i // vectors).to(tl.int64) * heads + head) * vectors + i % vectors
     c = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    inside = (c < buckets)[None, None, :]
-    lane = tl.arange(0, WARPS)[:, None] * UNITS + tl.arange(0, UNITS)[None, :]
-    weights = weight_ptr + head * hidden * buckets + c[None, None, :]
-    x_at = hidden_ptr + (n * hidden)[None, :, None]
-    acc = tl.zeros([WARPS, ROWS, TILE], tl.float32)
-    for start in tl.range(0, hidden, WARPS * UNITS, num_stages=STAGES):
-        unit = start + lane
-        weight = tl.load(weights + unit[:, :, None] * buckets, mask=(unit < hidden)[:, :, None] & inside, other=0.0)
-        x_ok = live & (unit < hidden)[:, None, :]
-        if EARLY:
-            # here, where it keeps the hidden units back, but not the weights of later rounds
-            await_launch(EARLY)
-            if TOUCH:
-                later = unit + WARPS * UNITS
-                touch(x_at + later[:, None, :], live & (later < hidden)[:, None, :] & (later % 32 == 0)[:, None, :])
-            x = loaded(x_at + unit[:, None, :], x_ok)
-        else:
-            x = tl.load(x_at + unit[:, None, :], mask=x_ok, other=0.0)
+    acc = tl.zeros([ROWS, TILE], tl.float32)
+    for start in tl.range(0, hidden, UNITS, num_stages=STAGES):
+        unit = start + tl.arange(0, UNITS)
+        inside = unit < hidden
+        x = tl.load(hidden_ptr + n[:, None] * hidden + unit[None, :], mask=live & inside[None, :], other=0.0)
+        w_at = weight_ptr + (head * hidden + unit)[:, None] * buckets + c[None, :]
+        weight = tl.load(w_at, mask=inside[:, None] & (c < buckets)[None, :], other=0.0)
         acc += tl.dot(x.to(weight.dtype), weight, input_precision="ieee")
     bias = tl.load(bias_ptr + head * buckets + c, mask=c < buckets, other=0.0).to(tl.float32) * times
-    out = out_ptr + n[:, None] * buckets + c[None, :]
-    tl.store(out, tl.sum(acc, 0) + bias[None, :], mask=(i < rows * vectors)[:, None] & (c < buckets)[None, :])
+    tl.store(out_ptr + n[:, None] * buckets + c[None, :], acc + bias[None, :], mask=live & (c < buckets)[None, :])

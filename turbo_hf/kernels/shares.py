@@ -148,16 +148,22 @@ def over(x, y):
 
 
 @triton.jit
-def tiles_of_share(tiles, outputs, ctas, SHARES: tl.constexpr):
+def tiles_of_share(
+    tiles, outputs, ctas, alone, PARTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr
+):  # fmt: skip
     """Tiles that one share has of its output, at most. tiles: of each output.
 
-    The fewest with which there is a CTA for each share; or, of many outputs, with which a CTA has about SHARES.
+    The fewest with which there is a CTA for each share, and no output has more than the mean one's rounds of PARTS; or,
+    of many outputs, with which a CTA has about SHARES. Below FILLED tiles for each of the CTAs, they are as many as do
+    not share an SM: `alone`.
     """
     total = tl.sum(tiles, 0)
     if 2 * outputs > ctas:
         most = tl.maximum(over(total, SHARES * ctas), 1)
     else:
-        most = tl.maximum(over(total, ctas), 1)
+        ctas = tl.where(total < FILLED * ctas, alone, ctas)
+        limit = tl.cdiv(over(ctas - outputs + 1, outputs), PARTS) * PARTS
+        most = tl.maximum(tl.maximum(over(total, ctas), over(tl.max(tiles, 0), limit)), 1)
         while tl.sum(over(tiles, most), 0) > ctas:
             most += 1
     return most

@@ -26,17 +26,17 @@ def sparse_decode_kernel(
     parts_ptr,  # float32 [shares, N * (DP + STATS)], as in `merge`
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
     q_strides, room, cap, index_cap, queries, outputs, buckets, sink, window, scaling, softcap,
-    sas_threshold,
+    sas_threshold, alone,
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
-    KV: tl.constexpr, OUTPUTS: tl.constexpr, SHARES: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
+    KV: tl.constexpr, OUTPUTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
     CAPPED: tl.constexpr, SAS: tl.constexpr, SINKS: tl.constexpr, READ: tl.constexpr, STAGES: tl.constexpr,
     PARTS: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Equal shares of the outputs [row, slot, query, part of the query heads], each of one output.
 
     The host knows neither the lengths of the rows nor the lists. buckets: flags of a query in `visited`. OUTPUTS:
-    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. SHARES: `tiles_of_share`. EARLY: `await_launch`.
+    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. alone, FILLED, SHARES: `tiles_of_share`. EARLY: `await_launch`.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     chunks: tl.constexpr = (GROUP + N - 1) // N
@@ -48,7 +48,7 @@ def sparse_decode_kernel(
     await_launch(EARLY, True)
     founds = tl.load(found_ptr + o // chunks, mask=o < outputs, other=0)
     tiles = tiles_of(places, closeds, founds, o < outputs, NB)
-    most = tiles_of_share(tiles, outputs, tl.num_programs(0), SHARES)
+    most = tiles_of_share(tiles, outputs, tl.num_programs(0), alone, PARTS, FILLED, SHARES)
     shares_of = over(tiles, most)
     ends = tl.cumsum(shares_of, 0)
     total = tl.sum(shares_of, 0)

@@ -21,8 +21,8 @@ from turbo_hf.ops.schedule import (
 )
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles
 
-PARTS = 32
-"""CTAs of an output that the plan counts as one round of the merge."""
+PARTS = 16
+"""Parts of an output that are merged about as fast as fewer: a number of CTAs is rounded to so many, where that is near."""
 
 MERGED = 128
 """Numbers of partial results that a thread merges at a time: more do not fit its registers."""
@@ -30,8 +30,8 @@ MERGED = 128
 MANY = 2.0
 """Outputs an SM from which on most CTAs have whole ones."""
 
-ROUND = 8
-"""Tiles of a CTA for which one more round of the merge is worth it, where few outputs leave SMs without work."""
+FILLED = 10
+"""Tiles of each CTA from which on several share an SM: alone there, a CTA takes little more than half the time."""
 
 LEAST = 2
 """Tiles of a CTA, where there is a choice; twice as many where a tile is one block."""
@@ -54,19 +54,28 @@ def early(device: torch.device) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _plan(
-    tiles: tuple[int, ...], groups: tuple[tuple[int, int], ...], chunks: int, ctas: int, blocks: int, kind: str
+    tiles: tuple[int, ...],
+    groups: tuple[tuple[int, int], ...],
+    chunks: int,
+    ctas: int,
+    alone: int,
+    blocks: int,
+    kind: str,
 ) -> Plan:
-    """The plan of a cache whose rows have so many tiles."""
+    """The plan of a cache whose rows have so many tiles. ctas: that run at once; alone: where they share no SM."""
     cost = torch.tensor([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
     each = torch.tensor(tiles).repeat_interleave(len(cost))
     if kind != "stream-k":
         parts = 1 if kind == "whole" else split_count(len(each), max(tiles), ctas)
         return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
-    # parts are merged in rounds, and one of a single tile is not worth its merge
-    steps, whole = int(each.sum()), PARTS * len(each)
-    # one warp merges a few parts at a time: more CTAs would cost it more than they do
-    rounds = max(1, steps // (whole * ROUND * 4 // blocks)) if blocks > 1 else 1
-    ctas = full_rounds(max(1, min(ctas, whole * rounds, steps // max(LEAST, 4 // blocks))), whole)
+    steps = int(each.sum())
+    if steps < FILLED * ctas:
+        ctas = alone
+    if blocks == 1:
+        # one warp merges a few parts at a time: more CTAs would cost it more than they do
+        ctas = min(ctas, 2 * PARTS * len(each))
+    # a part of a single tile is not worth its merge
+    ctas = full_rounds(max(1, min(ctas, steps // max(LEAST, 4 // blocks))), len(each), PARTS)
     return stream_k(each, cost.repeat(len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 
@@ -76,12 +85,13 @@ def _words(
     groups: tuple[tuple[int, int], ...],
     chunks: int,
     ctas: int,
+    alone: int,
     blocks: int,
     kind: str,
     device: torch.device,
 ) -> torch.Tensor:
     """The words of that plan on the device."""
-    return _plan(tiles, groups, chunks, ctas, blocks, kind).words.to(device, non_blocking=True)
+    return _plan(tiles, groups, chunks, ctas, alone, blocks, kind).words.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=16)
@@ -97,16 +107,16 @@ def _workspace(
 
 def _schedule(
     sealed: tuple[int, ...],
-    shape: tuple[tuple[tuple[int, int], ...], int, int, int, str],
+    shape: tuple[tuple[tuple[int, int], ...], int, int, int, int, str],
     plans: dict[Any, LivePlan] | None,
     device: torch.device,
     workspace: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, int, int]:
     """Words of the plan on the device, its CTAs, and a power of two that its parts do not exceed.
 
-    shape: groups, chunks, CTAs at most, blocks of a tile, kind. plans: as in `KVStore`.
+    shape: groups, chunks, CTAs at most, and alone on their SMs, blocks of a tile, kind. plans: as in `KVStore`.
     """
-    blocks = shape[3]
+    blocks = shape[4]
     if plans is None:
         tiles = tuple(tiles_of(sealed, blocks))
         plan = _plan(tiles, *shape)
@@ -159,7 +169,8 @@ def decode(
         sealed = tuple(store.sealed.tolist())
     most = sms(q.device) * tune.occupancy
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    shape = (groups, chunks, most, tune.blocks, plan)
+    alone = sms(q.device) if tune.blocks == 4 else most
+    shape = (groups, chunks, most, alone, tune.blocks, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), *shape).ctas)
     workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value))
     parts, arrived = workspace

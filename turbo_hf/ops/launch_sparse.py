@@ -19,7 +19,7 @@ from turbo_hf.kernels.select import (
 from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.launch_decode import MERGED, early, sms, tiles_for
+from turbo_hf.ops.launch_decode import FILLED, MERGED, early, sms, tiles_for
 from turbo_hf.ops.schedule import Kept
 
 SCAN = 2048
@@ -116,8 +116,8 @@ def classify(
     with torch.cuda.device_of(queries):
         _layer(queries, weight_1, bias_1, x, rotary, new)
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
-            x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile, WARPS=8,
-            UNITS=128 // weight_2.element_size(), STAGES=3, **early(queries.device), num_warps=8,
+            x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
+            UNITS=2 * UNITS, STAGES=4, **early(queries.device), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -251,6 +251,9 @@ def sparse_decode(
     chunks, lists = -(-group // per_output), batch * kv_heads * queries
     tune, turbo, padded = tiles_for(q, store, mode)
     ctas = sms(q.device) * tune.occupancy
+    alone = sms(q.device) if tune.blocks == 4 else ctas
+    usual = triton.next_power_of_2(max(4, alone // (lists * chunks)))
+    parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
     # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
     shares = SHARES * ctas + lists * chunks
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
@@ -288,12 +291,11 @@ def sparse_decode(
             found if buckets is None else buckets.contiguous(), flags, order, *places, listed, found, parts, arrived,
             found if read is None else read, q.stride(), room, cap,
             buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
-            scaling, softcap or 0.0, sas_threshold or 0.0,
+            scaling, softcap or 0.0, sas_threshold or 0.0, alone,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
             GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            OUTPUTS=triton.next_power_of_2(lists * chunks), SHARES=SHARES, CAPPED=softcap is not None,
+            OUTPUTS=triton.next_power_of_2(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
             SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
-            PARTS=max(1, MERGED * 32 * tune.blocks // (per_output * padded)), ASM=q.is_cuda, **known,
-            num_warps=tune.blocks,
+            PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks,
         )  # fmt: skip
     return AttentionOutput(out, lse)

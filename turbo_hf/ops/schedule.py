@@ -73,9 +73,10 @@ def whole_outputs(tiles: torch.Tensor) -> Plan:
     return from_edges(tiles, tiles.cumsum(0)[:-1])
 
 
-def full_rounds(ctas: int, whole: int) -> int:
-    """CTAs without those that would cost one more round of the merge, `whole` CTAs each, where they are few."""
-    fewer = ctas // whole * whole
+def full_rounds(ctas: int, outputs: int, parts: int) -> int:
+    """CTAs without a few that would give outputs more parts than a power of two, or than a multiple of `parts`."""
+    each = min(parts, 1 << max(0, (ctas // outputs).bit_length() - 1)) * outputs
+    fewer = ctas // each * each
     return fewer if fewer > 0.9 * ctas else ctas
 
 
