@@ -102,9 +102,15 @@ def test_refuses_what_no_plan_covers(tiles: list[int], ctas: int) -> None:
 @pytest.mark.parametrize(
     ("ctas", "outputs", "kept"),
     [
-        (264, 8, 256), (132, 8, 128), (132, 2, 128), (66, 4, 64), (264, 128, 256), (264, 136, 264), (264, 10, 264),
+        (264, 8, 256),
+        (132, 8, 128),
+        (132, 2, 128),
+        (66, 4, 64),
+        (264, 128, 256),
+        (264, 136, 264),
+        (264, 10, 264),
         (3, 4, 3),
-    ],  # fmt: skip
+    ],
 )
 def test_a_round_of_the_merge_is_full_or_worth_it(ctas: int, outputs: int, kept: int) -> None:
     assert full_rounds(ctas, outputs, 16) == kept

@@ -79,8 +79,8 @@ def list_kernel(
     query, slot = own % queries, own // queries
     row = slot // KV
     if EARLY:
-        # what will be looked through; an order that is older than this launch costs no more than these lines
-        stale = row * KV + tl.load(order_ptr + slot, cache_modifier=".cg")
+        # what will be looked through; if the order has just changed, other lines come, and nothing else follows
+        stale = row * KV + tl.minimum(tl.maximum(tl.load(order_ptr + slot, cache_modifier=".cg"), 0), KV - 1)
         line = tl.arange(0, SCAN // 32) * 32
         if INDEX:
             to_l2(spans_ptr + stale * spanned + line, line < spanned)

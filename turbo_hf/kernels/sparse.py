@@ -29,14 +29,15 @@ def sparse_decode_kernel(
     sas_threshold, alone,
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
-    KV: tl.constexpr, OUTPUTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr, INDEX: tl.constexpr, STARTS: tl.constexpr,
-    CAPPED: tl.constexpr, SAS: tl.constexpr, SINKS: tl.constexpr, READ: tl.constexpr, STAGES: tl.constexpr,
-    PARTS: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    KV: tl.constexpr, OUTPUTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr, INDEX: tl.constexpr,
+    STARTS: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, SINKS: tl.constexpr, READ: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Equal shares of the outputs [row, slot, query, part of the query heads], each of one output.
 
     The host knows neither the lengths of the rows nor the lists. buckets: flags of a query in `visited`. OUTPUTS:
-    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. alone, FILLED, SHARES: `tiles_of_share`. EARLY: `await_launch`.
+    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. alone, FILLED, SHARES: `tiles_of_share`. EARLY:
+    `await_launch`.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     chunks: tl.constexpr = (GROUP + N - 1) // N

@@ -22,7 +22,7 @@ from turbo_hf.ops.schedule import (
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles
 
 PARTS = 16
-"""Parts of an output that are merged about as fast as fewer: a number of CTAs is rounded to so many, where that is near."""
+"""Parts of an output: what a merge takes grows with their number's next power of two, so that CTAs are rounded down."""
 
 MERGED = 128
 """Numbers of partial results that a thread merges at a time: more do not fit its registers."""
@@ -31,7 +31,7 @@ MANY = 2.0
 """Outputs an SM from which on most CTAs have whole ones."""
 
 FILLED = 10
-"""Tiles of each CTA from which on several share an SM: alone there, a CTA takes little more than half the time."""
+"""Tiles of each CTA from which on several share an SM. Below, half as many parts to merge are worth more."""
 
 LEAST = 2
 """Tiles of a CTA, where there is a choice; twice as many where a tile is one block."""
