@@ -307,32 +307,42 @@ def logits_kernel(
     weight_ptr, bias_ptr,  # [Hkv, hidden, C], [Hkv, C]
     out_ptr,  # float32 [B, Hkv, vectors, C]
     vectors, rows, heads, hidden, buckets, times,
-    ROWS: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """The second layer for ROWS vectors of one KV head, of any rows, and TILE buckets. times: biases added.
 
-    EARLY: `await_launch`; the first layer writes no weights, which come to the L2 cache meanwhile.
+    WHOLE: UNITS divide the hidden units, and TILE the buckets. EARLY: `await_launch`; the first layer writes no
+    weights, which come to the L2 cache meanwhile.
     """
     head = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    unit = tl.arange(0, UNITS)
+    weights = weight_ptr + head * hidden * buckets
     if EARLY:
         line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
         first = tl.program_id(0) * TILE + tl.arange(0, TILE // line if TILE > line else 1) * line
+        lines = weights + (unit[:, None] * buckets + first[None, :])
         for start in range(0, hidden, UNITS):
-            unit = start + tl.arange(0, UNITS)
-            inside = (unit < hidden)[:, None] & (first < buckets)[None, :]
-            to_l2(weight_ptr + (head * hidden + unit)[:, None] * buckets + first[None, :], inside)
-    await_launch(EARLY)
+            to_l2(lines, (unit < hidden - start)[:, None] & (first < buckets)[None, :])
+            lines += UNITS * buckets
     i = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     live = (i < rows * vectors)[:, None]
     n = ((i // vectors).to(tl.int64) * heads + head) * vectors + i % vectors
-    c = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    w_at = weights + (unit[:, None] * buckets + c[None, :])
+    x_at = hidden_ptr + n[:, None] * hidden + unit[None, :]
+    inside = (c < buckets)[None, :]
     acc = tl.zeros([ROWS, TILE], tl.float32)
+    await_launch(EARLY)
     for start in tl.range(0, hidden, UNITS, num_stages=STAGES):
-        unit = start + tl.arange(0, UNITS)
-        inside = unit < hidden
-        x = tl.load(hidden_ptr + n[:, None] * hidden + unit[None, :], mask=live & inside[None, :], other=0.0)
-        w_at = weight_ptr + (head * hidden + unit)[:, None] * buckets + c[None, :]
-        weight = tl.load(w_at, mask=inside[:, None] & (c < buckets)[None, :], other=0.0)
+        if WHOLE:
+            x = tl.load(x_at, mask=live, other=0.0)
+            weight = tl.load(w_at)
+        else:
+            x = tl.load(x_at, mask=live & (unit < hidden - start)[None, :], other=0.0)
+            weight = tl.load(w_at, mask=(unit < hidden - start)[:, None] & inside, other=0.0)
         acc += tl.dot(x.to(weight.dtype), weight, input_precision="ieee")
+        x_at += UNITS
+        w_at += UNITS * buckets
     bias = tl.load(bias_ptr + head * buckets + c, mask=c < buckets, other=0.0).to(tl.float32) * times
-    tl.store(out_ptr + n[:, None] * buckets + c[None, :], acc + bias[None, :], mask=live & (c < buckets)[None, :])
+    tl.store(out_ptr + n[:, None] * buckets + c[None, :], acc + bias[None, :], mask=live & inside)

@@ -81,10 +81,10 @@ def list_kernel(
     if EARLY:
         # what will be looked through; if the order has just changed, other lines come, and nothing else follows
         stale = row * KV + tl.minimum(tl.maximum(tl.load(order_ptr + slot, cache_modifier=".cg"), 0), KV - 1)
-        line = tl.arange(0, SCAN // 32) * 32
+        line = tl.arange(0, (SCAN + 31) // 32) * 32
         if INDEX:
             to_l2(spans_ptr + stale * spanned + line, line < spanned)
-        line = tl.arange(0, SCAN // 16) * 16
+        line = tl.arange(0, (SCAN + 15) // 16) * 16
         to_l2(table_ptr + row * table_stride + line, line < table_stride)
     await_launch(EARLY)
     pair = row * KV + tl.load(order_ptr + slot, cache_modifier=".cg")

@@ -117,7 +117,8 @@ def classify(
         _layer(queries, weight_1, bias_1, x, rotary, new)
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
             x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
-            UNITS=2 * UNITS, STAGES=4, **early(queries.device), num_warps=4,
+            UNITS=2 * UNITS, WHOLE=hidden % (2 * UNITS) == 0 and buckets % tile == 0, STAGES=4,
+            **early(queries.device), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -252,7 +253,8 @@ def sparse_decode(
     tune, turbo, padded = tiles_for(q, store, mode)
     ctas = sms(q.device) * tune.occupancy
     alone = sms(q.device) if tune.blocks == 4 else ctas
-    usual = triton.next_power_of_2(max(4, alone // (lists * chunks)))
+    # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
+    usual = triton.next_power_of_2(max(4, alone // (2 * lists * chunks)))
     parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
     # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
     shares = SHARES * ctas + lists * chunks
