@@ -468,6 +468,13 @@ def test_the_dense_part_alone(device: torch.device, backend: str) -> None:
     check_sparse(tokens(2, 4, 1, 32, device=device), store, None, None, backend)
 
 
+def test_one_row_of_one_kv_head(device: torch.device, backend: str) -> None:
+    """A launch whose numbers are 1, for which Triton compiles another kernel."""
+    store = sparse_store([300], 1, 32, device)
+    index, visited = random_index(store, 1, 9, 0.3)
+    check_sparse(tokens(1, 4, 1, 32, device=device), store, index, visited, backend)
+
+
 def test_a_store_of_open_tokens_only(device: torch.device, backend: str) -> None:
     store = sparse_store([5, 17], 2, 32, device)
     index, visited = random_index(store, 1, 4, 0.5)

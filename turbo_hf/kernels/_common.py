@@ -30,7 +30,7 @@ def await_launch(EARLY: tl.constexpr, LAST: tl.constexpr = False):
 
 @triton.jit
 def to_l2(pointer, ok):
-    """The lines that pointers point to where ok, asked for ahead; no value comes of it. Nothing in the interpreter."""
+    """The lines that pointers point to where ok, asked for ahead; no value comes of it. Not for the interpreter."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",

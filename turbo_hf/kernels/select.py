@@ -127,7 +127,7 @@ def _sum_of(at, c, group, buckets, G: tl.constexpr):
 
 @triton.jit
 def _rank_of(at, c, group, buckets, G: tl.constexpr):
-    """That sum as a finite number, NaN as the largest; -inf where there is no bucket."""
+    """That sum, infinities as the largest finite numbers, NaN as the largest of all; -inf where there is no bucket."""
     x = _sum_of(at, c, group, buckets, G)
     x = tl.where(x < 3.4028234663852886e38, tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
     return tl.where(c < buckets, x + 0.0, -float("inf"))

@@ -142,7 +142,11 @@ def tiles_of(place, closed, found, ok, NB: tl.constexpr):
 
 @triton.jit
 def over(x, y):
-    """The least integer that is not below x / y, of numbers below 2^21. Integer division takes three times as long."""
+    """The least integer that is not below x / y, where x + y is below 2^21; beyond it may be one less.
+
+    Integer division takes three times as long. x: a tensor.
+    """
+    y = x * 0 + y
     # half a unit from any integer is further than the division is wrong
     return (((x + y - 1).to(tl.float32) + 0.5) / y.to(tl.float32)).to(tl.int32)
 
@@ -153,17 +157,20 @@ def tiles_of_share(
 ):  # fmt: skip
     """Tiles that one share has of its output, at most. tiles: of each output.
 
-    The fewest with which there is a CTA for each share, and no output has more than the mean one's rounds of PARTS; or,
-    of many outputs, with which a CTA has about SHARES. Below FILLED tiles for each of the CTAs, they are as many as do
-    not share an SM: `alone`.
+    The fewest with which there is a CTA for each share, or a few more, where the longest output is merged in a round of
+    PARTS less; of many outputs those with which a CTA has about SHARES. Below FILLED tiles for each of the CTAs, these
+    are `alone`: fewer of them share an SM.
     """
     total = tl.sum(tiles, 0)
     if 2 * outputs > ctas:
         most = tl.maximum(over(total, SHARES * ctas), 1)
     else:
-        ctas = tl.where(total < FILLED * ctas, alone, ctas)
-        limit = tl.cdiv(over(ctas - outputs + 1, outputs), PARTS) * PARTS
-        most = tl.maximum(tl.maximum(over(total, ctas), over(tl.max(tiles, 0), limit)), 1)
+        ctas = tl.where((total < FILLED * ctas) & (outputs <= alone), alone, ctas)
+        most = tl.maximum(over(total, ctas), 1)
         while tl.sum(over(tiles, most), 0) > ctas:
             most += 1
+        longest = tl.max(tiles, 0)
+        fewer = over(longest, most) // PARTS * PARTS
+        more = over(longest, tl.maximum(fewer, 1))
+        most = tl.where((fewer > 0) & (10 * more <= 11 * most), more, most)
     return most

@@ -16,7 +16,7 @@ from turbo_hf.kernels.unpack import entry
 
 
 # whatever these are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["room", "index_cap", "window"])
+@triton.jit(do_not_specialize=["room", "index_cap", "window", "outputs"])
 def sparse_decode_kernel(
     q_ptr, out_ptr, lse_ptr, sinks_ptr,  # [B, Hq, M, D] twice, float32 [B, Hq, M], [Hq]
     heads, opened,  # as in `decode_kernel`

@@ -62,14 +62,14 @@ def _plan(
     blocks: int,
     kind: str,
 ) -> Plan:
-    """The plan of a cache whose rows have so many tiles. ctas: that run at once; alone: where they share no SM."""
+    """The plan of a cache whose rows have so many tiles. ctas: that run at once; alone: fewer, for few tiles."""
     cost = torch.tensor([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
     each = torch.tensor(tiles).repeat_interleave(len(cost))
     if kind != "stream-k":
         parts = 1 if kind == "whole" else split_count(len(each), max(tiles), ctas)
         return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
     steps = int(each.sum())
-    if steps < FILLED * ctas:
+    if steps < FILLED * ctas and 2 * len(each) <= ctas:
         ctas = alone
     if blocks == 1:
         # one warp merges a few parts at a time: more CTAs would cost it more than they do
@@ -114,7 +114,7 @@ def _schedule(
 ) -> tuple[torch.Tensor, int, int]:
     """Words of the plan on the device, its CTAs, and a power of two that its parts do not exceed.
 
-    shape: groups, chunks, CTAs at most, and alone on their SMs, blocks of a tile, kind. plans: as in `KVStore`.
+    shape: groups, chunks, CTAs at most, and for few tiles, blocks of a tile, kind. plans: as in `KVStore`.
     """
     blocks = shape[4]
     if plans is None:
