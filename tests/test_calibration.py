@@ -15,6 +15,7 @@ from models import LAB_MODEL, lab_model, prompts, tiny_llama, tiny_mistral
 from sklearn.cluster import KMeans  # type: ignore[import-untyped] # it has no types
 from test_families import FAMILY_CASES, Case, build
 from torch import Tensor
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import turbo_hf
@@ -171,13 +172,27 @@ def test_priorities_are_the_mean_over_blocks() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_activations_are_refused(bad: float) -> None:
+@pytest.mark.parametrize(("part", "name"), [("q_proj", "queries"), ("k_proj", "keys"), ("v_proj", "values")])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_nan_activations_are_refused(layer: int, part: str, name: str, bad: float) -> None:
     model = tiny_llama()
-    model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = bad
+    getattr(model.model.layers[layer].self_attn, part).weight.data[0, 0] = bad
     _, tokenizer = lab_model()
     model.resize_token_embeddings(len(tokenizer))
-    with pytest.raises(ValueError, match=r"layer 1: keys or values hold NaN or Inf"):
-        calibrate(model, tokenizer, TEXTS, settings=HEADS)
+    for settings in (HEADS, SMALL):
+        with pytest.raises(ValueError, match=rf"layer {layer}: {name} hold NaN or Inf"):
+            calibrate(model, tokenizer, TEXTS, settings=settings)
+
+
+def test_nan_that_only_the_texts_bring_is_refused() -> None:
+    model = tiny_llama()
+    _, tokenizer = lab_model()
+    model.resize_token_embeddings(len(tokenizer))
+    plan = make_plan(model, HEADS)
+    windows = token_windows(TEXTS, tokenizer, HEADS.window, HEADS.windows)
+    model.get_input_embeddings().weight.data[windows[0, 5]] = torch.nan
+    with pytest.raises(ValueError, match="layer 0: queries hold NaN or Inf"):
+        run._calibrate_group(model, plan.groups[0], plan, windows, lambda work: None)
 
 
 # --- centroids ---------------------------------------------------------------------------------------------------
@@ -628,6 +643,45 @@ def test_bad_input() -> None:
         make_plan(build("llama", head_dim=24), SMALL)
 
 
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    model, tokenizer = lab_model()
+    tokenizer.save_pretrained(tmp_path)
+    made = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = made["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"the tokenizer is not the model's own: it has token .* as"):
+        calibrate(model, other, TEXTS, settings=HEADS)
+    with pytest.raises(ValueError, match="tokenizer must be the model's own, as of AutoTokenizer; got NoneType"):
+        calibrate(model, None, TEXTS, settings=HEADS)
+    more = copy.deepcopy(tokenizer)
+    more.add_special_tokens({"pad_token": "<mine>"})
+    found = calibrate(model, more, TEXTS, settings=HEADS)
+    assert found.fingerprint == lab().fingerprint
+    elsewhere = replace(found, fingerprint={**found.fingerprint, "tokenizer": artifacts.tokenizer_hash(other)})
+    with pytest.raises(ValueError, match="it was made for a model with tokenizer"):
+        turbo_hf.patch(model, "turbo-mixed", calibration=elsewhere)
+    with turbo_hf.patch(model, "turbo-mixed", calibration=found):
+        pass
+
+
+def test_out_must_be_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    begun: list[float] = []
+    with pytest.raises(ValueError, match=r"out must be a folder, or the name of a new one; .* is a file"):
+        lab(out=tmp_path / "file", progress=lambda _, share: begun.append(share))
+    assert not begun
+
+
+def test_no_more_of_a_file_is_read_than_is_wanted(tmp_path: Path) -> None:
+    _, tokenizer = lab_model()
+    lines = [json.dumps({"text": PROSE})] * 20
+    (tmp_path / "long.jsonl").write_text("\n".join([*lines, "no JSON"]))
+    assert token_windows(tmp_path, tokenizer, 128, 4).shape == (4, 128)
+
+
 def test_windows_of_texts(tmp_path: Path) -> None:
     _, tokenizer = lab_model()
     (tmp_path / "a.txt").write_text(PROSE)
@@ -672,7 +726,14 @@ def spoil(folder: Path, how: str) -> None:
     elif how == "cut":
         (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:100])
     else:
-        key, value = {"schema": ("schema", 2), "layers": ("layers", [{}])}[how]
+        layer = {"index": 0, "note": "", "quality": {}}
+        key, value = {
+            "schema": ("schema", 2),
+            "layers": ("layers", [{}]),
+            "fingerprint": ("fingerprint", [1]),
+            "note": ("layers", [layer | {"note": 3}]),
+            "quality": ("layers", [layer | {"quality": None}]),
+        }[how]
         (folder / FACTS).write_text(json.dumps(facts | {key: value}))
 
 
@@ -685,6 +746,9 @@ def spoil(folder: Path, how: str) -> None:
         ("cut", f"{TENSORS} is not the file that {FACTS} was written with"),
         ("schema", "has schema 2; this version reads 1"),
         ("layers", "damaged: KeyError"),
+        ("fingerprint", "damaged: TypeError"),
+        ("note", "damaged: TypeError: the note of layer 0 is 3, no text"),
+        ("quality", "damaged: TypeError"),
     ],
 )
 def test_damaged_artifacts_are_refused(how: str, message: str, tmp_path: Path) -> None:
@@ -692,6 +756,41 @@ def test_damaged_artifacts_are_refused(how: str, message: str, tmp_path: Path) -
     spoil(tmp_path, how)
     with pytest.raises(ValueError, match=message):
         Calibration.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("weight_2", None, "classifier or its centroids are missing in part"),
+        ("centroids", None, "classifier or its centroids are missing in part"),
+        ("weight_2", lambda x: x[..., 1:], r"weight_2 is \[2, 32, 15\], and should be \[2, 32, 16\]"),
+        ("rotated_centroids", lambda x: x[..., 1:], r"rotated_centroids is .*, and should be"),
+        ("centroids", lambda x: x[1:], "centroids is for 1 KV heads, and there are 2"),
+        ("centroids", lambda x: x.to(torch.int8), "centroids is torch.int8"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    name: str, change: Any, message: str, tmp_path: Path, indexed: Calibration
+) -> None:
+    layer = next(layer for layer in indexed.layers if layer.centroids is not None)
+    if name == "weight_2":
+        parts = dict(layer.classifier)
+        held = parts.pop(name)
+        layer = replace(layer, classifier=parts if change is None else parts | {name: change(held)})
+    else:
+        own: dict[str, Any] = {name: None if change is None else change(getattr(layer, name))}
+        layer = replace(layer, **own)
+    replace(indexed, layers=(layer,)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"damaged: layer {layer.index}: .*{message}"):
+        Calibration.from_pretrained(tmp_path)
+
+
+def test_layers_that_are_missing_are_told() -> None:
+    model, _ = lab_model()
+    found = lab()
+    part = replace(found, layers=found.layers[:2])
+    with pytest.raises(ValueError, match="it holds 2 of the 6 layers of its model"):
+        turbo_hf.patch(model, "turbo-mixed", calibration=part)
 
 
 def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -703,8 +802,10 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_artifact_is_an_os_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match=FACTS):
+    with pytest.raises(OSError, match=f"the folder has no {FACTS}"):
         Calibration.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match="there is no such folder"):
+        Calibration.from_pretrained(tmp_path / "gone")
     with pytest.raises(OSError, match="no-such"):
         Calibration.from_pretrained("nobody/no-such", local_files_only=True)
 
@@ -730,9 +831,10 @@ def test_push_to_hub_uploads_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
         def create_repo(self, repo_id: str, **options: Any) -> None:
             sent["repo"] = repo_id.encode()
 
-        def upload_file(self, path_or_fileobj: bytes, path_in_repo: str, repo_id: str) -> Any:
-            sent[path_in_repo] = path_or_fileobj
-            return type("Commit", (), {"commit_url": f"https://{repo_id}/{path_in_repo}"})
+        def create_commit(self, repo_id: str, operations: Any, commit_message: str) -> Any:
+            for each in operations:
+                sent[each.path_in_repo] = each.path_or_fileobj
+            return type("Commit", (), {"commit_url": f"https://{repo_id}/{commit_message}"})
 
     monkeypatch.setattr(artifacts, "HfApi", Hub)
     found = lab()

@@ -564,6 +564,7 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"mass": 0.1, "probes": 4}, "SparseConfig takes probes or mass, not both"),
         ({"mass": 0.1, "selector": "kmeans"}, 'SparseConfig.mass needs selector "saap", whose scores are shares; got'),
         ({"most_probes": 4}, "SparseConfig.most_probes has no effect without mass"),
+        ({"selector": "lsh-gray", "buckets": 1000}, "must be a power of two with selector .lsh-gray.*; got 1000"),
         ({"mass": 0.1, "most_probes": 0}, "SparseConfig.most_probes must be a whole number of at least 1; got 0"),
         ({"independent": 1}, "SparseConfig.independent must be one of True, False; got 1"),
         ({"independent": True, "selector": "full"}, 'independent has no effect with selector "full", which chooses no'),
@@ -619,7 +620,8 @@ def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) 
     bare = replace(indexed, layers=tuple(replace(layer, centroids=None, classifier={}) for layer in indexed.layers))
     with pytest.raises(ValueError, match=r"no layer of this model can be sparse\. Layer 5 reads every key: the cal"):
         turbo_hf.patch(model, sparse("saap", probes=4), calibration=bare)
-    some = replace(indexed, layers=(*indexed.layers[:4], replace(indexed.layers[4], centroids=None, note="no index")))
+    without = (replace(layer, centroids=None, note="no index") for layer in indexed.layers[4:])
+    some = replace(indexed, layers=(*indexed.layers[:4], *without))
     with turbo_hf.patch(model, sparse("saap", probes=4), calibration=some) as handle:
         text = str(handle.report())
     assert "reads every key: no index" in text

@@ -13,9 +13,8 @@ from rich.table import Table
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
-from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan
+from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan, read_windows
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
-from turbo_hf.calibration.texts import token_windows
 from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.transfer import input_device
 
@@ -136,7 +135,7 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
 
 
 def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: str) -> dict[str, Any]:
-    windows = token_windows(texts, tokenizer, plan.settings.window, plan.settings.windows)
+    windows, _ = read_windows(model, tokenizer, texts, plan)
     needs = estimate(model, plan)
     needs["flops"] *= len(windows) / plan.settings.windows
     seconds = needs["flops"] / (SHARE * _speed(input_device(model), model.dtype))

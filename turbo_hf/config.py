@@ -91,6 +91,11 @@ class SparseConfig:
                 f'SparseConfig.independent has no effect with selector "{self.selector}", which chooses no buckets. '
                 "Leave it out, or take another selector."
             )
+        if self.selector in ("lsh-gray", "lsh-tables") and self.buckets.bit_count() != 1:
+            raise ValueError(
+                f'SparseConfig.buckets must be a power of two with selector "{self.selector}", whose hashes are bits; '
+                f"got {self.buckets}."
+            )
         if self.selector.startswith(("lsh", "random")):
             self.check_buckets(self.buckets)
         _layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")

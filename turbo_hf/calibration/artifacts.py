@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from turbo_hf.calibration.heads import head_order
@@ -63,7 +63,9 @@ def layer_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
     own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
     scores = {metric: own[f"scores.{metric}"] for metric in HEAD_METRICS if f"scores.{metric}" in own}
     classifier = {name: own[name] for name in CLASSIFIER if name in own}
-    note, quality, rotated = facts["note"], facts["quality"], own.get("rotated_centroids")
+    note, quality, rotated = facts["note"], dict(facts["quality"]), own.get("rotated_centroids")
+    if not isinstance(note, str):
+        raise TypeError(f"the note of layer {index} is {note!r}, no text")
     return LayerCalibration(index, scores, own.get("centroids"), classifier, note, quality, rotated)
 
 
@@ -78,6 +80,27 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> dict[str, Any]
     found["revision"] = getattr(model.config, "_commit_hash", None)
     found["tokenizer"] = None if tokenizer is None else tokenizer_hash(tokenizer)
     return found
+
+
+def own_tokenizer(model: PreTrainedModel) -> Any:
+    """The tokenizer beside a model's checkpoint, in its folder or the Hub's cache; None: there is none to be had."""
+    name = str(getattr(model.config, "_name_or_path", "") or "")
+    if not name:
+        return None
+    revision = getattr(model.config, "_commit_hash", None)
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=True)
+    except Exception:  # whatever a tokenizer's files, or their absence, make of it
+        return None
+
+
+def other_tokenizer(tokenizer: Any, own: Any) -> str | None:
+    """Why `tokenizer` is not a model's `own`, to which tokens may have been added; None: it is."""
+    known = tokenizer.get_vocab()
+    for token, number in own.get_vocab().items():
+        if known.get(token) != number:
+            return f"it has token {token!r} as {known.get(token)}, and the one beside the checkpoint as {number}"
+    return None
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
@@ -114,6 +137,9 @@ class Calibration:
 
         A fine-tuned model of the same shape fits: its heads are much like those it began with.
         """
+        count = self.fingerprint.get("num_hidden_layers")
+        if count is not None and [layer.index for layer in self.layers] != list(range(count)):
+            return f"it holds {len(self.layers)} of the {count} layers of its model, or not in order"
         own = fingerprint(model, tokenizer)
         told = {"model", "revision"} | ({"tokenizer"} if tokenizer is None else set())
         for name, value in own.items():
@@ -180,11 +206,8 @@ class Calibration:
         """Upload the three files to a Hub repository, made if need be; returns the commit's address."""
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
-        url = ""
-        for name, content in self._files().items():
-            done = api.upload_file(path_or_fileobj=content, path_in_repo=name, repo_id=repo_id)
-            url = str(done.commit_url)
-        return url
+        files = [CommitOperationAdd(name, content) for name, content in self._files().items()]
+        return str(api.create_commit(repo_id, files, commit_message="Calibration for turbo_hf").commit_url)
 
     @classmethod
     def from_pretrained(
@@ -201,6 +224,11 @@ class Calibration:
             ValueError: it is damaged, or of a newer schema.
             OSError: there is none.
         """
+        folder = Path(name)
+        if folder.is_dir() and not (folder / FACTS).is_file():
+            raise OSError(f"there is no calibration in {str(name)!r}: the folder has no {FACTS}.")
+        if not folder.is_dir() and (str(name).startswith((".", "/", "~")) or str(name).count("/") > 1):
+            raise OSError(f"there is no calibration in {str(name)!r}: there is no such folder.")
         options = {"revision": revision, "token": token, "local_files_only": local_files_only}
         try:
             paths = [cached_file(str(name), part, **options) for part in (FACTS, TENSORS)]
@@ -229,13 +257,46 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
     try:
         tensors = load(content)
         layers = tuple(layer_from(each, tensors) for each in facts["layers"])
-        found = Calibration(facts["fingerprint"], facts["settings"], layers, int(facts["tokens"]), source)
+        found = Calibration(dict(facts["fingerprint"]), dict(facts["settings"]), layers, int(facts["tokens"]), source)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{damaged}{type(error).__name__}: {error}.{again}") from error
     for layer in layers:
+        wrong = _misfit(layer, found.fingerprint)
+        if wrong is not None:
+            raise ValueError(f"{damaged}layer {layer.index}: {wrong}.{again}")
         if any(not bool(torch.isfinite(x).all()) for x in layer.tensors().values()):
             raise ValueError(f"{damaged}layer {layer.index} holds NaN or Inf.{again}")
     return found
+
+
+def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
+    """What of a layer's parts is missing or has a shape that the others, or the model's, contradict."""
+    heads, dim = made_for.get("num_key_value_heads"), made_for.get("head_dim")
+    for name, x in layer.tensors().items():
+        part = name.partition(f"layers.{layer.index}.")[2]
+        if not x.is_floating_point() or not x.dim():
+            return f"{part} is {x.dtype} {list(x.shape)}"
+        heads = heads or x.shape[0]
+        if x.shape[0] != heads:
+            return f"{part} is for {x.shape[0]} KV heads, and there are {heads}"
+    if layer.classifier and (layer.centroids is None or len(layer.classifier) < len(CLASSIFIER)):
+        return "the query classifier or its centroids are missing in part"
+    if layer.centroids is None:
+        return None
+    dim = dim or layer.centroids.shape[-1]
+    shapes = {"centroids": list(layer.centroids.shape)}
+    if layer.rotated_centroids is not None:
+        shapes["rotated_centroids"] = list(layer.rotated_centroids.shape)
+    wanted = {part: [heads, layer.centroids.shape[1], dim] for part in shapes}
+    if layer.classifier:
+        shapes |= {name: list(x.shape) for name, x in layer.classifier.items()}
+        hidden, clusters = layer.classifier["bias_1"].shape[-1], layer.centroids.shape[1]
+        wanted |= {"weight_1": [heads, dim, hidden], "bias_1": [heads, hidden]}
+        wanted |= {"weight_2": [heads, hidden, clusters], "bias_2": [heads, clusters]}
+    for part, shape in shapes.items():
+        if shape != wanted[part]:
+            return f"{part} is {shape}, and should be {wanted[part]}"
+    return None
 
 
 def find(model: PreTrainedModel) -> Calibration | None:

@@ -149,9 +149,20 @@ def probe(model: PreTrainedModel) -> dict[int, Probed]:
             run_window(model, ids, torch.arange(begin, begin + PROBE_TOKENS)[None])
     found = {}
     for index, first in passes[0].items():
+        check_finite(first)
         heads, dim = first.key.shape[1], first.key.shape[3]
         found[index] = Probed((heads, first.query.shape[1] // heads, dim), _compare(first, passes[1][index]))
     return found
+
+
+def check_finite(seen: Seen) -> None:
+    """ValueError: queries, keys or values of a layer hold NaN or Inf."""
+    for name, x in (("queries", seen.query), ("keys", seen.key), ("values", seen.value)):
+        if not bool(torch.isfinite(x).all()):
+            raise ValueError(
+                f"layer {seen.source.index}: {name} hold NaN or Inf, from which no calibration can be made. Look for "
+                "the cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
+            )
 
 
 def _keep(seen: dict[int, Seen], call: Seen) -> None:

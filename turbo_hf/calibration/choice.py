@@ -7,7 +7,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from turbo_hf.attention import Strict, complain
-from turbo_hf.calibration.artifacts import Calibration, find
+from turbo_hf.calibration.artifacts import Calibration, find, own_tokenizer
 from turbo_hf.config import CALIBRATED, TurboConfig
 from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Selector
 
@@ -122,9 +122,7 @@ def _selector(config: TurboConfig, index: int, found: Calibration | None) -> Sel
         made: Selector = UNTRAINED[sparse.selector](sparse, index, config.backend)
         return made
     assert found is not None
-    layer = next((layer for layer in found.layers if layer.index == index), None)
-    if layer is None:
-        return "the calibration does not cover it"
+    layer = found.layers[index]
     rotated = sparse.selector == "kmeans-rotated"
     centroids = layer.rotated_centroids if rotated else layer.centroids
     if centroids is None:
@@ -135,7 +133,8 @@ def _selector(config: TurboConfig, index: int, found: Calibration | None) -> Sel
 
 
 def _refusal(calibration: Calibration, model: PreTrainedModel) -> str | None:
-    wrong = calibration.mismatch(model)
+    # made with the tokenizer beside the checkpoint, or with one of which nothing can be said here
+    wrong = calibration.mismatch(model, own_tokenizer(model) if calibration.fingerprint.get("tokenizer") else None)
     if wrong is None:
         return None
     return f"the calibration of {calibration.source or 'this process'!r} does not fit this model: {wrong}."

@@ -11,8 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration, fingerprint
-from turbo_hf.calibration.capture import Seen, Source, capturing, probe, run_window, sources
+from turbo_hf.calibration.artifacts import (
+    FACTS,
+    Calibration,
+    LayerCalibration,
+    fingerprint,
+    other_tokenizer,
+    own_tokenizer,
+)
+from turbo_hf.calibration.capture import Seen, Source, capturing, check_finite, probe, run_window, sources
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
 from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.quality import evaluate
@@ -117,15 +124,11 @@ def calibrate(
     chosen = plan.settings
     if resume and out is None:
         raise ValueError("resume needs out, the folder of the run that was interrupted.")
-    windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
-    if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
-        raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
-    for group in plan.groups:
-        if group.indexed:
-            # what cannot be trained is told before the passes, which may take hours
-            stored_units(chosen, group.shape[2], _clusters(chosen, len(windows)))
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"out must be a folder, or the name of a new one; {str(out)!r} is a file.")
+    windows, own = read_windows(model, tokenizer, texts, plan)
     told = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
-    empty = Calibration(fingerprint(model, tokenizer), told, (), windows.numel())
+    empty = Calibration(fingerprint(model, own), told, (), windows.numel())
     part = None if out is None else Path(out) / PART
     if part is not None and part.exists() and not resume:
         shutil.rmtree(part)
@@ -150,6 +153,30 @@ def calibrate(
         found.save_pretrained(out)
         shutil.rmtree(part, ignore_errors=True)
     return found
+
+
+def read_windows(
+    model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: Plan
+) -> tuple[torch.Tensor, Any]:
+    """Windows of tokens, and the tokenizer that they are of: what cannot work is told before passes that take hours.
+
+    Raises:
+        ValueError: as `calibrate`.
+    """
+    if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
+        raise ValueError(f"tokenizer must be the model's own, as of AutoTokenizer; got {type(tokenizer).__name__}.")
+    own = own_tokenizer(model)
+    wrong = None if own is None else other_tokenizer(tokenizer, own)
+    if wrong is not None:
+        raise ValueError(f"the tokenizer is not the model's own: {wrong}.")
+    chosen = plan.settings
+    windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
+    if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
+        raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
+    for group in plan.groups:
+        if group.indexed:
+            stored_units(chosen, group.shape[2], _clusters(chosen, len(windows)))
+    return windows, tokenizer if own is None else own
 
 
 def _advance(progress: Progress | None, word: str, share: float) -> Callable[[float], None]:
@@ -188,6 +215,7 @@ def _calibrate_group(
         source: Source = seen.source
         if source.index not in priorities:
             return
+        check_finite(seen)
         try:
             priorities[source.index].add(seen.key, seen.value)
         except ValueError as error:
@@ -295,7 +323,9 @@ def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
         kept = 2 * (settings.window + groups * settings.queries) * dim * itemsize
         host = max(host, settings.windows * count * kept)
         one = (dim + clusters) * settings.hidden
-        device = max(device, count * (settings.batch * (settings.window * 13 + clusters * 16) + one * 16))
+        # which key is in which bucket, as products on a GPU want it
+        matrix = settings.window * clusters * 12
+        device = max(device, count * (settings.batch * (settings.window * 13 + clusters * 16) + one * 16 + matrix))
         search = settings.windows * len(group.layers) * heads * groups * settings.queries * settings.window * dim * 2
         training = settings.steps * settings.batch * count * (6 * one + 2 * settings.window * dim)
         means = 4 * settings.iterations * settings.windows * settings.window * count * clusters * dim * 2

@@ -84,7 +84,7 @@ class Settings:
             raise ValueError(
                 f"windows of {self.window} tokens are too short for the long-range filter: with local={self.local} "
                 f"and far={self.far} they need {self.shortest_window}. Take longer windows, a smaller local or far, or "
-                "index=False for head priorities alone."
+                "index=False (--heads-only) for head priorities alone."
             )
 
     @property

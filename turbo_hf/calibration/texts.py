@@ -18,18 +18,17 @@ CHARACTERS = 16
 """Characters read for each token that is wanted; what is not needed is not tokenized."""
 
 
-def read_texts(source: str | Path | Iterable[str]) -> tuple[Iterator[str], int | None]:
-    """(texts, how many; None if not known) of a file, a folder of .txt and .jsonl files, a dataset, or strings.
+def files_of(source: str | Path | Iterable[str]) -> list[Path]:
+    """The file that `source` is, or the .txt and .jsonl files of that folder; [] for strings and the name of a dataset.
 
-    A line of a .jsonl file is an object with a "text". A dataset is named as on the Hub ("owner/name", or
-    "owner/name:configuration"); the column "text" of its split "train" is streamed. Raises ValueError for a source
-    without texts.
+    Raises:
+        ValueError: no such file or folder, or a folder without texts.
     """
     if not isinstance(source, str | Path):
-        return iter(source), None
+        return []
     path = Path(source)
     if not path.exists() and isinstance(source, str) and DATASET.fullmatch(source):
-        return _stream(source), None
+        return []
     if not path.exists():
         raise ValueError(
             f"texts: there is no file or folder {str(path)!r}. Pass a .txt or .jsonl file, a folder of them, a dataset "
@@ -38,7 +37,7 @@ def read_texts(source: str | Path | Iterable[str]) -> tuple[Iterator[str], int |
     files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"texts: the folder {str(path)!r} holds no {' or '.join(SUFFIXES)} file.")
-    return (_read(file) for file in files), len(files)
+    return files
 
 
 def _stream(name: str) -> Iterator[str]:
@@ -63,39 +62,52 @@ def _stream(name: str) -> Iterator[str]:
         ) from error
 
 
-def _read(file: Path) -> str:
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if file.suffix != ".jsonl":
-        return text
-    try:
-        return "\n\n".join(json.loads(line)["text"] for line in text.splitlines() if line.strip())
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'texts: a line of {str(file)!r} is no JSON object with a "text" ({error}).') from error
+def _read(file: Path, characters: int) -> str:
+    """About so many characters of a file, from its beginning; no more of it is held."""
+    with file.open(encoding="utf-8", errors="replace") as opened:
+        if file.suffix != ".jsonl":
+            return opened.read(characters)
+        texts, left = [], characters
+        try:
+            for line in filter(str.strip, opened):
+                texts.append(json.loads(line)["text"])
+                left -= len(texts[-1])
+                if left <= 0:
+                    break
+            return "\n\n".join(texts)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f'texts: a line of {str(file)!r} is no JSON object with a "text" ({error}).') from error
 
 
 def token_windows(source: str | Path | Iterable[str], tokenizer: Any, window: int, windows: int) -> torch.Tensor:
     """int64 [W, window]: at most `windows` windows of tokens, each begun as the tokenizer begins a text.
 
-    Files give equal shares, so that the last windows (which are held out) come from another text than the first.
+    source: a file, a folder of .txt and .jsonl files, a dataset, or strings. A line of a .jsonl file is an object with
+    a "text". A dataset is named as on the Hub ("owner/name", or "owner/name:configuration"); the column "text" of its
+    split "train" is streamed. Files give equal shares, so that the last windows (which are held out) come from another
+    text than the first.
 
     Raises:
         ValueError: no texts, or too few tokens for two windows.
     """
-    texts, count = read_texts(source)
+    files = files_of(source)
     prefix = list(tokenizer("")["input_ids"])
     body = window - len(prefix)
     # a tokenizer may end a text too: only what precedes it belongs at the start of a window
     if prefix and prefix[-1] == tokenizer.eos_token_id != tokenizer.bos_token_id:
         prefix, body = prefix[:-1], body + 1
     wanted = windows * body
-    share = wanted if count is None else math.ceil(windows / count) * body
+    share = math.ceil(windows / len(files)) * body if files else wanted
+    texts: Iterable[str] = (_read(file, share * CHARACTERS) for file in files)
+    if not files and not isinstance(source, Path):
+        texts = _stream(source) if isinstance(source, str) else source
     found, short = [], []
     for text in texts:
         ids = tokenizer(text[: share * CHARACTERS], add_special_tokens=False, verbose=False)["input_ids"]
         whole = min(len(ids), share) // body * body
         found.append(ids[:whole])
         short.append(ids[whole : min(len(ids), share)])
-        if sum(map(len, found)) + sum(map(len, short)) >= wanted and count is None:
+        if sum(map(len, found)) + sum(map(len, short)) >= wanted and not files:
             break
     # tails of texts make the last windows, together
     stream = list(chain(*found, *short))[:wanted]

@@ -36,8 +36,7 @@ def sparse_decode_kernel(
     """Equal shares of the outputs [row, slot, query, part of the query heads], each of one output.
 
     The host knows neither the lengths of the rows nor the lists. buckets: flags of a query in `visited`. OUTPUTS:
-    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. alone, FILLED, SHARES: `tiles_of_share`. EARLY:
-    `await_launch`.
+    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. FILLED, SHARES: `tiles_of_share`. EARLY: `await_launch`.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     chunks: tl.constexpr = (GROUP + N - 1) // N
@@ -83,7 +82,6 @@ def sparse_decode_kernel(
         buckets_at = buckets_ptr + pair * index_cap
         if INDEX and ASM:
             to_l2(buckets_at + (page & 0xFFFFFFFF) * BLOCK, nb < count)
-
         queries_of, factor = prepare(rows, TURBO)
         unit = scaling if CAPPED else scaling * LOG2_E
         factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
