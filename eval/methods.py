@@ -75,6 +75,15 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
         for independent in ("", ":independent=True")
         for n in (8, 16, 32)
     ),
+    # SAAP sec. 5 and appendix B: what else could choose keys, 32 buckets of as many as there are
+    "ablation-selectors": (
+        *(f"turbo4@{chosen}" for chosen in ("full", "window", "saap", "kmeans", "kmeans-rotated", "random")),
+        *(f"turbo4@lsh-{kind}" for kind in ("reformer", "gray", "tables")),
+    ),
+    # what is read in any case, alone and with buckets beside it
+    "ablation-window": tuple(
+        f"turbo4@{chosen}:window_tokens={n}" for chosen in ("window", "kmeans-rotated") for n in (255, 511, 1023, 2047)
+    ),
     "ablation-sas": ("turbo4", *(f"turbo4+sas=True+sas_threshold={t}" for t in (-4, -6, -8, -10)), "turbo4+sas=True"),
 }
 """Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6.5, E.3)."""

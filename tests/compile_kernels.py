@@ -1,4 +1,4 @@
-"""Compile the prefill, store, append and sparse kernels for an H200 without one, through their launchers.
+"""Compile the prefill, store, append, decode and sparse kernels for an H200 without one, through their launchers.
 
 A program of its own: Triton decides at import whether it interprets, and the driver below is a stub that only names the
 target. One JSON line a kernel: {"case", "kernel", "shared"}. `--all` takes minutes.
@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from turbo_hf.ops import launch, launch_sparse, launch_store
+from turbo_hf.ops import launch, launch_decode, launch_sparse, launch_store
 
 
 class Stub:
@@ -55,6 +55,17 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     plain |= {"window": None, "softcap": None, "sinks": None, "mode": mode, "sas_threshold": None, "block": 128}
     plain |= {"v_scale": "block", "smooth_k": False, "hadamard": False}
     launch.prefill(q, k, v, **(plain | options))
+
+
+def one_output(dim: int, heads: int) -> None:
+    """Decode and sparse decode of one row of one KV head: arguments of 1 are constants to Triton."""
+    k, v = (torch.randn(1, 1, 150, dim) for _ in range(2))
+    store = make_store(k, v, [150], groups=((4, 1),))
+    q = torch.zeros(1, heads, 1, dim, dtype=torch.float16)
+    launch_decode.decode(q, store, scaling=0.1)
+    index, visited = torch.zeros(1, 1, 1, 150, dtype=torch.int16), torch.zeros(1, 1, 1, 1, 16, dtype=torch.bool)
+    spans = torch.zeros(1, 1, 2, 2, dtype=torch.int16)
+    launch_sparse.sparse_decode(q, store, index, visited, scaling=0.1, sink_tokens=1, window_tokens=64, spans=spans)
 
 
 def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, heads: int, **options: Any) -> None:
@@ -131,6 +142,8 @@ def main(everything: bool) -> None:
     every = {"starts": torch.zeros(2, dtype=torch.int64), "softcap": 5.0, "sinks": torch.zeros(24), "read": read}
     case[0] = "sparse with every option"
     sparse(((4, 2),), 128, torch.float16, 24, **every)
+    case[0] = "one output"
+    one_output(64, 4)
     case[0] = "sparse in float32"
     sparse(((4, 2),), 128, torch.float32, 8)
 

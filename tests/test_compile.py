@@ -23,7 +23,14 @@ def test_kernels_compile_and_fit() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    wanted = {"prefill_kernel", "quantize_operands_kernel", "seal_kernel", "append_step_kernel", "sparse_decode_kernel"}
+    wanted = {
+        "decode_kernel",
+        "prefill_kernel",
+        "quantize_operands_kernel",
+        "seal_kernel",
+        "append_step_kernel",
+        "sparse_decode_kernel",
+    }
     wanted |= {
         "append_kernel",
         "seal_open_kernel",
