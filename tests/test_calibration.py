@@ -667,6 +667,16 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = lab_model()
+    found = lab()
+    monkeypatch.setattr(model.config, "_name_or_path", str(tmp_path))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_text("{")
+    with pytest.warns(UserWarning, match="cannot be read, so that none is compared with it"):
+        turbo_hf.patch(model, "turbo-mixed", calibration=found).remove()
+
+
 def test_out_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     begun: list[float] = []
@@ -1010,6 +1020,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert "layers 0, 1, 2, 3: head priorities and index" in printed
     assert not (tmp_path / "out").exists()
     assert "layers 0, 1, 2, 3, 4, 5: head priorities" in command(tmp_path, *SHORT, "--dry-run", "--heads-only")
+    refused = command(tmp_path, *SHORT, "--clusters", "4000", "--dry-run", code=1)
+    assert "too few for 4000 clusters" in " ".join(refused.split())
 
 
 @pytest.mark.parametrize(

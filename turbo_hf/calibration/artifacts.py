@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from turbo_hf.config import HEAD_METRICS
 SCHEMA = 1
 FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
+TOKENIZER = "tokenizer_config.json"
 CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -83,14 +85,15 @@ def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> dict[str, Any]
 
 
 def own_tokenizer(model: PreTrainedModel) -> Any:
-    """The tokenizer beside a model's checkpoint, in its folder or the Hub's cache; None: there is none to be had."""
-    name = str(getattr(model.config, "_name_or_path", "") or "")
-    if not name:
+    """The tokenizer beside a model's checkpoint; None: there is none, or, with a warning, it cannot be read."""
+    if _beside(model, TOKENIZER) is None:
         return None
-    revision = getattr(model.config, "_commit_hash", None)
+    name, revision = model.config._name_or_path, getattr(model.config, "_commit_hash", None)
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=True)
-    except Exception:  # whatever a tokenizer's files, or their absence, make of it
+    except Exception as error:  # whatever its files, or a package that they need, make of it
+        message = f"the tokenizer beside {name!r} cannot be read, so that none is compared with it: {error}"
+        warnings.warn(message, stacklevel=2)
         return None
 
 
@@ -227,7 +230,7 @@ class Calibration:
         folder = Path(name)
         if folder.is_dir() and not (folder / FACTS).is_file():
             raise OSError(f"there is no calibration in {str(name)!r}: the folder has no {FACTS}.")
-        if not folder.is_dir() and (str(name).startswith((".", "/", "~")) or str(name).count("/") > 1):
+        if not folder.is_dir() and _names_a_folder(str(name)):
             raise OSError(f"there is no calibration in {str(name)!r}: there is no such folder.")
         options = {"revision": revision, "token": token, "local_files_only": local_files_only}
         try:
@@ -300,22 +303,34 @@ def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
 
 
 def find(model: PreTrainedModel) -> Calibration | None:
-    """The calibration beside a model's checkpoint: in its folder, or in the Hub's cache; nothing is downloaded."""
+    """The calibration beside a model's checkpoint."""
+    if _beside(model, FACTS) is None:
+        return None
+    revision = getattr(model.config, "_commit_hash", None)
+    return Calibration.from_pretrained(model.config._name_or_path, revision=revision, local_files_only=True)
+
+
+def _beside(model: PreTrainedModel, file: str) -> str | None:
+    """A file of a checkpoint: in its folder, or in the Hub's cache; nothing is downloaded. None: there is none."""
     name = str(getattr(model.config, "_name_or_path", "") or "")
     if not name:
         return None
     if Path(name).is_dir():
-        return Calibration.from_pretrained(name) if (Path(name) / FACTS).is_file() else None
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        return None  # a folder that is gone
-    revision = getattr(model.config, "_commit_hash", None)
-    found = cached_file(
+        return str(Path(name) / file) if (Path(name) / file).is_file() else None
+    if _names_a_folder(name):
+        return None  # one that is gone
+    found: str | None = cached_file(
         name,
-        FACTS,
-        revision=revision,
+        file,
+        revision=getattr(model.config, "_commit_hash", None),
         local_files_only=True,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
     )
-    return None if found is None else Calibration.from_pretrained(name, revision=revision, local_files_only=True)
+    return found
+
+
+def _names_a_folder(name: str) -> bool:
+    """Whether it cannot be a repository of the Hub."""
+    return name.count("/") > 1 or name.startswith((".", "/", "~"))

@@ -17,6 +17,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from turbo_hf.attention import NAME as PATCHED
 from turbo_hf.attention import TurboCall, turbo_attention
 from turbo_hf.cache import COMPRESSED_TYPES, layer_windows
+from turbo_hf.calibration.heads import NO_NUMBERS
 from turbo_hf.handle import switch_attention
 from turbo_hf.masks import turbo_mask
 from turbo_hf.patches import is_attention, obstacle, shares_keys
@@ -159,10 +160,7 @@ def check_finite(seen: Seen) -> None:
     """ValueError: queries, keys or values of a layer hold NaN or Inf."""
     for name, x in (("queries", seen.query), ("keys", seen.key), ("values", seen.value)):
         if not bool(torch.isfinite(x).all()):
-            raise ValueError(
-                f"layer {seen.source.index}: {name} hold NaN or Inf, from which no calibration can be made. Look for "
-                "the cause in the model (overflow in float16 is the usual one: load it in bfloat16)."
-            )
+            raise ValueError(f"layer {seen.source.index}: {name} hold {NO_NUMBERS}")
 
 
 def _keep(seen: dict[int, Seen], call: Seen) -> None:

@@ -8,6 +8,11 @@ from turbo_hf.ops.quantize import head_scores
 BLOCK = 64
 """Tokens over which a channel's gap is taken: those that share a scale in the cache."""
 
+NO_NUMBERS = (
+    "NaN or Inf, from which no calibration can be made. Look for the cause in the model (overflow in float16 is the "
+    "usual one: load it in bfloat16)."
+)
+
 
 class HeadPriorities:
     """Mean scores of a layer's KV heads over every block of every window, one for each metric.
@@ -33,10 +38,7 @@ class HeadPriorities:
         for metric in HEAD_METRICS:
             score = head_scores(keys, values, metric).double().sum(0).cpu()
             if not bool(torch.isfinite(score).all()):
-                raise ValueError(
-                    "keys or values hold NaN or Inf, from which no calibration can be made. Look for the cause in the "
-                    "model (overflow in float16 is the usual one: load it in bfloat16)."
-                )
+                raise ValueError(f"keys or values hold {NO_NUMBERS}")
             self.sums[metric] = self.sums.get(metric, torch.zeros_like(score)) + score
         self.blocks += blocks
 

@@ -1,7 +1,7 @@
 """Launch of the decode kernel: its plan and its workspace. Imported where it runs: it needs Triton."""
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -52,17 +52,25 @@ def early(device: torch.device) -> dict[str, Any]:
     return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
 
 
+class Shape(NamedTuple):
+    """What a plan hangs on beside the lengths.
+
+    groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
+    few tiles. blocks: of a tile. kind: "stream-k", "whole" or "split".
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    chunks: int
+    ctas: int
+    alone: int
+    blocks: int
+    kind: str
+
+
 @lru_cache(maxsize=64)
-def _plan(
-    tiles: tuple[int, ...],
-    groups: tuple[tuple[int, int], ...],
-    chunks: int,
-    ctas: int,
-    alone: int,
-    blocks: int,
-    kind: str,
-) -> Plan:
-    """The plan of a cache whose rows have so many tiles. ctas: that run at once; alone: fewer, for few tiles."""
+def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
+    """The plan of a cache whose rows have so many tiles."""
+    groups, chunks, ctas, alone, blocks, kind = shape
     cost = torch.tensor([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
     each = torch.tensor(tiles).repeat_interleave(len(cost))
     if kind != "stream-k":
@@ -80,18 +88,9 @@ def _plan(
 
 
 @lru_cache(maxsize=64)
-def _words(
-    tiles: tuple[int, ...],
-    groups: tuple[tuple[int, int], ...],
-    chunks: int,
-    ctas: int,
-    alone: int,
-    blocks: int,
-    kind: str,
-    device: torch.device,
-) -> torch.Tensor:
+def _words(tiles: tuple[int, ...], shape: Shape, device: torch.device) -> torch.Tensor:
     """The words of that plan on the device."""
-    return _plan(tiles, groups, chunks, ctas, alone, blocks, kind).words.to(device, non_blocking=True)
+    return _plan(tiles, shape).words.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=16)
@@ -107,23 +106,24 @@ def _workspace(
 
 def _schedule(
     sealed: tuple[int, ...],
-    shape: tuple[tuple[tuple[int, int], ...], int, int, int, int, str],
+    shape: Shape,
     plans: dict[Any, LivePlan] | None,
     device: torch.device,
     workspace: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, int, int]:
     """Words of the plan on the device, its CTAs, and a power of two that its parts do not exceed.
 
-    shape: groups, chunks, CTAs at most, and for few tiles, blocks of a tile, kind. plans: as in `KVStore`.
+    plans: as in `KVStore`.
     """
-    blocks = shape[4]
     if plans is None:
-        tiles = tuple(tiles_of(sealed, blocks))
-        plan = _plan(tiles, *shape)
-        return _words(tiles, *shape, device), plan.ctas, triton.next_power_of_2(plan.parts)
+        tiles = tuple(tiles_of(sealed, shape.blocks))
+        plan = _plan(tiles, shape)
+        return _words(tiles, shape, device), plan.ctas, triton.next_power_of_2(plan.parts)
     key = (*shape, *(x.data_ptr() for x in workspace))
     if key not in plans:
-        plans[key] = LivePlan(lambda n: _plan(tuple(tiles_of(n, blocks)), *shape), sealed, shape[2], device, workspace)
+        plans[key] = LivePlan(
+            lambda n: _plan(tuple(tiles_of(n, shape.blocks)), shape), sealed, shape.ctas, device, workspace
+        )
     live = plans[key]
     return live.words, live.ctas, live.parts
 
@@ -170,8 +170,8 @@ def decode(
     most = sms(q.device) * tune.occupancy
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     alone = sms(q.device) if tune.blocks == 4 else most
-    shape = (groups, chunks, most, alone, tune.blocks, plan)
-    ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), *shape).ctas)
+    shape = Shape(groups, chunks, most, alone, tune.blocks, plan)
+    ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
     workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value))
     parts, arrived = workspace
     words, grid, most_parts = _schedule(sealed, shape, store.plans, q.device, workspace)
