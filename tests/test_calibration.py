@@ -444,10 +444,17 @@ def test_divergence_counts_the_keys_of_a_bucket() -> None:
     assert logits.grad.abs().max() < 1e-30
 
 
-def test_bucket_sums_by_product_and_by_scatter_agree() -> None:
-    x, buckets = torch.randn(2, 3, 50), torch.randint(0, 4, (2, 50))
-    member = torch.nn.functional.one_hot(buckets, 4).float()
-    torch.testing.assert_close(bucket_sums(x, buckets, 4), x @ member)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bucket_sums_are_products_with_members(device: str) -> None:
+    # shares as attention has them: a few large ones and many that a half cannot hold
+    x = (6 * torch.randn(2, 3, 5000)).softmax(-1).to(device)
+    seen = torch.rand(2, 3, 5000, device=device) < 0.5
+    buckets = torch.randint(0, 4, (2, 5000), device=device)
+    member = torch.nn.functional.one_hot(buckets, 4).double()
+    sums, counts = bucket_sums((x, seen), buckets, 4)
+    assert torch.equal(counts, (seen.double() @ member).float())
+    torch.testing.assert_close(sums.double(), x.double() @ member, rtol=2**-11, atol=1e-6)
+    assert sums.dtype == counts.dtype == torch.float32
 
 
 def test_training_recalls_more_than_chance() -> None:

@@ -8,6 +8,12 @@ KEYS_EACH = 256
 """Keys for each centroid that k-means looks at, at most; more change little."""
 
 
+def sample_keys(count: int, clusters: int, generator: torch.Generator) -> torch.Tensor:
+    """Which of `count` keys k-means looks at: int64, in order; all, or so many that there are `KEYS_EACH` for each."""
+    most = clusters * KEYS_EACH
+    return torch.arange(count) if count <= most else torch.randperm(count, generator=generator)[:most].sort().values
+
+
 def choose_clusters(wanted: int | None, keys: int) -> int:
     """C for `keys` keys a head: `wanted`, or 1024 halved until there are 32 keys for each. ValueError: too few keys."""
     if wanted is not None:
@@ -34,10 +40,6 @@ def k_means(keys: torch.Tensor, clusters: int, iterations: int, generator: torch
     Source: SAAP appendix A: random start, 10 iterations; assignment by the largest inner product with unit centroids.
     """
     heads, count = keys.shape[:2]
-    most = clusters * KEYS_EACH
-    if count > most:
-        keys = keys[:, torch.randperm(count, generator=generator)[:most].sort().values.to(keys.device)]
-        count = most
     keys = keys.float()
     start = torch.stack([torch.randperm(count, generator=generator)[:clusters] for _ in range(heads)])
     found = _unit(torch.take_along_dim(keys, start.to(keys.device)[..., None], 1))

@@ -45,7 +45,7 @@ def evaluate(
     device = centroids.device
     for window in windows:
         n = len(samples.positions[window])
-        keys = samples.keys[window].to(device)
+        keys = samples.keys[window].to(device, non_blocking=True)
         turned = assign(keys, rotated)
         parts = (samples.plain_queries[window], samples.queries[window], samples.far[window])
         for plain, query, far, at in zip(
@@ -53,8 +53,8 @@ def evaluate(
         ):
             groups, rows = query.shape[1], query.shape[2]
             asking, places = query.flatten(1, 2).to(device), at.repeat(heads, groups).to(device)
-            weights, counts = long_range(asking, places, keys, local, samples.scaling, samples.softcap)
-            mass, sizes = (bucket_sums(x, buckets[window].to(device), clusters) for x in (weights, counts))
+            pairs = long_range(asking, places, keys, local, samples.scaling, samples.softcap)
+            mass, sizes = bucket_sums(pairs, buckets[window], clusters)
             flat = plain.flatten(1, 2).to(device).float()
             logits = classify(classifier, flat)
             loss += float((divergence(mass, logits, sizes) * far.flatten(1, 2).to(device)).sum())
@@ -71,7 +71,7 @@ def evaluate(
             mass = mass.view(shape)
             for way, score in scores.items():
                 total[way] += _recalled(score, mass, sizes, weight).cpu()
-            mass, sizes = (bucket_sums(x, turned, clusters) for x in (weights, counts))
+            mass, sizes = bucket_sums(pairs, turned, clusters)
             score = torch.bmm(asking.float(), rotated.float().mT).view(shape).sum(1, keepdim=True)
             told = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
             total["k-means, rotated"] += told.cpu()

@@ -184,20 +184,15 @@ def train(
         window = int(torch.randint(windows, (1,), generator=seeded))
         pick, asking = _draw(layers, window, settings, seeded)
         plain, query = (
-            torch.cat(
-                [
-                    torch.take_along_dim(x.flatten(1, 2), at[..., None], 1)
-                    for x, at in zip(xs, pick.split(len(xs[0])), strict=True)
-                ]
-            ).to(device)
+            torch.take_along_dim(_together(xs, device).flatten(1, 2), pick[..., None].to(device), 1)
             for xs in ([layer.plain_queries[window] for layer in layers], [layer.queries[window] for layer in layers])
         )
         with torch.no_grad():
             target, sizes = true_mass(
                 query,
                 layers[0].positions[window].repeat(layers[0].queries[window].shape[1])[pick].to(device),
-                torch.cat([layer.keys[window] for layer in layers]).to(device),
-                torch.cat([each[window] for each in buckets]).to(device),
+                _together([layer.keys[window] for layer in layers], device),
+                _together([each[window] for each in buckets], device),
                 centroids[0].shape[1],
                 settings.local,
                 layers[0].scaling,
@@ -209,10 +204,15 @@ def train(
         loss.sum().backward()
         optimizer.step()
         schedule.step()
-        losses.append(float(loss.detach().mean()))
+        losses.append(loss.detach().mean())
         advance()
     last = losses[-max(1, len(losses) // 10) :]
-    return {name: x.detach() for name, x in models.folded().items()}, sum(last) / len(last)
+    return {name: x.detach() for name, x in models.folded().items()}, float(torch.stack(last).mean())
+
+
+def _together(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """What layers have each, on the device; from pinned memory the host does not wait."""
+    return torch.cat([x.to(device, non_blocking=True) for x in parts])
 
 
 def _draw(
@@ -238,17 +238,16 @@ def _start(
 ) -> QueryModels | ResidualModels:
     """Classifiers that rank as k-means does, on the CPU. A key is taken for its centroid, as long as keys are in the
     mean: what a key of the bucket adds to the attention of a query is then exp of the logit, as training wants it."""
-    queries = [
-        torch.cat([x[head].flatten(0, 1) for x in layer.plain_queries[:windows]]).float()
-        for layer in layers
-        for head in range(len(layer.plain_queries[0]))
-    ]
-    lengths = [
-        torch.cat([keys.float().norm(dim=-1) for keys in layer.plain_keys[:windows]], 1).mean(1) * layer.scaling
-        for layer in layers
-    ]
-    mean = torch.stack([x.mean(0, keepdim=True) for x in queries])
-    covariance = torch.stack([x.T.cov(correction=0) for x in queries])
+    device = centroids[0].device
+    means, covariances, lengths = [], [], []
+    for layer in layers:
+        for head in range(len(layer.plain_queries[0])):
+            queries = _together([x[head].flatten(0, 1) for x in layer.plain_queries[:windows]], device).float()
+            means.append(queries.mean(0, keepdim=True).cpu())
+            covariances.append(queries.T.cov(correction=0).cpu())
+        norms = [keys.to(device, non_blocking=True).float().norm(dim=-1) for keys in layer.plain_keys[:windows]]
+        lengths.append(torch.cat(norms, 1).mean(1).cpu() * layer.scaling)
+    mean, covariance = torch.stack(means), torch.stack(covariances)
     start = torch.cat(centroids).float().cpu() * torch.cat(lengths)[:, None, None]
     clusters, dim = start.shape[1:]
     if settings.architecture == "residual":

@@ -4,6 +4,7 @@ import hashlib
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from turbo_hf.calibration.artifacts import (
     own_tokenizer,
 )
 from turbo_hf.calibration.capture import Seen, Source, capturing, check_finite, probe, run_window, sources
-from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
+from turbo_hf.calibration.centroids import assign, choose_clusters, k_means, sample_keys
 from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.quality import evaluate
 from turbo_hf.calibration.query_model import stored_units, train
@@ -33,6 +34,10 @@ PART = "turbo_calibration.part"
 
 Progress = Callable[[str, float], None]
 """Called with what is going on, and the work done since the last call, in the units of `Group.work`."""
+
+
+class Enough(Exception):
+    """Ends a pass behind the last layer that it is for."""
 
 
 class Group(NamedTuple):
@@ -209,7 +214,7 @@ def _calibrate_group(
     settings = plan.settings
     priorities = {index: HeadPriorities() for index in group.layers}
     samples: dict[int, Samples] = {}
-    current = 0
+    last, current = max(group.layers), 0
 
     def receive(seen: Seen) -> None:
         source: Source = seen.source
@@ -223,10 +228,13 @@ def _calibrate_group(
         if group.indexed:
             held = samples.setdefault(source.index, Samples(seen.scaling, seen.softcap, seen.key.device))
             held.add(seen, settings, current)
+        if source.index == last:
+            raise Enough
 
     with capturing(model, receive):
         for current, ids in enumerate(windows):  # noqa: B007 - receive reads it
-            run_window(model, ids[None])
+            with suppress(Enough):
+                run_window(model, ids[None])
             step(1)
     scores = {index: priorities[index].scores() for index in group.layers}
     if not group.indexed:
@@ -255,9 +263,7 @@ def _index(
         list(_centroids(keys, clusters, settings, group.layers[0], device).split(heads))
         for keys in ([layer.plain_keys[:learned] for layer in layers], [layer.keys[:learned] for layer in layers])
     )
-    buckets = [
-        [assign(k.to(device), own).cpu() for k in layer.plain_keys] for layer, own in zip(layers, each, strict=True)
-    ]
+    buckets = [[assign(k.to(device), own) for k in layer.plain_keys] for layer, own in zip(layers, each, strict=True)]
     classifier, loss = train(layers, buckets, each, learned, settings, lambda: step(0.25))
     for at, (index, layer) in enumerate(zip(group.layers, layers, strict=True)):
         stored = {name: x[at * heads : (at + 1) * heads].half() for name, x in classifier.items()}
@@ -298,9 +304,15 @@ def _centroids(
     layers: list[list[torch.Tensor]], clusters: int, settings: Settings, first: int, device: torch.device
 ) -> torch.Tensor:
     """Centroids [layers x Hkv, C, D] of the keys [Hkv, L, D] of each layer's windows, but the first token's."""
-    keys = torch.cat([torch.cat([k[:, 1:] for k in windows], 1) for windows in layers])
     seeded = torch.Generator().manual_seed(settings.seed + first)
-    return k_means(keys.to(device), clusters, settings.iterations, seeded)
+    size = layers[0][0].shape[1] - 1
+    looked_at = sample_keys(size * len(layers[0]), clusters, seeded)
+    parts = [looked_at[looked_at // size == number] % size + 1 for number in range(len(layers[0]))]
+    keys = [
+        torch.cat([k.to(device, non_blocking=True)[:, at.to(device)] for k, at in zip(windows, parts, strict=True)], 1)
+        for windows in layers
+    ]
+    return k_means(torch.cat(keys), clusters, settings.iterations, seeded)
 
 
 def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
@@ -315,8 +327,9 @@ def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
     host = device = flops = stored = 0.0
     for group in plan.groups:
         heads, groups, dim = group.shape
-        attention = 2 * len(group.layers) * heads * groups * dim * settings.window**2
-        flops += settings.windows * (2 * weights * settings.window + attention)
+        layers = max(group.layers) + 1
+        attention = 2 * layers * heads * groups * dim * settings.window**2
+        flops += settings.windows * (2 * weights * layers / plan.layers * settings.window + attention)
         if not group.indexed:
             continue
         count = len(group.layers) * heads
@@ -324,7 +337,7 @@ def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
         host = max(host, settings.windows * count * kept)
         one = (dim + clusters) * settings.hidden
         # which key is in which bucket, as products on a GPU want it
-        matrix = settings.window * clusters * 12
+        matrix = settings.window * clusters * 3
         device = max(device, count * (settings.batch * (settings.window * 13 + clusters * 16) + one * 16 + matrix))
         search = settings.windows * len(group.layers) * heads * groups * settings.queries * settings.window * dim * 2
         training = settings.steps * settings.batch * count * (6 * one + 2 * settings.window * dim)

@@ -1,5 +1,6 @@
 """What a run keeps of one layer, and the true attention mass of its queries by bucket."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,8 @@ from turbo_hf.rotary import unrotate
 
 @dataclass(slots=True)
 class Samples:
-    """Keys and sampled queries of one layer, a list item a window, on the CPU in the model's dtype.
+    """Keys and sampled queries of one layer, a list item a window, on the CPU in the model's dtype; of a model on a
+    GPU in pinned memory, from which training reads without waiting.
 
     plain_keys, keys: [Hkv, L, D] before and after rotary embedding. plain_queries, queries: [Hkv, G, n, D], grouped by
     the KV head that they read. positions: int64 [n]. far: bool [Hkv, G, n], true where the best key is long ago.
@@ -35,28 +37,36 @@ class Samples:
         seeded = torch.Generator().manual_seed(settings.seed * 1_000_003 + window)
         first = settings.first_query
         chosen = torch.randperm(length - first, generator=seeded)[: settings.queries].sort().values + first
-        at = chosen.to(seen.key.device)
-        groups = seen.query.shape[1] // heads
-        plain_query = unrotate(seen.source.module, seen.query, seen.rotary)[0, :, at]
+        shape, dtype = (heads, seen.query.shape[1] // heads), seen.key.dtype
+        query = seen.query[:, :, chosen.to(seen.query.device)]
+        rotary = tuple(part[:, chosen.to(part.device)] for part in seen.rotary)
+        plain_query = unrotate(seen.source.module, query, (rotary[0], rotary[1]))[0].unflatten(0, shape)
         plain_key = unrotate(seen.source.module, seen.key, seen.rotary)[0]
-        query = seen.query[0, :, at]
-        kept, dtype = "cpu", seen.key.dtype
+        query = query[0].unflatten(0, shape)
+        far = self._is_far(query, seen.key[0], chosen.to(seen.key.device), settings.far)
         self.positions.append(chosen)
-        self.plain_keys.append(plain_key.to(kept, dtype))
-        self.keys.append(seen.key[0].to(kept))
-        self.plain_queries.append(plain_query.unflatten(0, (heads, groups)).to(kept, dtype))
-        self.queries.append(query.unflatten(0, (heads, groups)).to(kept))
-        self.far.append(self._is_far(query.unflatten(0, (heads, groups)), seen.key[0], at, settings.far).to(kept))
+        self.plain_keys.append(_kept(plain_key.to(dtype)))
+        self.keys.append(_kept(seen.key[0]))
+        self.plain_queries.append(_kept(plain_query.to(dtype)))
+        self.queries.append(_kept(query))
+        self.far.append(_kept(far))
+        if seen.key.is_cuda:
+            torch.cuda.current_stream(seen.key.device).synchronize()
 
     def _is_far(self, query: torch.Tensor, key: torch.Tensor, at: torch.Tensor, far: int) -> torch.Tensor:
         """SAAP sec. 5: whether a query's best key, the sink aside, is more than `far` tokens away. bool [Hkv, G, n]."""
-        token = torch.arange(key.shape[1], device=key.device)
+        token, wide = torch.arange(key.shape[1], device=key.device), key.float().mT
         best = []
-        for q, position in zip(query.split(64, 2), at.split(64), strict=True):
-            score = q.float() @ key.float().mT[:, None]
+        for q, position in zip(query.float().split(64, 2), at.split(64), strict=True):
+            score = torch.bmm(q.flatten(1, 2), wide).unflatten(1, q.shape[1:3])
             visible = (token <= position[:, None]) & (token > 0)
-            best.append(position - score.masked_fill(~visible, -torch.inf).argmax(-1))
+            best.append(position - score.masked_fill_(~visible, -torch.inf).argmax(-1))
         return torch.cat(best, -1) > far
+
+
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    """x on the CPU; from a GPU on its way to pinned memory."""
+    return x.to("cpu", non_blocking=x.is_cuda)
 
 
 def true_mass(
@@ -77,8 +87,8 @@ def true_mass(
     Returns:
         float32 [N, R, C], rows that sum to 1, and the number of keys that count by bucket, float32 [N, R, C].
     """
-    weight, counts = long_range(query, position, key, local, scaling, softcap)
-    return bucket_sums(weight, buckets, clusters), bucket_sums(counts, buckets, clusters)
+    mass, sizes = bucket_sums(long_range(query, position, key, local, scaling, softcap), buckets, clusters)
+    return mass, sizes
 
 
 def long_range(
@@ -98,19 +108,32 @@ def long_range(
         scaling, softcap: of the scores.
 
     Returns:
-        float32 [N, R, L], rows that sum to 1, and which keys count, as float32 [N, R, L].
+        float32 [N, R, L], rows that sum to 1, and which keys count, bool [N, R, L].
     """
-    score = torch.bmm(query.float(), key.float().mT) * scaling
+    score = torch.bmm(query.float(), key.float().mT).mul_(scaling)
     if softcap is not None:
         score = torch.tanh(score / softcap) * softcap
     token = torch.arange(key.shape[1], device=key.device)
     counts = (token > 0) & (position[..., None] - token > local)
-    return score.masked_fill(~counts, -torch.inf).softmax(-1), counts.float()
+    return score.masked_fill_(~counts, -torch.inf).softmax(-1), counts
 
 
-def bucket_sums(x: torch.Tensor, buckets: torch.Tensor, clusters: int) -> torch.Tensor:
-    """x [N, R, L] summed over the tokens of each bucket: [N, R, C]. The same bits each time, on every device."""
-    if x.is_cuda:
-        # scatter_add on CUDA adds in any order
-        return torch.bmm(x, torch.nn.functional.one_hot(buckets, clusters).to(x.dtype))
-    return x.new_zeros(*x.shape[:2], clusters).scatter_add_(2, buckets[:, None].expand_as(x), x)
+LARGEST = 2.0**10
+"""What halves are multiplied with where they hold shares of 1: those below 6e-5 keep their digits."""
+
+
+def bucket_sums(shares: Iterable[torch.Tensor], buckets: torch.Tensor, clusters: int) -> list[torch.Tensor]:
+    """Each of `shares` [N, R, L], numbers from 0 to 1, summed over the tokens of each bucket: float32 [N, R, C].
+
+    The same bits each time on one device. On a GPU shares are rounded to 11 bits.
+    """
+    if not buckets.is_cuda:
+        return [
+            x.new_zeros(*x.shape[:2], clusters, dtype=torch.float32).scatter_add_(
+                2, buckets[:, None].expand_as(x), x.float()
+            )
+            for x in shares
+        ]
+    # scatter_add on CUDA adds in any order, and products in float32 take most of the time of training
+    member = (buckets[..., None] == torch.arange(clusters, device=buckets.device)).half()
+    return [torch.bmm((x * LARGEST).half(), member, out_dtype=torch.float32) / LARGEST for x in shares]
