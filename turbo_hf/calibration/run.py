@@ -319,17 +319,18 @@ def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
     """Bytes and floating-point operations that a run would take.
 
     "host_bytes": keys and queries of a group of layers. "device_bytes": one training step, besides the model and one
-    pass. "flops": of all passes and all training steps. "file_bytes": of the result.
+    pass. "pass_flops": of all passes, in the model's dtype. "index_flops": of everything else, in float32.
+    "file_bytes": of the result.
     """
     settings, itemsize = plan.settings, model.dtype.itemsize
     clusters = settings.clusters or 1024
     weights = sum(p.numel() for p in model.parameters())
-    host = device = flops = stored = 0.0
+    host = device = passes = flops = stored = 0.0
     for group in plan.groups:
         heads, groups, dim = group.shape
         layers = max(group.layers) + 1
         attention = 2 * layers * heads * groups * dim * settings.window**2
-        flops += settings.windows * (2 * weights * layers / plan.layers * settings.window + attention)
+        passes += settings.windows * (2 * weights * layers / plan.layers * settings.window + attention)
         if not group.indexed:
             continue
         count = len(group.layers) * heads
@@ -345,4 +346,10 @@ def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
         flops += search + training + means
         units = stored_units(settings, dim, clusters)
         stored += count * 2 * ((dim + clusters + 1) * units + clusters * (2 * dim + 1))
-    return {"host_bytes": host, "device_bytes": device, "flops": flops, "file_bytes": stored}
+    return {
+        "host_bytes": host,
+        "device_bytes": device,
+        "pass_flops": passes,
+        "index_flops": flops,
+        "file_bytes": stored,
+    }
