@@ -22,7 +22,7 @@ import turbo_hf
 from turbo_hf import Calibration, TurboCache, TurboConfig
 from turbo_hf.attention import Unsupported
 from turbo_hf.calibration import artifacts, run
-from turbo_hf.calibration.artifacts import FACTS, TENSORS, find, fingerprint
+from turbo_hf.calibration.artifacts import FACTS, TENSORS, facts_hash, find, fingerprint
 from turbo_hf.calibration.capture import Seen, capturing, probe, run_window
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
 from turbo_hf.calibration.heads import HeadPriorities, head_order
@@ -740,18 +740,21 @@ def spoil(folder: Path, how: str) -> None:
         content = bytearray((folder / TENSORS).read_bytes())
         content[-1] ^= 1
         (folder / TENSORS).write_bytes(bytes(content))
+    elif how == "number":
+        (folder / FACTS).write_text(json.dumps(facts | {"tokens": facts["tokens"] + 1}))
     elif how == "cut":
         (folder / TENSORS).write_bytes((folder / TENSORS).read_bytes()[:100])
     else:
         layer = {"index": 0, "note": "", "quality": {}}
         key, value = {
-            "schema": ("schema", 2),
+            "schema": ("schema", 1),
             "layers": ("layers", [{}]),
             "fingerprint": ("fingerprint", [1]),
             "note": ("layers", [layer | {"note": 3}]),
             "quality": ("layers", [layer | {"quality": None}]),
         }[how]
-        (folder / FACTS).write_text(json.dumps(facts | {key: value}))
+        facts[key] = value
+        (folder / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts)}))
 
 
 @pytest.mark.parametrize(
@@ -761,7 +764,8 @@ def spoil(folder: Path, how: str) -> None:
         ("format", "does not say that it is a turbo_hf calibration"),
         ("bytes", f"{TENSORS} is not the file that {FACTS} was written with"),
         ("cut", f"{TENSORS} is not the file that {FACTS} was written with"),
-        ("schema", "has schema 2; this version reads 1"),
+        ("schema", "has schema 1; this version reads 2"),
+        ("number", f"{FACTS} is not as it was written"),
         ("layers", "damaged: KeyError"),
         ("fingerprint", "damaged: TypeError"),
         ("note", "damaged: TypeError: the note of layer 0 is 3, no text"),
@@ -1014,7 +1018,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path) -> None:
     assert len(facts["layers"]) == 6
     found = Calibration.from_pretrained(tmp_path / "out")
     assert found.layers[0].centroids is not None
-    assert "Recall: long-range attention mass in 4 % of the keys" in " ".join(printed.split())
+    assert "recall: long-range attention mass in 4 % of the keys" in " ".join(printed.split())
     with turbo_hf.patch(lab_model()[0], MIXED, calibration=tmp_path / "out") as handle:
         assert "by calibration" in handle.report().heads
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.box import SIMPLE
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -112,12 +113,11 @@ def _run(model: Any, tokenizer: Any, plan: Plan, texts: str, folder: Path, resum
 
 def _print(found: Calibration, seconds: float, folder: Path) -> None:
     judged = [layer for layer in found.layers if layer.quality]
-    table = Table(title=f"{found.fingerprint['model']}: {found.tokens:,} tokens in {seconds:.0f} s")
+    table = Table(title=f"{found.fingerprint['model']}: {found.tokens:,} tokens in {seconds:.0f} s", box=SIMPLE)
     table.add_column("layer", justify="right")
-    table.add_column("heads, by need of bits")
-    for heading in ("centroids", *WAYS):
+    table.add_column("heads by need of bits")
+    for heading in ("C", "saap", "each", "kmeans", "rotated", "random"):
         table.add_column(heading, justify="right")
-    table.add_column("note")
     orders = found.head_orders("priority")
     for layer in found.layers:
         order = " ".join(map(str, orders.get(layer.index, ()))) or "-"
@@ -126,13 +126,15 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
             at = SELECTIVITY.index(0.04)
             rows = [mean_recall([dict(layer.quality)], way) for way in WAYS]
             figures = [str(layer.centroids.shape[1]), *(f"{row[at]:.1%}" if row else "-" for row in rows)]
-        table.add_row(str(layer.index), order, *figures, layer.note)
+        table.add_row(str(layer.index), order, *figures)
     out.print(table)
     if judged:
-        told = "Recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses their buckets "
-        out.print(
-            told + "(the selectors saap, also with independent=True, kmeans, kmeans-rotated and random).", style="dim"
-        )
+        told = "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
+        told += "them: the selectors saap, the same with independent=True (each), kmeans, kmeans-rotated and random."
+        out.print(told, style="dim", highlight=False)
+    for layer in found.layers:
+        if layer.note:
+            out.print(f"Layer {layer.index}: {layer.note}", markup=False, highlight=False)
     out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
 
 
@@ -150,9 +152,13 @@ def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: str) -> dict[str, An
         out.print(f"  layers {', '.join(map(str, group.layers))}: {kind}", highlight=False)
     for index, note in sorted(plan.notes.items()):
         out.print(f"  layer {index}: {note}", markup=False, highlight=False)
-    sizes = {name: f"{needs[name] / 1e9:.2f} GB" for name in ("host_bytes", "device_bytes", "file_bytes")}
-    out.print(f"Memory of the host for samples: {sizes['host_bytes']}; of the device, besides the model and one pass: ")
-    out.print(f"{sizes['device_bytes']}. Result: {sizes['file_bytes']}. Time, roughly: {_time(seconds)}.")
+    for name, what in (
+        ("host_bytes", "memory of the host, for samples"),
+        ("device_bytes", "memory of the device, besides the model and one pass"),
+        ("file_bytes", "result"),
+    ):
+        out.print(f"  {what}: {needs[name] / 1e9:.2f} GB", highlight=False)
+    out.print(f"  time, roughly: {_time(seconds)}", highlight=False)
     return {**needs, "seconds": seconds, "windows": len(windows), "notes": plan.notes}
 
 

@@ -1,5 +1,6 @@
 """What a user may choose: `TurboConfig` and its presets."""
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -120,10 +121,13 @@ class SparseConfig:
         return 2 * (self.tables if self.selector == "lsh-tables" else 1)
 
     def check_buckets(self, buckets: int) -> None:
-        """ValueError if more buckets are to be visited than there are."""
+        """ValueError if more buckets are to be visited than there are, a warning if it is half of them or more."""
         for field, wanted in (("probes", self.count), ("most_probes", self.most_probes)):
             if wanted is not None and wanted > buckets:
                 raise ValueError(f"SparseConfig.{field} must be at most the {buckets} buckets of a head; got {wanted}.")
+        if self.count is not None and 2 * self.count >= buckets:
+            told = f"steps visit {self.count} of the {buckets} buckets of a head, and so read most keys. Take fewer "
+            warnings.warn(told + "probes (SparseConfig.probes), or a calibration with more clusters.", stacklevel=2)
 
 
 def _at_least(field: str, value: object, least: int) -> None:

@@ -18,7 +18,7 @@ from transformers.utils.hub import cached_file
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config import HEAD_METRICS
 
-SCHEMA = 1
+SCHEMA = 2
 FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
 TOKENIZER = "tokenizer_config.json"
@@ -183,6 +183,7 @@ class Calibration:
             "layers": [layer.facts() for layer in self.layers],
             "sha256": hashlib.sha256(tensors).hexdigest(),
         }
+        facts["facts_sha256"] = facts_hash(facts)
         # tensors first: the facts hold their hash, and are what a reader looks for
         return {TENSORS: tensors, FACTS: (json.dumps(facts, indent=1) + "\n").encode(), CARD: self.card().encode()}
 
@@ -241,6 +242,12 @@ class Calibration:
         return _read(facts, content, str(name))
 
 
+def facts_hash(facts: Mapping[str, Any]) -> str:
+    """SHA-256 of all facts but this."""
+    told = {name: value for name, value in facts.items() if name != "facts_sha256"}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
 def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
     damaged = f"the calibration in {source!r} is damaged: "
     again = " Calibrate again, or fetch it anew."
@@ -255,6 +262,8 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
             f"the calibration in {source!r} has schema {facts.get('schema')!r}; this version reads {SCHEMA}. Calibrate "
             "again, or install the version of turbo_hf that made it."
         )
+    if facts.get("facts_sha256") != facts_hash(facts):
+        raise ValueError(f"{damaged}{FACTS} is not as it was written.{again}")
     if hashlib.sha256(content).hexdigest() != facts.get("sha256"):
         raise ValueError(f"{damaged}{TENSORS} is not the file that {FACTS} was written with.{again}")
     try:
