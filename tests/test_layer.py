@@ -246,7 +246,7 @@ def tensors_of(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
 
 def allocated(layer: TurboLayer) -> int:
     """Bytes of the storages behind a layer, each counted once; of the host's table, what a device would hold."""
-    table = layer.pool.device_table()
+    table, _, _ = layer.pool.device_table(), layer.pool.device_sealed(), layer.buffer.device_length()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(layer)}
     for x in (layer.pool.table, table):
         storages.pop(x.untyped_storage().data_ptr(), None)

@@ -3,6 +3,7 @@
 As they are, with scale 1, in a layer that has heads of 16 bit.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from turbo_hf.config import TurboConfig
 from turbo_hf.ops.quantize import head_scores, quantize_tokens
 from turbo_hf.ops.rotate import unrotate_keys
-from turbo_hf.transfer import require_finite, send
+from turbo_hf.transfer import require_finite, send, shared
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -19,7 +20,15 @@ R = TypeVar("R")
 
 def storing(method: Callable[P, R]) -> Callable[P, R]:
     """No gradients, and ordinary tensors also under `torch.inference_mode`: a cache may be written again outside it."""
-    return torch.inference_mode(False)(torch.no_grad()(method))
+    guarded = torch.inference_mode(False)(torch.no_grad()(method))
+
+    @functools.wraps(method)
+    def stores(*args: P.args, **kwargs: P.kwargs) -> R:
+        # `generate` has switched gradients off already, and a layer is asked several times a pass
+        plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+        return method(*args, **kwargs) if plain else guarded(*args, **kwargs)
+
+    return stores
 
 
 class Tokens(NamedTuple):
@@ -78,7 +87,8 @@ class OpenBuffer:
     def device_length(self) -> torch.Tensor:
         """int64 [B]: `length` on the device, as it is there without being sent again in steady decoding."""
         if self._device_length is None:
-            self._device_length = send(self.length, self.k.device)
+            # its own: kernels count in it
+            self._device_length = shared(self.length, self.k.device).clone()
         return self._device_length
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.transfer import send
+from turbo_hf.transfer import shared
 
 DIFFERS = (
     "attention_mask (none means all ones) differs from the one under which the cached tokens were stored. "
@@ -45,8 +45,8 @@ class Chunk(NamedTuple):
         return self._replace(valid=self.valid.to(device), gather=gather)
 
     def begin(self, device: torch.device) -> torch.Tensor | None:
-        """`starts` as int64 [B] on `device`."""
-        return None if self.starts is None else send(self.starts, device)
+        """`starts` as int64 [B] on `device`, only to be read."""
+        return None if self.starts is None else shared(self.starts, device)
 
     def blank(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, H, M, D], aligned, with 0 before each row's tokens."""

@@ -3,7 +3,7 @@
 import torch
 
 from turbo_hf.selectors import Selector
-from turbo_hf.transfer import send
+from turbo_hf.transfer import nothing, shared
 
 GRAIN = 64
 """Tokens by which the index grows, at least."""
@@ -27,8 +27,8 @@ class BucketIndex:
     def __init__(self, rows: int, heads: int, block: int, selector: Selector | None, device: torch.device):
         self.block, self.selector = block, selector
         tables = 0 if selector is None else selector.tables
-        self.buckets = torch.empty(rows, heads, tables, 0, dtype=torch.int16, device=device)
-        self.spans = torch.empty(rows, heads, 0, 2, dtype=torch.int16, device=device)
+        self.buckets = nothing((rows, heads, tables, 0), torch.int16, device)
+        self.spans = nothing((rows, heads, 0, 2), torch.int16, device)
         self._all_known = True
         # of each row the blocks that stand in order
         self.ordered: list[list[range]] = [[] for _ in range(rows)]
@@ -59,7 +59,7 @@ class BucketIndex:
             self.buckets[..., held[0] : after[0]] = new
             return
         rows = [row for row, start in enumerate(begin) if start < tokens]
-        row, first, end = (send([x[r] for r in rows], new.device)[:, None] for x in (range(len(held)), begin, held))
+        row, first, end = (shared([x[r] for r in rows], new.device)[:, None] for x in (range(len(held)), begin, held))
         # columns of padding repeat the first token: to find the others would be to wait for the device
         source = torch.maximum(torch.arange(tokens, device=new.device), first)
         self.buckets[row, :, :, end + source - first] = new[row, :, :, source]

@@ -18,7 +18,7 @@ from turbo_hf.ops.quantize import dequantize
 from turbo_hf.ops.rotate import rotate_keys
 from turbo_hf.pages import PagePool
 from turbo_hf.selectors import Selector
-from turbo_hf.transfer import require_finite, send
+from turbo_hf.transfer import require_finite, send, shared
 
 DECODE_TOKENS = 16
 """At most this many new tokens over a past count as decoding: they join the cache before attention reads it."""
@@ -79,7 +79,7 @@ class TurboLayer(CacheLayerMixin):
             raise ValueError(
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
-        self.order = send(order * self.rows, self.device).view(self.rows, self.heads)
+        self.order = shared(order * self.rows, self.device).view(self.rows, self.heads)
         # nothing to decide: one width for all heads, or an order that was given
         self.settled = len(groups) == 1 or self.head_order is not None
         self.ordered = [self.settled] * self.rows
@@ -248,8 +248,10 @@ class TurboLayer(CacheLayerMixin):
                 if blocks:
                     buffer.reorder(row, (blocks.start - done[row]) * block, index.sort(row, blocks))
             # the op seals all that is whole of so many open tokens
-            open_len = send([n * block for n in whole], self.device) if index.sorts else buffer.device_length()
-            seal_open(self.store()._replace(open_len=open_len), max(whole), backend=self.config.backend)
+            store = self.store()
+            if index.sorts:
+                store = store._replace(open_len=shared([n * block for n in whole], self.device))
+            seal_open(store, max(whole), backend=self.config.backend)
         if any(whole):
             buffer.drop_front([n * block for n in whole])
         self.dropped = [d + (o + s) * block for d, o, s in zip(self.dropped, old, skip, strict=True)]
@@ -264,8 +266,11 @@ class TurboLayer(CacheLayerMixin):
         """Rank the heads of rows that seal their first block. One block decides, however the prompt was cut."""
         if not rows:
             return
-        where = slice(None) if len(rows) == self.rows else send(rows, self.device)
-        self.order[where] = self.buffer.ranked_heads(where, self.config)
+        if len(rows) == self.rows:
+            self.order = self.buffer.ranked_heads(slice(None), self.config)
+        else:
+            where = send(rows, self.device)
+            self.order = self.order.index_copy(0, where, self.buffer.ranked_heads(where, self.config))
         for row in rows:
             self.ordered[row] = True
 
@@ -304,7 +309,7 @@ class TurboLayer(CacheLayerMixin):
         if self.columns is not None:
             valid = self.columns[:, first:]
             token = (self.columns.cumsum(-1) - 1)[:, first:]
-        token = token - send(self.dropped, self.device)[:, None]
+        token = token - shared(self.dropped, self.device)[:, None]
         valid = (valid & (token >= 0))[:, None, :, None]
         pick = token.clamp(min=0)[:, None, :, None]
         k, v = (torch.take_along_dim(x, pick, 2).masked_fill(~valid, 0.0) for x in (k, v))
@@ -378,7 +383,8 @@ class TurboLayer(CacheLayerMixin):
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        explain = (self.order, self.masked, self.universal, self.broken, self.buffer.device_length())
-        scales += sum(x.nbytes for x in explain if x is not None)
+        explain = (self.order, self.masked, self.universal, self.broken)
+        # and the open tokens of each row, int64
+        scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.tables else {}
         return {"codes": codes, "scales": scales, "open": self.buffer.nbytes(), **index}

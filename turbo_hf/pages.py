@@ -1,23 +1,32 @@
 """The sealed part of one layer's cache: a pool of pages and the table that says which row holds which."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 from turbo_hf.buffer import Tokens
 from turbo_hf.layout import FULL, PagedHeads, empty_pages
 from turbo_hf.ops.quantize import unpack_blocks
-from turbo_hf.transfer import send
+from turbo_hf.transfer import nothing, shared
 
 TABLE_GRAIN = 16
 """Blocks by which the table grows at least."""
+
+
+@lru_cache(maxsize=64)
+def _no_pages(bits: int, slots: int, dim: int, block: int, device: torch.device, full: torch.dtype) -> PagedHeads:
+    """What every pool begins with."""
+    with torch.inference_mode(False):
+        return empty_pages(bits, 0, slots, dim, block, device, full)
 
 
 class PagePool:
     """Pages of all rows of a layer. A page may belong to several rows (beams of one prompt).
 
     The table lies on the host, where it is read and written without waiting for the device; `device_table` is its copy.
-    The lists that say what a row holds are replaced, never changed: layers whose rows hold the same may share them.
+    The lists that say what a row holds are replaced, never changed: layers whose rows hold the same may share them, and
+    do share what says the same on the device.
     """
 
     def __init__(
@@ -31,8 +40,8 @@ class PagePool:
     ):
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
         self.full = full
-        self.heads = tuple(empty_pages(bits, 0, slots, dim, block, device, full) for bits, slots in groups)
-        self.table = torch.zeros(rows, 0, dtype=torch.int64, device="cpu")
+        self.heads = tuple(_no_pages(bits, slots, dim, block, device, full) for bits, slots in groups)
+        self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
         self.sealed = [0] * rows
         self.given = [0] * rows
         self._free: list[int] = []
@@ -45,23 +54,30 @@ class PagePool:
         return self.heads[0].k.shape[0]
 
     def device_table(self) -> torch.Tensor:
-        """int64 [B, blocks] on the cache's device; at least as many blocks as the longest row has."""
+        """int64 [B, blocks] on the cache's device; at least as many blocks as the longest row has. Only to be read.
+
+        With what is reserved: launches that are replayed find in it what lies beyond the longest row of today.
+        """
         if self._device_table is None:
-            self._device_table = self._sent(self.sealed)
+            held = self.table[:, : max(self.given, default=0)]
+            self._device_table = shared(held, self.device).view(held.shape)
         return self._device_table
 
     def device_sealed(self) -> torch.Tensor:
-        """int64 [B]: `sealed` on the cache's device."""
+        """int64 [B]: `sealed` on the cache's device. Only to be read, but after `own_sealed`."""
         if self._device_sealed is None:
-            self._device_sealed = send(self.sealed, self.device)
+            self._device_sealed = shared(self.sealed, self.device)
         return self._device_sealed
+
+    def own_sealed(self) -> None:
+        """Let `device_sealed` be no other layer's, for kernels that count in it."""
+        self._device_sealed = self.device_sealed().clone()
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of codes, and of everything that explains them: steps, zeros, scales, table."""
         codes = sum(h.k.nbytes + h.v.nbytes for h in self.heads)
-        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.heads) + sum(
-            x.nbytes for x in (self.device_table(), self.device_sealed())
-        )
+        places = 8 * len(self.sealed) * (1 + max(self.given, default=0))
+        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.heads) + places
 
     def append(self, counts: Sequence[int]) -> None:
         """Pages for `counts[row]` more blocks of each row, for the caller to seal them to (`ops.append.seal_open`)."""
@@ -71,29 +87,22 @@ class PagePool:
     def reserve(self, ahead: Sequence[int]) -> None:
         """Pages for the next `ahead[row]` blocks of each row, in the table before kernels seal blocks to them."""
         self._release()
-        rows = [row for row, count in enumerate(ahead) for _ in range(count)]
-        self.given = self._enter(rows, self._allocate(len(rows)), self.given)
-        # with what was reserved: launches that are replayed find in it what lies beyond the longest row of today
-        self._device_table, self._device_sealed = self._sent(self.given), None
+        self.given = self._enter(ahead, self._allocate(sum(ahead)))
+        self._device_table = self._device_sealed = None
 
-    def _sent(self, held: list[int]) -> torch.Tensor:
-        """A copy of the table on the device, as wide as the longest row; the host does not wait."""
-        return self.table[:, : max(held, default=0)].to(self.device, non_blocking=True, copy=True)
-
-    def _enter(self, rows: list[int], pages: list[int], held: list[int]) -> list[int]:
-        """`pages` to the table, each behind the `held` pages of its row; returns how many each row has then."""
-        end, blocks = list(held), []
-        for row in rows:
-            blocks.append(end[row])
-            end[row] += 1
+    def _enter(self, ahead: Sequence[int], pages: list[int]) -> list[int]:
+        """`pages` to the table, `ahead[row]` of them behind those of each row; returns how many each row has then."""
+        end = [held + count for held, count in zip(self.given, ahead, strict=True)]
         missing = max(end) - self.table.shape[1]
         if missing > 0:
             # doubling: the table is a thousandth of what it describes
             more = -(-max(missing, self.table.shape[1]) // TABLE_GRAIN) * TABLE_GRAIN
             self.table = torch.nn.functional.pad(self.table, (0, more))
-        if rows:
-            # by numpy, which shares its memory: five operations of torch would do the same
-            self.table.numpy()[rows, blocks] = pages
+        # by numpy, which shares its memory and takes less of the host
+        table, first = self.table.numpy(), 0
+        for row, (held, count) in enumerate(zip(self.given, ahead, strict=True)):
+            table[row, held : held + count] = pages[first : first + count]
+            first += count
         return end
 
     def trim(self) -> None:

@@ -146,7 +146,7 @@ class Steps:
                 layer.pool.drop_front(leaving, shrink=False)
                 layer.dropped = [n + out * group.block for n, out in zip(layer.dropped, leaving, strict=True)]
             layer.pool.reserve(ahead)
-            layer.pool.device_sealed()
+            layer.pool.own_sealed()
             layer.buffer.hold(group.block)
         group.sealed, group.given = first.pool.sealed, first.pool.given
         for layer in group.layers:

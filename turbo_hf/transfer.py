@@ -1,6 +1,8 @@
 """What goes between host and device: lists without a wait, and the flags of all layers in one read."""
 
+from array import array
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from transformers import PreTrainedModel
@@ -11,6 +13,32 @@ def send(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     if not any(numbers):
         return torch.zeros(len(numbers), dtype=torch.int64, device=device)
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def shared(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As `send`, for who only reads: the layers of a pass, which ask for the same numbers, get the same tensor.
+
+    numbers: or an int64 tensor on the host, in any shape.
+    """
+    plain = numbers.numpy() if isinstance(numbers, torch.Tensor) else array("q", numbers)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return _sent(plain.tobytes(), device, stream)
+
+
+@lru_cache(maxsize=16)
+def _sent(numbers: bytes, device: torch.device, stream: int) -> torch.Tensor:
+    """Of one stream: another would not wait for the copy. An ordinary tensor: it may outlive an inference mode."""
+    with torch.inference_mode(False):
+        if not any(numbers):
+            return torch.zeros(len(numbers) // 8, dtype=torch.int64, device=device)
+        return torch.frombuffer(bytearray(numbers), dtype=torch.int64).to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor without elements: where a layer that is new holds nothing, it is the one that all others hold."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 def require_finite(flags: Mapping[int, torch.Tensor]) -> None:
