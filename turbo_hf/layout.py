@@ -148,6 +148,11 @@ class AttentionOutput(NamedTuple):
     lse: torch.Tensor
 
 
+def power_of_two(n: int) -> int:
+    """The least one that is not below n. Triton's own takes microseconds, in each launch."""
+    return 1 << max(0, n - 1).bit_length()
+
+
 def packed_bytes(codes: int, bits: int) -> int:
     """Bytes of `codes` codes of `bits` bits."""
     return codes * bits // 8

@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
-from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type
+from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type, power_of_two
 from turbo_hf.ops import launch_store
 from turbo_hf.ops.tuning import prefill_tiles
 from turbo_hf.reference.operands import align, key_mean, ratio
@@ -27,7 +27,7 @@ TL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float3
 
 def _padded_dim(dim: int) -> int:
     """Channels of a tile: a power of two, and enough for an 8-bit product."""
-    return max(32, int(triton.next_power_of_2(dim)))
+    return max(32, power_of_two(dim))
 
 
 def _last_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -187,7 +187,7 @@ def prefill(
             K_TOKEN=mode in ("int8", "half"), V_RAW=raw, V_CHANNEL=parts.v_channel is not None, BIAS=bias is not None,
             ROTATED=rotated is not q, SOFTCAP=softcap is not None, SINKS=sinks is not None,
             SAS=sas_threshold is not None, STARTS=starts is not None, PAST=past is not None, REPAIR=repair,
-            FLAGS=triton.next_power_of_2(broken.numel()) if repair else 1, num_warps=tiles.warps,
+            FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps,
             num_stages=tiles.stages,
         )  # fmt: skip
 

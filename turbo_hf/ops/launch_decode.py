@@ -4,11 +4,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from turbo_hf.kernels.decode import decode_kernel
 from turbo_hf.kernels.merge import STATS
-from turbo_hf.layout import FULL, AttentionOutput, KVStore
+from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
 from turbo_hf.ops.schedule import (
     LivePlan,
     Plan,
@@ -118,7 +117,7 @@ def _schedule(
     if plans is None:
         tiles = tuple(tiles_of(sealed, shape.blocks))
         plan = _plan(tiles, shape)
-        return _words(tiles, shape, device), plan.ctas, triton.next_power_of_2(plan.parts)
+        return _words(tiles, shape, device), plan.ctas, power_of_two(plan.parts)
     key = (*shape, *(x.data_ptr() for x in workspace))
     if key not in plans:
         plans[key] = LivePlan(
@@ -130,7 +129,7 @@ def _schedule(
 
 def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:
     """Tiles for queries like q, whether they become INT8, their channels, padded."""
-    padded = max(32, triton.next_power_of_2(q.shape[3]))
+    padded = max(32, power_of_two(q.shape[3]))
     widths = {pages.bits for pages in store.heads}
     turbo = mode == "turbo" and widths != {FULL}
     unpacks = widths != {FULL} if mode == "fp16" else max(widths) == FULL and q.element_size() > 2

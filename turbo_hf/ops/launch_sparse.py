@@ -18,7 +18,7 @@ from turbo_hf.kernels.select import (
 )
 from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
-from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore, power_of_two
 from turbo_hf.ops.launch_decode import FILLED, MERGED, early, sms, tiles_for
 from turbo_hf.ops.schedule import Kept
 
@@ -46,10 +46,10 @@ def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None
     """`ops.select.assign`."""
     batch, heads, tokens, dim = keys.shape
     out = torch.empty(batch, heads, tokens, dtype=torch.int16, device=keys.device)
-    padded = max(16, triton.next_power_of_2(dim))
+    padded = max(16, power_of_two(dim))
     cos, sin, stride, turned = _turns(rotary, keys)
     tile = 128 * 128 // max(padded, 128) // (2 if centroids.element_size() > 2 else 1)
-    tile = min(tile, max(16, triton.next_power_of_2(centroids.shape[1])))
+    tile = min(tile, max(16, power_of_two(centroids.shape[1])))
     with torch.cuda.device_of(keys):
         assign_kernel[(triton.cdiv(tokens, 64), batch * heads)](
             keys, centroids.contiguous(), out, cos, sin, keys.stride(), stride, tokens, centroids.shape[1],
@@ -159,7 +159,7 @@ def _layer(
 ) -> None:
     """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU."""
     batch, heads, tokens, group, dim = queries.shape
-    units, padded = weight.shape[2], triton.next_power_of_2(group)
+    units, padded = weight.shape[2], power_of_two(group)
     rows = max(VECTORS, padded)
     cos, sin, stride, turned = _turns(rotary, queries)
     tiles, chunks = triton.cdiv(units, UNITS), triton.cdiv(batch * tokens, rows // padded)
@@ -175,7 +175,7 @@ def _layer(
     layer_kernel[(tiles, heads, chunks)](
         queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
         strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
-        DP=max(16, triton.next_power_of_2(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
+        DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
         KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=early(queries.device)["EARLY"], num_warps=4,
     )  # fmt: skip
 
@@ -195,15 +195,15 @@ def visit(
     with torch.cuda.device_of(logits):
         if probes is not None:
             rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
-                logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=triton.next_power_of_2(group),
-                OWN=RANKED, TILE=min(COMPARED, max(16, triton.next_power_of_2(buckets))), **early(logits.device),
+                logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=power_of_two(group),
+                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **early(logits.device),
                 num_warps=4,
             )  # fmt: skip
         else:
             visit_kernel[(lists,)](
                 logits.contiguous(), logits if sizes is None else sizes.float().contiguous(), out.view(torch.uint8),
-                group, buckets, shape[2], most or 0, mass, G=triton.next_power_of_2(group),
-                C=triton.next_power_of_2(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4,
+                group, buckets, shape[2], most or 0, mass, G=power_of_two(group),
+                C=power_of_two(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4,
             )  # fmt: skip
     return out
 
@@ -254,13 +254,13 @@ def sparse_decode(
     ctas = sms(q.device) * tune.occupancy
     alone = sms(q.device) if tune.blocks == 4 else ctas
     # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
-    usual = triton.next_power_of_2(max(4, alone // (2 * lists * chunks)))
+    usual = power_of_two(max(4, alone // (2 * lists * chunks)))
     parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
     # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
     shares = SHARES * ctas + lists * chunks
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
     # workspace behind at each step
-    room = triton.next_power_of_2(max(1, store.table.shape[1]))
+    room = power_of_two(max(1, store.table.shape[1]))
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     shape = (q.device, stream, get_ident(), lists, room, lists * chunks, shares, per_output * (padded + STATS.value))
     if store.plans is None:
@@ -284,7 +284,7 @@ def sparse_decode(
         list_kernel[(lists,)](
             spanned, flags, order, store.table, *places, listed, found, store.table.stride(0), queries, room,
             0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
-            BUCKETS=triton.next_power_of_2(flags.shape[-1]) if indexed else 1, **known, num_warps=8,
+            BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
@@ -296,7 +296,7 @@ def sparse_decode(
             scaling, softcap or 0.0, sas_threshold or 0.0, alone,
             SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
             GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            OUTPUTS=triton.next_power_of_2(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
+            OUTPUTS=power_of_two(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
             SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
             PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks,
         )  # fmt: skip

@@ -1,12 +1,14 @@
 """Launches of the kernels that store tokens. Imported where one runs: it needs Triton."""
 
+from functools import lru_cache
+from typing import Any
+
 import torch
-import triton
 
 from turbo_hf.kernels.append import append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.kernels.rotate import rotate_kernel
 from turbo_hf.kernels.store import quantize_tokens_kernel, seal_kernel
-from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages
+from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages, power_of_two
 
 TOKENS = 64
 """Tokens of one program."""
@@ -21,6 +23,14 @@ PARTS = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
 """Parts of a half-split run: the codes in one byte of its finest plane."""
 
 
+@lru_cache(maxsize=64)
+def _constants(bits: tuple[int, ...], dim: int) -> dict[str, Any]:
+    """What a kernel that seals is told of the widths of the pages, and of the head dim."""
+    parts = tuple(PARTS[width] for width in bits)
+    packed = tuple(power_of_two(dim // n) for n in parts)
+    return {"BITS": bits, "PARTS": parts, "KP": packed, "D": dim, "DP": power_of_two(dim), "enable_fp_fusion": False}
+
+
 def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.quantize.quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
@@ -28,8 +38,8 @@ def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.
     codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
     own = torch.empty(batch, heads, tokens, device=x.device) if scale is None else scale.float().contiguous()
     with torch.cuda.device_of(x):
-        quantize_tokens_kernel[(triton.cdiv(tokens, TOKENS), batch * heads)](
-            x, own, codes, own, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=triton.next_power_of_2(dim),
+        quantize_tokens_kernel[(-(-tokens // TOKENS), batch * heads)](
+            x, own, codes, own, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=power_of_two(dim),
             BLOCK=TOKENS, GIVEN=scale is not None, enable_fp_fusion=False,
         )  # fmt: skip
     return codes, own
@@ -43,7 +53,7 @@ def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     size = dim & -dim
     runs = batch * heads * tokens * (dim // size)
     with torch.cuda.device_of(x):
-        rotate_kernel[(triton.cdiv(runs, ROTATED),)](
+        rotate_kernel[(-(-runs // ROTATED),)](
             x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, PARTS=dim // size, SIZE=size,
             LEVELS=size.bit_length() - 1, ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
@@ -61,8 +71,8 @@ def seal_blocks(
     with torch.cuda.device_of(k):
         # products must round as the reference's do, so that a block has the same bits wherever it is sealed
         seal_kernel[(pages * slots,)](
-            k, k_scale, v, v_scale, *sealed[1:], D=dim, DP=triton.next_power_of_2(dim), BLOCK=block, BITS=bits,
-            PARTS=parts, KP=triton.next_power_of_2(dim // parts), enable_fp_fusion=False,
+            k, k_scale, v, v_scale, *sealed[1:], D=dim, DP=power_of_two(dim), BLOCK=block, BITS=bits,
+            PARTS=parts, KP=power_of_two(dim // parts), enable_fp_fusion=False,
         )  # fmt: skip
     return sealed
 
@@ -79,13 +89,13 @@ def append_tokens(
 ) -> None:
     """`ops.append.append_tokens`; counters: int32 [B], zeros."""
     batch, heads, tokens, dim = k.shape
-    part = min(APPENDED, triton.next_power_of_2(tokens))
+    part = min(APPENDED, power_of_two(tokens))
     with torch.cuda.device_of(k):
-        append_kernel[(triton.cdiv(tokens, part), batch * heads)](
+        append_kernel[(-(-tokens // part), batch * heads)](
             k, v, store.k_open, store.v_open, store.k_scale, store.v_scale, store.open_len,
             store.open_len if starts is None else starts, store.k_scale if given is None else given.contiguous(),
             broken if span is None else span.view(torch.int32), broken, counters, k.stride(), v.stride(), tokens,
-            store.k_open.shape[2], HEADS=heads, D=dim, DP=triton.next_power_of_2(dim), TOKENS=part,
+            store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
             STARTS=starts is not None, GIVEN=given is not None, SPAN=span is not None, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -94,7 +104,6 @@ def seal_open(store: KVStore, blocks: int) -> None:
     """`ops.append.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
     bits = tuple(pages.bits for pages in store.heads)
-    parts = tuple(PARTS[width] for width in bits)
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
     if store.k_open.dtype != torch.int8 and min(bits) < FULL:
@@ -104,12 +113,10 @@ def seal_open(store: KVStore, blocks: int) -> None:
     with torch.cuda.device_of(store.k_open):
         # as in `seal_blocks`, products must round as the reference's do
         seal_open_kernel[(blocks, batch * heads)](
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
+            tuple(pages[1:] for pages in store.heads),
             tuple(held if width == FULL else codes for width in bits), store.order.contiguous(), store.table,
             store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=bits, D=dim, DP=triton.next_power_of_2(dim),
-            BLOCK=store.block, PARTS=parts, KP=tuple(triton.next_power_of_2(dim // n) for n in parts),
-            enable_fp_fusion=False,
+            SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BLOCK=store.block, **_constants(bits, dim),
         )  # fmt: skip
 
 
@@ -127,15 +134,12 @@ def append_step(
     index, buckets = (arrived, arrived) if noted is None else (noted[0], noted[1].contiguous())
     tables, places = (0, 0) if noted is None else index.shape[2:]
     bits = tuple(pages.bits for pages in store.heads)
-    parts = tuple(PARTS[width] for width in bits)
     with torch.cuda.device_of(k):
         append_step_kernel[(batch * heads,)](
-            k, v, tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
+            k, v, tuple(pages[1:] for pages in store.heads),
             (store.k_open, store.v_open, store.k_scale, store.v_scale), store.order.contiguous(), store.table,
             store.sealed, store.open_len, store.k_scale if given is None else given.contiguous(), index, buckets,
             broken, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
-            HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=bits, D=dim,
-            DP=triton.next_power_of_2(dim), BLOCK=store.block, PARTS=parts,
-            KP=tuple(triton.next_power_of_2(dim // n) for n in parts), GIVEN=given is not None,
-            TABLES=tables, enable_fp_fusion=False,
+            HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BLOCK=store.block,
+            GIVEN=given is not None, TABLES=tables, **_constants(bits, dim),
         )  # fmt: skip
