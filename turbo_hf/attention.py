@@ -1,5 +1,6 @@
 """The one attention function that a patched model calls, and the hook that brings it the cache layer."""
 
+import functools
 import logging
 import math
 import sys
@@ -13,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
 from turbo_hf.layer import TurboLayer
-from turbo_hf.layout import AttentionOutput, narrowed
+from turbo_hf.layout import narrowed
 from turbo_hf.masks import dense_mask
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
@@ -33,6 +34,13 @@ PLAN_PAYS = 1 << 27
 An estimate: on an H200 a plan took about 37 ms, and FlashAttention-2, scaled down from 1 x 131k, should lose about as
 much to cuDNN in 32 layers of 32 heads of this size.
 """
+
+BY_CUDNN = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 HARMLESS = frozenset(
     {
@@ -104,7 +112,7 @@ def turbo_attention(
         key, value = _pending(call.layer, key, value)
         source = Source(module, call.rotary)
         out = _compressed(call.cache, call.layer, source, query, key, value, attention_mask, scale, softcap, s_aux)
-        return out.out.transpose(1, 2).contiguous(), None
+        return out.transpose(1, 2).contiguous(), None
     if call.layer is not None:
         complain(call.strict, f"layer {call.layer.index}: {reason}")
         # asked of all layers by the first one, which has stored nothing yet
@@ -170,7 +178,7 @@ def _compressed(
     scaling: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
-) -> AttentionOutput:
+) -> torch.Tensor:
     layer.check(key, defer=True)
     if mask is not None and len(mask) != len(query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(query)}. Pass one row for each.")
@@ -185,10 +193,10 @@ def _compressed(
         if layer.selector is not None and decoding:
             buckets, asked = look_up(layer, source, query, key, chunk)
             layer.append(k, v, chunk, buckets, defer=True)
-            result = attend_sparse(layer, asked, query, chunk, starts, scaling, softcap, sinks, threshold)
+            out = attend_sparse(layer, asked, query, chunk, starts, scaling, softcap, sinks, threshold).out
         elif decoding:
             layer.append(k, v, chunk, defer=True)
-            result = decode(
+            out = decode(
                 rotate_queries(q, layer.config.backend) if layer.config.rotates else q,
                 layer.store(),
                 scaling=scaling,
@@ -199,14 +207,14 @@ def _compressed(
                 mode="fp16" if layer.config.attention == "fp16" else "turbo",
                 sas_threshold=threshold,
                 backend=layer.config.backend,
-            )
+            ).out
         elif mode == "fp16" and layer.config.backend == "auto" and _is_plain(layer, q, starts, softcap, sinks):
-            result = AttentionOutput(_sdpa(q, k, v, scaling), q.new_empty(0))
+            out = _sdpa(q, k, v, scaling)
             layer.append(k, v, chunk, buckets, defer=True)
         else:
             # over a past, the chunk's own keys stand as the stored ones do
             turned = layer.seen > 0 and layer.config.rotates
-            result = prefill(
+            out = prefill(
                 rotate_queries(q, layer.config.backend) if turned else q,
                 narrowed(rotate_keys(k, layer.config.backend), k.dtype) if turned else k,
                 v,
@@ -223,13 +231,13 @@ def _compressed(
                 smooth_k=layer.config.smooth_k and mode != "fp16",
                 hadamard=layer.config.hadamard and mode != "fp16" and not turned,
                 backend=layer.config.backend,
-            )
+            ).out
             layer.append(k, v, chunk, buckets, defer=True)
         layer.commit(defer=True)
-        out = chunk.restore(result.out)
+        out = chunk.restore(out)
     if torch.is_grad_enabled() and query.requires_grad:
         out = _NoGradient.apply(query, out)
-    return AttentionOutput(out, result.lse)
+    return out
 
 
 def _is_plain(
@@ -248,13 +256,22 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
         # no fused kernel shares keys among heads here, and the plain one holds all M x M scores
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
-    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if torch.backends.cuda.cudnn_sdp_enabled():
-        order.insert(0 if q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS else 1, SDPBackend.CUDNN_ATTENTION)
-    with sdpa_kernel(order, set_priority=True):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
+    sdpa = functools.partial(
+        torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
+    )
+    kernels = torch.backends.cuda
+    if not (kernels.cudnn_sdp_enabled() and kernels.flash_sdp_enabled()):
+        # who has switched one of them off has chosen
+        return sdpa()
+    if q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS:
+        with sdpa_kernel(BY_CUDNN, set_priority=True):
+            return sdpa()
+    # torch's own order begins with cuDNN on some GPUs. `sdpa_kernel` would take longer than the launch
+    kernels.enable_cudnn_sdp(False)
+    try:
+        return sdpa()
+    finally:
+        kernels.enable_cudnn_sdp(True)
 
 
 def sas_threshold(config: TurboConfig, tokens: int) -> float | None:

@@ -112,7 +112,7 @@ class TurboCache(Cache):
             return Chunk(tokens)
         planned, key = self._planned, (layer.seen, tokens)
         # the first layer begins a pass: what an earlier pass planned may be about a mask that was changed in place
-        begins = layer is next(iter(self.turbo_layers()))
+        begins = layer is next(held for held in self.layers if isinstance(held, TurboLayer))
         if planned is None or begins or planned[1:3] != key or not _same_mask(planned[0], mask):
             planned = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
             self._planned = planned
