@@ -69,7 +69,7 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
     monkeypatch.setattr(patching, "StepRunner", make)
     if not torch.cuda.is_available():
         monkeypatch.setattr(patching, "cuda_device", Again)
-        monkeypatch.setattr(graphs, "_place_obstacle", lambda model: None)
+        monkeypatch.setattr(graphs, "_place_obstacle", lambda *args: None)
         monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
     return made
 
@@ -513,6 +513,13 @@ def test_a_hook_of_the_user_is_called_in_every_step(runners: list[StepRunner]) -
         with pytest.raises(Unsupported, match=r"cuda_graphs=True: model.layers.0.mlp has hooks"):
             model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
         hook.remove()
+        # looked for in each call: also in a module that has come since
+        model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
+        assert len(runners) == 1
+        model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU())
+        model.model.layers[1].mlp.act_fn[0].register_forward_hook(lambda *args: None)
+        with pytest.raises(Unsupported, match=r"cuda_graphs=True: model.layers.1.mlp.act_fn.0 has hooks"):
+            model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
 
 
 def test_a_cache_that_can_never_be_replayed_is_an_error_where_graphs_are_demanded(runners: list[StepRunner]) -> None:

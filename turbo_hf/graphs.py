@@ -336,27 +336,32 @@ def describe(config: TurboConfig, dense: list[int], known_family: bool, cuda: bo
 
 def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
     """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's."""
-    reason = _place_obstacle(model)
+    # by hand, in each call of `generate`: torch's own walk takes milliseconds, and nobody tells of a new hook or module
+    modules = [model]
+    for module in modules:
+        modules += [held for held in module._modules.values() if held is not None]
+    reason = _place_obstacle(model, modules)
     if reason is not None:
         return reason
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return "another attention has been chosen"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "there are global module hooks, which a replay would not call"
-    for name, module in model.named_modules():
+    for module in modules:
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         # Transformers' own record outputs, and are asked for by a keyword
         foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]
-        if foreign or hasattr(module, "_hf_hook"):
+        if foreign or "_hf_hook" in module.__dict__:
+            name = next(name for name, held in model.named_modules() if held is module)
             return f"{name or 'the model'} has hooks, which a replay would not call"
     return None
 
 
-def _place_obstacle(model: Any) -> str | None:
+def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
     """Why the weights of this model, where and as they lie, leave nothing to capture."""
     if model.device.type != "cuda":
         return f"the model is on {model.device}"
-    places = {parameter.device for parameter in model.parameters()}
+    places = {held.device for module in modules for held in module._parameters.values() if held is not None}
     if len(places) > 1:
         return f"its weights lie on {len(places)} devices"
     if getattr(model, "_device_mesh", None) is not None:
