@@ -125,10 +125,11 @@ def main(everything: bool) -> None:
         flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         launch_store.append_step(k, k, store, None, None, *flags)
         noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
-        launch_store.append_step(k, k, store, None, noted, *flags)
+        launch_store.append_step(k, k, store, None, noted, *flags, rotate=True)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
-        launch_store.append_tokens(k, k, store, torch.zeros(2, dtype=torch.int64), None, torch.zeros(2, 2, 2), *flags)
+        starts, span = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
+        launch_store.append_tokens(k, k, store, starts, None, span, *flags, rotate=True)
         case[0] = f"seal open blocks, d = {dim}"
         launch_store.seal_open(store, 1)
     case[0] = "seal open blocks of 16 bit"

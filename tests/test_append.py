@@ -15,6 +15,7 @@ from turbo_hf.layout import KVStore, PagedHeads, empty_pages
 from turbo_hf.ops.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
+from turbo_hf.ops.rotate import rotate_keys
 
 pytestmark = pytest.mark.usefixtures("poison")
 BACKENDS = [pytest.param(name, id=name) for name in ("reference", "triton")]
@@ -72,6 +73,38 @@ def expected(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
     if given is not None:
         codes, scale = quantize_tokens(x, torch.where(given[..., None] > 0, given[..., None], scale), "reference")
     return codes[0], scale[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 48, 64, 80)])
+def test_keys_are_rotated_on_the_way(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    """The same bits as after a rotation of their own, in a prompt and in a step."""
+    flags = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4)]
+    for m in (1, 70):
+        got = cache([3, 60, 64, 9], dim, device, dtype, room=m)
+        want = copy(got)
+        k, v = (tokens(4, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
+        k[0, 0, 0, 3] = 3e4
+        turned = rotate_keys(k, "reference")
+        append_tokens(k, v, got, broken=flags[0], rotate=True, backend=backend)
+        append_tokens(turned, v, want, broken=flags[0], backend="reference")
+        assert_same_tokens(got, want)
+    got = full_store(dim, ((4, 2),), device)
+    want, k, v = snapshot(got), k[:, :, :1], v[:, :, :1]
+    append_step(k, v, got, broken=flags[0], arrived=flags[1], rotate=True, backend=backend)
+    append_step(turned[:, :, :1], v, want, broken=flags[0], arrived=flags[1], backend="reference")
+    assert_same_tokens(got, want)
+    assert not flags[0].item()
+
+
+def assert_same_tokens(got: KVStore, want: KVStore) -> None:
+    """The open tokens of two stores, bit for bit."""
+    assert torch.equal(got.open_len, want.open_len)
+    for row, held in enumerate(want.open_len.tolist()):
+        for name in ("k_open", "k_scale", "v_scale"):
+            assert torch.equal(getattr(got, name)[row, :, :held], getattr(want, name)[row, :, :held]), name
+        assert torch.equal(got.v_open[row, ..., :held], want.v_open[row, ..., :held])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -169,25 +169,25 @@ class TurboLayer(CacheLayerMixin):
         if not self.is_initialized:
             longest = min(chunk.starts or [0])
             self.lazy_initialization(k[:, :, longest:], v[:, :, longest:])
-        k = rotate_keys(k, self.config.backend) if self.config.rotates else k
         decoding = self.is_decoding(chunk.tokens)
         if self.decoded and not decoding:
             # a new turn: what it sorts can be taken back as a whole
             self.fixed = self.lengths()
         self.decoded = decoding
+        how: dict[str, Any] = {"broken": self.broken, "rotate": self.config.rotates, "backend": self.config.backend}
         if self.step is not None:
-            flags, noted = {"broken": self.broken, "arrived": self.step.arrived}, self.bucket_index.noted(buckets)
-            append_step(k, v, self.store(), given=self.universal, noted=noted, **flags, backend=self.config.backend)
+            noted, arrived = self.bucket_index.noted(buckets), self.step.arrived
+            append_step(k, v, self.store(), given=self.universal, noted=noted, arrived=arrived, **how)
             return
         self.bucket_index.append(buckets, self.lengths(), chunk.tokens, chunk.starts)
         # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
         given, span = (self.universal, None) if decoding else (None, self.universal)
         if self.appends_in_place():
             self.buffer.reserve(chunk.tokens, chunk.starts)
-            starts, scales = chunk.begin(self.device), {"given": given, "span": span}
-            append_tokens(k, v, self.store(), starts=starts, **scales, broken=self.broken, backend=self.config.backend)
+            append_tokens(k, v, self.store(), starts=chunk.begin(self.device), given=given, span=span, **how)
             self.buffer.count(chunk.tokens, chunk.starts)
         else:
+            k = rotate_keys(k, self.config.backend) if self.config.rotates else k
             # what lies under padding may be anything, and must not reach a scale
             blank = chunk.blank(k), chunk.blank(v)
             self.buffer.take(*blank, chunk.starts, self.index, given, span, self.config.backend)

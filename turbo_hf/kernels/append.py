@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.kernels._common import as_int8
+from turbo_hf.kernels.rotate import rotated
 from turbo_hf.kernels.store import copy_block, seal_block
 
 CODE_MAX = tl.constexpr(119.0)
@@ -31,6 +32,12 @@ def _codes(x, given, GIVEN: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _rotated_keys(k, LEVELS: tl.constexpr):
+    """Keys as `ops.rotate.rotate_keys` leaves them, in runs of 2^LEVELS channels; with LEVELS 0 as they are."""
+    return k if LEVELS == 0 else rotated(k, LEVELS) * (1.0 / (1 << (LEVELS // 2)))
+
+
+@triton.jit
 def append_kernel(
     k_ptr, v_ptr,  # [B, Hkv, M, D]
     k_open_ptr, v_open_ptr, k_scale_ptr, v_scale_ptr, open_len_ptr,  # as in `KVStore`
@@ -39,7 +46,7 @@ def append_kernel(
     broken_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     k_strides, v_strides, tokens, cap,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, STARTS: tl.constexpr,
-    GIVEN: tl.constexpr, SPAN: tl.constexpr,
+    GIVEN: tl.constexpr, SPAN: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """TOKENS new tokens of one row and head, behind the open ones; the last program of a row to arrive counts all."""
     pair = tl.program_id(1).to(tl.int64)
@@ -57,7 +64,7 @@ def append_kernel(
     v = tl.load(v_ptr + v_at, mask=inside, other=0.0).to(tl.float32)
     k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
     v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
-    k, k_scale, k_broken = _codes(k, k_given, GIVEN, k_open_ptr.dtype.element_ty)
+    k, k_scale, k_broken = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, k_open_ptr.dtype.element_ty)
     v, v_scale, v_broken = _codes(v, v_given, GIVEN, v_open_ptr.dtype.element_ty)
     tl.store(k_open_ptr + slot[:, None] * D + d[None, :], k, mask=inside)
     tl.store(v_open_ptr + (pair * D + d)[None, :] * cap + (held + n - start)[:, None], v, mask=inside)
@@ -124,11 +131,12 @@ def append_step_kernel(
     k_strides, v_strides, table_stride, cap, places,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, PARTS: tl.constexpr, KP: tl.constexpr, GIVEN: tl.constexpr, TABLES: tl.constexpr,
+    LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One slot of one row: its block to a page if it is full, then its new token. The last slot of a row counts both.
 
     SLOTS, BITS: heads of each width, and the width. PARTS, KP: of each width, as in `seal_block`. TABLES:
-    buckets of a token, 0 without an index.
+    buckets of a token, 0 without an index. LEVELS: as in `_rotated_keys`.
     """
     program = tl.program_id(0).to(tl.int64)
     row, slot = program // HEADS, program % HEADS
@@ -160,7 +168,7 @@ def append_step_kernel(
     v = tl.load(v_from, mask=inside, other=0.0).to(tl.float32)
     k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
     v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
-    k, k_scale, k_broken = _codes(k, k_given, GIVEN, tl.int8)
+    k, k_scale, k_broken = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, tl.int8)
     v, v_scale, v_broken = _codes(v, v_given, GIVEN, tl.int8)
     one = tl.arange(0, 1)
     tl.store(k_open + (pair * cap + at) * D + d[None, :], k, mask=inside)

@@ -14,6 +14,18 @@ def _level(x, HALF: tl.constexpr):
 
 
 @triton.jit
+def rotated(x, LEVELS: tl.constexpr):
+    """Lines of runs of 2^LEVELS channels, times a matrix with entries +-1: sums and differences in one order."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    SIZE: tl.constexpr = 1 << LEVELS
+    x = x.reshape(ROWS * (WIDTH // SIZE), SIZE)
+    for level in tl.static_range(LEVELS):
+        x = _level(x, SIZE >> (level + 1))
+    return x.reshape(ROWS, WIDTH)
+
+
+@triton.jit
 def rotate_kernel(
     x_ptr, out_ptr,  # [B, H, M, D], the second contiguous
     stride_b, stride_h, stride_m, heads, tokens, runs, scale,
@@ -27,6 +39,5 @@ def rotate_kernel(
     d = tl.arange(0, SIZE)
     inside = (run < runs)[:, None]
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    for level in tl.static_range(LEVELS):
-        x = _level(x, SIZE >> (level + 1))
-    tl.store(out_ptr + (run * SIZE)[:, None] + d[None, :], (x * scale).to(out_ptr.dtype.element_ty), mask=inside)
+    x = rotated(x, LEVELS) * scale
+    tl.store(out_ptr + (run * SIZE)[:, None] + d[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)

@@ -6,6 +6,8 @@ import torch
 
 from turbo_hf.layout import KVStore
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.quantize import check_float
+from turbo_hf.ops.rotate import rotate_keys
 from turbo_hf.reference import append as reference
 
 
@@ -18,6 +20,7 @@ def append_tokens(
     given: torch.Tensor | None = None,
     span: torch.Tensor | None = None,
     broken: torch.Tensor,
+    rotate: bool = False,
     backend: str = "auto",
 ) -> None:
     """Quantize new tokens to INT8 behind the open ones of `store`, in place; on a GPU one launch, and no wait.
@@ -31,6 +34,7 @@ def append_tokens(
         given: float32 [B, Hkv, 2], scales of K and of V to use where they are above 0; codes are clamped to +-119.
         span: float32 [B, Hkv, 2], raised to the largest scales of K and of V among the new tokens.
         broken: int32 [1], set to 1 if a token holds NaN or Inf, else left alone.
+        rotate: keys are rotated on the way, as by `ops.rotate.rotate_keys`.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -45,12 +49,16 @@ def append_tokens(
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 4 or x.shape != k.shape or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, dim):
             raise ValueError(f"{name} must be [{batch}, {heads}, M, {dim}] like the store; got {tuple(x.shape)}.")
+    if rotate:
+        check_float("k", k)
     if uses_triton(backend, k.device, kernel_obstacle(k)):
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
 
         stream = torch.cuda.current_stream(k.device).cuda_stream if k.is_cuda else 0
-        launch_store.append_tokens(k, v, store, starts, given, span, broken, _counters(batch, k.device, stream))
+        counters = _counters(batch, k.device, stream)
+        launch_store.append_tokens(k, v, store, starts, given, span, broken, counters, rotate)
     else:
+        k = rotate_keys(k, backend) if rotate else k
         reference.append_tokens(k, v, store, starts=starts, given=given, span=span, broken=broken)
 
 
@@ -63,6 +71,7 @@ def append_step(
     noted: tuple[torch.Tensor, torch.Tensor] | None = None,
     broken: torch.Tensor,
     arrived: torch.Tensor,
+    rotate: bool = False,
     backend: str = "auto",
 ) -> None:
     """Seal the open block of each row where it is full, then append one token to each row; on a GPU one launch.
@@ -79,6 +88,7 @@ def append_step(
             tokens int16 [B, Hkv, L, 1], written to their place in it. None: tokens have no buckets.
         broken: int32 [1], set to 1 if a token holds NaN or Inf, else left alone.
         arrived: int32 [B], zeros before and after: for this launch's own use.
+        rotate: as in `append_tokens`.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -103,8 +113,9 @@ def append_step(
     if uses_triton(backend, k.device, kernel_obstacle(k)):
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
 
-        launch_store.append_step(k, v, store, given, noted, broken, arrived)
+        launch_store.append_step(k, v, store, given, noted, broken, arrived, rotate)
     else:
+        k = rotate_keys(k, backend) if rotate else k
         reference.append_step(k, v, store, given=given, noted=noted, broken=broken, arrived=arrived)
 
 

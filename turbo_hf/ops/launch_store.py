@@ -31,6 +31,11 @@ def _constants(bits: tuple[int, ...], dim: int) -> dict[str, Any]:
     return {"BITS": bits, "PARTS": parts, "KP": packed, "D": dim, "DP": power_of_two(dim), "enable_fp_fusion": False}
 
 
+def _levels(dim: int) -> int:
+    """log2 of the channels of a run that is rotated."""
+    return (dim & -dim).bit_length() - 1
+
+
 def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.quantize.quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
@@ -55,7 +60,7 @@ def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     with torch.cuda.device_of(x):
         rotate_kernel[(-(-runs // ROTATED),)](
             x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, PARTS=dim // size, SIZE=size,
-            LEVELS=size.bit_length() - 1, ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
+            LEVELS=_levels(dim), ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -86,6 +91,7 @@ def append_tokens(
     span: torch.Tensor | None,
     broken: torch.Tensor,
     counters: torch.Tensor,
+    rotate: bool = False,
 ) -> None:
     """`ops.append.append_tokens`; counters: int32 [B], zeros."""
     batch, heads, tokens, dim = k.shape
@@ -96,7 +102,8 @@ def append_tokens(
             store.open_len if starts is None else starts, store.k_scale if given is None else given.contiguous(),
             broken if span is None else span.view(torch.int32), broken, counters, k.stride(), v.stride(), tokens,
             store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
-            STARTS=starts is not None, GIVEN=given is not None, SPAN=span is not None, enable_fp_fusion=False,
+            STARTS=starts is not None, GIVEN=given is not None, SPAN=span is not None,
+            LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -128,6 +135,7 @@ def append_step(
     noted: tuple[torch.Tensor, torch.Tensor] | None,
     broken: torch.Tensor,
     arrived: torch.Tensor,
+    rotate: bool = False,
 ) -> None:
     """`ops.append.append_step`."""
     batch, heads, _, dim = k.shape
@@ -141,5 +149,5 @@ def append_step(
             store.sealed, store.open_len, store.k_scale if given is None else given.contiguous(), index, buckets,
             broken, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
             HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BLOCK=store.block,
-            GIVEN=given is not None, TABLES=tables, **_constants(bits, dim),
+            GIVEN=given is not None, TABLES=tables, LEVELS=_levels(dim) if rotate else 0, **_constants(bits, dim),
         )  # fmt: skip
