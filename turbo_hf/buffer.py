@@ -87,8 +87,7 @@ class OpenBuffer:
     def device_length(self) -> torch.Tensor:
         """int64 [B]: `length` on the device, as it is there without being sent again in steady decoding."""
         if self._device_length is None:
-            # its own: kernels count in it
-            self._device_length = shared(self.length, self.k.device).clone()
+            self._device_length = send(self.length, self.k.device)
         return self._device_length
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -129,7 +128,7 @@ class OpenBuffer:
             self.k[:, :, to], self.k_scale[:, :, to] = k, k_scale
             self.v[:, :, :, to], self.v_scale[:, :, to] = v.mT, v_scale
         else:
-            begin, held = send(starts or [0] * len(k), k.device), self.device_length()
+            begin, held = shared(starts or [0] * len(k), k.device), self.device_length()
             row, source = (torch.arange(tokens, device=k.device) >= begin[:, None]).nonzero().unbind(-1)
             target = held[row] + source - begin[row]
             self.k[row, :, target] = k[row, :, source]
@@ -209,7 +208,7 @@ class OpenBuffer:
         kept = min(capacity, self.capacity - skip[0] * even) if max(self.length) else 0
         slot = None
         if not even:
-            slot = send(skip, self.k.device)[:, None] + torch.arange(kept, device=self.k.device)
+            slot = shared(skip, self.k.device)[:, None] + torch.arange(kept, device=self.k.device)
             slot = slot.clamp(max=self.capacity - 1)[:, None]
         grown = []
         for x, dim in ((self.k, 2), (self.v, 3), (self.k_scale, 2), (self.v_scale, 2)):

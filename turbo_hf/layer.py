@@ -18,7 +18,7 @@ from turbo_hf.ops.quantize import dequantize
 from turbo_hf.ops.rotate import rotate_keys
 from turbo_hf.pages import PagePool
 from turbo_hf.selectors import Selector
-from turbo_hf.transfer import require_finite, send, shared
+from turbo_hf.transfer import require_finite, shared
 
 DECODE_TOKENS = 16
 """At most this many new tokens over a past count as decoding: they join the cache before attention reads it."""
@@ -269,7 +269,7 @@ class TurboLayer(CacheLayerMixin):
         if len(rows) == self.rows:
             self.order = self.buffer.ranked_heads(slice(None), self.config)
         else:
-            where = send(rows, self.device)
+            where = shared(rows, self.device)
             self.order = self.order.index_copy(0, where, self.buffer.ranked_heads(where, self.config))
         for row in rows:
             self.ordered[row] = True

@@ -8,7 +8,7 @@ import torch
 from turbo_hf.buffer import Tokens
 from turbo_hf.layout import FULL, PagedHeads, empty_pages
 from turbo_hf.ops.quantize import unpack_blocks
-from turbo_hf.transfer import nothing, shared
+from turbo_hf.transfer import nothing, send, shared
 
 TABLE_GRAIN = 16
 """Blocks by which the table grows at least."""
@@ -45,7 +45,7 @@ class PagePool:
         self.sealed = [0] * rows
         self.given = [0] * rows
         self._free: list[int] = []
-        self._device_table: torch.Tensor | None = None
+        self._device_table: torch.Tensor | None = nothing((rows, 0), torch.int64, device)
         self._device_sealed: torch.Tensor | None = None
 
     @property
@@ -71,7 +71,7 @@ class PagePool:
 
     def own_sealed(self) -> None:
         """Let `device_sealed` be no other layer's, for kernels that count in it."""
-        self._device_sealed = self.device_sealed().clone()
+        self._device_sealed = send(self.sealed, self.device)
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of codes, and of everything that explains them: steps, zeros, scales, table."""

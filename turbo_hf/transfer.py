@@ -9,14 +9,14 @@ from transformers import PreTrainedModel
 
 
 def send(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [n] on `device`. The host does not wait for what the device is doing, as it does in `torch.tensor`."""
+    """int64 [n] on `device`, to write to. The host does not wait for the device, as it does in `torch.tensor`."""
     if not any(numbers):
         return torch.zeros(len(numbers), dtype=torch.int64, device=device)
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    return shared(numbers, device).clone()
 
 
 def shared(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As `send`, for who only reads: the layers of a pass, which ask for the same numbers, get the same tensor.
+    """As `send`, only to be read: the layers of a pass, which ask for the same numbers, get the same tensor.
 
     numbers: or an int64 tensor on the host, in any shape.
     """
