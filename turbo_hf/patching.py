@@ -377,7 +377,7 @@ def _is_own(hook: Any) -> bool:
 
 def _check_rows(mask: Any) -> None:
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1]:
-        empty = (~mask.bool().any(-1)).nonzero().flatten().tolist()
+        empty = [row for row, holds in enumerate(mask.any(-1).tolist()) if not holds]
         if empty:
             raise ValueError(
                 f"rows {empty} of attention_mask are all padding: there is no prompt to continue. Remove these rows."
