@@ -49,22 +49,24 @@ tests=(
 )
 run=(python3 -m pytest -m gpu -q --tb=short -p no:warnings -p no:cacheprovider)
 tests=("${tests[@]/#/tests/}")
-echo "== compiling the kernels"
-"${run[@]}" "${tests[@]}" | tail -1
-echo "== $tool, $jobs side by side"
 logs=$(mktemp -d)
-processes=()
-for ((job = 0; job < jobs; job++)); do
-  part=()
-  for ((at = job; at < ${#tests[@]}; at += jobs)); do part+=("${tests[at]}"); done
-  # memory that torch keeps would hide what lies beyond a tensor's end
-  PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9 \
-    "${run[@]}" "${part[@]}" > "$logs/$job.log" 2>&1 &
-  processes+=($!)
-done
 status=0
-for ((job = 0; job < jobs; job++)); do
-  wait "${processes[job]}" || status=$?
-  grep -hE "SUMMARY|passed|failed|=========.*(Invalid|hazard|Error)" "$logs/$job.log" || tail -20 "$logs/$job.log"
-done
+side_by_side() {
+  local processes=() part job at
+  for ((job = 0; job < jobs; job++)); do
+    part=()
+    for ((at = job; at < ${#tests[@]}; at += jobs)); do part+=("${tests[at]}"); done
+    "$@" "${run[@]}" "${part[@]}" > "$logs/$job.log" 2>&1 &
+    processes+=($!)
+  done
+  for ((job = 0; job < jobs; job++)); do
+    wait "${processes[job]}" || status=$?
+    grep -hE "SUMMARY|passed|failed|=========.*(Invalid|hazard|Error)" "$logs/$job.log" || tail -20 "$logs/$job.log"
+  done
+}
+echo "== compiling the kernels, $jobs side by side"
+side_by_side env
+echo "== $tool"
+# memory that torch keeps would hide what lies beyond a tensor's end
+side_by_side env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" --error-exitcode 9
 exit "$status"

@@ -518,6 +518,8 @@ def test_a_hook_of_the_user_is_called_in_every_step(runners: list[StepRunner]) -
         assert len(runners) == 1
         model.model.layers[1].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU())
         model.model.layers[1].mlp.act_fn[0].register_forward_hook(lambda *args: None)
+        # a module that holds what holds it
+        model.model.layers[1].mlp.act_fn.add_module("back", model.model.layers[1].mlp)
         with pytest.raises(Unsupported, match=r"cuda_graphs=True: model.layers.1.mlp.act_fn.0 has hooks"):
             model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
 

@@ -337,9 +337,12 @@ def describe(config: TurboConfig, dense: list[int], known_family: bool, cuda: bo
 def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
     """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's."""
     # by hand, in each call of `generate`: torch's own walk takes milliseconds, and nobody tells of a new hook or module
-    modules = [model]
+    modules, known = [model], {model}
     for module in modules:
-        modules += [held for held in module._modules.values() if held is not None]
+        # one may stand in several places, or hold what holds it
+        held = [x for x in module._modules.values() if x is not None and x not in known]
+        modules += held
+        known.update(held)
     reason = _place_obstacle(model, modules)
     if reason is not None:
         return reason
