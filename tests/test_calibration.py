@@ -65,6 +65,23 @@ def indexed() -> Calibration:
     return lab(settings=SMALL)
 
 
+def test_a_pass_ends_behind_the_last_layer_that_it_is_for() -> None:
+    model, tokenizer = lab_model()
+    ran: list[int] = []
+    hooks = [
+        layer.mlp.register_forward_hook(lambda *args, index=index: ran.append(index))
+        for index, layer in enumerate(model.model.layers)
+    ]
+    try:
+        found = calibrate(model, tokenizer, TEXTS, settings=replace(SMALL, steps=1, windows=2, layers_at_once=4))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert [layer.centroids is not None for layer in found.layers] == [True] * 6
+    # two passes of the probe; two windows for layers 0 to 3, and for 4 and 5
+    assert ran == [*range(6)] * 2 + [*range(3)] * 2 + [*range(5)] * 2
+
+
 def reversed_heads(calibration: Calibration) -> Calibration:
     """The same with every head ranked the other way round."""
     layers = [replace(at, scores={name: -x for name, x in at.scores.items()}) for at in calibration.layers]

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import itertools
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -615,6 +616,11 @@ def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) 
         turbo_hf.patch(model, "saap", calibration=indexed)
     with pytest.raises(ValueError, match="probes must be at most the 16 buckets of a head; got 17"):
         turbo_hf.patch(model, sparse("saap", probes=17), calibration=indexed)
+    with pytest.warns(UserWarning, match="steps visit 8 of the 16 buckets of a head, and so read most keys"):
+        turbo_hf.patch(model, sparse("kmeans", probes=8), calibration=indexed).remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turbo_hf.patch(model, sparse("kmeans", probes=7), calibration=indexed).remove()
     with pytest.raises(ValueError, match=r"SparseConfig\.dense_layers names layer 9; the last is 5"):
         turbo_hf.patch(model, sparse("saap", probes=4, dense_layers=(9,)), calibration=indexed)
     bare = replace(indexed, layers=tuple(replace(layer, centroids=None, classifier={}) for layer in indexed.layers))
