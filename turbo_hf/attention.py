@@ -1,6 +1,5 @@
 """The one attention function that a patched model calls, and the hook that brings it the cache layer."""
 
-import functools
 import logging
 import math
 import sys
@@ -34,13 +33,6 @@ PLAN_PAYS = 1 << 27
 An estimate: on an H200 a plan took about 37 ms, and FlashAttention-2, scaled down from 1 x 131k, should lose about as
 much to cuDNN in 32 layers of 32 heads of this size.
 """
-
-BY_CUDNN = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 HARMLESS = frozenset(
     {
@@ -256,22 +248,13 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
         # no fused kernel shares keys among heads here, and the plain one holds all M x M scores
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
-    sdpa = functools.partial(
-        torch.nn.functional.scaled_dot_product_attention, q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
-    )
-    kernels = torch.backends.cuda
-    if not (kernels.cudnn_sdp_enabled() and kernels.flash_sdp_enabled()):
-        # who has switched one of them off has chosen
-        return sdpa()
-    if q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS:
-        with sdpa_kernel(BY_CUDNN, set_priority=True):
-            return sdpa()
-    # torch's own order begins with cuDNN on some GPUs. `sdpa_kernel` would take longer than the launch
-    kernels.enable_cudnn_sdp(False)
-    try:
-        return sdpa()
-    finally:
-        kernels.enable_cudnn_sdp(True)
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        order.insert(0 if q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS else 1, SDPBackend.CUDNN_ATTENTION)
+    with sdpa_kernel(order, set_priority=True):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
 
 
 def sas_threshold(config: TurboConfig, tokens: int) -> float | None:

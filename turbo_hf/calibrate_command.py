@@ -140,10 +140,8 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
 
 def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: str) -> dict[str, Any]:
     windows, _ = read_windows(model, tokenizer, texts, plan)
-    needs = estimate(model, plan)
-    device = input_device(model)
-    for name in ("pass_flops", "index_flops"):
-        needs[name] *= len(windows) / plan.settings.windows
+    plan = plan._replace(settings=replace(plan.settings, windows=len(windows)))
+    needs, device = estimate(model, plan), input_device(model)
     seconds = needs["pass_flops"] / (PASSES * _speed(device, model.dtype))
     seconds += needs["index_flops"] / (INDEX.get(device.type, PASSES) * _speed(device, torch.float32))
     out.print(f"{len(windows)} windows of {plan.settings.window:,} tokens, {len(plan.groups)} groups of layers:")
@@ -172,6 +170,7 @@ def _speed(device: torch.device, dtype: torch.dtype) -> float:
     """Operations a second of a matrix product on this device."""
     size = TRIAL.get(device.type, 1024)
     x = torch.randn(size, size, device=device, dtype=dtype)
+    float((x @ x)[0, 0])  # the first one loads what it needs
     rounds, begun = 0, time.perf_counter()
     while rounds < 3 or time.perf_counter() - begun < 0.2:
         x = torch.nn.functional.normalize(x @ x, dim=-1)

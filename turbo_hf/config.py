@@ -97,7 +97,7 @@ class SparseConfig:
                 f'SparseConfig.buckets must be a power of two with selector "{self.selector}", whose hashes are bits; '
                 f"got {self.buckets}."
             )
-        if self.selector.startswith(("lsh", "random")):
+        if self.selector in ("lsh-reformer", "lsh-gray", "random"):
             self.check_buckets(self.buckets)
         _layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
 

@@ -355,8 +355,8 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
         # Transformers' own record outputs, and are asked for by a keyword
         foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]
         if foreign or "_hf_hook" in module.__dict__:
-            name = next(name for name, held in model.named_modules() if held is module)
-            return f"{name or 'the model'} has hooks, which a replay would not call"
+            names = (name or "the model" for name, held in model.named_modules() if held is module)
+            return f"{next(names, type(module).__name__)} has hooks, which a replay would not call"
     return None
 
 

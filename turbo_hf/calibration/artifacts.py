@@ -225,7 +225,7 @@ class Calibration:
         """Read a calibration from a folder or a Hub repository.
 
         Raises:
-            ValueError: it is damaged, or of a newer schema.
+            ValueError: it is damaged, or of another schema.
             OSError: there is none.
         """
         folder = Path(name)

@@ -4,6 +4,8 @@ import torch
 
 from turbo_hf.calibration.settings import DEFAULT_CLUSTERS, MIN_KEYS, SMALLEST_CLUSTERS
 
+COMPARED = 4096
+"""Keys of a head that are compared with all centroids at a time."""
 KEYS_EACH = 256
 """Keys for each centroid that k-means looks at, at most; more change little."""
 
@@ -47,9 +49,9 @@ def k_means(keys: torch.Tensor, clusters: int, iterations: int, generator: torch
         buckets = assign(keys, found)
         total = torch.zeros_like(found)
         filled = torch.zeros(heads, clusters, device=keys.device)
-        # in parts: a one-hot matrix of all keys would be larger than the keys
-        for part, bucket in zip(keys.split(16384, 1), buckets.split(16384, 1), strict=True):
-            member = torch.nn.functional.one_hot(bucket, clusters).to(part.dtype)
+        # in parts: which key is in which bucket would be larger than the keys
+        for part, bucket in zip(keys.split(COMPARED, 1), buckets.split(COMPARED, 1), strict=True):
+            member = (bucket[..., None] == torch.arange(clusters, device=keys.device)).to(part.dtype)
             total += torch.bmm(member.mT, part)
             filled += member.sum(1)
         spare = torch.randint(count, (heads, clusters), generator=generator).to(keys.device)
@@ -60,7 +62,7 @@ def k_means(keys: torch.Tensor, clusters: int, iterations: int, generator: torch
 
 def assign(keys: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Bucket of each key: int64 [N, P] of keys [N, P, D] and unit centroids [N, C, D], by largest inner product."""
-    parts = [torch.bmm(part.float(), centroids.float().mT).argmax(-1) for part in keys.split(16384, 1)]
+    parts = [torch.bmm(part.float(), centroids.float().mT).argmax(-1) for part in keys.split(COMPARED, 1)]
     return torch.cat(parts, 1)
 
 

@@ -198,7 +198,9 @@ def train(
                 layers[0].scaling,
                 layers[0].softcap,
             )
-        loss = divergence(target, models(plain), sizes).mean(1)[asking.to(device)]
+        loss = divergence(target, models(plain), sizes).mean(1)
+        if settings.long_range:
+            loss = loss[asking.to(device)]
         optimizer.zero_grad()
         # heads share no weights: the sum trains each on its own
         loss.sum().backward()

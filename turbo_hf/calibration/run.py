@@ -21,7 +21,7 @@ from turbo_hf.calibration.artifacts import (
     own_tokenizer,
 )
 from turbo_hf.calibration.capture import Seen, Source, capturing, check_finite, probe, run_window, sources
-from turbo_hf.calibration.centroids import assign, choose_clusters, k_means, sample_keys
+from turbo_hf.calibration.centroids import COMPARED, KEYS_EACH, assign, choose_clusters, k_means, sample_keys
 from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.quality import evaluate
 from turbo_hf.calibration.query_model import stored_units, train
@@ -33,7 +33,7 @@ PART = "turbo_calibration.part"
 """Folder of an unfinished run, inside its output folder."""
 
 Progress = Callable[[str, float], None]
-"""Called with what is going on, and the work done since the last call, in the units of `Group.work`."""
+"""Called with what is going on, and the share of the whole work done since the last call."""
 
 
 class Enough(Exception):
@@ -138,18 +138,22 @@ def calibrate(
     if part is not None and part.exists() and not resume:
         shutil.rmtree(part)
     done: dict[int, LayerCalibration] = {}
-    share = 1 / sum(_work(group, chosen, len(windows)) for group in plan.groups)
+    share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
     for number, group in enumerate(plan.groups):
         step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
         kept = None if part is None else part / f"group-{number}"
         if kept is not None and (kept / FACTS).exists():
             layers = _finished(kept, empty)
-            step(_work(group, chosen, len(windows)))
+            step(_work(group, plan, len(windows)))
         else:
             layers = _calibrate_group(model, group, plan, windows, step)
             if kept is not None:
                 replace(empty, layers=layers).save_pretrained(kept)
         done |= {layer.index: layer for layer in layers}
+    release = getattr(torch.accelerator, "empty_host_cache", None)
+    if model.device.type == "cuda" and release is not None:
+        # pinned memory would be kept until the process ends; torch 2.11 has no way to give it back
+        release()
     rest = {
         index: LayerCalibration(index, {}, note=plan.notes[index]) for index in range(plan.layers) if index not in done
     }
@@ -203,9 +207,14 @@ def _finished(kept: Path, empty: Calibration) -> tuple[LayerCalibration, ...]:
     return found.layers
 
 
-def _work(group: Group, settings: Settings, windows: int) -> float:
+def _depth(group: Group, plan: Plan) -> float:
+    """What a pass that ends behind a group's last layer costs, as a share of a whole one."""
+    return (max(group.layers) + 1) / plan.layers
+
+
+def _work(group: Group, plan: Plan, windows: int) -> float:
     """What a group costs, in passes over a window: training and judging are as dear as many passes."""
-    return windows + (settings.steps / 4 + windows if group.indexed else 0)
+    return windows * _depth(group, plan) + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
 def _calibrate_group(
@@ -214,7 +223,7 @@ def _calibrate_group(
     settings = plan.settings
     priorities = {index: HeadPriorities() for index in group.layers}
     samples: dict[int, Samples] = {}
-    last, current = max(group.layers), 0
+    current, left = 0, set(group.layers)
 
     def receive(seen: Seen) -> None:
         source: Source = seen.source
@@ -228,14 +237,16 @@ def _calibrate_group(
         if group.indexed:
             held = samples.setdefault(source.index, Samples(seen.scaling, seen.softcap, seen.key.device))
             held.add(seen, settings, current)
-        if source.index == last:
+        left.discard(source.index)
+        if not left:
             raise Enough
 
     with capturing(model, receive):
         for current, ids in enumerate(windows):  # noqa: B007 - receive reads it
+            left |= set(group.layers)
             with suppress(Enough):
                 run_window(model, ids[None])
-            step(1)
+            step(_depth(group, plan))
     scores = {index: priorities[index].scores() for index in group.layers}
     if not group.indexed:
         return tuple(LayerCalibration(i, scores[i], note=plan.notes.get(i, "")) for i in group.layers)
@@ -316,34 +327,40 @@ def _centroids(
 
 
 def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
-    """Bytes and floating-point operations that a run would take.
+    """Bytes and floating-point operations that a run of `plan.settings.windows` windows would take.
 
-    "host_bytes": keys and queries of a group of layers. "device_bytes": one training step, besides the model and one
-    pass. "pass_flops": of all passes, in the model's dtype. "index_flops": of everything else, in float32.
-    "file_bytes": of the result.
+    "host_bytes": keys and queries of a group of layers. "device_bytes": what making their index takes at once, besides
+    the model and one pass. "pass_flops": of all passes, in the model's dtype. "index_flops": of k-means, training and
+    the search for long-range queries. "file_bytes": of the result.
+
+    Raises:
+        ValueError: too few keys for the clusters.
     """
     settings, itemsize = plan.settings, model.dtype.itemsize
-    clusters = settings.clusters or 1024
+    windows, learned = settings.windows, _learned(settings.windows)
+    pinned = model.device.type == "cuda"
     weights = sum(p.numel() for p in model.parameters())
     host = device = passes = flops = stored = 0.0
     for group in plan.groups:
         heads, groups, dim = group.shape
-        layers = max(group.layers) + 1
-        attention = 2 * layers * heads * groups * dim * settings.window**2
-        passes += settings.windows * (2 * weights * layers / plan.layers * settings.window + attention)
+        attention = 2 * (max(group.layers) + 1) * heads * groups * dim * settings.window**2
+        passes += windows * (2 * weights * _depth(group, plan) * settings.window + attention)
         if not group.indexed:
             continue
-        count = len(group.layers) * heads
-        kept = 2 * (settings.window + groups * settings.queries) * dim * itemsize
-        host = max(host, settings.windows * count * kept)
+        clusters, count = _clusters(settings, windows), len(group.layers) * heads
+        kept = [2 * n * heads * dim * itemsize for n in (settings.window, groups * settings.queries)]
+        # torch gives out pinned memory by powers of two
+        kept = [1 << (n - 1).bit_length() if pinned else n for n in kept]
+        host = max(host, windows * len(group.layers) * sum(kept))
         one = (dim + clusters) * settings.hidden
-        # which key is in which bucket, as products on a GPU want it
-        matrix = settings.window * clusters * 3
-        device = max(device, count * (settings.batch * (settings.window * 13 + clusters * 16) + one * 16 + matrix))
-        search = settings.windows * len(group.layers) * heads * groups * settings.queries * settings.window * dim * 2
-        training = settings.steps * settings.batch * count * (6 * one + 2 * settings.window * dim)
-        means = 4 * settings.iterations * settings.windows * settings.window * count * clusters * dim * 2
-        flops += search + training + means
+        # scores, shares, keys by bucket; weights, their gradients and moments; which key is in which bucket
+        training = settings.batch * (settings.window * 13 + clusters * 16) + one * 16 + settings.window * clusters * 3
+        looked_at = min(learned * (settings.window - 1), KEYS_EACH * clusters)
+        means = looked_at * dim * (2 * itemsize + 4) + COMPARED * clusters * 9
+        device = max(device, count * max(training + 8 * windows * settings.window, means))
+        search = windows * count * groups * settings.queries * settings.window * dim * 2
+        learning = settings.steps * settings.batch * count * (6 * one + 2 * settings.window * dim)
+        flops += search + learning + 8 * settings.iterations * looked_at * count * clusters * dim
         units = stored_units(settings, dim, clusters)
         stored += count * 2 * ((dim + clusters + 1) * units + clusters * (2 * dim + 1))
     return {

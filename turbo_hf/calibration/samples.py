@@ -85,7 +85,8 @@ def true_mass(
         buckets: int64 [N, L]. clusters: C. The others as in `long_range`.
 
     Returns:
-        float32 [N, R, C], rows that sum to 1, and the number of keys that count by bucket, float32 [N, R, C].
+        float32 [N, R, C], rows that sum to 1 (on a GPU to 11 bits), and the number of keys that count by bucket,
+        float32 [N, R, C].
     """
     mass, sizes = bucket_sums(long_range(query, position, key, local, scaling, softcap), buckets, clusters)
     return mass, sizes
