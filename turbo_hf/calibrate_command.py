@@ -24,7 +24,7 @@ TRIAL = {"cuda": 8192}
 PASSES = 0.8
 """Share of that speed that passes in the model's dtype are taken to reach."""
 INDEX = {"cuda": 0.14}
-"""The same of training and judging in float32: on an H200 bound by memory; elsewhere 0.8."""
+"""The same of everything else, in float32: on an H200 bound by memory; elsewhere 0.25 (two CPU cores)."""
 
 
 def calibrate_command(
@@ -143,7 +143,7 @@ def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: str) -> dict[str, An
     plan = plan._replace(settings=replace(plan.settings, windows=len(windows)))
     needs, device = estimate(model, plan), input_device(model)
     seconds = needs["pass_flops"] / (PASSES * _speed(device, model.dtype))
-    seconds += needs["index_flops"] / (INDEX.get(device.type, PASSES) * _speed(device, torch.float32))
+    seconds += needs["index_flops"] / (INDEX.get(device.type, 0.25) * _speed(device, torch.float32))
     out.print(f"{len(windows)} windows of {plan.settings.window:,} tokens, {len(plan.groups)} groups of layers:")
     for group in plan.groups:
         kind = "head priorities and index" if group.indexed else "head priorities"
