@@ -37,7 +37,8 @@ class SparseConfig:
             un-rotated query and centroids. "kmeans-rotated": centroids of keys after rotary embedding. These three
             need a calibration. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants of SAAP appendix B.
             "random": buckets by chance. "window": the dense part alone (StreamingLLM). "full": every key.
-        probes: buckets that a step visits for each KV head (SAAP: l = 32).
+        probes: buckets that a step visits for each KV head (SAAP: l = 32). No effect with "lsh-tables", whose queries
+            visit one bucket of each table, and with "window" and "full", which have none.
         mass: visit buckets until the classifier leaves less than this share of the attention beyond the dense part to
             the others, instead of a fixed number; between 0 and 1, selector "saap" only, not together with `probes`.
             Each step then counts the buckets of all keys, in plain torch.

@@ -28,6 +28,7 @@ from turbo_hf.calibration.query_model import stored_units, train
 from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
+from turbo_hf.layout import power_of_two
 
 PART = "turbo_calibration.part"
 """Folder of an unfinished run, inside its output folder."""
@@ -105,7 +106,8 @@ def calibrate(
 
     It ranks the KV heads of every layer for mixed precision (TurboAttention eq. 11, 12), which `turbo_hf.patch` uses,
     and makes the index for sparse decoding (SAAP sec. 4): centroids of keys and query classifiers, judged on text held
-    out. The same seed gives the same result on the same machine.
+    out. The same seed gives the same result on the same machine. Samples of a model on a GPU lie in pinned memory of
+    the host, which the process keeps where torch has no `torch.accelerator.empty_host_cache`.
 
     Args:
         model: a decoder-only Transformers model, loaded, not patched.
@@ -152,7 +154,7 @@ def calibrate(
         done |= {layer.index: layer for layer in layers}
     release = getattr(torch.accelerator, "empty_host_cache", None)
     if model.device.type == "cuda" and release is not None:
-        # pinned memory would be kept until the process ends; torch 2.11 has no way to give it back
+        # pinned memory would be kept until the process ends
         release()
     rest = {
         index: LayerCalibration(index, {}, note=plan.notes[index]) for index in range(plan.layers) if index not in done
@@ -350,7 +352,7 @@ def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
         clusters, count = _clusters(settings, windows), len(group.layers) * heads
         kept = [2 * n * heads * dim * itemsize for n in (settings.window, groups * settings.queries)]
         # torch gives out pinned memory by powers of two
-        kept = [1 << (n - 1).bit_length() if pinned else n for n in kept]
+        kept = [power_of_two(n) if pinned else n for n in kept]
         host = max(host, windows * len(group.layers) * sum(kept))
         one = (dim + clusters) * settings.hidden
         # scores, shares, keys by bucket; weights, their gradients and moments; which key is in which bucket

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.layout import power_of_two
+
 
 class Plan(NamedTuple):
     """ctas: CTAs that have work. outputs: how many. steps: tiles of all outputs. parts: most CTAs of one output.
@@ -149,9 +151,9 @@ class LivePlan:
         plan = self._make(tuple(sealed))
         if plan is self._plan:
             return
-        self._plan, parts = plan, _power_of_two(plan.parts)
+        self._plan, parts = plan, power_of_two(plan.parts)
         if plan.ctas > self.ctas or parts != self.parts:
-            self.ctas, self.parts = max(self.ctas, min(_power_of_two(plan.ctas), self._most)), parts
+            self.ctas, self.parts = max(self.ctas, min(power_of_two(plan.ctas), self._most)), parts
             with torch.inference_mode(False):  # written again in any mode
                 self.words = torch.empty(4 * self.ctas + 2 * plan.outputs, dtype=torch.int32, device=self._device)
         idle = plan.words.new_zeros(4 * (self.ctas - plan.ctas))
@@ -167,8 +169,3 @@ class Kept:
 
     def update(self, sealed: Sequence[int]) -> None:
         """Nothing hangs on the lengths."""
-
-
-def _power_of_two(n: int) -> int:
-    """The least that is not below n."""
-    return 1 << (n - 1).bit_length()
