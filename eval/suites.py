@@ -17,6 +17,7 @@ from turbo_hf.eval.tasks import (
     lab_task,
     needle_task,
     prose_task,
+    reply_tokens,
     ruler_task,
 )
 
@@ -191,6 +192,14 @@ def _lab(data: Path, tokenizer: Any, limits: Limits, notes: list[str], chosen: t
     families = lab_families(data / "lab_tasks", tokenizer, fit, limits.shortest)
     least = f"{limits.shortest} to " if limits.shortest else "up to "
     notes.append(f"lab families: {LAB_ITEMS} items at most, spread evenly, of {least}{fit} tokens.")
+    for name, items in families.items():
+        within = [item for item in items if item.length + reply_tokens(items) <= limits.context]
+        if within and len(within) < len(items):
+            notes.append(
+                f"{name}: {len(items) - len(within)} items left out, which with their reply take more than the "
+                f"{limits.context} positions."
+            )
+            families[name] = within
     for name in chosen or ():
         _expect(data, f"lab_tasks/{name}.jsonl")
         if name not in families:

@@ -123,12 +123,15 @@ def lab_task(name: str, items: list[Item], limit: int | None = None) -> Spec:
     docs = [{"prompt": item.prompt, "answer": item.answer, "length": item.length} for item in chosen]
     # a chain of thought ends with an empty line
     until = ["\n\n"] if chosen[0].chain else []
-    longest = max(item.new_tokens for item in chosen)
-    if until:
-        # room that chains of thought do not use, so that families share batches
-        longest = 1 << (longest - 1).bit_length()
     judge = lambda doc, reply: judged[doc["prompt"], doc["answer"]].right(reply)  # noqa: E731
-    return Spec(name, _own_task(name, docs, judge, until, longest), OWN)
+    return Spec(name, _own_task(name, docs, judge, until, reply_tokens(chosen)), OWN)
+
+
+def reply_tokens(items: list[Item]) -> int:
+    """Tokens that a reply to any of a family's items may take."""
+    longest = max(item.new_tokens for item in items)
+    # room that chains of thought do not use, so that families share batches
+    return 1 << (longest - 1).bit_length() if items[0].chain else longest
 
 
 def lab_families(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) -> dict[str, list[Item]]:

@@ -360,6 +360,19 @@ def test_a_family_with_one_answer_is_told(tokenizer: Any, data: Path) -> None:
     assert sum(note.startswith("passkey: one answer for all items") for note in notes) == 1
 
 
+def test_items_without_room_for_their_reply_are_left_out_and_told(tokenizer: Any, data: Path) -> None:
+    path = data / "lab_tasks" / "passkey.jsonl"
+    (row,) = map(json.loads, path.read_text("utf-8").splitlines())
+    room = 8 + len(tokenizer(row["completion"]).input_ids) * 5 // 4
+    rows = [{**row, "parts": [str(n)], "length": n} for n in (400, 512 - room, 513 - room)]
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows), "utf-8")
+    specs, notes = build("lab", tokenizer, Limits(context=512, longest=512, only=("passkey",)), data)
+    (spec,) = specs
+    assert spec.config["generation_kwargs"]["max_gen_toks"] == room
+    assert [doc["length"] for doc in spec.config["custom_dataset"]()["test"]] == [400, 512 - room]
+    assert "passkey: 1 items left out, which with their reply take more than the 512 positions." in notes
+
+
 def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
     with pytest.raises(ValueError, match="unknown suite all; suites are smoke, core, reasoning, long, ruler, serve"):
         build("all", tokenizer, LIMITS)
