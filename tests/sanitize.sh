@@ -2,7 +2,7 @@
 # Every kernel at small shapes under NVIDIA's compute-sanitizer, on a GPU: bash tests/sanitize.sh memcheck
 # (or racecheck, synccheck, initcheck; a second argument: how many run side by side). Needs an installed environment,
 # and compute-sanitizer, which comes with the CUDA toolkit. racecheck reports the hand-over of Triton's own warp_specialize
-# in the Hopper kernel and so exits non-zero there (eval/results/sparse-log.md).
+# in the Hopper kernel (eval/results/sparse-log.md): counted, and no failure; any other report is one.
 set -euo pipefail
 tool=${1:?memcheck, racecheck, synccheck or initcheck}
 jobs=${2:-4}
@@ -52,8 +52,13 @@ run=(python3 -m pytest -m gpu -q --tb=short -p no:warnings -p no:cacheprovider)
 tests=("${tests[@]/#/tests/}")
 logs=$(mktemp -d)
 status=0
+places=$(grep -nE "def hopper_prefill_kernel|gl\.warp_specialize" turbo_hf/kernels/hopper.py | cut -d: -f1 | paste -sd"|")
+hand_over="hopper_prefill_kernel\+0x[0-9a-f]+ in hopper\.py:($places)( |$)"
+only_hand_over() {
+  grep -qE "Race reported" "$1" && ! grep -E " (Read|Write) access at | (Invalid|Error:)| failed" "$1" | grep -qvE "$hand_over"
+}
 side_by_side() {
-  local processes=() part job at
+  local processes=() part job at code
   for ((job = 0; job < jobs; job++)); do
     part=()
     for ((at = job; at < ${#tests[@]}; at += jobs)); do part+=("${tests[at]}"); done
@@ -61,7 +66,14 @@ side_by_side() {
     processes+=($!)
   done
   for ((job = 0; job < jobs; job++)); do
-    wait "${processes[job]}" || status=$?
+    code=0
+    wait "${processes[job]}" || code=$?
+    if ((code)) && only_hand_over "$logs/$job.log"; then
+      grep -hE " passed" "$logs/$job.log"
+      echo "$(grep -cE "Race reported" "$logs/$job.log") reports of warp_specialize's hand-over, none else"
+      continue
+    fi
+    ((code)) && status=$code
     grep -hE "SUMMARY|passed|failed|=========.*(Invalid|hazard|Error)" "$logs/$job.log" || tail -20 "$logs/$job.log"
   done
 }

@@ -15,8 +15,8 @@ WARM_UP = 3
 LEAST_ROUNDS, MOST_ROUNDS = 5, 100
 
 BURST_MS = 150.0
-"""How long one method runs back to back, as the layers of a model do: a GPU's clock follows its power, and a single
-call after a pause runs at a clock that no prompt of a model sees."""
+"""How long one method runs back to back, flushes included, as the layers of a model do: a GPU's clock follows its power,
+and a single call after a pause runs at a clock that no prompt of a model sees."""
 
 FLUSH_BYTES = 1 << 30
 """Written before each timed call on a GPU: pushes the inputs out of L2, and takes long enough that the host has queued
@@ -33,6 +33,17 @@ class Stopwatch:
         self._events = device.type == "cuda"
         self.burst_ms = BURST_MS if self._events else 0.0
         self._flush = torch.empty(FLUSH_BYTES if self._events else 0, dtype=torch.int8, device=device)
+        # a call of microseconds waits longer for this than it runs
+        self.flush_ms = self._flushing() if self._events else 0.0
+
+    def _flushing(self) -> float:
+        with torch.cuda.device(self.device):
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+            for mark in marks:
+                self._flush.zero_()
+                mark.record()
+            marks[-1].synchronize()
+        return float(marks[1].elapsed_time(marks[-1])) / 2
 
     def __call__(self, call: Call, burst: int = 1) -> float:
         """Median of `burst` calls, one right after the other."""
@@ -59,9 +70,9 @@ def side_by_side(calls: dict[str, Call], stopwatch: Stopwatch, seconds: float) -
     """
     # the last of the warm-up calls, compiled and loaded, says how long a round takes
     once = {name: [stopwatch(call) for _ in range(WARM_UP)][-1] for name, call in calls.items()}
-    longest = stopwatch.burst_ms
-    bursts = {name: max(1, round(longest / max(ms, 1e-3))) for name, ms in once.items()}
-    whole = sum(bursts[name] * ms for name, ms in once.items())
+    each = {name: max(ms, 1e-3) + stopwatch.flush_ms for name, ms in once.items()}
+    bursts = {name: max(1, round(stopwatch.burst_ms / ms)) for name, ms in each.items()}
+    whole = sum(bursts[name] * ms for name, ms in each.items())
     rounds = min(max(int(1e3 * seconds / whole), LEAST_ROUNDS), MOST_ROUNDS)
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
