@@ -15,8 +15,8 @@ WARM_UP = 3
 LEAST_ROUNDS, MOST_ROUNDS = 5, 100
 
 BURST_MS = 150.0
-"""How long one method runs back to back, flushes included, as the layers of a model do: a GPU's clock follows its power,
-and a single call after a pause runs at a clock that no prompt of a model sees."""
+"""How long one method runs back to back, flushes included, as the layers of a model do: a GPU's clock follows its
+power, and a single call after a pause runs at a clock that no prompt of a model sees."""
 
 FLUSH_BYTES = 1 << 30
 """Written before each timed call on a GPU: pushes the inputs out of L2, and takes long enough that the host has queued
