@@ -93,7 +93,7 @@ def lost_to_bias(module: Any, rotated: bool) -> float:
     # accelerate's hook brings weights that lie elsewhere; without it they are nowhere
     if bias.is_meta and not hasattr(projection, "_hf_hook"):
         return 0.0
-    x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0), device="cpu")
     x[0] = 0
     keys = projection(x.to("cpu" if bias.is_meta else bias.device, bias.dtype)).float()
     if rotated:

@@ -367,9 +367,9 @@ def test_items_without_room_for_their_reply_are_left_out_and_told(tokenizer: Any
     rows = [{**row, "parts": [str(n)], "length": n} for n in (400, 512 - room, 513 - room)]
     path.write_text("".join(json.dumps(one) + "\n" for one in rows), "utf-8")
     specs, notes = build("lab", tokenizer, Limits(context=512, longest=512, only=("passkey",)), data)
-    (spec,) = specs
-    assert spec.config["generation_kwargs"]["max_gen_toks"] == room
-    assert [doc["length"] for doc in spec.config["custom_dataset"]()["test"]] == [400, 512 - room]
+    config: Any = specs[0].config
+    assert config["generation_kwargs"]["max_gen_toks"] == room
+    assert [doc["length"] for doc in config["custom_dataset"]()["test"]] == [400, 512 - room]
     assert "passkey: 1 items left out, which with their reply take more than the 512 positions." in notes
 
 

@@ -52,6 +52,12 @@ HARMLESS = frozenset(
 """Keywords that pass through a model to its attention and change nothing there."""
 
 
+NO_WEIGHTS = (
+    "turbo_hf: output_attentions=True: attention over a compressed cache gives no weights, so that `attentions` stays "
+    'empty. For weights remove the patch and load the model with attn_implementation="eager".'
+)
+
+
 class Unsupported(ValueError):
     """Something that compressed attention cannot do; the message says what to do instead."""
 
@@ -100,8 +106,10 @@ def turbo_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = turbo or TurboCall(None, None, sliding_window, "raise")
     reason = _refusal(attention_mask, causal, kwargs) if call.layer is not None else None
+    if call.layer is not None and kwargs.get("output_attentions"):
+        warnings.warn(NO_WEIGHTS, stacklevel=2)
     if call.layer is not None and call.cache is not None and reason is None:
-        key, value = _pending(call.layer, key, value)
+        query, key, value = _of_one_type(query, *_pending(call.layer, key, value))
         source = Source(module, call.rotary)
         out = _compressed(call.cache, call.layer, source, query, key, value, attention_mask, scale, softcap, s_aux)
         return out.transpose(1, 2).contiguous(), None
@@ -157,6 +165,16 @@ def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple
             f"cache cannot be compressed. Leave it dense: TurboConfig(dense_layers=({layer.index},))."
         )
     return key, value
+
+
+def _of_one_type(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Under autocast, where rotary embedding leaves float32 beside narrow values: all in its type, as SDPA has them."""
+    if query.dtype == key.dtype == value.dtype or not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    narrow = torch.get_autocast_dtype(query.device.type)
+    return query.to(narrow), key.to(narrow), value.to(narrow)
 
 
 def _compressed(

@@ -97,26 +97,39 @@ class TurboCache(Cache):
         if attention_mask is not None:
             for layer in self.turbo_layers():
                 layer.padding = attention_mask
-        self._planned: tuple[torch.Tensor | None, int, int, Chunk] | None = None
+        self._planned: list[tuple[torch.Tensor | None, int, int, Chunk]] = []
 
     def turbo_layers(self) -> list[TurboLayer]:
         """The compressed layers."""
         return [layer for layer in self.layers if isinstance(layer, TurboLayer)]
 
     def chunk(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> Chunk:
-        """How the new columns of this pass are aligned. Planned once a pass: its layers share one mask."""
+        """How the new columns of this pass are aligned. Planned once for each mask of a pass: layers share them.
+
+        Raises:
+            ValueError: an earlier pass ended midway, so that layers hold different numbers of tokens.
+        """
         if layer.step is not None:
             return Chunk(tokens)
+        begins = layer is next(held for held in self.layers if isinstance(held, TurboLayer))
+        if begins:
+            # what an earlier pass planned may be about a mask that was changed in place
+            self._planned = []
+            held = {other.seen for other in self.turbo_layers()}
+            if len(held) > 1:
+                raise ValueError(
+                    f"layers of this TurboCache hold {' and '.join(map(str, sorted(held)))} tokens: an earlier pass "
+                    "ended in an error midway. reset() it, or take a new one."
+                )
         columns = layer.columns if layer.is_initialized else None
         if mask is None and columns is None:
             return Chunk(tokens)
-        planned, key = self._planned, (layer.seen, tokens)
-        # the first layer begins a pass: what an earlier pass planned may be about a mask that was changed in place
-        begins = layer is next(held for held in self.layers if isinstance(held, TurboLayer))
-        if planned is None or begins or planned[1:3] != key or not _same_mask(planned[0], mask):
-            planned = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
-            self._planned = planned
-        return planned[3] if mask is None else planned[3].on(mask.device)
+        key = (layer.seen, tokens)
+        found = next((at for at in self._planned if at[1:3] == key and _same_mask(at[0], mask)), None)
+        if found is None:
+            found = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
+            self._planned.append(found)
+        return found[3] if mask is None else found[3].on(mask.device)
 
     def require_finite(self) -> None:
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read from each device."""
@@ -141,7 +154,7 @@ class TurboCache(Cache):
 
     def reset(self) -> None:
         """Forget every token; the cache can then take another batch."""
-        self._planned = None
+        self._planned = []
         super().reset()
 
     @staticmethod

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from turbo_hf.calibrate_command import calibrate_command
 from turbo_hf.config import PRESETS
 from turbo_hf.console import Device, Json, err, fail, load, out
-from turbo_hf.doctor import Diagnosis, Machine, diagnose, machine, tested_range
+from turbo_hf.doctor import DEFAULT, Diagnosis, Machine, diagnose, machine, tested_range
 from turbo_hf.eval.bench.commands import bench
 from turbo_hf.eval.demo import Row, as_json, demo
 from turbo_hf.eval.eval_command import eval_command
@@ -25,7 +25,6 @@ app.add_typer(bench, name="bench")
 app.command("eval")(eval_command)
 app.command("calibrate")(calibrate_command)
 
-DEFAULT = "turbo4"
 CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"
 
 

@@ -12,6 +12,9 @@ from turbo_hf.handle import Report
 from turbo_hf.patching import NEWEST, OLDEST, check_version, patch
 from turbo_hf.selfcheck import SelfCheck, compare, probe
 
+DEFAULT = "turbo4"
+"""The preset of `patch`."""
+
 PACKAGES = ("turbo_hf", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
 
 
@@ -27,7 +30,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What patching one model did, and the self-check of each preset; `refusal` where it cannot be patched."""
+    """What patching a model with the default did, each preset's self-check; `refusal` where it cannot be patched."""
 
     report: Report | None
     checks: dict[str, SelfCheck]
@@ -68,7 +71,7 @@ def diagnose(model: Any) -> Diagnosis:
         # a sparse preset needs a calibration, and a short text shows nothing of it
         for preset in (name for name, config in PRESETS.items() if config.sparse is None):
             with patch(model, preset) as handle:
-                report = handle.report()
+                report = handle.report() if preset == DEFAULT else report
                 checks[preset] = compare(probe(model, handle.new_cache()), reference)
     except ValueError as error:
         return Diagnosis(None, {}, str(error))

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from turbo_hf.attention import NAME, Unsupported, turbo_attention
-from turbo_hf.cache import TurboCache
+from turbo_hf.cache import TurboCache, layer_windows
 from turbo_hf.config import TurboConfig
 from turbo_hf.masks import turbo_mask
 from turbo_hf.memory import Memory, measure
@@ -114,14 +114,23 @@ class CacheMaker:
     measured: Memory | None = None
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
-        """A cache with the choices of this patch."""
+        """A cache with the choices of this patch; of the first layers alone, where the config has fewer of them."""
+        count = len(layer_windows(model_config.get_text_config(decoder=True)))
+        config = self.config
+        if any(index >= count for index in (*self.int8_layers, *self.dense_layers)):
+            own = config.int8_layers
+            config = replace(
+                config,
+                dense_layers=tuple(index for index in config.dense_layers if index < count),
+                int8_layers=own if isinstance(own, str) else tuple(index for index in own if index < count),
+            )
         cache = TurboCache(
             model_config,
-            self.config,
-            int8_layers=self.int8_layers,
-            dense_layers=self.dense_layers,
-            head_orders=self.head_orders,
-            selectors=self.selectors,
+            config,
+            int8_layers=[index for index in self.int8_layers if index < count],
+            dense_layers=[index for index in self.dense_layers if index < count],
+            head_orders={index: order for index, order in self.head_orders.items() if index < count},
+            selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
         self.made += 1
         self.newest = weakref.ref(cache)

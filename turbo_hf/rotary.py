@@ -53,8 +53,8 @@ def turns_by_halves(module: Any, dim: int, channels: int) -> bool:
     key = (rotate, getattr(module, "rotary_ndims", None), dim, channels)
     if key not in _HALVES:
         seeded = torch.Generator().manual_seed(0)
-        x = torch.randn(1, 2, 3, dim, generator=seeded)
-        angle = torch.rand(1, 3, channels // 2, generator=seeded).repeat(1, 1, 2)
+        x = torch.randn(1, 2, 3, dim, generator=seeded, device="cpu")
+        angle = torch.rand(1, 3, channels // 2, generator=seeded, device="cpu").repeat(1, 1, 2)
         turn = (1.5 * angle.cos(), 1.5 * angle.sin())
         try:
             _HALVES[key] = bool(torch.allclose(unrotate(module, x, turn), unrotated(x, turn), rtol=1e-3, atol=1e-4))

@@ -166,14 +166,16 @@ class Centroids(Selector):
         config.check_buckets(centroids.shape[1])
         self.plain = plain
         self._weights = {"centroids": centroids}
+        self._moved: dict[str, torch.Tensor] = {}
 
     def _on(self, name: str, device: torch.device) -> torch.Tensor:
         """A weight where it is used: in its own precision on a GPU, in float32 on a CPU; moved once."""
-        held = self._weights[name]
-        if held.device != device or (device.type == "cpu" and held.dtype != torch.float32):
+        held = self._moved.get(name)
+        if held is None or held.device != device:
+            own = self._weights[name]
             with torch.inference_mode(False):
-                held = held.to(device, torch.float32 if device.type == "cpu" else held.dtype).contiguous()
-            self._weights[name] = held
+                held = own.to(device, torch.float32 if device.type == "cpu" else own.dtype).contiguous()
+            self._moved[name] = held
         return held
 
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
@@ -192,7 +194,7 @@ class Centroids(Selector):
         return self._visit(asked, sizes)
 
     def tensors(self) -> list[torch.Tensor]:
-        return list(self._weights.values())
+        return list(self._moved.values())
 
     def __str__(self) -> str:
         count = self._weights["centroids"].shape[1]
@@ -291,17 +293,18 @@ class Chance(Selector):
         self._seeded = torch.Generator().manual_seed(config.seed + layer)
 
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
-        drawn = torch.randint(self.config.buckets, (*keys.shape[:2], 1, keys.shape[2]), generator=self._seeded)
+        shape = (*keys.shape[:2], 1, keys.shape[2])
+        drawn = torch.randint(self.config.buckets, shape, generator=self._seeded, device="cpu")
         return drawn.to(keys.device, torch.int16)
 
     def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        drawn = torch.rand(*asked.shape[:3], 1, self.config.buckets, generator=self._seeded)
+        drawn = torch.rand(*asked.shape[:3], 1, self.config.buckets, generator=self._seeded, device="cpu")
         return self._visit(drawn.to(asked.device))
 
 
 def _directions(shape: tuple[int, int], seed: int, device: torch.device) -> torch.Tensor:
     """Random directions, float32 [D, n] of unit length; the same for a seed on every device."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
     return torch.nn.functional.normalize(drawn, dim=0).to(device)
 
 

@@ -42,7 +42,7 @@ def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
     config = model.config.get_text_config(decoder=True)
     tokens = min(PROMPT + DECODED, getattr(config, "max_position_embeddings", None) or PROMPT + DECODED)
     seeded = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, tokens), generator=seeded).to(input_device(model))
+    ids = torch.randint(config.vocab_size, (1, tokens), generator=seeded, device="cpu").to(input_device(model))
     prompt = tokens - DECODED
     if cache is None:
         logits = call(ids, use_cache=False).logits[0, prompt - 1 :]

@@ -1,13 +1,14 @@
 """`calibrate()`: the run itself, a group of layers at a time."""
 
+import functools
 import hashlib
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -35,6 +36,22 @@ PART = "turbo_calibration.part"
 
 Progress = Callable[[str, float], None]
 """Called with what is going on, and the share of the whole work done since the last call."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _on_cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
+    """Seeded numbers, and all that names no device, come from the CPU, whatever `torch.set_default_device` says."""
+
+    @functools.wraps(run)
+    def runs(*args: P.args, **kwargs: P.kwargs) -> R:
+        elsewhere = torch.get_default_device().type != "cpu"
+        with torch.device("cpu") if elsewhere else nullcontext():
+            return run(*args, **kwargs)
+
+    return runs
 
 
 class Enough(Exception):
@@ -92,6 +109,7 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan
     return Plan(chosen, tuple(groups), notes, len(all_sources))
 
 
+@_on_cpu_by_default
 def calibrate(
     model: PreTrainedModel,
     tokenizer: Any,

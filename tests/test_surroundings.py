@@ -1,0 +1,159 @@
+"""What may be on around a patched model: autocast, another default device, drafts by early exit, errors midway."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import lab_model, prompts, tiny_llama
+from test_calibration import SMALL, TEXTS
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import turbo_hf
+from turbo_hf import SparseConfig, TurboConfig, cache
+from turbo_hf.calibration.run import calibrate
+from turbo_hf.chunk import chunk_from_mask
+from turbo_hf.config import PRESETS
+from turbo_hf.doctor import diagnose
+from turbo_hf.selectors import Centroids, _directions
+
+PLAIN = TurboConfig(bits=16, block_size=32, attention="fp16")
+
+
+@pytest.fixture
+def meta_by_default() -> Iterator[None]:
+    """Tensors that name no device have no data, so that one of them anywhere shows."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+def logits(model: Any, ids: torch.Tensor, held: Any) -> torch.Tensor:
+    """Of a prompt and of eight tokens after it."""
+    with torch.no_grad():
+        parts = [ids[:, :-8], *ids[:, -8:].split(1, 1)]
+        return torch.cat([model(part, past_key_values=held).logits for part in parts], 1).float()
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_autocast(narrow: torch.dtype) -> None:
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(2, 80)
+    exact = logits(model, ids, DynamicCache())
+    with torch.autocast("cpu", dtype=narrow):
+        plain = logits(model, ids, DynamicCache())
+        with turbo_hf.patch(model, PLAIN) as handle:
+            held = handle.new_cache()
+            ours = logits(model, ids, held)
+            model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert all(layer.dtype == narrow for layer in held.turbo_layers())
+    # both round to the narrow type, at other places
+    assert float((ours - plain).norm()) < 2 * float((plain - exact).norm())
+
+
+def test_a_draft_by_the_first_layers() -> None:
+    model, ids = tiny_llama(num_hidden_layers=4), prompts(1, 50)
+    ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "assistant_early_exit": 2}
+    want = model.generate(ids, **ways)
+    config = TurboConfig(bits=16, block_size=32, attention="fp16", dense_layers=(0, 3), int8_layers=(2,))
+    with turbo_hf.patch(model, config) as handle:
+        got = model.generate(ids, **ways)
+        assert len(handle.new_cache().layers) == 4
+    assert model.config.num_hidden_layers == 4
+    assert torch.equal(got, want)
+
+
+def test_patching_with_another_default_device(meta_by_default: None) -> None:
+    config = Qwen2Config(
+        vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    with torch.device("cpu"):
+        model = Qwen2ForCausalLM(config).eval()
+    # what is looked at in a model with a bias on its keys, and what is probed of its rotary embedding
+    sparse = SparseConfig(selector="lsh-reformer", buckets=8, probes=2)
+    with turbo_hf.patch(model, TurboConfig(sparse=sparse)) as handle:
+        assert handle.report().layers[0].storage == "2 x 4 bit"
+    assert _directions((16, 4), 0, torch.device("cpu")).device.type == "cpu"
+
+
+def test_calibrating_with_another_default_device(request: pytest.FixtureRequest) -> None:
+
+    model, tokenizer = lab_model()
+    want = calibrate(model, tokenizer, TEXTS, settings=SMALL)
+    request.getfixturevalue("meta_by_default")
+    got = calibrate(model, tokenizer, TEXTS, settings=SMALL)
+    assert got.digest() == want.digest()
+
+
+def test_a_pass_plans_once_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 3
+    model = Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=6, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=16, layer_types=kinds, sliding_window=24, pad_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    made: list[int] = []
+    real = chunk_from_mask
+
+    def counted(mask: Any, seen: int, *rest: Any) -> Any:
+        made.append(seen)
+        return real(mask, seen, *rest)
+
+    monkeypatch.setattr(cache, "chunk_from_mask", counted)
+    ids = prompts(2, 40)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    with turbo_hf.patch(model, "int8"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert {seen: made.count(seen) for seen in made} == {40 + n: 2 for n in (-40, 0, 1, 2)}
+
+
+def test_attentions_that_are_not_there_are_told() -> None:
+    model = tiny_llama()
+    with (
+        turbo_hf.patch(model, PLAIN) as handle,
+        pytest.warns(UserWarning, match="output_attentions=True: attention over"),
+    ):
+        model(prompts(1, 20), past_key_values=handle.new_cache(), output_attentions=True)
+
+
+def test_the_doctors_report_is_of_the_default() -> None:
+    found = diagnose(tiny_llama())
+    assert found.report is not None
+    assert found.report.config == PRESETS["turbo4"]
+
+
+def test_low_heads_that_are_less_than_one_are_told() -> None:
+    config = TurboConfig(bits=4, low_bits=2, low_heads=0.25)
+    with pytest.warns(UserWarning, match=r"low_heads=0.25 is less than one KV head of each layer: all keep 4 bit"):
+        handle = turbo_hf.patch(tiny_llama(), config)
+    assert "2-bit heads" not in str(handle.report())
+    handle.remove()
+
+
+def test_a_pass_that_broke_off_is_not_gone_on_with() -> None:
+    model, ids = tiny_llama(), prompts(1, 40)
+    with turbo_hf.patch(model, PLAIN) as handle, torch.no_grad():
+        held = handle.new_cache()
+        model(ids, past_key_values=held)
+
+        def fails(*_: Any) -> None:
+            raise RuntimeError("broken off")
+
+        hook = model.model.layers[1].register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="broken off"):
+            model(ids[:, :1], past_key_values=held)
+        hook.remove()
+        with pytest.raises(ValueError, match=r"layers of this TurboCache hold 40 and 41 tokens: an earlier pass ended"):
+            model(ids[:, :1], past_key_values=held)
+        held.reset()
+        model(ids, past_key_values=held)
+        assert held.get_seq_length() == 40
+
+
+def test_weights_of_a_selector_keep_their_precision() -> None:
+    config = SparseConfig(selector="kmeans", probes=2)
+    selector = Centroids(config, 1, torch.randn(2, 8, 16).half(), True)
+    assert selector._on("centroids", torch.device("cpu")).dtype == torch.float32
+    assert selector._on("centroids", torch.device("meta")).dtype == torch.float16
