@@ -132,6 +132,12 @@ def test_low_heads_that_are_less_than_one_are_told() -> None:
     handle.remove()
 
 
+def test_low_heads_of_layers_that_are_kept_at_8_bit_are_no_such_case(recwarn: pytest.WarningsRecorder) -> None:
+    config = TurboConfig(bits=4, low_bits=2, low_heads=0.25, int8_layers=(0, 1))
+    turbo_hf.patch(tiny_llama(), config).remove()
+    assert not [told for told in recwarn if "less than one KV head" in str(told.message)]
+
+
 def test_a_pass_that_broke_off_is_not_gone_on_with() -> None:
     model, ids = tiny_llama(), prompts(1, 40)
     with turbo_hf.patch(model, PLAIN) as handle, torch.no_grad():

@@ -118,12 +118,8 @@ class CacheMaker:
         count = len(layer_windows(model_config.get_text_config(decoder=True)))
         config = self.config
         if any(index >= count for index in (*self.int8_layers, *self.dense_layers)):
-            own = config.int8_layers
-            config = replace(
-                config,
-                dense_layers=tuple(index for index in config.dense_layers if index < count),
-                int8_layers=own if isinstance(own, str) else tuple(index for index in own if index < count),
-            )
+            # what the config names is in the patch's own lists
+            config = replace(config, dense_layers=(), int8_layers=())
         cache = TurboCache(
             model_config,
             config,

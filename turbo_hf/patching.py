@@ -108,7 +108,8 @@ def patch(
     notes += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
     heads = choose_heads(model, chosen, calibration, strict)
     notes += heads.notes
-    if chosen.low_heads and not any(f" x {chosen.low_bits} bit" in at.storage for at in layers):
+    packed = [at.storage for at in layers if " x " in at.storage]
+    if chosen.low_heads and packed and not any(f" x {chosen.low_bits} bit" in storage for storage in packed):
         notes.append(
             f"low_heads={chosen.low_heads:g} is less than one KV head of each layer: all keep {chosen.bits} bit."
         )
@@ -282,8 +283,9 @@ def _bring_layer(
     if module.config._attn_implementation != NAME:
         return None
     cache = kwargs.get("past_key_values")
+    strange = isinstance(cache, TurboCache) and len(cache.layers) != spec.layers
     # a draft by the first layers alone (assistant_early_exit) tells so in the config meanwhile
-    if isinstance(cache, TurboCache) and len(cache.layers) not in (spec.layers, module.config.num_hidden_layers):
+    if strange and len(cache.layers) != module.config.num_hidden_layers:
         raise Unsupported(f"this TurboCache has {len(cache.layers)} layers, the model {spec.layers}. {OTHER_MODEL}")
     held = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
     layer = held if isinstance(held, TurboLayer) else None

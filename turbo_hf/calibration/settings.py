@@ -22,8 +22,7 @@ class Settings:
 
     Args:
         window: tokens of a window of text, fed to the model in one pass.
-        windows: windows at most; fewer where the texts are shorter, 2 at least. One in five is held out. Five times the
-            text halves what steps read for the same answers (measured: `eval/results`).
+        windows: windows at most; fewer where the texts are shorter, 2 at least. One in five is held out.
         index: make centroids and query classifiers too; False: head priorities only, in a fraction of the time.
         clusters: centroids of each KV head (C); None: 1024, or fewer where there are under 32 keys for each.
         iterations: of k-means (SAAP appendix A: 10).
