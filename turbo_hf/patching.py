@@ -283,10 +283,10 @@ def _bring_layer(
     if module.config._attn_implementation != NAME:
         return None
     cache = kwargs.get("past_key_values")
-    strange = isinstance(cache, TurboCache) and len(cache.layers) != spec.layers
+    count = len(cache.layers) if isinstance(cache, TurboCache) else spec.layers
     # a draft by the first layers alone (assistant_early_exit) tells so in the config meanwhile
-    if strange and len(cache.layers) != module.config.num_hidden_layers:
-        raise Unsupported(f"this TurboCache has {len(cache.layers)} layers, the model {spec.layers}. {OTHER_MODEL}")
+    if count != spec.layers and count != module.config.num_hidden_layers:  # noqa: PLR1714  the config is slow to ask
+        raise Unsupported(f"this TurboCache has {count} layers, the model {spec.layers}. {OTHER_MODEL}")
     held = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
     layer = held if isinstance(held, TurboLayer) else None
     if layer is not None:
