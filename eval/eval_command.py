@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from turbo_hf.calibration.artifacts import Calibration, find
+from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
@@ -205,7 +206,7 @@ def _calibration(model: Any, wanted: list[str], named: str) -> Calibration | Non
     used = any(map(_uses_calibration, wanted))
     if named != "auto" and not used:
         raise ValueError(f"--calibration {named}: none of these methods takes anything from a calibration.")
-    made = None if not used else find(model) if named == "auto" else Calibration.from_pretrained(named)
+    made = None if not used else find(checkpoint_of(model)) if named == "auto" else Calibration.from_pretrained(named)
     for name in wanted:
         try:
             with applied(model, method_named(name), made):

@@ -172,7 +172,8 @@ def _patched(name: str) -> TurboConfig:
     head, *changes = stored.split("+")
     preset, slash, attention = head.partition("/")
     if preset not in PRESETS or (slash and attention not in ("auto", *ATTENTION_MODES)):
-        raise ValueError(f"unknown method {name}; {known_methods()}.")
+        hint = " Several layers are written dense_layers=0+1." if name.isdigit() else ""
+        raise ValueError(f"unknown method {name}; {known_methods()}.{hint}")
     config = resolve_config(preset)
     chosen: dict[str, Any] = {"attention": attention} if slash else {}
     allowed = [field.name for field in fields(TurboConfig)]

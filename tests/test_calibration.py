@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from models import LAB_MODEL, lab_model, prompts, tiny_llama, tiny_mistral
 from sklearn.cluster import KMeans  # type: ignore[import-untyped] # it has no types
 from test_families import FAMILY_CASES, Case, build
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, T5Config, T5Model
 from typer.testing import CliRunner
 
 import turbo_hf
@@ -25,6 +24,7 @@ from turbo_hf.calibration import artifacts, run
 from turbo_hf.calibration.artifacts import FACTS, TENSORS, facts_hash, find, fingerprint
 from turbo_hf.calibration.capture import Seen, capturing, probe, run_window
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
+from turbo_hf.calibration.checkpoint import checkpoint_of, tokenizer_hash
 from turbo_hf.calibration.heads import HeadPriorities, head_order
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, _recalled, evaluate, mean_recall
 from turbo_hf.calibration.query_model import (
@@ -37,10 +37,11 @@ from turbo_hf.calibration.query_model import (
     stored_units,
     train,
 )
-from turbo_hf.calibration.run import PART, calibrate, estimate, make_plan
+from turbo_hf.calibration.run import calibrate, estimate, make_plan
 from turbo_hf.calibration.samples import LARGEST, Samples, bucket_sums, true_mass
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
+from turbo_hf.calibration.unfinished import PART
 from turbo_hf.cli import app
 from turbo_hf.config import HEAD_METRICS
 from turbo_hf.ops.quantize import head_scores
@@ -387,7 +388,7 @@ def test_training_keeps_what_k_means_finds_and_learns_what_it_cannot(
         settings = replace(SMALL, hidden=64, steps=steps, batch=64, learning_rate=1e-2, architecture=architecture)
         classifier, loss = train([samples], [buckets], [centroids], 12, settings, lambda: None)
         judged = evaluate(samples, buckets, centroids, centroids, classifier, range(12, 13), settings.local, 0)
-        found.append((loss, judged["loss"]))
+        found.append((float(loss), judged["loss"]))
     for before, after in zip(*found, strict=True):
         assert after < 0.75 * before
     recall, _, by_k_means, rotated, by_chance = (mean_recall([judged], way)[2] for way in WAYS)
@@ -429,8 +430,8 @@ def test_a_head_without_a_long_range_query_stays_as_it_began() -> None:
     for far in without.far:
         far[:] = False
     settings = replace(SMALL, hidden=16, steps=20, batch=32, long_range=True, learning_rate=1e-2)
-    classifier, loss = train([samples, without], [buckets] * 2, [centroids] * 2, 2, settings, lambda: None)
-    assert math.isfinite(loss)
+    classifier, losses = train([samples, without], [buckets] * 2, [centroids] * 2, 2, settings, lambda: None)
+    assert losses.isfinite().tolist() == [True, False]
     query = torch.randn(2, 50, 8)
     length = torch.cat(samples.plain_keys, 1).norm(dim=-1).mean()
     begun = torch.bmm(query, (centroids * length).mT.expand(2, -1, -1))
@@ -627,8 +628,10 @@ def test_estimate_counts_what_is_stored(indexed: Calibration) -> None:
     ("settings", "message"),
     [
         ({"window": 100, "local": 90}, "too short for the long-range filter: with local=90 and far=16 they need 184"),
-        ({"window": 0}, "Settings.window must be a whole number of at least 1; got 0"),
+        ({"window": 63}, "Settings.window must be a whole number of at least 64; got 63"),
         ({"windows": 1}, "Settings.windows must be a whole number of at least 2; got 1"),
+        ({"clusters": 32769}, "Settings.clusters must be at most 32768; got 32769"),
+        ({"seed": 1 << 32}, "Settings.seed must be at most 4294967295; got 4294967296"),
         ({"clusters": 1}, "Settings.clusters must be a whole number of at least 2; got 1"),
         ({"seed": -1}, "Settings.seed must be a whole number of at least 0; got -1"),
         ({"learning_rate": 2.0}, "Settings.learning_rate must be a number between 0 and 1; got 2.0"),
@@ -663,8 +666,38 @@ def test_bad_input() -> None:
     assert not begun, "told before the first pass"
     with pytest.raises(ValueError, match="it belongs to another model"):
         calibrate(tiny_llama(), tokenizer, TEXTS, settings=HEADS)
-    with pytest.raises(ValueError, match=r"no layer of .* can be calibrated"):
+    with pytest.raises(ValueError, match=r"no layer of LlamaForCausalLM can be calibrated: .*24"):
         make_plan(build("llama", head_dim=24), SMALL)
+    with pytest.raises(
+        ValueError, match=r"in training mode, in which dropout changes what it sees. Call model.eval\(\)"
+    ):
+        make_plan(tiny_llama().train(), SMALL)
+    small: dict[str, Any] = {"vocab_size": 100, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    with pytest.raises(ValueError, match="T5Model is an encoder-decoder; only decoder-only models can be calibrated"):
+        make_plan(T5Model(T5Config(**small)).eval(), SMALL)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=100, hidden_size=16, n_layer=1, n_head=2)).eval()
+    with pytest.raises(ValueError, match="no layer of BloomForCausalLM can be calibrated: it has no single attention"):
+        make_plan(bloom, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (None, "texts must be a .txt or .jsonl file, a folder .* strings; got NoneType"),
+        (3, "texts must be .*; got int"),
+        ([1], "texts must hold strings; number 0 is int"),
+        ([PROSE[:200], Path("book.txt")], "texts must hold strings; number 1 is Posix"),
+        (PROSE, r"a string names a .txt or .jsonl file.*characters. Pass a text as \[text\]"),
+        ("two\nlines", r"this one has 9 characters. Pass a text as \[text\]"),
+        ([__file__], "number 0, .*test_calibration.py', names a file or folder. Strings are texts themselves"),
+        (__file__, "test_calibration.py' is no .txt or .jsonl file. Rename it if it is plain text"),
+    ],
+    ids=range(8),
+)
+def test_texts_that_are_none(texts: Any, message: str) -> None:
+    model, tokenizer = lab_model()
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, tokenizer, texts, settings=HEADS)
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -684,7 +717,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     more.add_special_tokens({"pad_token": "<mine>"})
     found = calibrate(model, more, TEXTS, settings=HEADS)
     assert found.fingerprint == lab().fingerprint
-    elsewhere = replace(found, fingerprint={**found.fingerprint, "tokenizer": artifacts.tokenizer_hash(other)})
+    elsewhere = replace(found, fingerprint={**found.fingerprint, "tokenizer": tokenizer_hash(other)})
     with pytest.raises(ValueError, match="it was made for a model with tokenizer"):
         turbo_hf.patch(model, "turbo-mixed", calibration=elsewhere)
     with turbo_hf.patch(model, "turbo-mixed", calibration=found):
@@ -799,8 +832,11 @@ def test_damaged_artifacts_are_refused(how: str, message: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("weight_2", None, "classifier or its centroids are missing in part"),
-        ("centroids", None, "classifier or its centroids are missing in part"),
+        ("weight_2", None, "its index has no weight_2"),
+        ("centroids", None, "its index has no centroids"),
+        ("rotated_centroids", None, "its index has no rotated_centroids"),
+        ("classifier", None, "its index has no weight_1"),
+        ("centroids", lambda x: x[:, 0], r"centroids is \[2, 64\]"),
         ("weight_2", lambda x: x[..., 1:], r"weight_2 is \[2, 32, 15\], and should be \[2, 32, 16\]"),
         ("rotated_centroids", lambda x: x[..., 1:], r"rotated_centroids is .*, and should be"),
         ("centroids", lambda x: x[1:], "centroids is for 1 KV heads, and there are 2"),
@@ -816,7 +852,8 @@ def test_parts_that_do_not_fit_are_refused(
         held = parts.pop(name)
         layer = replace(layer, classifier=parts if change is None else parts | {name: change(held)})
     else:
-        own: dict[str, Any] = {name: None if change is None else change(getattr(layer, name))}
+        empty: Any = {} if name == "classifier" else None
+        own: dict[str, Any] = {name: empty if change is None else change(getattr(layer, name))}
         layer = replace(layer, **own)
     replace(indexed, layers=(layer,)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"damaged: layer {layer.index}: .*{message}"):
@@ -891,13 +928,13 @@ def test_a_repository_in_the_hubs_cache_is_found_offline(tmp_path: Path, monkeyp
     (repo / "refs" / "main").write_text(commit)
     model = copy.deepcopy(lab_model()[0])
     model.config._name_or_path = "me/mine"
-    found = find(model)
+    found = find(checkpoint_of(model))
     assert found is not None
     assert found.source == "me/mine"
     with turbo_hf.patch(model, MIXED) as handle:
         assert "by calibration over 768 tokens (me/mine)" in str(handle.report())
     model.config._name_or_path = "me/another"
-    assert find(model) is None
+    assert find(checkpoint_of(model)) is None
 
 
 # --- patch -------------------------------------------------------------------------------------------------------
@@ -1047,7 +1084,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert facts["windows"] == 3
     assert "layers 0, 1, 2, 3: head priorities and index" in printed
     assert not (tmp_path / "out").exists()
-    assert "layers 0, 1, 2, 3, 4, 5: head priorities" in command(tmp_path, *SHORT, "--dry-run", "--heads-only")
+    assert "layers 0, 1, 2, 3, 4, 5: head priorities" in command(tmp_path, *SHORT[:4], "--dry-run", "--heads-only")
     refused = command(tmp_path, *SHORT, "--clusters", "4000", "--dry-run", code=1)
     assert "too few for 4000 clusters" in " ".join(refused.split())
 
@@ -1061,6 +1098,15 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
         (["--window", "1000"], "too short for the long-range filter"),
         (["--heads-only", "--window", "100000"], "longer than the 32768 positions"),
         (["--heads-only", "--window", "20000"], "too few for two windows of 20000"),
+        (
+            ["--heads-only", "--window", "20", "--dry-run"],
+            "Settings.window must be a whole number of at least 64; got 20",
+        ),
+        (
+            ["--heads-only", *SHORT, "--architecture", "mlp", "--long-range"],
+            "--clusters, --steps, --local, --far, --architecture, --long-range has no effect with --heads-only",
+        ),
+        (["--heads-only", "--window", "256", "--revision", "v2"], "and 'v2' says nothing of it. Leave it out"),
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig, patching, selfcheck
+from turbo_hf import TurboCache, TurboConfig, selfcheck, versions
 from turbo_hf.attention import NAME, Unsupported, sas_threshold
 from turbo_hf.masks import dense_mask, turbo_mask
 from turbo_hf.memory import Memory
@@ -722,8 +722,8 @@ def test_a_version_outside_the_tested_range(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_llama()
-    monkeypatch.setattr("turbo_hf.patching.transformers.__version__", version)
-    message = f"transformers {version} is outside the tested range {patching.OLDEST} to {patching.NEWEST}"
+    monkeypatch.setattr("transformers.__version__", version)
+    message = f"transformers {version} is outside the tested range {versions.OLDEST} to {versions.NEWEST}"
     if strict == "raise":
         with pytest.raises(Unsupported, match=message + r".*pass strict=\"warn\""):
             turbo_hf.patch(model, strict=strict)
@@ -734,10 +734,10 @@ def test_a_version_outside_the_tested_range(
 
 
 def test_versions_inside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert patching.check_version() is None
-    for version in (f"{patching.OLDEST}.0", f"{patching.NEWEST}.7", f"{patching.NEWEST}.0.dev0"):
-        monkeypatch.setattr("turbo_hf.patching.transformers.__version__", version)
-        assert patching.check_version() is None
+    assert versions.check_version() is None
+    for version in (f"{versions.OLDEST}.0", f"{versions.NEWEST}.7", f"{versions.NEWEST}.0.dev0"):
+        monkeypatch.setattr("transformers.__version__", version)
+        assert versions.check_version() is None
 
 
 # --- the key bias guard --------------------------------------------------------------------------------------------

@@ -15,9 +15,10 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboCache, TurboConfig
+from turbo_hf.calibration.artifacts import NO_INDEX
 from turbo_hf.calibration.query_model import classify
 from turbo_hf.chunk import Chunk
-from turbo_hf.config import SELECTORS
+from turbo_hf.config import SELECTORS, USED_BY
 from turbo_hf.index import BucketIndex
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.select import assign
@@ -27,6 +28,13 @@ from turbo_hf.sparse import _visited
 
 ANY: dict[str, Any] = {"buckets": 16, "probes": 3, "window_tokens": 20, "dense_layers": ()}
 """Choices of a selector without calibration, small enough for short texts."""
+
+
+def small(selector: str, **options: Any) -> dict[str, Any]:
+    """`ANY`, but for what the selector does not look at."""
+    return {k: v for k, v in {**ANY, **options}.items() if selector in USED_BY.get(k, SELECTORS)}
+
+
 TRAINED: dict[str, Any] = {"probes": 4, "window_tokens": 31}
 
 
@@ -58,7 +66,7 @@ def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layer_of(selector: str = "lsh-reformer") -> TurboLayer:
-    config = sparse(selector, **ANY)
+    config = sparse(selector, **small(selector))
     assert config.sparse is not None
     made = Reformer(config.sparse, 0) if selector == "lsh-reformer" else Hash(config.sparse, 0)
     return TurboLayer(config, selector=made)
@@ -288,18 +296,43 @@ def ragged(lengths: tuple[int, ...] = (90, 70, 31)) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("choice", [{"selector": "full"}, {"selector": "random", "buckets": 4, "probes": 4}], ids=str)
 def test_reading_everything_is_dense_decode(llama: Any, choice: dict[str, Any], options: dict[str, Any]) -> None:
-    config = replace(sparse(**{**ANY, **choice}), **options)
+    config = replace(sparse(choice["selector"], **small(**choice)), **options)
     assert torch.equal(answers(llama, config, **ragged()), answers(llama, replace(config, sparse=None), **ragged()))
 
 
 @pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables", "window"])
 def test_a_row_is_the_same_alone_and_in_a_batch(llama: Any, selector: str) -> None:
-    config = sparse(selector, **ANY)
+    config = sparse(selector, **small(selector))
     batch = answers(llama, config, **ragged())
     dense = answers(llama, replace(config, sparse=None), **ragged())
     assert not torch.equal(batch, dense), "sparse decode changes no token"
     for row, length in enumerate((90, 70, 31)):
         assert torch.equal(answers(llama, config, input_ids=prompts(1, length, length))[0], batch[row])
+
+
+def test_a_choice_by_chance_is_even_and_the_same_again(llama: Any) -> None:
+    config = sparse("random", **ANY)
+    with turbo_hf.patch(llama, config):
+        again = [llama.generate(**ragged(), max_new_tokens=12, do_sample=False) for _ in range(2)]
+    assert torch.equal(*again)
+    assert not torch.equal(again[0][:, 90:], answers(llama, replace(config, sparse=None), 12, **ragged()))
+    selectors = [
+        UNTRAINED["random"](SparseConfig(selector="random", buckets=16, probes=3, seed=seed), 0) for seed in (0, 1)
+    ]
+    keys = torch.randn(1, 1, 4096, 16)
+    one, other = (selector.buckets(keys) for selector in selectors)
+    assert one is not None
+    assert other is not None
+    sizes = one.flatten().long().bincount(minlength=16)
+    # 256 each, of deviation 15.5
+    assert 256 - 5 * 15.5 < int(sizes.min()) <= int(sizes.max()) < 256 + 5 * 15.5
+    assert 256 - 5 * 15.5 < int((one == other).sum()) < 256 + 5 * 15.5
+    visited = selectors[0].visited(torch.randn(1, 1, 512, 2, 16))
+    assert visited is not None
+    assert visited.sum(-1).unique().tolist() == [3]
+    # 96 times each, of deviation 8.8
+    times = visited.sum((0, 1, 2, 3))
+    assert 96 - 5 * 8.8 < int(times.min()) <= int(times.max()) < 96 + 5 * 8.8
 
 
 @pytest.mark.usefixtures("in_time")
@@ -424,7 +457,7 @@ INDEPENDENT: list[dict[str, Any]] = [
     {"selector": "kmeans", "probes": 3},
     {"selector": "lsh-reformer", "probes": 3, "buckets": 8},
     {"selector": "lsh-gray", "probes": 3, "buckets": 8},
-    {"selector": "lsh-tables", "probes": 3, "buckets": 8, "tables": 3},
+    {"selector": "lsh-tables", "buckets": 8, "tables": 3},
 ]
 
 
@@ -490,7 +523,7 @@ def test_independent_heads_generate(indexed: Calibration, selector: str, choice:
 
 @pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables"])
 def test_independent_heads_of_hashing_selectors(llama: Any, selector: str) -> None:
-    config = sparse(selector, independent=True, **ANY)
+    config = sparse(selector, independent=True, **small(selector))
     batch = answers(llama, config, **ragged())
     assert torch.equal(answers(llama, config, input_ids=prompts(1, 70, 70))[0], batch[1])
     plain = replace(config, bits=8)
@@ -505,7 +538,7 @@ def test_independent_heads_of_hashing_selectors(llama: Any, selector: str) -> No
 
 
 def test_the_report_counts_keys(llama: Any) -> None:
-    config = sparse("window", **{**ANY, "dense_layers": (0,)})
+    config = sparse("window", **small("window", dense_layers=(0,)))
     with turbo_hf.patch(llama, config) as handle:
         assert str(handle.report()).count("% of the keys") == 0
         llama.generate(**ragged((90, 70)), max_new_tokens=5, do_sample=False)
@@ -537,7 +570,7 @@ def test_the_index_is_part_of_the_memory(llama: Any) -> None:
 def test_a_window_layer_reads_every_key() -> None:
     model = tiny_mistral(40)
     with pytest.raises(ValueError, match=r"no layer of this model can be sparse\. Layer 1 reads every key: it has"):
-        turbo_hf.patch(model, sparse("window", **ANY))
+        turbo_hf.patch(model, sparse("window", **small("window")))
 
 
 def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
@@ -558,7 +591,10 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"probes": 0}, "SparseConfig.probes must be a whole number of at least 1; got 0"),
         ({"probes": 2.0}, r"SparseConfig.probes must be a whole number of at least 1; got 2\.0"),
         ({"selector": "random", "buckets": 8, "probes": 9}, "probes must be at most the 8 buckets of a head; got 9"),
-        ({"selector": "random", "buckets": 8}, "probes must be at most the 8 buckets of a head; got 32"),
+        (
+            {"selector": "random", "buckets": 8},
+            "at most the 8 buckets of a head; it is 32 unless it is given. Take fewer",
+        ),
         ({"mass": 0.0}, r"SparseConfig.mass must be a number between 0 and 1; got 0\.0"),
         ({"mass": 1.0}, r"SparseConfig.mass must be a number between 0 and 1; got 1\.0"),
         ({"mass": 1}, "SparseConfig.mass must be a number between 0 and 1; got 1"),
@@ -568,11 +604,20 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"selector": "lsh-gray", "buckets": 1000}, "must be a power of two with selector .lsh-gray.*; got 1000"),
         ({"mass": 0.1, "most_probes": 0}, "SparseConfig.most_probes must be a whole number of at least 1; got 0"),
         ({"independent": 1}, "SparseConfig.independent must be one of True, False; got 1"),
-        ({"independent": True, "selector": "full"}, 'independent has no effect with selector "full", which chooses no'),
-        ({"independent": True, "selector": "window"}, 'no effect with selector "window", which chooses no buckets'),
+        ({"independent": True, "selector": "full"}, 'independent has no effect with selector "full". Leave it out'),
+        ({"independent": True, "selector": "window"}, 'no effect with selector "window". Leave it out, or take one of'),
+        ({"probes": 3, "selector": "window"}, 'SparseConfig.probes has no effect with selector "window"'),
+        ({"probes": 3, "selector": "full"}, 'SparseConfig.probes has no effect with selector "full"'),
+        ({"probes": 3, "selector": "lsh-tables"}, 'SparseConfig.probes has no effect with selector "lsh-tables"'),
+        (
+            {"buckets": 64},
+            r'SparseConfig.buckets has no effect with selector "saap".*take one of lsh-reformer, lsh-gray',
+        ),
+        ({"tables": 8, "selector": "random"}, 'SparseConfig.tables has no effect with selector "random"'),
+        ({"seed": 1 << 32}, "SparseConfig.seed must be at most 4294967295; got 4294967296"),
         ({"selector": "best"}, "SparseConfig.selector must be one of 'saap', 'kmeans', .*; got 'best'"),
         ({"buckets": 1}, "SparseConfig.buckets must be a whole number of at least 2; got 1"),
-        ({"buckets": 40000}, "SparseConfig.buckets must be at most 32768; got 40000"),
+        ({"selector": "random", "buckets": 40000}, "SparseConfig.buckets must be at most 32768; got 40000"),
         ({"window_tokens": 0}, "SparseConfig.window_tokens must be a whole number of at least 1; got 0"),
         ({"sink_tokens": -1}, "SparseConfig.sink_tokens must be a whole number of at least 0; got -1"),
         ({"dense_layers": [0]}, r"SparseConfig.dense_layers must be a tuple of layer indices; got \[0\]"),
@@ -612,7 +657,9 @@ def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) 
     with pytest.raises(ValueError, match="does not fit this model: it was made for a model with"):
         turbo_hf.patch(llama, "saap", calibration=indexed)
     model, _ = lab_model()
-    with pytest.raises(ValueError, match="probes must be at most the 16 buckets of a head; got 32"):
+    with pytest.raises(
+        ValueError, match=r"at most the 16 buckets of a head; it is 32 unless it is given\. Take fewer, or"
+    ):
         turbo_hf.patch(model, "saap", calibration=indexed)
     with pytest.raises(ValueError, match="probes must be at most the 16 buckets of a head; got 17"):
         turbo_hf.patch(model, sparse("saap", probes=17), calibration=indexed)
@@ -626,9 +673,9 @@ def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) 
     bare = replace(indexed, layers=tuple(replace(layer, centroids=None, classifier={}) for layer in indexed.layers))
     with pytest.raises(ValueError, match=r"no layer of this model can be sparse\. Layer 5 reads every key: the cal"):
         turbo_hf.patch(model, sparse("saap", probes=4), calibration=bare)
-    without = (replace(layer, centroids=None, note="no index") for layer in indexed.layers[4:])
+    without = (replace(layer, centroids=None, note=NO_INDEX + "it was cold") for layer in indexed.layers[4:])
     some = replace(indexed, layers=(*indexed.layers[:4], *without))
     with turbo_hf.patch(model, sparse("saap", probes=4), calibration=some) as handle:
         text = str(handle.report())
-    assert "reads every key: no index" in text
+    assert "reads every key: it was cold" in text
     assert "saap, 4 of 16 buckets" in text

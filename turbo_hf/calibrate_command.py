@@ -16,6 +16,7 @@ from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
 from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan, read_windows
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
+from turbo_hf.calibration.unfinished import Unfinished, finished_groups
 from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.transfer import input_device
 
@@ -47,11 +48,14 @@ def calibrate_command(
     steps: Annotated[int | None, typer.Option(help="Training steps, instead of the preset's.")] = None,
     local: Annotated[int | None, typer.Option(help="Tokens that decoding reads densely; default 2047.")] = None,
     far: Annotated[int | None, typer.Option(help="Tokens to a long-range query's best key; default 1024.")] = None,
-    architecture: Annotated[str, typer.Option(help="Of the query classifier: mlp or residual.")] = "mlp",
+    architecture: Annotated[
+        str | None, typer.Option(help="Of the query classifier: mlp (default) or residual.")
+    ] = None,
     long_range: Annotated[
         bool, typer.Option("--long-range", help="Train on long-range queries alone, as SAAP does.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hub, instead of main.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the layers that an interrupted run has finished.")] = False,
     dry_run: Annotated[
         bool, typer.Option(help="Print memory and time that it would take, and what each layer gets.")
@@ -60,27 +64,47 @@ def calibrate_command(
     json_line: Json = False,
 ) -> None:
     """Learn from a model's own keys and queries which heads need their bits, and an index for sparse decoding."""
-    own = {"window": window, "windows": windows, "clusters": clusters, "steps": steps, "local": local, "far": far}
-    given: dict[str, Any] = {"architecture": architecture, "long_range": long_range, "seed": seed}
-    given |= {name: value for name, value in own.items() if value is not None}
+    own = {"window": window, "windows": windows, "seed": seed}
+    of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far, "architecture": architecture}
+    of_index |= {"long_range": long_range or None}
     try:
-        chosen = _settings(preset, given | ({"index": False} if heads_only else {}))
-        loaded, tokenizer = load(model, device)
+        chosen = _settings(preset, own, of_index, heads_only)
+        Unfinished(out_folder, resume)  # refuses what the run would, before the model is loaded
+        loaded, tokenizer = load(model, device, revision)
         plan = make_plan(loaded, _cut(chosen, loaded, window))
         if dry_run:
-            facts = _dry_run(loaded, tokenizer, plan, texts)
+            facts = _dry_run(loaded, tokenizer, plan, texts, revision)
         else:
-            facts = _run(loaded, tokenizer, plan, texts, out_folder, resume)
+            facts = _run(loaded, tokenizer, plan, texts, out_folder, resume, revision)
     except (ValueError, OSError) as error:
         raise fail(str(error)) from error
+    except KeyboardInterrupt as error:
+        raise _interrupted(out_folder) from error
     if json_line:
         print(json.dumps(facts))  # noqa: T201
 
 
-def _settings(preset: str, given: dict[str, Any]) -> Settings:
+def _settings(preset: str, own: dict[str, Any], of_index: dict[str, Any], heads_only: bool) -> Settings:
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; presets are {', '.join(PRESETS)}.")
+    given = {name: value for name, value in (own | of_index).items() if value is not None}
+    if heads_only:
+        unused = [f"--{name.replace('_', '-')}" for name in of_index if name in given]
+        if unused:
+            raise ValueError(
+                f"{', '.join(unused)} has no effect with --heads-only, which makes no index. Leave it out."
+            )
+        given["index"] = False
     return replace(resolve_settings(preset), **given)
+
+
+def _interrupted(folder: Path) -> typer.Exit:
+    done = finished_groups(folder)
+    kept = (
+        f"{done} groups of layers are done and kept in {folder}; the same command with --resume goes on with the rest"
+    )
+    err.print(f"interrupted: {kept if done else 'no group of layers was done, so that nothing is kept'}.", markup=False)
+    return typer.Exit(130)
 
 
 def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
@@ -91,7 +115,9 @@ def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
     return chosen
 
 
-def _run(model: Any, tokenizer: Any, plan: Plan, texts: str, folder: Path, resume: bool) -> dict[str, Any]:
+def _run(
+    model: Any, tokenizer: Any, plan: Plan, texts: str, folder: Path, resume: bool, revision: str | None
+) -> dict[str, Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     begun = time.perf_counter()
     with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
@@ -104,6 +130,7 @@ def _run(model: Any, tokenizer: Any, plan: Plan, texts: str, folder: Path, resum
             out=folder,
             resume=resume,
             progress=lambda word, share: progress.update(task, advance=share, description=word),
+            revision=revision,
         )
     seconds = time.perf_counter() - begun
     _print(found, seconds, folder)
@@ -138,8 +165,8 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
     out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
 
 
-def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: str) -> dict[str, Any]:
-    windows, _ = read_windows(model, tokenizer, texts, plan)
+def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: str, revision: str | None) -> dict[str, Any]:
+    windows, _ = read_windows(model, tokenizer, texts, plan, revision)
     plan = plan._replace(settings=replace(plan.settings, windows=len(windows)))
     needs, device = estimate(model, plan), input_device(model)
     seconds = needs["pass_flops"] / (PASSES * _speed(device, model.dtype))

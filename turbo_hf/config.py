@@ -1,7 +1,7 @@
 """What a user may choose: `TurboConfig` and its presets."""
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from turbo_hf.layout import BITS, BLOCK_SIZES, FULL, WIDTHS
@@ -16,6 +16,16 @@ CALIBRATED = ("saap", "kmeans", "kmeans-rotated")
 SELECTORS = (*CALIBRATED, "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full")
 MOST_BUCKETS = 1 << 15
 """Buckets of a KV head, at most: a token's bucket is stored in 16 bits."""
+LARGEST_SEED = (1 << 32) - 1
+NO_BUCKETS = ("window", "full")
+"""Selectors that choose no buckets."""
+USED_BY = {
+    "buckets": ("lsh-reformer", "lsh-gray", "lsh-tables", "random"),
+    "tables": ("lsh-tables",),
+    "probes": tuple(name for name in SELECTORS if name not in ("lsh-tables", *NO_BUCKETS)),
+    "independent": tuple(name for name in SELECTORS if name not in NO_BUCKETS),
+}
+"""Fields of `SparseConfig` that only these selectors look at."""
 
 
 def _one_of(field: str, value: object, allowed: tuple[object, ...], owner: str = "TurboConfig") -> None:
@@ -36,9 +46,10 @@ class SparseConfig:
             keys before rotary embedding, visits by the query classifier. "kmeans": visits by inner product of the
             un-rotated query and centroids. "kmeans-rotated": centroids of keys after rotary embedding. These three
             need a calibration. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants of SAAP appendix B.
-            "random": buckets by chance. "window": the dense part alone (StreamingLLM). "full": every key.
-        probes: buckets that a step visits for each KV head (SAAP: l = 32). No effect with "lsh-tables", whose queries
-            visit one bucket of each table, and with "window" and "full", which have none.
+            "random": buckets by chance. "window": the dense part alone (StreamingLLM). "full": every key. A field that
+            the selector does not look at is refused, where it is not as by default.
+        probes: buckets that a step visits for each KV head; None: 32 (SAAP: l = 32). Not with "lsh-tables", whose
+            queries visit one bucket of each table, nor with "window" and "full", which have none.
         mass: visit buckets until the classifier leaves less than this share of the attention beyond the dense part to
             the others, instead of a fixed number; between 0 and 1, selector "saap" only, not together with `probes`.
             Each step then counts the buckets of all keys, in plain torch.
@@ -78,8 +89,9 @@ class SparseConfig:
         for field in ("probes", "most_probes"):
             if getattr(self, field) is not None:
                 _at_least(field, getattr(self, field), 1)
-        if self.buckets > MOST_BUCKETS:
-            raise ValueError(f"SparseConfig.buckets must be at most {MOST_BUCKETS}; got {self.buckets}.")
+        for field, most in (("buckets", MOST_BUCKETS), ("seed", LARGEST_SEED)):
+            if getattr(self, field) > most:
+                raise ValueError(f"SparseConfig.{field} must be at most {most}; got {getattr(self, field)}.")
         share = self.mass
         if share is not None and (not isinstance(share, float) or not 0 < share < 1):
             raise ValueError(f"SparseConfig.mass must be a number between 0 and 1; got {share!r}.")
@@ -88,11 +100,7 @@ class SparseConfig:
         if self.most_probes is not None and share is None:
             raise ValueError("SparseConfig.most_probes has no effect without mass.")
         _one_of("independent", self.independent, (True, False), "SparseConfig")
-        if self.independent and self.selector in ("window", "full"):
-            raise ValueError(
-                f'SparseConfig.independent has no effect with selector "{self.selector}", which chooses no buckets. '
-                "Leave it out, or take another selector."
-            )
+        self._refuse_unused()
         if self.selector in ("lsh-gray", "lsh-tables") and self.buckets.bit_count() != 1:
             raise ValueError(
                 f'SparseConfig.buckets must be a power of two with selector "{self.selector}", whose hashes are bits; '
@@ -101,6 +109,15 @@ class SparseConfig:
         if self.selector in ("lsh-reformer", "lsh-gray", "random"):
             self.check_buckets(self.buckets)
         _layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
+
+    def _refuse_unused(self) -> None:
+        """ValueError for a choice that the selector does not look at."""
+        for field, selectors in USED_BY.items():
+            if self.selector not in selectors and getattr(self, field) != DEFAULTS[field]:
+                raise ValueError(
+                    f'SparseConfig.{field} has no effect with selector "{self.selector}". Leave it out, or take one of '
+                    f"{', '.join(selectors)}."
+                )
 
     @property
     def without_kernel(self) -> str:
@@ -117,7 +134,7 @@ class SparseConfig:
     @property
     def index_bytes(self) -> int:
         """Bytes that the index takes a token and KV head: 2 for each bucket that a key has."""
-        if self.selector in ("window", "full"):
+        if self.selector in NO_BUCKETS:
             return 0
         return 2 * (self.tables if self.selector == "lsh-tables" else 1)
 
@@ -125,10 +142,17 @@ class SparseConfig:
         """ValueError if more buckets are to be visited than there are, a warning if it is half of them or more."""
         for field, wanted in (("probes", self.count), ("most_probes", self.most_probes)):
             if wanted is not None and wanted > buckets:
-                raise ValueError(f"SparseConfig.{field} must be at most the {buckets} buckets of a head; got {wanted}.")
+                came = f"got {wanted}" if getattr(self, field) else f"it is {wanted} unless it is given"
+                raise ValueError(
+                    f"SparseConfig.{field} must be at most the {buckets} buckets of a head; {came}. Take fewer, or "
+                    "more buckets (a calibration with more clusters)."
+                )
         if self.count is not None and 2 * self.count >= buckets:
             told = f"steps visit {self.count} of the {buckets} buckets of a head, and so read most keys. Take fewer "
             warnings.warn(told + "probes (SparseConfig.probes), or a calibration with more clusters.", stacklevel=2)
+
+
+DEFAULTS = {field.name: field.default for field in fields(SparseConfig)}
 
 
 def _at_least(field: str, value: object, least: int) -> None:

@@ -27,12 +27,12 @@ def choose_device(device: str) -> str:
     return device
 
 
-def load(model: str, device: str) -> tuple[Any, Any]:
+def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
     """Model and left-padding tokenizer; Exit with a sentence where they cannot be had."""
     device = choose_device(device)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, padding_side="left")
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, padding_side="left")
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
         loaded = loaded.to(device).eval()
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise fail(f"cannot load {model!r} on {device}: {error}") from error

@@ -9,8 +9,9 @@ import torch
 
 from turbo_hf.config import PRESETS
 from turbo_hf.handle import Report
-from turbo_hf.patching import NEWEST, OLDEST, check_version, patch
+from turbo_hf.patching import patch
 from turbo_hf.selfcheck import SelfCheck, compare, probe
+from turbo_hf.versions import NEWEST, OLDEST, check_version
 
 DEFAULT = "turbo4"
 """The preset of `patch`."""

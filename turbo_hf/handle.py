@@ -90,12 +90,7 @@ class Report:
             lines.append(f"  layer {at.index}: {at.storage}{window}{'; ' + at.reason if at.reason else ''}")
             if at.index in self.sparse:
                 lines[-1] += f"; {self.sparse[at.index]}"
-        lines += [
-            f"  layer {read.layer}: {read.share:.2%} of the keys read, {read.share_beyond:.2%} of those beyond the "
-            "dense part"
-            for read in self.selectivity
-            if read.there
-        ]
+        lines += [f"  layer {read.layer}: {read}" for read in self.selectivity if read.there]
         lines += [f"  {text}" for text in (self.heads, self.prompts, self.steps) if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-import transformers
-from packaging.version import Version
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from turbo_hf.attention import NAME, Strict, TurboCall, Unsupported, complain
@@ -24,9 +22,7 @@ from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches import family_of, is_attention, lost_to_bias, obstacle, shares_keys
 from turbo_hf.selectors import Selector
 from turbo_hf.selfcheck import compare, probe
-
-OLDEST, NEWEST = Version("5.17"), Version("5.23")
-"""Transformers versions between which the tests run."""
+from turbo_hf.versions import check_version
 
 PREPARE = "_prepare_cache_for_generation"
 MAY_COMPILE, COMPILED = "_valid_auto_compile_criteria", "get_compiled_call"
@@ -51,6 +47,7 @@ def patch(
     config: str | TurboConfig = "turbo4",
     *,
     calibration: Calibration | str | Path | None = "auto",
+    revision: str | None = None,
     strict: Strict = "raise",
     check: bool = False,
 ) -> Handle:
@@ -62,6 +59,7 @@ def patch(
         calibration: what tells which heads get the low bits, where the config has heads of two widths, and what sparse
             decoding selects keys by: a `Calibration`, a folder or Hub id that holds one, None for none (each row's
             first block tells), or "auto": the one beside the checkpoint (its folder, or the Hub's cache), if any.
+        revision: that the model was loaded by from the Hub, where not main: new Transformers do not tell.
         strict: what happens with a layer, version or call that compressed attention cannot serve, and with a
             calibration that "auto" found and that is damaged or of another model: "raise" an error, "warn" and leave
             that part to Hugging Face, or "fallback" to it with no more than a line in the log.
@@ -106,7 +104,7 @@ def patch(
         warnings.warn(notes[-1], stacklevel=2)
     layers, modules = _survey(model, text, chosen)
     notes += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
-    heads = choose_heads(model, chosen, calibration, strict)
+    heads = choose_heads(model, chosen, calibration, strict, revision)
     notes += heads.notes
     packed = [at.storage for at in layers if " x " in at.storage]
     if chosen.low_heads and packed and not any(f" x {chosen.low_bits} bit" in storage for storage in packed):
@@ -116,7 +114,7 @@ def patch(
         warnings.warn(notes[-1], stacklevel=2)
         heads = heads._replace(words="")
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.storage != "dense"}
-    selectors, sparse = choose_selectors(chosen, windowed, heads.found)
+    selectors, sparse = choose_selectors(chosen, windowed, heads)
     reference = probe(model) if check else None
     handle = _apply(model, text, chosen, strict, modules, layers, heads, notes, selectors, sparse)
     if reference is not None:
@@ -135,17 +133,6 @@ def _check(model: PreTrainedModel, handle: Handle, reference: torch.Tensor) -> N
             f"self-check failed: the logits differ by {found.error:.0%} from the unpatched model's. The patch is "
             "off again; try a preset with more bits, or TurboConfig(dense_layers=...)."
         )
-
-
-def check_version() -> str | None:
-    """What is wrong with the installed Transformers version; None: it is in the tested range."""
-    version = Version(transformers.__version__)
-    if OLDEST <= Version(f"{version.major}.{version.minor}") <= NEWEST:
-        return None
-    return (
-        f"transformers {version} is outside the tested range {OLDEST} to {NEWEST}. "
-        'Install one of those, or pass strict="warn" to go on.'
-    )
 
 
 def _survey(

@@ -34,6 +34,11 @@ class Selectivity:
         """The same without the dense part."""
         return (self.read - self.dense) / max(1, self.there - self.dense)
 
+    def __str__(self) -> str:
+        if self.there == self.dense:
+            return "every key read: none was beyond the dense part"
+        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those beyond the dense part"
+
 
 @dataclass(slots=True)
 class Tally:
@@ -283,23 +288,37 @@ class Reformer(Selector):
 
 
 class Chance(Selector):
-    """Buckets and visits by chance ("random")."""
+    """Buckets and visits by chance ("random"): hashes of the numbers of a key, or of a query and the bucket, so that
+    the same text gets the same again."""
 
     tables = 1
     draws = True
 
-    def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
-        super().__init__(config, layer, backend)
-        self._seeded = torch.Generator().manual_seed(config.seed + layer)
+    def _hashed(self, x: torch.Tensor) -> torch.Tensor:
+        """int64 [...] of vectors [..., D]."""
+        factors = _odd(x.shape[-1], self.config.seed + self.layer, x.device)
+        return _mixed((x.float().view(torch.int32).long() * factors).sum(-1))
 
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
-        shape = (*keys.shape[:2], 1, keys.shape[2])
-        drawn = torch.randint(self.config.buckets, shape, generator=self._seeded, device="cpu")
-        return drawn.to(keys.device, torch.int16)
+        return (self._hashed(keys) % self.config.buckets).to(torch.int16)[:, :, None]
 
     def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        drawn = torch.rand(*asked.shape[:3], 1, self.config.buckets, generator=self._seeded, device="cpu")
-        return self._visit(drawn.to(asked.device))
+        asking = self._hashed(asked).sum(-1)[..., None, None]
+        drawn = _mixed(asking + _odd(self.config.buckets, self.config.seed + self.layer, asked.device))
+        return self._visit((drawn >> 40).float())
+
+
+def _odd(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Random odd numbers of 63 bits, int64 [count]; the same for a seed on every device."""
+    drawn = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(seed), device="cpu")
+    return (2 * drawn + 1).to(device)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """int64 whose every bit hangs on every bit of x (the finaliser of splitmix64; overflow wraps around)."""
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31)
 
 
 def _directions(shape: tuple[int, int], seed: int, device: torch.device) -> torch.Tensor:

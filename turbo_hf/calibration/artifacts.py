@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +11,19 @@ import torch
 from huggingface_hub import CommitOperationAdd, HfApi
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
+from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of, names_a_folder, tokenizer_hash
 from turbo_hf.calibration.heads import head_order
-from turbo_hf.config import HEAD_METRICS
+from turbo_hf.config import HEAD_METRICS, MOST_BUCKETS
 
 SCHEMA = 2
 FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
-TOKENIZER = "tokenizer_config.json"
 CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
+NO_INDEX = "no index: "
+"""How the note of a layer begins that has head priorities alone, before why."""
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -71,45 +72,17 @@ def layer_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
     return LayerCalibration(index, scores, own.get("centroids"), classifier, note, quality, rotated)
 
 
-def fingerprint(model: PreTrainedModel, tokenizer: Any = None) -> dict[str, Any]:
-    """What tells models apart without reading weights: type, shapes, vocabulary, and, where known, the revision and a
-    hash of the tokenizer's vocabulary."""
+def fingerprint(model: PreTrainedModel, tokenizer: Any = None, revision: str | None = None) -> dict[str, Any]:
+    """What tells models apart without reading weights: type, shapes, vocabulary, and, where known, the commit and a
+    hash of the tokenizer's vocabulary. revision: as in `checkpoint_of`."""
     text = model.config.get_text_config(decoder=True)
-    name = str(getattr(model.config, "_name_or_path", "") or "")
+    checkpoint = checkpoint_of(model, revision)
     found: dict[str, Any] = {"model_type": text.model_type, "vocab_size": text.vocab_size}
     found |= {field_name: getattr(text, field_name, None) for field_name in SHAPE_FIELDS}
-    found["model"] = Path(name).name if Path(name).is_dir() else name
-    found["revision"] = getattr(model.config, "_commit_hash", None)
+    found["model"] = Path(checkpoint.name).name if Path(checkpoint.name).is_dir() else checkpoint.name
+    found["revision"] = checkpoint.commit
     found["tokenizer"] = None if tokenizer is None else tokenizer_hash(tokenizer)
     return found
-
-
-def own_tokenizer(model: PreTrainedModel) -> Any:
-    """The tokenizer beside a model's checkpoint; None: there is none, or, with a warning, it cannot be read."""
-    if _beside(model, TOKENIZER) is None:
-        return None
-    name, revision = model.config._name_or_path, getattr(model.config, "_commit_hash", None)
-    try:
-        return AutoTokenizer.from_pretrained(name, revision=revision, local_files_only=True)
-    except Exception as error:  # whatever its files, or a package that they need, make of it
-        message = f"the tokenizer beside {name!r} cannot be read, so that none is compared with it: {error}"
-        warnings.warn(message, stacklevel=2)
-        return None
-
-
-def other_tokenizer(tokenizer: Any, own: Any) -> str | None:
-    """Why `tokenizer` is not a model's `own`, to which tokens may have been added; None: it is."""
-    known = tokenizer.get_vocab()
-    for token, number in own.get_vocab().items():
-        if known.get(token) != number:
-            return f"it has token {token!r} as {known.get(token)}, and the one beside the checkpoint as {number}"
-    return None
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """SHA-256 of a tokenizer's vocabulary."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
-    return hashlib.sha256(vocabulary.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,16 +124,27 @@ class Calibration:
                 return f"it was made for a model with {name} {made!r}, and this one has {value!r}"
         return None
 
-    def other_revision(self, model: PreTrainedModel) -> str | None:
-        """A sentence about a known revision of the checkpoint other than the one calibrated; None: none is known."""
-        made, here = self.fingerprint.get("revision"), getattr(model.config, "_commit_hash", None)
-        if made is None or here is None or made == here:
+    def other_revision(self, model: PreTrainedModel, revision: str | None = None) -> str | None:
+        """A sentence about a commit of the checkpoint other than the one calibrated; None: none is known.
+
+        revision: that the model was loaded by; None: what Transformers says, else main.
+        """
+        made, here = self.fingerprint.get("revision"), checkpoint_of(model, revision)
+        if made is None or here.commit is None or made == here.commit:
             return None
-        return f"the calibration was made for revision {made[:12]} of the checkpoint; this is {here[:12]}."
+        this = "this is" if here.told else "without revision= this is taken for"
+        return f"the calibration was made for revision {made[:12]} of the checkpoint; {this} {here.commit[:12]}."
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, beside what is there."""
+        """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, beside what is there.
+
+        Raises:
+            ValueError: `folder` is a file.
+            OSError: it cannot be made or written.
+        """
         path = Path(folder)
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"folder must be a folder, or the name of a new one; {str(folder)!r} is a file.")
         path.mkdir(parents=True, exist_ok=True)
         for name, content in self._files().items():
             # a reader never finds half a file
@@ -231,15 +215,19 @@ class Calibration:
         folder = Path(name)
         if folder.is_dir() and not (folder / FACTS).is_file():
             raise OSError(f"there is no calibration in {str(name)!r}: the folder has no {FACTS}.")
-        if not folder.is_dir() and _names_a_folder(str(name)):
+        if folder.is_dir() and not (folder / TENSORS).is_file():
+            raise ValueError(f"the calibration in {str(name)!r} is damaged: the folder has no {TENSORS}.{AGAIN}")
+        if not folder.is_dir() and names_a_folder(str(name)):
             raise OSError(f"there is no calibration in {str(name)!r}: there is no such folder.")
         options = {"revision": revision, "token": token, "local_files_only": local_files_only}
-        try:
-            paths = [cached_file(str(name), part, **options) for part in (FACTS, TENSORS)]
-        except OSError as error:
-            raise OSError(f"there is no calibration in {str(name)!r}, or it cannot be reached: {error}") from error
-        facts, content = (Path(str(path)).read_bytes() for path in paths)
-        return _read(facts, content, str(name))
+        parts, missing = [], "there is no calibration in"
+        for part in (FACTS, TENSORS):
+            try:
+                parts.append(Path(str(cached_file(str(name), part, **options))).read_bytes())
+            except OSError as error:
+                raise OSError(f"{missing} {str(name)!r}, or it cannot be reached: {error}") from error
+            missing = f"there is no {TENSORS} beside the {FACTS} in"
+        return _read(parts[0], parts[1], str(name))
 
 
 def facts_hash(facts: Mapping[str, Any]) -> str:
@@ -248,36 +236,38 @@ def facts_hash(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
+AGAIN = " Calibrate again, or fetch it anew."
+
+
 def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
     damaged = f"the calibration in {source!r} is damaged: "
-    again = " Calibrate again, or fetch it anew."
     try:
         facts = json.loads(facts_bytes)
     except ValueError as error:
-        raise ValueError(f"{damaged}{FACTS} is no JSON.{again}") from error
+        raise ValueError(f"{damaged}{FACTS} is no JSON.{AGAIN}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise ValueError(f"{damaged}{FACTS} does not say that it is a {FORMAT}.{again}")
+        raise ValueError(f"{damaged}{FACTS} does not say that it is a {FORMAT}.{AGAIN}")
     if facts.get("schema") != SCHEMA:
         raise ValueError(
             f"the calibration in {source!r} has schema {facts.get('schema')!r}; this version reads {SCHEMA}. Calibrate "
             "again, or install the version of turbo_hf that made it."
         )
     if facts.get("facts_sha256") != facts_hash(facts):
-        raise ValueError(f"{damaged}{FACTS} is not as it was written.{again}")
+        raise ValueError(f"{damaged}{FACTS} is not as it was written.{AGAIN}")
     if hashlib.sha256(content).hexdigest() != facts.get("sha256"):
-        raise ValueError(f"{damaged}{TENSORS} is not the file that {FACTS} was written with.{again}")
+        raise ValueError(f"{damaged}{TENSORS} is not the file that {FACTS} was written with.{AGAIN}")
     try:
         tensors = load(content)
         layers = tuple(layer_from(each, tensors) for each in facts["layers"])
         found = Calibration(dict(facts["fingerprint"]), dict(facts["settings"]), layers, int(facts["tokens"]), source)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{damaged}{type(error).__name__}: {error}.{again}") from error
+        raise ValueError(f"{damaged}{type(error).__name__}: {error}.{AGAIN}") from error
     for layer in layers:
         wrong = _misfit(layer, found.fingerprint)
         if wrong is not None:
-            raise ValueError(f"{damaged}layer {layer.index}: {wrong}.{again}")
+            raise ValueError(f"{damaged}layer {layer.index}: {wrong}.{AGAIN}")
         if any(not bool(torch.isfinite(x).all()) for x in layer.tensors().values()):
-            raise ValueError(f"{damaged}layer {layer.index} holds NaN or Inf.{again}")
+            raise ValueError(f"{damaged}layer {layer.index} holds NaN or Inf.{AGAIN}")
     return found
 
 
@@ -291,55 +281,29 @@ def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
         heads = heads or x.shape[0]
         if x.shape[0] != heads:
             return f"{part} is for {x.shape[0]} KV heads, and there are {heads}"
-    if layer.classifier and (layer.centroids is None or len(layer.classifier) < len(CLASSIFIER)):
-        return "the query classifier or its centroids are missing in part"
-    if layer.centroids is None:
+    parts = {"centroids": layer.centroids, "rotated_centroids": layer.rotated_centroids, **layer.classifier}
+    index = {name: list(x.shape) for name, x in parts.items() if x is not None}
+    if not index:
         return None
-    dim = dim or layer.centroids.shape[-1]
-    shapes = {"centroids": list(layer.centroids.shape)}
-    if layer.rotated_centroids is not None:
-        shapes["rotated_centroids"] = list(layer.rotated_centroids.shape)
-    wanted = {part: [heads, layer.centroids.shape[1], dim] for part in shapes}
-    if layer.classifier:
-        shapes |= {name: list(x.shape) for name, x in layer.classifier.items()}
-        hidden, clusters = layer.classifier["bias_1"].shape[-1], layer.centroids.shape[1]
-        wanted |= {"weight_1": [heads, dim, hidden], "bias_1": [heads, hidden]}
-        wanted |= {"weight_2": [heads, hidden, clusters], "bias_2": [heads, clusters]}
-    for part, shape in shapes.items():
+    missing = [name for name in ("centroids", "rotated_centroids", *CLASSIFIER) if name not in index]
+    if missing:
+        return f"its index has no {missing[0]}"
+    if len(index["centroids"]) != 3:
+        return f"centroids is {index['centroids']}"
+    dim, clusters, hidden = dim or index["centroids"][-1], index["centroids"][1], index["bias_1"][-1]
+    if clusters > MOST_BUCKETS:
+        return f"it has {clusters} centroids a head, and at most {MOST_BUCKETS} can be used"
+    wanted = {"centroids": [heads, clusters, dim], "rotated_centroids": [heads, clusters, dim]}
+    wanted |= {"weight_1": [heads, dim, hidden], "bias_1": [heads, hidden]}
+    wanted |= {"weight_2": [heads, hidden, clusters], "bias_2": [heads, clusters]}
+    for part, shape in index.items():
         if shape != wanted[part]:
             return f"{part} is {shape}, and should be {wanted[part]}"
     return None
 
 
-def find(model: PreTrainedModel) -> Calibration | None:
-    """The calibration beside a model's checkpoint."""
-    if _beside(model, FACTS) is None:
+def find(checkpoint: Checkpoint) -> Calibration | None:
+    """The calibration beside a checkpoint; None: there is none. Errors as of `Calibration.from_pretrained`."""
+    if checkpoint.file(FACTS) is None:
         return None
-    revision = getattr(model.config, "_commit_hash", None)
-    return Calibration.from_pretrained(model.config._name_or_path, revision=revision, local_files_only=True)
-
-
-def _beside(model: PreTrainedModel, file: str) -> str | None:
-    """A file of a checkpoint: in its folder, or in the Hub's cache; nothing is downloaded. None: there is none."""
-    name = str(getattr(model.config, "_name_or_path", "") or "")
-    if not name:
-        return None
-    if Path(name).is_dir():
-        return str(Path(name) / file) if (Path(name) / file).is_file() else None
-    if _names_a_folder(name):
-        return None  # one that is gone
-    found: str | None = cached_file(
-        name,
-        file,
-        revision=getattr(model.config, "_commit_hash", None),
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
-    return found
-
-
-def _names_a_folder(name: str) -> bool:
-    """Whether it cannot be a repository of the Hub."""
-    return name.count("/") > 1 or name.startswith((".", "/", "~"))
+    return Calibration.from_pretrained(checkpoint.name, revision=checkpoint.commit, local_files_only=True)

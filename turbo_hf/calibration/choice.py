@@ -1,5 +1,6 @@
 """What a patch takes from a calibration: which heads get the low bits, and what sparse decoding selects keys by."""
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -7,19 +8,22 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from turbo_hf.attention import Strict, complain
-from turbo_hf.calibration.artifacts import Calibration, find, own_tokenizer
+from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, find
+from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
 from turbo_hf.config import CALIBRATED, TurboConfig
 from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 
 class HeadChoice(NamedTuple):
     """orders: KV heads by need of bits, for each layer that a calibration covers. words: what decided, for the report;
-    "" where all heads have one width. notes: warnings for the report. found: the calibration, if one was wanted."""
+    "" where all heads have one width. notes: warnings for the report. found: the calibration, if one was wanted.
+    refused: why the one that "auto" found is not used."""
 
     orders: Mapping[int, tuple[int, ...]]
     words: str
     notes: tuple[str, ...]
     found: Calibration | None = None
+    refused: str = ""
 
 
 def uses_calibration(config: TurboConfig) -> bool:
@@ -28,61 +32,84 @@ def uses_calibration(config: TurboConfig) -> bool:
 
 
 def choose_heads(
-    model: PreTrainedModel, config: TurboConfig, calibration: Calibration | str | Path | None, strict: Strict
+    model: PreTrainedModel,
+    config: TurboConfig,
+    calibration: Calibration | str | Path | None,
+    strict: Strict,
+    revision: str | None = None,
 ) -> HeadChoice:
-    """What `patch(calibration=...)` says, looked up and held against the model.
+    """What `patch(calibration=..., revision=...)` says, looked up and held against the model.
 
     Raises:
-        ValueError: a calibration that is damaged or of another model (one that "auto" found: under strict "raise").
+        ValueError: a calibration that is damaged or of another model (one that "auto" found: under strict "raise"); a
+            revision that is not the model's.
         OSError: no calibration where one was named.
         TypeError: something else.
     """
     low = f"{config.low_bits}-bit heads" if config.low_heads else ""
     by_prompt = f"{low}: chosen by each row's first {config.block_size} tokens" if low else ""
-    wanted = uses_calibration(config)
+    wanted, beside = uses_calibration(config), checkpoint_of(model, revision)
     if calibration is None or (calibration == "auto" and not wanted):
         return HeadChoice({}, by_prompt, ())
+    notes: list[str] = []
     if calibration == "auto":
-        try:
-            found = find(model)
-            wrong = None if found is None else _refusal(found, model)
-        except (ValueError, OSError) as error:
-            found, wrong = None, str(error)
-        if wrong is not None:
-            message = f"{wrong} To go without it, pass calibration=None."
-            complain(strict, message)
-            return HeadChoice({}, by_prompt, (message,))
+        notes += filter(None, (beside.doubt(FACTS),))
+        for note in notes:
+            warnings.warn(note, stacklevel=3)
+    try:
+        found = find(beside) if calibration == "auto" else _named(calibration)
         if found is None:
-            return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "", ())
-    elif isinstance(calibration, str | Path):
-        found = Calibration.from_pretrained(calibration)
-    elif isinstance(calibration, Calibration):
-        found = calibration
-    else:
-        raise TypeError(
-            f'calibration must be a Calibration, a folder or Hub id, None or "auto"; got {type(calibration).__name__}.'
-        )
-    reason = _refusal(found, model)
-    if reason is not None:
-        raise ValueError(reason)
-    other = found.other_revision(model)
-    notes = () if other is None else (other,)
+            return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "", tuple(notes))
+        # made with the tokenizer beside the checkpoint, or with one of which nothing can be said here
+        wrong = found.mismatch(model, own_tokenizer(beside) if found.fingerprint.get("tokenizer") else None)
+        if wrong is not None:
+            told = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
+            raise ValueError(f"{told} Make one of this model with turbo-hf calibrate.")
+    except (ValueError, OSError) as error:
+        if calibration != "auto":
+            raise
+        message = f"{error} To go without it, pass calibration=None."
+        complain(strict, message)
+        return HeadChoice({}, by_prompt, (*notes, message), refused=str(error))
+    notes += filter(None, (found.other_revision(model, revision), _nearer(config, found)))
     if not low:
         unused = "" if wanted else "calibration: not used, for all heads of this config have the same bits"
-        return HeadChoice({}, unused, notes, found)
+        return HeadChoice({}, unused, tuple(notes), found)
     orders = found.head_orders(config.head_metric)
     missing = [layer.index for layer in found.layers if layer.index not in orders]
     rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
-    where = found.source or "this process"
-    return HeadChoice(orders, f"{low}: by calibration over {found.tokens:,} tokens ({where}){rest}", notes, found)
+    words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
+    return HeadChoice(orders, words, tuple(notes), found)
+
+
+def _named(calibration: object) -> Calibration:
+    """What `patch(calibration=...)` names."""
+    if isinstance(calibration, str | Path):
+        return Calibration.from_pretrained(calibration)
+    if isinstance(calibration, Calibration):
+        return calibration
+    raise TypeError(
+        f'calibration must be a Calibration, a folder or Hub id, None or "auto"; got {type(calibration).__name__}.'
+    )
+
+
+def _nearer(config: TurboConfig, found: Calibration) -> str | None:
+    """A sentence about keys that buckets are asked for here, and that the query classifier has not been trained on."""
+    local, sparse = found.settings.get("local"), config.sparse
+    if sparse is None or sparse.selector != "saap" or local is None or sparse.window_tokens >= local:
+        return None
+    return (
+        f"window_tokens={sparse.window_tokens} leaves keys to the buckets that the calibration took for read densely: "
+        f"its classifier learned from those more than {local} tokens back. Calibrate with local={sparse.window_tokens}."
+    )
 
 
 def choose_selectors(
-    config: TurboConfig, layers: Mapping[int, str], found: Calibration | None
+    config: TurboConfig, layers: Mapping[int, str], heads: HeadChoice
 ) -> tuple[dict[int, Selector], dict[int, str]]:
     """What chooses the keys of each sparse layer, and words about every layer for the report; two {} without `sparse`.
 
-    layers: the compressed layers, each with why it cannot be sparse ("": it can).
+    layers: the compressed layers, each with why it cannot be sparse ("": it can). heads: of `choose_heads`.
 
     Raises:
         ValueError: a selector that needs a calibration without one, one that has no layer with what it needs, or more
@@ -94,9 +121,10 @@ def choose_selectors(
     outside = [index for index in sparse.dense_layers if index > max(layers, default=0)]
     if outside:
         raise ValueError(f"SparseConfig.dense_layers names layer {outside[0]}; the last is {max(layers, default=0)}.")
-    if sparse.selector in CALIBRATED and found is None:
+    if sparse.selector in CALIBRATED and heads.found is None:
+        why = f"the one beside the checkpoint is refused: {heads.refused}" if heads.refused else "there is none."
         raise ValueError(
-            f'selector "{sparse.selector}" needs a calibration of this model, and there is none. Make one with '
+            f'selector "{sparse.selector}" needs a calibration of this model, and {why} Make one with '
             "turbo-hf calibrate, and pass it as patch(calibration=...) or save it beside the checkpoint."
         )
     selectors: dict[int, Selector] = {}
@@ -104,7 +132,7 @@ def choose_selectors(
     for index, obstacle in layers.items():
         made: Selector | str = obstacle or ("by dense_layers" if index in sparse.dense_layers else "")
         if not made:
-            made = _selector(config, index, found)
+            made = _selector(config, index, heads.found)
         if isinstance(made, Selector):
             selectors[index], words[index] = made, str(made)
         else:
@@ -126,15 +154,7 @@ def _selector(config: TurboConfig, index: int, found: Calibration | None) -> Sel
     rotated = sparse.selector == "kmeans-rotated"
     centroids = layer.rotated_centroids if rotated else layer.centroids
     if centroids is None:
-        return layer.note or f"the calibration has no {'rotated ' if rotated else ''}centroids of it"
+        return layer.note.removeprefix(NO_INDEX) or "the calibration has no index of it"
     if sparse.selector == "saap":
         return Classifier(sparse, index, centroids, layer.classifier, config.backend)
     return Centroids(sparse, index, centroids, not rotated, config.backend)
-
-
-def _refusal(calibration: Calibration, model: PreTrainedModel) -> str | None:
-    # made with the tokenizer beside the checkpoint, or with one of which nothing can be said here
-    wrong = calibration.mismatch(model, own_tokenizer(model) if calibration.fingerprint.get("tokenizer") else None)
-    if wrong is None:
-        return None
-    return f"the calibration of {calibration.source or 'this process'!r} does not fit this model: {wrong}."

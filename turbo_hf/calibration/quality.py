@@ -34,7 +34,8 @@ def evaluate(
     that any of them reads count. rotated: centroids [Hkv, C, D] of keys after rotary embedding.
 
     Returns "recall": by way of choosing (`WAYS`), a list by KV head of the share of
-    long-range attention mass at each of `SELECTIVITY`; null for a head without a long-range query. "loss": KL in nats.
+    long-range attention mass at each of `SELECTIVITY`; null for a head without a long-range query. "loss": KL in nats;
+    null without any.
     "largest_bucket": by KV head, against the mean; "buckets_in_use": exp of the entropy of their sizes, over C.
     "queries": long-range ones by KV head; "long_range": their share of all.
     """
@@ -82,7 +83,7 @@ def evaluate(
     in_use = (-torch.xlogy(share, share).sum(1)).exp() / clusters
     return {
         "recall": {way: _rows(total[way], counted) for way in WAYS},
-        "loss": round(loss / max(1.0, float(counted.sum())), 4),
+        "loss": round(loss / float(counted.sum()), 4) if counted.any() else None,
         "largest_bucket": [round(x, 2) for x in (share.amax(1) * clusters).tolist()],
         "buckets_in_use": [round(x, 3) for x in in_use.tolist()],
         "queries": [int(x) for x in counted.tolist()],

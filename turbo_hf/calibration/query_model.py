@@ -151,7 +151,7 @@ def train(
     windows: int,
     settings: Settings,
     advance: Callable[[], None],
-) -> tuple[dict[str, torch.Tensor], float]:
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Classifiers of all KV heads of layers of one shape, from the first `windows` windows.
 
     Args:
@@ -159,7 +159,8 @@ def train(
         advance: called after each step.
 
     Returns:
-        `QueryModels.folded`, N = layers x Hkv, and the mean loss of the last tenth of the steps (nats).
+        `QueryModels.folded`, N = layers x Hkv, and the mean loss of each over the last tenth of the steps (nats),
+        float32 [N]; NaN for a head that had nothing to learn from in them.
 
     Raises:
         ValueError: a window without a long-range query, where those alone are to train.
@@ -199,17 +200,16 @@ def train(
                 layers[0].softcap,
             )
         loss = divergence(target, models(plain), sizes).mean(1)
-        if settings.long_range:
-            loss = loss[asking.to(device)]
+        asking = asking.to(device)
         optimizer.zero_grad()
         # heads share no weights: the sum trains each on its own
-        loss.sum().backward()
+        (loss * asking).sum().backward()
         optimizer.step()
         schedule.step()
-        losses.append(loss.detach().mean())
+        losses.append(loss.detach().masked_fill(~asking, torch.nan))
         advance()
     last = losses[-max(1, len(losses) // 10) :]
-    return {name: x.detach() for name, x in models.folded().items()}, float(torch.stack(last).mean())
+    return {name: x.detach() for name, x in models.folded().items()}, torch.stack(last).nanmean(0)
 
 
 def _together(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-import shutil
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -13,26 +13,18 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from turbo_hf.calibration.artifacts import (
-    FACTS,
-    Calibration,
-    LayerCalibration,
-    fingerprint,
-    other_tokenizer,
-    own_tokenizer,
-)
+from turbo_hf.calibration.artifacts import NO_INDEX, Calibration, LayerCalibration, fingerprint
 from turbo_hf.calibration.capture import Seen, Source, capturing, check_finite, probe, run_window, sources
 from turbo_hf.calibration.centroids import COMPARED, KEYS_EACH, assign, choose_clusters, k_means, sample_keys
+from turbo_hf.calibration.checkpoint import checkpoint_of, other_tokenizer, own_tokenizer
 from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.quality import evaluate
 from turbo_hf.calibration.query_model import stored_units, train
 from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
+from turbo_hf.calibration.unfinished import Unfinished
 from turbo_hf.layout import power_of_two
-
-PART = "turbo_calibration.part"
-"""Folder of an unfinished run, inside its output folder."""
 
 Progress = Callable[[str, float], None]
 """Called with what is going on, and the share of the whole work done since the last call."""
@@ -79,17 +71,24 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan
     """Probe the model and arrange its layers.
 
     Raises:
-        ValueError: unknown or unfit settings, or a model of which nothing can be captured.
+        ValueError: unknown or unfit settings, or a model of which nothing can be captured, or that is in training mode.
         TypeError: no Transformers model.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers.PreTrainedModel; got {type(model).__name__}.")
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoder-only models can be calibrated.")
+    if model.training:
+        raise ValueError("the model is in training mode, in which dropout changes what it sees. Call model.eval().")
     text = model.config.get_text_config(decoder=True)
     chosen = resolve_settings(settings, getattr(text, "max_position_embeddings", None))
-    probed, notes = probe(model), {}
     plain: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     indexed: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
-    all_sources = sources(model)
+    all_sources, notes = sources(model), {}
+    if not any(source.module for source in all_sources):
+        why = all_sources[0].reason if all_sources else "it has no attention layer"
+        raise ValueError(f"no layer of {type(model).__name__} can be calibrated: {why}.")
+    probed = probe(model)
     for source in all_sources:
         if source.index not in probed:
             notes[source.index] = f"not calibrated: {source.reason or 'it was not called'}"
@@ -97,11 +96,11 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan
         shape, obstacle = probed[source.index]
         reason = "it has a sliding window" if source.window else obstacle
         if chosen.index and reason is not None:
-            notes[source.index] = f"no index: {reason}"
+            notes[source.index] = NO_INDEX + reason
         wanted = indexed if chosen.index and reason is None else plain
         wanted[shape].append(source.index)
     if not probed:
-        raise ValueError(f"no layer of {type(model).__name__} can be calibrated: {next(iter(notes.values()))}.")
+        raise ValueError(f"no layer of {type(model).__name__} can be calibrated: its attention was not called.")
     groups = [Group(tuple(layers), shape, False) for shape, layers in plain.items()]
     for shape, layers in indexed.items():
         size = chosen.layers_at_once
@@ -119,6 +118,7 @@ def calibrate(
     out: str | Path | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    revision: str | None = None,
 ) -> Calibration:
     """Run a model over texts and learn from its keys, values and queries. The model is not changed.
 
@@ -134,41 +134,37 @@ def calibrate(
             books.
         settings: "fast", "full", or `turbo_hf.calibration.settings.Settings`.
         out: where to write the result, and to keep finished layers meanwhile; None: nowhere.
-        resume: go on with the layers that an interrupted run with the same `out`, settings and texts has finished.
+        resume: go on with the layers that an interrupted run with the same `out`, settings and texts has finished;
+            False where there are any is an error.
         progress: called with a word and the share of the whole work done since the last call.
+        revision: that the model was loaded by from the Hub, where not main: new Transformers do not tell.
 
     Returns:
         Calibration, with `save_pretrained`, `push_to_hub` and quality figures.
 
     Raises:
         ValueError: unfit settings; texts too short for the long-range filter or for so many clusters; NaN or Inf in the
-            model; `resume` without `out`, or after a run of other settings, texts or model.
+            model; a model in training mode; `resume` without `out`, or after a run of other settings, texts or model.
+        OSError: `out` cannot be written.
         TypeError: no Transformers model.
     """
+    unfinished = Unfinished(out, resume)
     plan = make_plan(model, settings)
     chosen = plan.settings
-    if resume and out is None:
-        raise ValueError("resume needs out, the folder of the run that was interrupted.")
-    if out is not None and Path(out).exists() and not Path(out).is_dir():
-        raise ValueError(f"out must be a folder, or the name of a new one; {str(out)!r} is a file.")
-    windows, own = read_windows(model, tokenizer, texts, plan)
+    windows, own = read_windows(model, tokenizer, texts, plan, revision)
     told = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
-    empty = Calibration(fingerprint(model, own), told, (), windows.numel())
-    part = None if out is None else Path(out) / PART
-    if part is not None and part.exists() and not resume:
-        shutil.rmtree(part)
+    empty = Calibration(fingerprint(model, own, revision), told, (), windows.numel())
+    unfinished.open()
     done: dict[int, LayerCalibration] = {}
     share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
     for number, group in enumerate(plan.groups):
         step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
-        kept = None if part is None else part / f"group-{number}"
-        if kept is not None and (kept / FACTS).exists():
-            layers = _finished(kept, empty)
+        layers = unfinished.find(number, empty)
+        if layers is not None:
             step(_work(group, plan, len(windows)))
         else:
             layers = _calibrate_group(model, group, plan, windows, step)
-            if kept is not None:
-                replace(empty, layers=layers).save_pretrained(kept)
+            unfinished.keep(number, empty, layers)
         done |= {layer.index: layer for layer in layers}
     release = getattr(torch.accelerator, "empty_host_cache", None)
     if model.device.type == "cuda" and release is not None:
@@ -178,14 +174,12 @@ def calibrate(
         index: LayerCalibration(index, {}, note=plan.notes[index]) for index in range(plan.layers) if index not in done
     }
     found = replace(empty, layers=tuple(layer for _, layer in sorted((done | rest).items())))
-    if out is not None and part is not None:
-        found.save_pretrained(out)
-        shutil.rmtree(part, ignore_errors=True)
+    unfinished.close(found)
     return found
 
 
 def read_windows(
-    model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: Plan
+    model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: Plan, revision: str | None = None
 ) -> tuple[torch.Tensor, Any]:
     """Windows of tokens, and the tokenizer that they are of: what cannot work is told before passes that take hours.
 
@@ -194,7 +188,7 @@ def read_windows(
     """
     if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"tokenizer must be the model's own, as of AutoTokenizer; got {type(tokenizer).__name__}.")
-    own = own_tokenizer(model)
+    own = own_tokenizer(checkpoint_of(model, revision))
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
         raise ValueError(f"the tokenizer is not the model's own: {wrong}.")
@@ -214,17 +208,6 @@ def _advance(progress: Progress | None, word: str, share: float) -> Callable[[fl
             progress(word, work * share)
 
     return step
-
-
-def _finished(kept: Path, empty: Calibration) -> tuple[LayerCalibration, ...]:
-    found = Calibration.from_pretrained(kept)
-    same = (found.settings, found.fingerprint) == (empty.settings, empty.fingerprint)
-    if not same:
-        raise ValueError(
-            f"the interrupted run in {str(kept.parent)!r} had other settings, texts or another model. Run it with "
-            "those, or without resume."
-        )
-    return found.layers
 
 
 def _depth(group: Group, plan: Plan) -> float:
@@ -273,7 +256,7 @@ def _calibrate_group(
     return tuple(_index(group, settings, samples, scores, len(windows), step))
 
 
-HARDLY_VARY = "no index: its queries hardly vary around a large mean, and the query classifier does not fit float16"
+HARDLY_VARY = f"{NO_INDEX}its queries hardly vary around a large mean, and the query classifier does not fit float16"
 
 
 def _index(
@@ -295,7 +278,7 @@ def _index(
         for keys in ([layer.plain_keys[:learned] for layer in layers], [layer.keys[:learned] for layer in layers])
     )
     buckets = [[assign(k.to(device), own) for k in layer.plain_keys] for layer, own in zip(layers, each, strict=True)]
-    classifier, loss = train(layers, buckets, each, learned, settings, lambda: step(0.25))
+    classifier, losses = train(layers, buckets, each, learned, settings, lambda: step(0.25))
     for at, (index, layer) in enumerate(zip(group.layers, layers, strict=True)):
         stored = {name: x[at * heads : (at + 1) * heads].half() for name, x in classifier.items()}
         if not all(bool(x.isfinite().all()) for x in stored.values()):
@@ -304,7 +287,8 @@ def _index(
             continue
         own, turned, held_out = each[at].half(), rotated[at].half(), range(learned, windows)
         quality = evaluate(layer, buckets[at], own, turned, stored, held_out, settings.local, settings.seed)
-        quality["training_loss"] = round(loss, 4)
+        loss = float(losses[at * heads : (at + 1) * heads].nanmean())
+        quality["training_loss"] = None if math.isnan(loss) else round(loss, 4)
         silent = [head for head, rows in enumerate(quality["recall"]["random"]) if rows is None]
         note = f"no long-range query held out for heads {', '.join(map(str, silent))}" if silent else ""
         if settings.long_range:

@@ -3,6 +3,9 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from turbo_hf.calibration.heads import BLOCK
+from turbo_hf.config import LARGEST_SEED, MOST_BUCKETS
+
 MIN_KEYS = 32
 """Keys for each centroid, at least, where the number of centroids is left to the data."""
 
@@ -21,10 +24,11 @@ class Settings:
     """How a model is calibrated.
 
     Args:
-        window: tokens of a window of text, fed to the model in one pass.
+        window: tokens of a window of text, fed to the model in one pass; 64 at least.
         windows: windows at most; fewer where the texts are shorter, 2 at least. One in five is held out.
         index: make centroids and query classifiers too; False: head priorities only, in a fraction of the time.
-        clusters: centroids of each KV head (C); None: 1024, or fewer where there are under 32 keys for each.
+        clusters: centroids of each KV head (C), 32,768 at most; None: 1024, or fewer where there are under 32 keys for
+            each.
         iterations: of k-means (SAAP appendix A: 10).
         queries: positions of a window whose queries are kept.
         architecture: of the query classifier. "mlp": D -> hidden -> C (SAAP sec. 5). "residual" (SAAP appendix E.1): a
@@ -65,13 +69,18 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("window", "iterations", "queries", "hidden", "steps", "batch", "layers_at_once"):
+        for name in ("iterations", "queries", "hidden", "steps", "batch", "layers_at_once"):
             _at_least(name, getattr(self, name), 1)
+        # head priorities look at whole blocks
+        _at_least("window", self.window, BLOCK)
         _at_least("windows", self.windows, 2)
         for name in ("local", "far", "seed"):
             _at_least(name, getattr(self, name), 0)
         if self.clusters is not None:
             _at_least("clusters", self.clusters, 2)
+        for name, most in (("clusters", MOST_BUCKETS), ("seed", LARGEST_SEED)):
+            if (getattr(self, name) or 0) > most:
+                raise ValueError(f"Settings.{name} must be at most {most}; got {getattr(self, name)}.")
         for name in ("index", "long_range"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"Settings.{name} must be True or False; got {getattr(self, name)!r}.")

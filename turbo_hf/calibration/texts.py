@@ -14,6 +14,8 @@ import torch
 SUFFIXES = (".txt", ".jsonl")
 DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
 """A dataset of the Hub: owner/name, or owner/name:configuration."""
+WANTED = "a .txt or .jsonl file, a folder of them, a dataset of the Hub (owner/name), or (from Python) strings"
+LONGEST_NAME = 4096
 CHARACTERS = 16
 """Characters read for each token that is wanted; what is not needed is not tokenized."""
 
@@ -22,17 +24,25 @@ def files_of(source: str | Path | Iterable[str]) -> list[Path]:
     """The file that `source` is, or the .txt and .jsonl files of that folder; [] for strings and the name of a dataset.
 
     Raises:
-        ValueError: no such file or folder, or a folder without texts.
+        ValueError: no such file or folder, a file of another kind, a folder without texts, or none of all these.
     """
     if not isinstance(source, str | Path):
+        if not isinstance(source, Iterable):
+            raise ValueError(f"texts must be {WANTED}; got {type(source).__name__}.")
         return []
+    if isinstance(source, str) and (len(source) > LONGEST_NAME or "\n" in source):
+        raise ValueError(
+            f"texts: a string names {WANTED}; this one has {len(source)} characters. Pass a text as [text]."
+        )
     path = Path(source)
     if not path.exists() and isinstance(source, str) and DATASET.fullmatch(source):
         return []
     if not path.exists():
+        raise ValueError(f"texts: there is no file or folder {str(path)!r}. Pass {WANTED}.")
+    if path.is_file() and path.suffix not in SUFFIXES:
         raise ValueError(
-            f"texts: there is no file or folder {str(path)!r}. Pass a .txt or .jsonl file, a folder of them, a dataset "
-            "of the Hub (owner/name), or (from Python) any iterable of strings."
+            f"texts: {str(path)!r} is no {' or '.join(SUFFIXES)} file. Rename it if it is plain text; of another kind "
+            "pass the texts that it holds, from Python."
         )
     files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files:
@@ -60,6 +70,19 @@ def _stream(name: str) -> Iterator[str]:
         raise ValueError(
             f"texts: there is no file or folder {name!r}, and the dataset of that name cannot be read: {error}"
         ) from error
+
+
+def _given(texts: Iterable[object]) -> Iterator[str]:
+    """The strings that were passed, each looked at when it is asked for."""
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"texts must hold strings; number {number} is {type(text).__name__}.")
+        if 0 < len(text) < LONGEST_NAME and "\n" not in text and Path(text).exists():
+            raise ValueError(
+                f"texts: number {number}, {text!r}, names a file or folder. Strings are texts themselves: pass a "
+                "folder, or what the files hold."
+            )
+        yield text
 
 
 def _read(file: Path, characters: int) -> str:
@@ -100,7 +123,7 @@ def token_windows(source: str | Path | Iterable[str], tokenizer: Any, window: in
     share = math.ceil(windows / len(files)) * body if files else wanted
     texts: Iterable[str] = (_read(file, share * CHARACTERS) for file in files)
     if not files and not isinstance(source, Path):
-        texts = _stream(source) if isinstance(source, str) else source
+        texts = _stream(source) if isinstance(source, str) else _given(source)
     found, short = [], []
     for text in texts:
         ids = tokenizer(text[: share * CHARACTERS], add_special_tokens=False, verbose=False)["input_ids"]

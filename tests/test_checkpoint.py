@@ -1,0 +1,215 @@
+"""Calibration and what lies on disk: revisions of a checkpoint, unfinished runs, artifacts in part."""
+
+import copy
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import LAB_MODEL, lab_model
+from test_calibration import HEADS, MIXED, SMALL, TEXTS, command, lab
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import turbo_hf
+from turbo_hf import Calibration, TurboConfig
+from turbo_hf.attention import Unsupported
+from turbo_hf.calibration import run
+from turbo_hf.calibration.artifacts import FACTS, TENSORS
+from turbo_hf.calibration.checkpoint import CONFIG, Checkpoint, checkpoint_of
+from turbo_hf.calibration.settings import Settings
+from turbo_hf.calibration.unfinished import PART
+from turbo_hf.cli import app
+
+ONE, TWO = "1" * 40, "2" * 40
+
+
+# --- revisions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub's cache: two revisions of the carried model, each with a calibration of its own number of tokens."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repo = tmp_path / "models--me--two"
+    (repo / "refs").mkdir(parents=True)
+    for name, commit, windows in (("main", ONE, 3), ("v2", TWO, 2)):
+        (repo / "refs" / name).write_text(commit)
+        shutil.copytree(LAB_MODEL, repo / "snapshots" / commit)
+        lab(settings=replace(HEADS, windows=windows)).save_pretrained(repo / "snapshots" / commit)
+    return repo
+
+
+def heads_of(model: Any, **options: Any) -> str:
+    with turbo_hf.patch(model, MIXED, **options) as handle:
+        return handle.report().heads
+
+
+def load(revision: str | None) -> Any:
+    model = AutoModelForCausalLM.from_pretrained("me/two", revision=revision)
+    # transformers up to 5.17 tells the commit, and must not in these tests
+    vars(model.config).pop("_commit_hash", None)
+    return model
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_revision_has_its_own_calibration() -> None:
+    model = load("v2")
+    for revision in ("v2", TWO):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert "over 512 tokens (me/two)" in heads_of(model, revision=revision)
+    assert checkpoint_of(model, "v2") == Checkpoint("me/two", TWO)
+    model.config._commit_hash = TWO
+    assert "over 512 tokens (me/two)" in heads_of(model), "where Transformers tells it"
+    with pytest.raises(ValueError, match="the model was loaded by revision 222222222222; 'main' is 111111111111"):
+        heads_of(model, revision="main")
+
+
+def test_a_revision_that_nobody_tells_is_doubted(hub: Path) -> None:
+    model = load(None)
+    assert checkpoint_of(model) == Checkpoint("me/two", ONE, told=False)
+    message = f"revisions of 'me/two' that differ in {FACTS}, and Transformers does not say which"
+    with pytest.warns(UserWarning, match=message):
+        assert "over 768 tokens (me/two)" in heads_of(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "over 768 tokens" in heads_of(model, revision="main")
+        shutil.rmtree(hub / "snapshots" / TWO)
+        assert "over 768 tokens" in heads_of(model)
+
+
+def test_a_calibration_of_another_revision_is_told(hub: Path) -> None:
+    made = Calibration.from_pretrained("me/two", revision="v2", local_files_only=True)
+    found = replace(made, fingerprint={**made.fingerprint, "revision": TWO})
+    for revision, told in (("main", "this is"), (None, "without revision= this is taken for")):
+        with turbo_hf.patch(load(None), MIXED, calibration=found, revision=revision) as handle:
+            assert handle.report().warnings == (
+                f"the calibration was made for revision 222222222222 of the checkpoint; {told} 111111111111.",
+            )
+    assert found.other_revision(load("v2"), "v2") is None
+    model, tokenizer = load("v2"), lab_model()[1]
+    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2").fingerprint["revision"] == TWO
+    (hub / "snapshots" / TWO / CONFIG).unlink()
+    with pytest.raises(ValueError, match="revision 'v2' of 'me/two' is not in the Hub's cache"):
+        turbo_hf.patch(load(None), MIXED, revision="v2")
+
+
+@pytest.mark.usefixtures("hub")
+def test_the_command_takes_a_revision(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    words = ["calibrate", "me/two", "--texts", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out")]
+    words += ["--heads-only", "--window", "256", "--windows", "2", "--device", "cpu", "--revision", "v2"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert Calibration.from_pretrained(tmp_path / "out").fingerprint["revision"] == TWO
+
+
+def test_a_revision_of_a_folder_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"this model is of '.*lab-llama-4m', and 'v2' says nothing of it"):
+        turbo_hf.patch(lab_model()[0], revision="v2")
+
+
+# --- unfinished runs -------------------------------------------------------------------------------------------------
+
+
+def stop(word: str, share: float) -> None:
+    if word == "layers 4 to 5":
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_is_not_lost(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        lab(settings=SMALL, out=tmp_path, progress=stop)
+    message = r"holds an interrupted run, 1 groups of layers of it done. Pass resume=True \(--resume\) to go on"
+    with pytest.raises(ValueError, match=message):
+        lab(settings=SMALL, out=tmp_path)
+    assert (tmp_path / PART / "group-0" / FACTS).exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lab(settings=SMALL, out=tmp_path, resume=True)
+    with pytest.warns(UserWarning, match="holds no interrupted run: this one begins anew"):
+        lab(settings=HEADS, out=tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("done", "told"),
+    [
+        (1, "interrupted: 1 groups of layers are done and kept in"),
+        (0, "interrupted: no group of layers was done, so that nothing is kept."),
+    ],
+)
+def test_the_command_tells_how_to_go_on(done: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **options: Any) -> None:
+        for number in range(done):
+            lab().save_pretrained(tmp_path / "out" / PART / f"group-{number}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("turbo_hf.calibrate_command.calibrate", interrupted)
+    printed = " ".join(command(tmp_path, "--window", "256", "--local", "31", "--far", "16", code=130).split())
+    assert told in printed
+    assert ("the same command with --resume goes on" in printed) == bool(done)
+    if done:
+        refused = " ".join(command(tmp_path, "--dry-run", code=1).split())
+        assert "holds an interrupted run" in refused
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_first_pass(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    begun: list[float] = []
+    with pytest.raises(OSError, match=r"out: '.*file/inside' cannot be made, or not be written"):
+        lab(out=tmp_path / "file" / "inside", progress=lambda _, share: begun.append(share))
+    assert not begun
+    with pytest.raises(ValueError, match=r"folder must be a folder, or the name of a new one; .*file' is a file"):
+        lab().save_pretrained(tmp_path / "file")
+
+
+# --- artifacts in part ---------------------------------------------------------------------------------------------
+
+
+def test_a_calibration_without_its_tensors_is_damaged(tmp_path: Path, hub: Path) -> None:
+    lab().save_pretrained(tmp_path / "own")
+    (tmp_path / "own" / TENSORS).unlink()
+    with pytest.raises(ValueError, match=f"is damaged: the folder has no {TENSORS}. Calibrate again"):
+        Calibration.from_pretrained(tmp_path / "own")
+    (hub / "snapshots" / ONE / TENSORS).unlink()
+    with pytest.raises(OSError, match=f"there is no {TENSORS} beside the {FACTS} in 'me/two'"):
+        Calibration.from_pretrained("me/two", local_files_only=True)
+    with pytest.raises(Unsupported, match=rf"(?s)there is no {TENSORS} .*To go without it, pass calibration=None"):
+        turbo_hf.patch(load(None), MIXED, revision="main")
+
+
+def test_a_refused_calibration_is_not_called_missing(tmp_path: Path) -> None:
+    model = copy.deepcopy(lab_model()[0])
+    model.config._name_or_path = str(tmp_path)
+    lab().save_pretrained(tmp_path)
+    (tmp_path / TENSORS).unlink()
+    message = "needs a calibration of this model, and the one beside the checkpoint is refused: .* is damaged: the fold"
+    with pytest.raises(ValueError, match=message), pytest.warns(UserWarning, match="damaged"):
+        turbo_hf.patch(model, "saap", strict="warn")
+
+
+def test_a_narrower_window_than_the_calibrations_is_told() -> None:
+    model, _ = lab_model()
+    found = lab(settings=replace(SMALL, steps=1))
+    for window, told in ((30, True), (31, False)):
+        config = TurboConfig(sparse=turbo_hf.SparseConfig(probes=4, window_tokens=window))
+        with turbo_hf.patch(model, config, calibration=found) as handle:
+            notes = handle.report().warnings
+        assert any("its classifier learned from those more than 31 tokens back" in note for note in notes) == told
+
+
+def test_no_loss_is_told_where_nothing_was_judged() -> None:
+    # the best key of no query is so far away
+    found = lab(settings=Settings(**{**SMALL.as_dict(), "far": 120, "steps": 1, "queries": 4}))
+    layers = [layer.quality for layer in found.layers if layer.quality]
+    assert any(not sum(each["queries"]) for each in layers)
+    assert all((each["loss"] is None) == (not sum(each["queries"])) for each in layers)
+
+
+def test_each_layer_tells_its_own_training_loss() -> None:
+    told = [layer.quality["training_loss"] for layer in lab(settings=SMALL).layers]
+    assert len(set(told)) == len(told)

@@ -1,0 +1,79 @@
+"""What a run keeps in its output folder before it is done, and how another goes on with it."""
+
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration
+
+PART = "turbo_calibration.part"
+"""Folder of an unfinished run, inside its output folder."""
+
+
+def finished_groups(out: str | Path) -> int:
+    """Groups of layers that an unfinished run has left in `out`."""
+    return len(list((Path(out) / PART).glob(f"group-*/{FACTS}")))
+
+
+class Unfinished:
+    """The output folder of one run; without one (None) nothing is kept.
+
+    Raises:
+        ValueError: `out` is a file; `resume` without `out`; an unfinished run in `out` without `resume`.
+    """
+
+    def __init__(self, out: str | Path | None, resume: bool):
+        self.out = None if out is None else Path(out)
+        if self.out is None:
+            if resume:
+                raise ValueError("resume needs out, the folder of the run that was interrupted.")
+            return
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"out must be a folder, or the name of a new one; {str(out)!r} is a file.")
+        done = finished_groups(self.out)
+        if done and not resume:
+            raise ValueError(
+                f"out: {str(out)!r} holds an interrupted run, {done} groups of layers of it done. Pass resume=True "
+                f"(--resume) to go on with it, or delete {str(self.out / PART)!r} to begin anew."
+            )
+        self.anew = resume and not done
+
+    def open(self) -> None:
+        """Make the folder, and tell where there is nothing to resume. OSError: it cannot be made, or not be written."""
+        if self.out is None:
+            return
+        try:
+            (self.out / PART).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"out: {str(self.out)!r} cannot be made, or not be written: {error}") from error
+        if self.anew:
+            warnings.warn(f"{str(self.out)!r} holds no interrupted run: this one begins anew.", stacklevel=4)
+
+    def find(self, number: int, like: Calibration) -> tuple[LayerCalibration, ...] | None:
+        """The layers of a group that is done; None: it is not. ValueError: of another run than `like`."""
+        kept = self._group(number)
+        if kept is None or not (kept / FACTS).exists():
+            return None
+        found = Calibration.from_pretrained(kept)
+        if (found.settings, found.fingerprint) != (like.settings, like.fingerprint):
+            raise ValueError(
+                f"the interrupted run in {str(kept.parent)!r} had other settings, texts or another model. Run it with "
+                "those, or delete that folder to begin anew."
+            )
+        return found.layers
+
+    def keep(self, number: int, like: Calibration, layers: tuple[LayerCalibration, ...]) -> None:
+        """Write the layers of a group that is done."""
+        kept = self._group(number)
+        if kept is not None:
+            replace(like, layers=layers).save_pretrained(kept)
+
+    def close(self, found: Calibration) -> None:
+        """Write the result, and give up its parts."""
+        if self.out is not None:
+            found.save_pretrained(self.out)
+            shutil.rmtree(self.out / PART, ignore_errors=True)
+
+    def _group(self, number: int) -> Path | None:
+        return None if self.out is None else self.out / PART / f"group-{number}"
