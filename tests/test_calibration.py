@@ -689,10 +689,17 @@ def test_bad_input() -> None:
         ([PROSE[:200], Path("book.txt")], "texts must hold strings; number 1 is Posix"),
         (PROSE, r"a string names a .txt or .jsonl file.*characters. Pass a text as \[text\]"),
         ("two\nlines", r"this one has 9 characters. Pass a text as \[text\]"),
-        ([__file__], "number 0, .*test_calibration.py', names a file or folder. Strings are texts themselves"),
+        (
+            [str(LAB_MODEL.parents[1] / "eval" / "haystack.txt")],
+            "number 0, .*haystack.txt', names a file. Strings are te",
+        ),
+        ({"a": PROSE}, "texts must be .*; got dict"),
+        (b"text", "texts must be .*; got bytes"),
+        ("", r"this one has 0 characters. Pass a text as \[text\]"),
+        ("x" * 300, "there is no file or folder 'xxx"),
         (__file__, "test_calibration.py' is no .txt or .jsonl file. Rename it if it is plain text"),
     ],
-    ids=range(8),
+    ids=range(12),
 )
 def test_texts_that_are_none(texts: Any, message: str) -> None:
     model, tokenizer = lab_model()
@@ -747,6 +754,12 @@ def test_no_more_of_a_file_is_read_than_is_wanted(tmp_path: Path) -> None:
     lines = [json.dumps({"text": PROSE})] * 20
     (tmp_path / "long.jsonl").write_text("\n".join([*lines, "no JSON"]))
     assert token_windows(tmp_path, tokenizer, 128, 4).shape == (4, 128)
+
+
+def test_short_texts_of_any_length_are_texts() -> None:
+    _, tokenizer = lab_model()
+    rows = [".", "tests", PROSE[:300].replace("\n", " "), PROSE[300:4000].replace("\n", " ")]
+    assert token_windows(rows * 3, tokenizer, 128, 6).shape == (6, 128)
 
 
 def test_windows_of_texts(tmp_path: Path) -> None:
@@ -893,7 +906,7 @@ def test_fingerprints_tell_models_apart() -> None:
     other = copy.deepcopy(tokenizer)
     other.add_tokens(["<another>"])
     assert "made for a model with tokenizer" in str(found.mismatch(model, other))
-    assert fingerprint(model)["model"] == LAB_MODEL.name
+    assert fingerprint(model, checkpoint_of(model))["model"] == LAB_MODEL.name
 
 
 def test_push_to_hub_uploads_the_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Calibration and what lies on disk: revisions of a checkpoint, unfinished runs, artifacts in part."""
 
 import copy
+import json
 import shutil
 import warnings
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import LAB_MODEL, lab_model
 from test_calibration import HEADS, MIXED, SMALL, TEXTS, command, lab
 from transformers import AutoModelForCausalLM
@@ -17,7 +19,7 @@ import turbo_hf
 from turbo_hf import Calibration, TurboConfig
 from turbo_hf.attention import Unsupported
 from turbo_hf.calibration import run
-from turbo_hf.calibration.artifacts import FACTS, TENSORS
+from turbo_hf.calibration.artifacts import FACTS, TENSORS, _misfit, facts_hash
 from turbo_hf.calibration.checkpoint import CONFIG, Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.calibration.unfinished import PART
@@ -71,7 +73,7 @@ def test_a_revision_has_its_own_calibration() -> None:
 
 def test_a_revision_that_nobody_tells_is_doubted(hub: Path) -> None:
     model = load(None)
-    assert checkpoint_of(model) == Checkpoint("me/two", ONE, told=False)
+    assert checkpoint_of(model) == Checkpoint("me/two", ONE, (TWO,))
     message = f"revisions of 'me/two' that differ in {FACTS}, and Transformers does not say which"
     with pytest.warns(UserWarning, match=message):
         assert "over 768 tokens (me/two)" in heads_of(model)
@@ -85,17 +87,74 @@ def test_a_revision_that_nobody_tells_is_doubted(hub: Path) -> None:
 def test_a_calibration_of_another_revision_is_told(hub: Path) -> None:
     made = Calibration.from_pretrained("me/two", revision="v2", local_files_only=True)
     found = replace(made, fingerprint={**made.fingerprint, "revision": TWO})
-    for revision, told in (("main", "this is"), (None, "without revision= this is taken for")):
-        with turbo_hf.patch(load(None), MIXED, calibration=found, revision=revision) as handle:
-            assert handle.report().warnings == (
-                f"the calibration was made for revision 222222222222 of the checkpoint; {told} 111111111111.",
-            )
-    assert found.other_revision(load("v2"), "v2") is None
+    for revision, told in (("main", "this is 111111111111"), (None, "which this may not be: pass revision=")):
+        message = f"the calibration was made for revision 222222222222 of the checkpoint; {told}."
+        with (
+            pytest.warns(UserWarning, match=message),
+            turbo_hf.patch(load(None), MIXED, calibration=found, revision=revision) as handle,
+        ):
+            assert handle.report().warnings == (message,)
+    assert found.other_revision(checkpoint_of(load("v2"), "v2")) is None
     model, tokenizer = load("v2"), lab_model()[1]
     assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2").fingerprint["revision"] == TWO
+    # nobody says which of the two it is
+    assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS).fingerprint["revision"] is None
     (hub / "snapshots" / TWO / CONFIG).unlink()
-    with pytest.raises(ValueError, match="revision 'v2' of 'me/two' is not in the Hub's cache"):
+    with pytest.raises(ValueError, match=r"revision 'v2' of 'me/two' is not in the Hub's cache, '.*', where alone"):
         turbo_hf.patch(load(None), MIXED, revision="v2")
+    with pytest.raises(ValueError, match="revision must be a branch, tag or commit, as text; got 5"):
+        turbo_hf.patch(load(None), MIXED, revision=5)  # type: ignore[arg-type]
+
+
+def test_the_only_revision_in_the_cache_is_the_models(hub: Path) -> None:
+    model = load("v2")
+    shutil.rmtree(hub / "snapshots" / ONE)
+    (hub / "refs" / "main").unlink()
+    assert checkpoint_of(model) == Checkpoint("me/two", TWO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "over 512 tokens (me/two)" in heads_of(model)
+
+
+def test_a_revision_without_weights_raises_no_doubt(hub: Path) -> None:
+    for file in (hub / "snapshots" / TWO).glob("model*.safetensors"):
+        file.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "over 768 tokens (me/two)" in heads_of(load("main"))
+
+
+def test_a_tokenizer_of_another_revision_is_doubted(hub: Path) -> None:
+    model, tokenizer = load("v2"), lab_model()[1]
+    for file in (FACTS, TENSORS):
+        (hub / "snapshots" / TWO / file).write_bytes((hub / "snapshots" / ONE / file).read_bytes())
+    own = hub / "snapshots" / ONE / "tokenizer.json"
+    made = json.loads(own.read_text())
+    first, second = list(made["model"]["vocab"])[-2:]
+    vocabulary = made["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    own.write_text(json.dumps(made))
+    doubt = pytest.warns(UserWarning, match="revisions of 'me/two' that differ in tokenizer.json")
+    unsure = "it has token .* The model is taken for the branch main: pass revision= if it is of another"
+    with doubt, pytest.raises(ValueError, match=unsure):
+        run.calibrate(model, tokenizer, TEXTS, settings=HEADS)
+    found = run.calibrate(model, tokenizer, TEXTS, settings=HEADS, revision="v2")
+    with doubt, pytest.raises(ValueError, match=r"made for a model with tokenizer .* is taken for the branch main"):
+        turbo_hf.patch(model, MIXED, calibration=found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        turbo_hf.patch(model, MIXED, calibration=found, revision="v2").remove()
+        turbo_hf.patch(model, "turbo4").remove()
+
+
+@pytest.mark.parametrize("name", ["my model", "run--1", "gone/", "C:\\models\\foo", "ä/ü", "x" * 5000, "o/n.git", ""])
+def test_names_of_no_repository_are_folders_that_are_gone(name: str) -> None:
+    model = copy.deepcopy(lab_model()[0])
+    model.config._name_or_path = name
+    assert checkpoint_of(model) == Checkpoint(name)
+    turbo_hf.patch(model).remove()
+    assert "no calibration beside the checkpoint" in heads_of(model)
+    assert run.calibrate(model, lab_model()[1], TEXTS, settings=HEADS).fingerprint["revision"] is None
 
 
 @pytest.mark.usefixtures("hub")
@@ -124,7 +183,7 @@ def stop(word: str, share: float) -> None:
 def test_an_interrupted_run_is_not_lost(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         lab(settings=SMALL, out=tmp_path, progress=stop)
-    message = r"holds an interrupted run, 1 groups of layers of it done. Pass resume=True \(--resume\) to go on"
+    message = r"holds an interrupted run \(groups of layers done: 1\). Pass resume=True \(--resume\) to go on"
     with pytest.raises(ValueError, match=message):
         lab(settings=SMALL, out=tmp_path)
     assert (tmp_path / PART / "group-0" / FACTS).exists()
@@ -138,7 +197,7 @@ def test_an_interrupted_run_is_not_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("done", "told"),
     [
-        (1, "interrupted: 1 groups of layers are done and kept in"),
+        (1, "interrupted: groups of layers done and kept in"),
         (0, "interrupted: no group of layers was done, so that nothing is kept."),
     ],
 )
@@ -153,8 +212,22 @@ def test_the_command_tells_how_to_go_on(done: int, told: str, tmp_path: Path, mo
     assert told in printed
     assert ("the same command with --resume goes on" in printed) == bool(done)
     if done:
-        refused = " ".join(command(tmp_path, "--dry-run", code=1).split())
-        assert "holds an interrupted run" in refused
+        words = ["--window", "256", "--local", "31", "--far", "16"]
+        assert "holds an interrupted run" in " ".join(command(tmp_path, *words, code=1).split())
+        assert "time, roughly" in command(tmp_path, *words, "--dry-run")
+    else:
+        again = " ".join(
+            command(tmp_path, "--window", "256", "--local", "31", "--far", "16", "--resume", code=130).split()
+        )
+        assert "holds no interrupted run: this one begins anew" in again
+
+
+def test_a_damaged_group_can_be_left_out(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        lab(settings=SMALL, out=tmp_path, progress=stop)
+    (tmp_path / PART / "group-0" / TENSORS).unlink()
+    with pytest.raises(ValueError, match=r"is damaged: .* Or delete '.*group-0': the run then goes on without it"):
+        lab(settings=SMALL, out=tmp_path, resume=True)
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_the_first_pass(tmp_path: Path) -> None:
@@ -180,6 +253,35 @@ def test_a_calibration_without_its_tensors_is_damaged(tmp_path: Path, hub: Path)
         Calibration.from_pretrained("me/two", local_files_only=True)
     with pytest.raises(Unsupported, match=rf"(?s)there is no {TENSORS} .*To go without it, pass calibration=None"):
         turbo_hf.patch(load(None), MIXED, revision="main")
+
+
+def rewritten(folder: Path, change: Any) -> None:
+    facts = json.loads((folder / FACTS).read_text())
+    change(facts)
+    facts["facts_sha256"] = facts_hash(facts)
+    (folder / FACTS).write_text(json.dumps(facts))
+
+
+def test_facts_of_another_kind_are_damaged(tmp_path: Path) -> None:
+    found = lab()
+    found.save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda facts: facts["fingerprint"].update(num_hidden_layers="x"))
+    with pytest.raises(ValueError, match="damaged: num_hidden_layers is 'x'"):
+        Calibration.from_pretrained(tmp_path)
+    found.save_pretrained(tmp_path)
+    rewritten(tmp_path, lambda facts: facts["settings"].update(local=[]))
+    with pytest.raises(ValueError, match=r"damaged: local is \[\]"):
+        Calibration.from_pretrained(tmp_path)
+    (tmp_path / FACTS).write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=f"damaged: {FACTS} is no JSON"):
+        Calibration.from_pretrained(tmp_path)
+    first = found.layers[0]
+    for scores, message in (
+        ({"priority": first.scores["priority"]}, "it has no scores.entropy"),
+        ({name: x[:, None] for name, x in first.scores.items()}, "its scores are not one for each KV head"),
+        ({name: x.to(torch.float8_e4m3fn) for name, x in first.scores.items()}, "is torch.float8_e4m3fn"),
+    ):
+        assert message in str(_misfit(replace(first, scores=scores), found.fingerprint))
 
 
 def test_a_refused_calibration_is_not_called_missing(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboCache, TurboConfig, graphs, patching, steps
 from turbo_hf.attention import Unsupported
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
+from turbo_hf.calibration.checkpoint import Checkpoint
 from turbo_hf.graphs import CudaDevice, StepRunner, describe
 from turbo_hf.handle import Report
 from turbo_hf.layer import TurboLayer
@@ -155,7 +156,7 @@ def an_index(model: Any) -> Calibration:
     for index in range(model.config.num_hidden_layers):
         classifier = {name: drawn(*shape) for name, shape in shapes.items()}
         layers.append(LayerCalibration(index, {}, drawn(16, dim), classifier, rotated_centroids=drawn(16, dim)))
-    return Calibration(fingerprint(model), {}, tuple(layers), 0)
+    return Calibration(fingerprint(model, Checkpoint("")), {}, tuple(layers), 0)
 
 
 @pytest.mark.parametrize(
@@ -580,7 +581,8 @@ def test_the_report_says_how_steps_run(config: TurboConfig, dense: list[int], kn
 @pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables", "random"])
 def test_selectors_that_draw_on_the_host_run_without(selector: Any, runners: list[StepRunner]) -> None:
     model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
-    sparse = replace(SMALL, sparse=SparseConfig(selector=selector, window_tokens=16, buckets=16, probes=3))
+    probes = None if selector == "lsh-tables" else 3
+    sparse = replace(SMALL, sparse=SparseConfig(selector=selector, window_tokens=16, buckets=16, probes=probes))
     reason = f'selector "{selector}" draws numbers on the host'
     with turbo_hf.patch(model, sparse) as handle:
         assert f"decode steps: no CUDA graphs ({reason})" in str(handle.report())
@@ -643,7 +645,8 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
     for module, name in ((launch_decode, "decode_kernel"), (launch_store, "append_step_kernel"), *sparse_kernels):
         monkeypatch.setattr(module, name, Recorder(getattr(module, name), notes))
     model = tiny_llama(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
-    sparse = None if selector is None else SparseConfig(selector=selector, probes=3, window_tokens=12, dense_layers=())
+    probes = None if selector == "window" else 3
+    sparse = selector and SparseConfig(selector=selector, probes=probes, window_tokens=12, dense_layers=())
     captured: list[int] = []
 
     class Noting(Again):

@@ -722,7 +722,7 @@ def test_a_version_outside_the_tested_range(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_llama()
-    monkeypatch.setattr("transformers.__version__", version)
+    monkeypatch.setattr("turbo_hf.versions.transformers.__version__", version)
     message = f"transformers {version} is outside the tested range {versions.OLDEST} to {versions.NEWEST}"
     if strict == "raise":
         with pytest.raises(Unsupported, match=message + r".*pass strict=\"warn\""):
@@ -736,7 +736,7 @@ def test_a_version_outside_the_tested_range(
 def test_versions_inside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.check_version() is None
     for version in (f"{versions.OLDEST}.0", f"{versions.NEWEST}.7", f"{versions.NEWEST}.0.dev0"):
-        monkeypatch.setattr("transformers.__version__", version)
+        monkeypatch.setattr("turbo_hf.versions.transformers.__version__", version)
         assert versions.check_version() is None
 
 

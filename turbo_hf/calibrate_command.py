@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
 from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan, read_windows
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
@@ -69,7 +70,8 @@ def calibrate_command(
     of_index |= {"long_range": long_range or None}
     try:
         chosen = _settings(preset, own, of_index, heads_only)
-        Unfinished(out_folder, resume)  # refuses what the run would, before the model is loaded
+        if not dry_run:
+            Unfinished(out_folder, resume)  # refuses what the run would, before the model is loaded
         loaded, tokenizer = load(model, device, revision)
         plan = make_plan(loaded, _cut(chosen, loaded, window))
         if dry_run:
@@ -78,8 +80,6 @@ def calibrate_command(
             facts = _run(loaded, tokenizer, plan, texts, out_folder, resume, revision)
     except (ValueError, OSError) as error:
         raise fail(str(error)) from error
-    except KeyboardInterrupt as error:
-        raise _interrupted(out_folder) from error
     if json_line:
         print(json.dumps(facts))  # noqa: T201
 
@@ -100,9 +100,7 @@ def _settings(preset: str, own: dict[str, Any], of_index: dict[str, Any], heads_
 
 def _interrupted(folder: Path) -> typer.Exit:
     done = finished_groups(folder)
-    kept = (
-        f"{done} groups of layers are done and kept in {folder}; the same command with --resume goes on with the rest"
-    )
+    kept = f"groups of layers done and kept in {folder}: {done}; the same command with --resume goes on with the rest"
     err.print(f"interrupted: {kept if done else 'no group of layers was done, so that nothing is kept'}.", markup=False)
     return typer.Exit(130)
 
@@ -120,18 +118,23 @@ def _run(
 ) -> dict[str, Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     begun = time.perf_counter()
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
-        task = progress.add_task("reading texts", total=1.0)
-        found = calibrate(
-            model,
-            tokenizer,
-            texts,
-            settings=plan.settings,
-            out=folder,
-            resume=resume,
-            progress=lambda word, share: progress.update(task, advance=share, description=word),
-            revision=revision,
-        )
+    if resume and not finished_groups(folder):
+        err.print(f"{folder} holds no interrupted run: this one begins anew.", markup=False, highlight=False)
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
+            task = progress.add_task("reading texts", total=1.0)
+            found = calibrate(
+                model,
+                tokenizer,
+                texts,
+                settings=plan.settings,
+                out=folder,
+                resume=resume and finished_groups(folder) > 0,
+                progress=lambda word, share: progress.update(task, advance=share, description=word),
+                revision=revision,
+            )
+    except KeyboardInterrupt as error:
+        raise _interrupted(folder) from error
     seconds = time.perf_counter() - begun
     _print(found, seconds, folder)
     facts: dict[str, Any] = {"out": str(folder), "tokens": found.tokens, "seconds": round(seconds, 1)}
@@ -166,7 +169,7 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
 
 
 def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: str, revision: str | None) -> dict[str, Any]:
-    windows, _ = read_windows(model, tokenizer, texts, plan, revision)
+    windows, _ = read_windows(model, tokenizer, texts, plan, checkpoint_of(model, revision))
     plan = plan._replace(settings=replace(plan.settings, windows=len(windows)))
     needs, device = estimate(model, plan), input_device(model)
     seconds = needs["pass_flops"] / (PASSES * _speed(device, model.dtype))

@@ -17,6 +17,7 @@ SELECTORS = (*CALIBRATED, "lsh-reformer", "lsh-gray", "lsh-tables", "random", "w
 MOST_BUCKETS = 1 << 15
 """Buckets of a KV head, at most: a token's bucket is stored in 16 bits."""
 LARGEST_SEED = (1 << 32) - 1
+"""Layers and windows add to a seed, or multiply it, and torch takes 64 bits."""
 NO_BUCKETS = ("window", "full")
 """Selectors that choose no buckets."""
 USED_BY = {
@@ -46,8 +47,8 @@ class SparseConfig:
             keys before rotary embedding, visits by the query classifier. "kmeans": visits by inner product of the
             un-rotated query and centroids. "kmeans-rotated": centroids of keys after rotary embedding. These three
             need a calibration. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants of SAAP appendix B.
-            "random": buckets by chance. "window": the dense part alone (StreamingLLM). "full": every key. A field that
-            the selector does not look at is refused, where it is not as by default.
+            "random": buckets by chance. "window": the dense part alone (StreamingLLM). "full": every key. `probes`,
+            `buckets`, `tables` and `independent` are refused, unless as by default, where it does not look at them.
         probes: buckets that a step visits for each KV head; None: 32 (SAAP: l = 32). Not with "lsh-tables", whose
             queries visit one bucket of each table, nor with "window" and "full", which have none.
         mass: visit buckets until the classifier leaves less than this share of the attention beyond the dense part to
@@ -63,7 +64,7 @@ class SparseConfig:
             runs in plain torch, without CUDA graphs. Not with "window" and "full", which choose nothing.
         sink_tokens, window_tokens: the first and the newest tokens of a row, which are always read (SAAP: 1 + 2047).
         dense_layers: layers that read every key, of the compressed cache (SAAP: the first).
-        seed: of the random selectors.
+        seed: of the random selectors; below 2^32.
     """
 
     selector: Literal[

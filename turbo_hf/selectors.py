@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -288,8 +289,8 @@ class Reformer(Selector):
 
 
 class Chance(Selector):
-    """Buckets and visits by chance ("random"): hashes of the numbers of a key, or of a query and the bucket, so that
-    the same text gets the same again."""
+    """Buckets and visits by chance ("random"): hashes of the numbers of a key, or of a query and the bucket. The same
+    numbers get the same again; those of another batch, which differ in the last bit, do not."""
 
     tables = 1
     draws = True
@@ -308,6 +309,7 @@ class Chance(Selector):
         return self._visit((drawn >> 40).float())
 
 
+@lru_cache(maxsize=256)
 def _odd(count: int, seed: int, device: torch.device) -> torch.Tensor:
     """Random odd numbers of 63 bits, int64 [count]; the same for a seed on every device."""
     drawn = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(seed), device="cpu")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.torch import load, save
 from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
-from turbo_hf.calibration.checkpoint import Checkpoint, checkpoint_of, names_a_folder, tokenizer_hash
+from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenizer_hash
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config import HEAD_METRICS, MOST_BUCKETS
 
@@ -22,6 +23,7 @@ SCHEMA = 2
 FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
 CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NO_INDEX = "no index: "
 """How the note of a layer begins that has head priorities alone, before why."""
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -72,17 +74,20 @@ def layer_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
     return LayerCalibration(index, scores, own.get("centroids"), classifier, note, quality, rotated)
 
 
-def fingerprint(model: PreTrainedModel, tokenizer: Any = None, revision: str | None = None) -> dict[str, Any]:
+def fingerprint(model: PreTrainedModel, checkpoint: Checkpoint, tokenizer: Any = None) -> dict[str, Any]:
     """What tells models apart without reading weights: type, shapes, vocabulary, and, where known, the commit and a
-    hash of the tokenizer's vocabulary. revision: as in `checkpoint_of`."""
+    hash of the tokenizer's vocabulary."""
+    name = checkpoint.name
+    found = {"model": Path(name).name if os.path.isdir(name) else name, "revision": checkpoint.told}
+    return _shapes(model, tokenizer) | found
+
+
+def _shapes(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
+    """The part of a fingerprint that must agree."""
     text = model.config.get_text_config(decoder=True)
-    checkpoint = checkpoint_of(model, revision)
     found: dict[str, Any] = {"model_type": text.model_type, "vocab_size": text.vocab_size}
     found |= {field_name: getattr(text, field_name, None) for field_name in SHAPE_FIELDS}
-    found["model"] = Path(checkpoint.name).name if Path(checkpoint.name).is_dir() else checkpoint.name
-    found["revision"] = checkpoint.commit
-    found["tokenizer"] = None if tokenizer is None else tokenizer_hash(tokenizer)
-    return found
+    return found | {"tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,24 +121,20 @@ class Calibration:
         count = self.fingerprint.get("num_hidden_layers")
         if count is not None and [layer.index for layer in self.layers] != list(range(count)):
             return f"it holds {len(self.layers)} of the {count} layers of its model, or not in order"
-        own = fingerprint(model, tokenizer)
-        told = {"model", "revision"} | ({"tokenizer"} if tokenizer is None else set())
-        for name, value in own.items():
+        for name, value in _shapes(model, tokenizer).items():
             made = self.fingerprint.get(name)
-            if name not in told and not (name == "tokenizer" and made is None) and made != value:
+            unknown = name == "tokenizer" and (tokenizer is None or made is None)
+            if not unknown and made != value:
                 return f"it was made for a model with {name} {made!r}, and this one has {value!r}"
         return None
 
-    def other_revision(self, model: PreTrainedModel, revision: str | None = None) -> str | None:
-        """A sentence about a commit of the checkpoint other than the one calibrated; None: none is known.
-
-        revision: that the model was loaded by; None: what Transformers says, else main.
-        """
-        made, here = self.fingerprint.get("revision"), checkpoint_of(model, revision)
-        if made is None or here.commit is None or made == here.commit:
+    def other_revision(self, checkpoint: Checkpoint) -> str | None:
+        """A sentence about a commit of the checkpoint other than the one calibrated; None: none is known."""
+        made, here = self.fingerprint.get("revision"), checkpoint.commit
+        if made is None or here is None or made == here:
             return None
-        this = "this is" if here.told else "without revision= this is taken for"
-        return f"the calibration was made for revision {made[:12]} of the checkpoint; {this} {here.commit[:12]}."
+        this = "which this may not be: pass revision=" if checkpoint.others else f"this is {here[:12]}"
+        return f"the calibration was made for revision {made[:12]} of the checkpoint; {this}."
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, beside what is there.
@@ -243,7 +244,7 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
     damaged = f"the calibration in {source!r} is damaged: "
     try:
         facts = json.loads(facts_bytes)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{damaged}{FACTS} is no JSON.{AGAIN}") from error
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise ValueError(f"{damaged}{FACTS} does not say that it is a {FORMAT}.{AGAIN}")
@@ -262,6 +263,9 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
         found = Calibration(dict(facts["fingerprint"]), dict(facts["settings"]), layers, int(facts["tokens"]), source)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{damaged}{type(error).__name__}: {error}.{AGAIN}") from error
+    for owner, name in ((found.fingerprint, "num_hidden_layers"), (found.settings, "local")):
+        if not isinstance(owner.get(name), int | None):
+            raise ValueError(f"{damaged}{name} is {owner[name]!r}.{AGAIN}")
     for layer in layers:
         wrong = _misfit(layer, found.fingerprint)
         if wrong is not None:
@@ -276,11 +280,16 @@ def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
     heads, dim = made_for.get("num_key_value_heads"), made_for.get("head_dim")
     for name, x in layer.tensors().items():
         part = name.partition(f"layers.{layer.index}.")[2]
-        if not x.is_floating_point() or not x.dim():
+        if x.dtype not in FLOATS or not x.dim():
             return f"{part} is {x.dtype} {list(x.shape)}"
         heads = heads or x.shape[0]
         if x.shape[0] != heads:
             return f"{part} is for {x.shape[0]} KV heads, and there are {heads}"
+    lost = [metric for metric in HEAD_METRICS if layer.scores and metric not in layer.scores]
+    if lost:
+        return f"it has no scores.{lost[0]}"
+    if any(scores.dim() != 1 for scores in layer.scores.values()):
+        return "its scores are not one for each KV head"
     parts = {"centroids": layer.centroids, "rotated_centroids": layer.rotated_centroids, **layer.classifier}
     index = {name: list(x.shape) for name, x in parts.items() if x is not None}
     if not index:

@@ -2,52 +2,68 @@
 
 import hashlib
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
+TOKENIZER_FILES = ("tokenizer.json", TOKENIZER)
+WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 class Checkpoint(NamedTuple):
     """name: a folder, or an id of the Hub; "" where the model knows none. commit: of the Hub's, 40 hex digits; None for
-    a folder, and for what is not in the Hub's cache. told: the commit is known; else it is that of the branch main,
-    which is loaded where nobody asks for another."""
+    a folder, and for what is not in the Hub's cache. others: commits in the Hub's cache of which the model may be just
+    as well, for nobody says; it is then taken for the branch main, which is loaded unless another is asked for."""
 
     name: str
     commit: str | None = None
-    told: bool = True
+    others: tuple[str, ...] = ()
+
+    @property
+    def told(self) -> str | None:
+        """Its commit, if it is sure."""
+        return None if self.others else self.commit
+
+    @property
+    def unsure(self) -> str:
+        """A sentence to go behind an error that may be due to another commit than the model's; or nothing."""
+        return " The model is taken for the branch main: pass revision= if it is of another." if self.others else ""
 
     def file(self, name: str) -> str | None:
         """The path of one of its files; None: it has none of that name here."""
         if not self.name:
             return None
-        if Path(self.name).is_dir():
-            return str(Path(self.name) / name) if (Path(self.name) / name).is_file() else None
-        return None if names_a_folder(self.name) else _in_cache(self.name, name, self.commit)
+        if os.path.isdir(self.name):
+            path = Path(self.name) / name
+            return str(path) if path.is_file() else None
+        return _in_cache(self.name, name, self.commit)
 
-    def doubt(self, file: str) -> str | None:
-        """A sentence where it matters for `file` that the commit is not told: other revisions have another, or none."""
-        held = None if self.told or self.commit is None else _in_cache(self.name, CONFIG, self.commit)
-        if held is None:
-            return None
-        own = Path(held).parent
-        others = [each for each in own.parent.iterdir() if each != own and (each / CONFIG).is_file()]
-        if all(_content(each / file) == _content(own / file) for each in others):
-            return None
-        return (
-            f"the Hub's cache holds revisions of {self.name!r} that differ in {file}, and Transformers does not say "
-            "which of them this model is: it is taken for main. Pass revision= to say so, or to name another."
-        )
+    def doubt(self, *files: str) -> str | None:
+        """A sentence where it matters for `files` which commit the model is of, and nobody says."""
+        for file in files:
+            contents = {_content(_in_cache(self.name, file, commit)) for commit in (self.commit, *self.others)}
+            if self.others and len(contents) > 1:
+                return (
+                    f"the Hub's cache holds revisions of {self.name!r} that differ in {file}, and Transformers does "
+                    "not say which of them this model is: it is taken for main. Pass revision= to say so, or to name "
+                    "another."
+                )
+        return None
 
 
 def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkpoint:
     """Where a model was loaded from. Transformers up to 5.17 tells the commit, 5.23 does not.
 
-    revision: the branch, tag or commit that it was loaded by; None: what Transformers says, else main.
+    revision: the branch, tag or commit that it was loaded by; None: what Transformers says, else the only one in the
+    Hub's cache, else main.
 
     Raises:
         ValueError: a revision of a model that is not of the Hub, that is not in the Hub's cache, or that is not the one
@@ -55,9 +71,16 @@ def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkp
     """
     name = str(getattr(model.config, "_name_or_path", "") or "")
     held = getattr(model.config, "_commit_hash", None)
-    of_hub = bool(name) and not Path(name).is_dir() and not names_a_folder(name)
+    of_hub = bool(name) and not os.path.isdir(name) and not names_a_folder(name)
     if revision is None:
-        return Checkpoint(name, held) if held or not of_hub else Checkpoint(name, _commit(name, None), False)
+        if held or not of_hub:
+            return Checkpoint(name, held)
+        main, there = _commit(name, None), _commits(name)
+        if len(there) == 1:
+            return Checkpoint(name, there[0])
+        return Checkpoint(name, main, tuple(commit for commit in there if commit != main))
+    if not isinstance(revision, str):
+        raise ValueError(f"revision must be a branch, tag or commit, as text; got {revision!r}.")
     if not of_hub:
         raise ValueError(
             f"revision names one of a repository of the Hub; this model is of {repr(name) if name else 'no checkpoint'}"
@@ -66,11 +89,21 @@ def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkp
     found = _commit(name, revision)
     if found is None:
         raise ValueError(
-            f"revision {revision!r} of {name!r} is not in the Hub's cache. Pass the one by which the model was loaded."
+            f"revision {revision!r} of {name!r} is not in the Hub's cache, {constants.HF_HUB_CACHE!r}, where alone it "
+            "is looked for. Pass the one by which the model was loaded, or leave it out."
         )
     if held not in (None, found):
         raise ValueError(f"the model was loaded by revision {held[:12]}; {revision!r} is {found[:12]}.")
     return Checkpoint(name, found)
+
+
+def _commits(name: str) -> list[str]:
+    """Commits of a repository whose weights are in the Hub's cache."""
+    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
+    if not os.path.isdir(snapshots):
+        return []
+    held = [each for each in snapshots.iterdir() if any(any(each.glob(pattern)) for pattern in WEIGHTS)]
+    return sorted(each.name for each in held)
 
 
 def _commit(name: str, revision: str | None) -> str | None:
@@ -79,6 +112,9 @@ def _commit(name: str, revision: str | None) -> str | None:
 
 
 def _in_cache(name: str, file: str, revision: str | None) -> str | None:
+    """None also for a name that no repository can have."""
+    if names_a_folder(name):
+        return None
     found: str | None = cached_file(
         name,
         file,
@@ -91,13 +127,17 @@ def _in_cache(name: str, file: str, revision: str | None) -> str | None:
     return found
 
 
-def _content(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
+def _content(path: str | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()
 
 
 def names_a_folder(name: str) -> bool:
     """Whether it cannot be a repository of the Hub."""
-    return name.count("/") > 1 or name.startswith((".", "/", "~"))
+    try:
+        try_to_load_from_cache(name, CONFIG)
+    except HFValidationError:
+        return True
+    return False
 
 
 def own_tokenizer(checkpoint: Checkpoint) -> Any:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention import Strict, complain
 from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, find
-from turbo_hf.calibration.checkpoint import checkpoint_of, own_tokenizer
+from turbo_hf.calibration.checkpoint import TOKENIZER_FILES, checkpoint_of, own_tokenizer
 from turbo_hf.config import CALIBRATED, TurboConfig
 from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Selector
 
@@ -48,14 +48,13 @@ def choose_heads(
     """
     low = f"{config.low_bits}-bit heads" if config.low_heads else ""
     by_prompt = f"{low}: chosen by each row's first {config.block_size} tokens" if low else ""
-    wanted, beside = uses_calibration(config), checkpoint_of(model, revision)
+    wanted = uses_calibration(config)
+    beside = checkpoint_of(model, revision) if revision is not None else None
     if calibration is None or (calibration == "auto" and not wanted):
         return HeadChoice({}, by_prompt, ())
-    notes: list[str] = []
-    if calibration == "auto":
-        notes += filter(None, (beside.doubt(FACTS),))
-        for note in notes:
-            warnings.warn(note, stacklevel=3)
+    beside = beside or checkpoint_of(model)
+    compared = (*TOKENIZER_FILES, *((FACTS,) if calibration == "auto" else ()))
+    notes = _told(strict, beside.doubt(*compared))
     try:
         found = find(beside) if calibration == "auto" else _named(calibration)
         if found is None:
@@ -64,14 +63,14 @@ def choose_heads(
         wrong = found.mismatch(model, own_tokenizer(beside) if found.fingerprint.get("tokenizer") else None)
         if wrong is not None:
             told = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
-            raise ValueError(f"{told} Make one of this model with turbo-hf calibrate.")
+            raise ValueError(f"{told} Make one of this model with turbo-hf calibrate.{beside.unsure}")
     except (ValueError, OSError) as error:
         if calibration != "auto":
             raise
         message = f"{error} To go without it, pass calibration=None."
         complain(strict, message)
         return HeadChoice({}, by_prompt, (*notes, message), refused=str(error))
-    notes += filter(None, (found.other_revision(model, revision), _nearer(config, found)))
+    notes += _told(strict, found.other_revision(beside), _nearer(config, found))
     if not low:
         unused = "" if wanted else "calibration: not used, for all heads of this config have the same bits"
         return HeadChoice({}, unused, tuple(notes), found)
@@ -80,6 +79,15 @@ def choose_heads(
     rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
     words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
     return HeadChoice(orders, words, tuple(notes), found)
+
+
+def _told(strict: Strict, *sentences: str | None) -> list[str]:
+    """What there is to say, said as a warning; under "fallback" in the report alone."""
+    said = [each for each in sentences if each]
+    if strict != "fallback":
+        for each in said:
+            warnings.warn(each, stacklevel=4)
+    return said
 
 
 def _named(calibration: object) -> Calibration:

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from turbo_hf.calibration.artifacts import NO_INDEX, Calibration, LayerCalibration, fingerprint
 from turbo_hf.calibration.capture import Seen, Source, capturing, check_finite, probe, run_window, sources
 from turbo_hf.calibration.centroids import COMPARED, KEYS_EACH, assign, choose_clusters, k_means, sample_keys
-from turbo_hf.calibration.checkpoint import checkpoint_of, other_tokenizer, own_tokenizer
+from turbo_hf.calibration.checkpoint import TOKENIZER_FILES, Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
 from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.quality import evaluate
 from turbo_hf.calibration.query_model import stored_units, train
@@ -151,9 +152,10 @@ def calibrate(
     unfinished = Unfinished(out, resume)
     plan = make_plan(model, settings)
     chosen = plan.settings
-    windows, own = read_windows(model, tokenizer, texts, plan, revision)
+    beside = checkpoint_of(model, revision)
+    windows, own = read_windows(model, tokenizer, texts, plan, beside)
     told = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
-    empty = Calibration(fingerprint(model, own, revision), told, (), windows.numel())
+    empty = Calibration(fingerprint(model, beside, own), told, (), windows.numel())
     unfinished.open()
     done: dict[int, LayerCalibration] = {}
     share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
@@ -179,7 +181,7 @@ def calibrate(
 
 
 def read_windows(
-    model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: Plan, revision: str | None = None
+    model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: Plan, beside: Checkpoint
 ) -> tuple[torch.Tensor, Any]:
     """Windows of tokens, and the tokenizer that they are of: what cannot work is told before passes that take hours.
 
@@ -188,10 +190,13 @@ def read_windows(
     """
     if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"tokenizer must be the model's own, as of AutoTokenizer; got {type(tokenizer).__name__}.")
-    own = own_tokenizer(checkpoint_of(model, revision))
+    doubt = beside.doubt(*TOKENIZER_FILES)
+    if doubt is not None:
+        warnings.warn(doubt, stacklevel=4)
+    own = own_tokenizer(beside)
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
-        raise ValueError(f"the tokenizer is not the model's own: {wrong}.")
+        raise ValueError(f"the tokenizer is not the model's own: {wrong}.{beside.unsure}")
     chosen = plan.settings
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]

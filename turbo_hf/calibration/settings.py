@@ -48,7 +48,7 @@ class Settings:
             E.1), which is better here (measured: `eval/results`). From a window in which a KV head has none that head
             learns nothing; one in which no head has any is an error.
         layers_at_once: layers captured and trained together. More is faster, and takes memory.
-        seed: of every random choice.
+        seed: of every random choice; below 2^32.
     """
 
     window: int = 8192

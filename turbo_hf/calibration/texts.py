@@ -3,8 +3,9 @@
 import importlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,24 +28,26 @@ def files_of(source: str | Path | Iterable[str]) -> list[Path]:
         ValueError: no such file or folder, a file of another kind, a folder without texts, or none of all these.
     """
     if not isinstance(source, str | Path):
-        if not isinstance(source, Iterable):
+        if not isinstance(source, Iterable) or isinstance(source, Mapping | bytes):
             raise ValueError(f"texts must be {WANTED}; got {type(source).__name__}.")
         return []
-    if isinstance(source, str) and (len(source) > LONGEST_NAME or "\n" in source):
+    if isinstance(source, str) and (not source or len(source) > LONGEST_NAME or "\n" in source):
         raise ValueError(
             f"texts: a string names {WANTED}; this one has {len(source)} characters. Pass a text as [text]."
         )
     path = Path(source)
-    if not path.exists() and isinstance(source, str) and DATASET.fullmatch(source):
+    # of a name too long for the system, too
+    there = os.path.exists(path)
+    if not there and isinstance(source, str) and DATASET.fullmatch(source):
         return []
-    if not path.exists():
+    if not there:
         raise ValueError(f"texts: there is no file or folder {str(path)!r}. Pass {WANTED}.")
     if path.is_file() and path.suffix not in SUFFIXES:
         raise ValueError(
             f"texts: {str(path)!r} is no {' or '.join(SUFFIXES)} file. Rename it if it is plain text; of another kind "
             "pass the texts that it holds, from Python."
         )
-    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES) if path.is_dir() else [path]
+    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"texts: the folder {str(path)!r} holds no {' or '.join(SUFFIXES)} file.")
     return files
@@ -77,10 +80,10 @@ def _given(texts: Iterable[object]) -> Iterator[str]:
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise ValueError(f"texts must hold strings; number {number} is {type(text).__name__}.")
-        if 0 < len(text) < LONGEST_NAME and "\n" not in text and Path(text).exists():
+        if text.endswith(SUFFIXES) and os.path.exists(text):
             raise ValueError(
-                f"texts: number {number}, {text!r}, names a file or folder. Strings are texts themselves: pass a "
-                "folder, or what the files hold."
+                f"texts: number {number}, {text!r}, names a file. Strings are texts themselves: pass its "
+                "folder, or what it holds."
             )
         yield text
 

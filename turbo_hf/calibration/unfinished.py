@@ -24,7 +24,7 @@ class Unfinished:
     """
 
     def __init__(self, out: str | Path | None, resume: bool):
-        self.out = None if out is None else Path(out)
+        self.out, self.anew = None if out is None else Path(out), False
         if self.out is None:
             if resume:
                 raise ValueError("resume needs out, the folder of the run that was interrupted.")
@@ -34,7 +34,7 @@ class Unfinished:
         done = finished_groups(self.out)
         if done and not resume:
             raise ValueError(
-                f"out: {str(out)!r} holds an interrupted run, {done} groups of layers of it done. Pass resume=True "
+                f"out: {str(out)!r} holds an interrupted run (groups of layers done: {done}). Pass resume=True "
                 f"(--resume) to go on with it, or delete {str(self.out / PART)!r} to begin anew."
             )
         self.anew = resume and not done
@@ -45,9 +45,13 @@ class Unfinished:
             return
         try:
             (self.out / PART).mkdir(parents=True, exist_ok=True)
+            if not finished_groups(self.out):
+                # only tried: an end before any group is done leaves nothing
+                shutil.rmtree(self.out / PART)
         except OSError as error:
             raise OSError(f"out: {str(self.out)!r} cannot be made, or not be written: {error}") from error
         if self.anew:
+            # behind `calibrate` and its decorator
             warnings.warn(f"{str(self.out)!r} holds no interrupted run: this one begins anew.", stacklevel=4)
 
     def find(self, number: int, like: Calibration) -> tuple[LayerCalibration, ...] | None:
@@ -55,7 +59,10 @@ class Unfinished:
         kept = self._group(number)
         if kept is None or not (kept / FACTS).exists():
             return None
-        found = Calibration.from_pretrained(kept)
+        try:
+            found = Calibration.from_pretrained(kept)
+        except ValueError as error:
+            raise ValueError(f"{error} Or delete {str(kept)!r}: the run then goes on without it.") from error
         if (found.settings, found.fingerprint) != (like.settings, like.fingerprint):
             raise ValueError(
                 f"the interrupted run in {str(kept.parent)!r} had other settings, texts or another model. Run it with "
