@@ -172,7 +172,7 @@ def _patched(name: str) -> TurboConfig:
     head, *changes = stored.split("+")
     preset, slash, attention = head.partition("/")
     if preset not in PRESETS or (slash and attention not in ("auto", *ATTENTION_MODES)):
-        hint = " Several layers are written dense_layers=0+1." if name.isdigit() else ""
+        hint = " Several layers behind @ are written dense_layers=0+1." if name.isdigit() else ""
         raise ValueError(f"unknown method {name}; {known_methods()}.{hint}")
     config = resolve_config(preset)
     chosen: dict[str, Any] = {"attention": attention} if slash else {}

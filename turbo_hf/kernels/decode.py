@@ -9,15 +9,18 @@ A tile is NB blocks of one row and KV head, one block a warp: nothing in the loo
 The query rows stand in the M of the first product and in the N of the second, so that what a thread holds of P is what
 it needs of P for the second (`turbo_hf.layout.VALUE_ORDER`).
 
-Heads of 16 bit go through the same loop with their keys, values, queries and P in 16 bit: LeanAttention itself.
+Heads of 16 bit beside others go through the same loop with their keys, values, queries and P in 16 bit. Where all is
+of one such type, `turbo_hf.kernels.full` takes the place of the loop.
 """
 
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import as_int8, tanh
-from turbo_hf.kernels.block_attention import INT8_MAX, LN_2, LOG2_E, accumulate, attend, scores
-from turbo_hf.kernels.merge import combine, leave_part, merge, with_sinks
+from turbo_hf.kernels._common import await_launch, tanh
+from turbo_hf.kernels.block_attention import LOG2_E, accumulate, attend, scores
+from turbo_hf.kernels.full import attend_full
+from turbo_hf.kernels.merge import settle
+from turbo_hf.kernels.queries import channels_of, prepare, query_rows
 from turbo_hf.kernels.shares import attended
 from turbo_hf.kernels.tiles import ask_ahead, channels, keys_of, packed_bytes, to_values, values_of
 from turbo_hf.kernels.unpack import entry, handed
@@ -60,7 +63,7 @@ def walk(
     d = tl.arange(0, DP)
     column = tl.arange(0, BLOCK)[None, None, :]
     c = channels(D, DP, 1 if BITS >= 8 else (8 if BITS == 3 else 8 // BITS))
-    q = _query(queries, c, c < D, PLAIN, D == DP)
+    q = channels_of(queries, c, c < D, PLAIN, D == DP)
     codes_of, plain_factor = factor
     factor = plain_factor if PLAIN else codes_of
     if not CHOSEN:
@@ -124,36 +127,6 @@ def walk(
 
 
 @triton.jit
-def rows_of(chunk, length, head, tokens, GROUP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr):
-    """Of R places of query rows: the token's place in its row, whether there is one, its column, its query head.
-
-    SPREAD: every other place is empty. What is computed of those is left out wherever a thread has both of a pair.
-    """
-    r = tl.arange(0, R)
-    live = r >= 0
-    size: tl.constexpr = R // 2 if SPREAD else R
-    if SPREAD:
-        live = r % 2 == 0
-        r = r // 2
-    r = chunk * size + r
-    query = r % tokens
-    live = live & (r < GROUP * tokens)
-    return length - tokens + query, live, query, head * GROUP + r // tokens
-
-
-@triton.jit
-def _query(q, c, ok, PLAIN: tl.constexpr, SAME: tl.constexpr):
-    """Queries [R, DP] with their channels in the order c, in INT8 unless PLAIN. SAME: that is the order they have."""
-    x, rows, stride, shown, inverse = q
-    if not SAME:
-        x = tl.load(rows[:, None] + c[None, :] * stride, mask=shown[:, None] & ok[None, :], other=0.0)
-    if PLAIN:
-        return x
-    else:
-        return as_int8(x.to(tl.float32) * inverse[:, None])
-
-
-@triton.jit
 def walk_open(
     opened, at, cap, sealed, length, queries, factor, first, last, choice, softcap, sas_threshold, acc, m, mass,
     D: tl.constexpr, BLOCK: tl.constexpr, TURBO: tl.constexpr, SAS: tl.constexpr, CAPPED: tl.constexpr,
@@ -170,7 +143,7 @@ def walk_open(
     DP: tl.constexpr = acc.shape[1]
     nb = tl.arange(0, NB)
     d = tl.arange(0, DP)
-    q = _query(queries, d, d < D, Q_PLAIN, True)
+    q = channels_of(queries, d, d < D, Q_PLAIN, True)
     codes_of, plain_factor = factor
     factor = plain_factor if Q_PLAIN else codes_of
     t = tl.arange(0, BLOCK)
@@ -217,85 +190,6 @@ def walk_open(
 
 
 @triton.jit
-def query_rows(
-    q_ptr, q_strides, row, head, chunk, length, start, tokens,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
-    """The query rows of an output: as they are, where they lie, which hold a token; and their places."""
-    place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, R, SPREAD)
-    shown = live & (place >= 0) & (place - length + tokens >= start)
-    d = tl.arange(0, DP)
-    at = q_ptr + row * q_strides[0] + head_of * q_strides[1] + query * q_strides[2]
-    x = tl.load(at[:, None] + d[None, :] * q_strides[3], mask=shown[:, None] & (d < D)[None, :], other=0.0)
-    return (x, at, q_strides[3], shown), place
-
-
-@triton.jit
-def prepare(rows, TURBO: tl.constexpr):
-    """What `_query` needs of `query_rows`, and their INT8 scales."""
-    x, at, stride, shown = rows
-    factor = tl.full([x.shape[0]], 1.0, tl.float32)
-    inverse = factor
-    if TURBO:
-        wide = x.to(tl.float32)
-        # max skips NaN, and codes cannot say it
-        largest = tl.max(tl.abs(wide), 1) + tl.sum(wide * 0.0, 1)
-        factor = tl.div_rn(largest, tl.full([x.shape[0]], INT8_MAX, tl.float32))
-        inverse = tl.div_rn(tl.full([x.shape[0]], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
-    return (x, at, stride, shown, inverse), factor
-
-
-@triton.jit
-def finish(
-    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, first, columns,
-    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N].
-
-    Tokens stand in out from column `first` of `columns` on.
-    """
-    place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, o.shape[0], False)
-    padding = (place < 0) | (place - length + tokens < start)
-    if SINKS:
-        o, top, total = with_sinks(o, top, total, sinks_ptr, head_of, live)
-    o = o / tl.where(total > 0, total, 1.0)[:, None]
-    lse = tl.where(padding | (total == 0), -float("inf"), (top + tl.log2(total)) * LN_2)
-    d = tl.arange(0, o.shape[1])
-    at = (row * (kv_heads * GROUP) + head_of) * columns + first + query
-    out = tl.where(padding[:, None], 0.0, o).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (at * D)[:, None] + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
-    tl.store(lse_ptr + at, lse, mask=live)
-
-
-@triton.jit
-def settle(
-    acc, m, mass, alone, parts_ptr, first, part, count, arrived_ptr,
-    out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column, columns,
-    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPREAD: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """What a CTA has computed of an output becomes the output, or part `part` of `count`, in places from `first` on.
-
-    The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts. alone: there
-    is one part.
-    """
-    o, top, total = combine(acc, m, mass, SPREAD)
-    if alone:
-        finish(
-            o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
-            columns, GROUP, D, SINKS,
-        )  # fmt: skip
-    else:
-        leave_part(o, top, total, parts_ptr, first + part)
-        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1:
-            tl.store(arrived_ptr, 0)
-            o, top, total = merge(parts_ptr, first, count, o.shape[0], o.shape[1], PARTS)
-            finish(
-                o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
-                columns, GROUP, D, SINKS,
-            )  # fmt: skip
-
-
-@triton.jit
 def _row_of(output, wanted, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr):
     """Of an output: its row and slot; from memory, if `wanted`: head, sealed blocks, open tokens, first CTA, parts."""
     row = (output // (kv_heads * chunks)).to(tl.int64)
@@ -323,17 +217,19 @@ def decode_kernel(
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Tiles `plan` gives this CTA. SLOTS, BITS: heads of each width, and the width. R: query rows of a tile, padded.
 
     The outputs lie [row, slot, part of the query rows]; each has its sealed tiles of NB blocks, then one for its open
-    tokens. With SPREAD, R is twice the rows (`rows_of`).
+    tokens. With SPREAD, R is twice the rows (`rows_of`). FULL: all is of the queries' 16-bit type.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     cta = tl.program_id(0)
     share = plan_ptr + 4 * cta
     output, tile, left = tl.load(share), tl.load(share + 1), tl.load(share + 2)
+    await_launch(EARLY, True)
     kv_heads = 0
     for g in tl.static_range(len(SLOTS)):
         kv_heads += SLOTS[g]
@@ -353,11 +249,12 @@ def decode_kernel(
         rows, place = query_rows(
             q_ptr, q_strides, row, head, output % chunks, length, start, tokens, GROUP, D, DP, R, SPREAD
         )
-        own = slot
-        for g in tl.static_range(len(SLOTS)):
-            there = (block < sealed) & (own >= 0) & (own < SLOTS[g])
-            ask_ahead(heads[g], own, page, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
-            own -= SLOTS[g]
+        if not FULL:
+            own = slot
+            for g in tl.static_range(len(SLOTS)):
+                there = (block < sealed) & (own >= 0) & (own < SLOTS[g])
+                ask_ahead(heads[g], own, page, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
+                own -= SLOTS[g]
         queries, factor = prepare(rows, TURBO)
         unit = scaling if CAPPED else scaling * LOG2_E
         factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
@@ -366,23 +263,31 @@ def decode_kernel(
 
         # while this output is computed, what the next one needs to begin
         following = _row_of(output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr)
-        acc = tl.zeros([NB, DP, N], tl.float32)
-        m = tl.full([NB, R], -float("inf"), tl.float32)
-        mass = tl.zeros([NB, R], tl.float32)
-        own = slot
-        for g in tl.static_range(len(SLOTS)):
-            if (own >= 0) & (own < SLOTS[g]):
-                acc, m, mass, _ = walk(
-                    heads[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
-                    factor, first, last, last, softcap, sas_threshold, acc, m, mass,
-                    SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, False, False, ASM,
-                )  # fmt: skip
-            own -= SLOTS[g]
-        if tile + steps > pages:
-            acc, m, mass, _ = walk_open(
-                opened, row * kv_heads + head, cap, sealed, length, queries, factor, first, last, last, softcap,
-                sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
+        at = row * kv_heads + head
+        if FULL:
+            acc, m, mass = attend_full(
+                heads[0], opened, slot, at, table, blocks, tl.sum(page, 0), cap, sealed, length, tile, steps,
+                tl.trans(rows[0]), unit, first.reshape(R), last.reshape(R), softcap,
+                SLOTS[0], D, BLOCK, CAPPED, SPREAD, STAGES, ASM,
             )  # fmt: skip
+        else:
+            acc = tl.zeros([NB, DP, N], tl.float32)
+            m = tl.full([NB, R], -float("inf"), tl.float32)
+            mass = tl.zeros([NB, R], tl.float32)
+            own = slot
+            for g in tl.static_range(len(SLOTS)):
+                if (own >= 0) & (own < SLOTS[g]):
+                    acc, m, mass, _ = walk(
+                        heads[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
+                        factor, first, last, last, softcap, sas_threshold, acc, m, mass,
+                        SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, False, False, ASM,
+                    )  # fmt: skip
+                own -= SLOTS[g]
+            if tile + steps > pages:
+                acc, m, mass, _ = walk_open(
+                    opened, at, cap, sealed, length, queries, factor, first, last, last, softcap, sas_threshold,
+                    acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
+                )  # fmt: skip
 
         settle(
             acc, m, mass, (tile == 0) & (steps == pages + 1), parts_ptr, first_cta + output, cta - first_cta, count,

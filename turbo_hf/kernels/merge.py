@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels.block_attention import LOG2_E, even
+from turbo_hf.kernels.block_attention import LN_2, LOG2_E, even
+from turbo_hf.kernels.queries import rows_of
 
 STATS = tl.constexpr(4)
 """Floats behind each row of a partial result: its maximum, its sum, and two that keep rows aligned."""
@@ -98,3 +99,53 @@ def with_sinks(o, top, total, sinks_ptr, head_of, live):
     share = tl.exp2(top - new)
     total = total * share + tl.exp2(sink - new)
     return o * share[:, None], new, total
+
+
+@triton.jit
+def finish(
+    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, first, columns,
+    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N].
+
+    Tokens stand in out from column `first` of `columns` on.
+    """
+    place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, o.shape[0], False)
+    padding = (place < 0) | (place - length + tokens < start)
+    if SINKS:
+        o, top, total = with_sinks(o, top, total, sinks_ptr, head_of, live)
+    o = o / tl.where(total > 0, total, 1.0)[:, None]
+    lse = tl.where(padding | (total == 0), -float("inf"), (top + tl.log2(total)) * LN_2)
+    d = tl.arange(0, o.shape[1])
+    at = (row * (kv_heads * GROUP) + head_of) * columns + first + query
+    out = tl.where(padding[:, None], 0.0, o).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (at * D)[:, None] + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
+    tl.store(lse_ptr + at, lse, mask=live)
+
+
+@triton.jit
+def settle(
+    acc, m, mass, alone, parts_ptr, first, part, count, arrived_ptr,
+    out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column, columns,
+    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPREAD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """What a CTA has computed of an output becomes the output, or part `part` of `count`, in places from `first` on.
+
+    The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts. alone: there
+    is one part.
+    """
+    o, top, total = combine(acc, m, mass, SPREAD)
+    if alone:
+        finish(
+            o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
+            columns, GROUP, D, SINKS,
+        )  # fmt: skip
+    else:
+        leave_part(o, top, total, parts_ptr, first + part)
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1:
+            tl.store(arrived_ptr, 0)
+            o, top, total = merge(parts_ptr, first, count, o.shape[0], o.shape[1], PARTS)
+            finish(
+                o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
+                columns, GROUP, D, SINKS,
+            )  # fmt: skip

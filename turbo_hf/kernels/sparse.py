@@ -9,7 +9,9 @@ import triton.language as tl
 
 from turbo_hf.kernels._common import await_launch, to_l2
 from turbo_hf.kernels.block_attention import LOG2_E
-from turbo_hf.kernels.decode import prepare, query_rows, settle, walk, walk_open
+from turbo_hf.kernels.decode import walk, walk_open
+from turbo_hf.kernels.merge import settle
+from turbo_hf.kernels.queries import prepare, query_rows
 from turbo_hf.kernels.shares import outputs_of, over, tiles_of, tiles_of_share
 from turbo_hf.kernels.tiles import ask_ahead
 from turbo_hf.kernels.unpack import entry

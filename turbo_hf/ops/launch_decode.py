@@ -18,7 +18,7 @@ from turbo_hf.ops.schedule import (
     tiles_of,
     whole_outputs,
 )
-from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles
+from turbo_hf.ops.tuning import FULL_WARPS, TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles, full_tiles
 
 PARTS = 16
 """Parts of an output: what a merge takes grows with their number's next power of two, so that CTAs are rounded down."""
@@ -31,6 +31,9 @@ MANY = 2.0
 
 FILLED = 10
 """Tiles of each CTA from which on several share an SM. Below, half as many parts to merge are worth more."""
+
+FILLED_SINGLE = 5
+"""The same of tiles of one block."""
 
 LEAST = 2
 """Tiles of a CTA, where there is a choice; twice as many where a tile is one block."""
@@ -55,7 +58,7 @@ class Shape(NamedTuple):
     """What a plan hangs on beside the lengths.
 
     groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
-    few tiles. blocks: of a tile. kind: "stream-k", "whole" or "split".
+    few tiles. blocks: of a tile. warps: of a CTA. kind: "stream-k", "whole" or "split".
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -63,22 +66,23 @@ class Shape(NamedTuple):
     ctas: int
     alone: int
     blocks: int
+    warps: int
     kind: str
 
 
 @lru_cache(maxsize=64)
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a cache whose rows have so many tiles."""
-    groups, chunks, ctas, alone, blocks, kind = shape
+    groups, chunks, ctas, alone, blocks, warps, kind = shape
     cost = torch.tensor([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
     each = torch.tensor(tiles).repeat_interleave(len(cost))
     if kind != "stream-k":
         parts = 1 if kind == "whole" else split_count(len(each), max(tiles), ctas)
         return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
     steps = int(each.sum())
-    if steps < FILLED * ctas and 2 * len(each) <= ctas:
+    if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
         ctas = alone
-    if blocks == 1:
+    if warps == 1:
         # one warp merges a few parts at a time: more CTAs would cost it more than they do
         ctas = min(ctas, 2 * PARTS * len(each))
     # a part of a single tile is not worth its merge
@@ -166,10 +170,13 @@ def decode(
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
+    full = {store.k_open.dtype, *(pages.k.dtype for pages in store.heads)} == {q.dtype} and sas_threshold is None
+    if full:
+        tune = full_tiles(padded * store.block)
+    warps = FULL_WARPS if full else tune.blocks
     most = sms(q.device) * tune.occupancy
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    alone = sms(q.device) if tune.blocks == 4 else most
-    shape = Shape(groups, chunks, most, alone, tune.blocks, plan)
+    shape = Shape(groups, chunks, most, sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
     workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value))
     parts, arrived = workspace
@@ -215,8 +222,10 @@ def decode(
             STARTS=starts is not None,
             SINKS=sinks is not None,
             STAGES=tune.stages,
-            PARTS=max(1, min(most_parts, MERGED * 32 * tune.blocks // (per_output * padded))),
+            PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
+            FULL=full,
+            **early(q.device),
             ASM=q.is_cuda,
-            num_warps=tune.blocks,
+            num_warps=warps,
         )
     return AttentionOutput(out, lse)

@@ -75,7 +75,8 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
 
 
 class DecodeTiles(NamedTuple):
-    """blocks: of a tile, one a warp. occupancy: CTAs of an SM. stages: tiles on their way, the one at work included."""
+    """blocks: of a tile, one a warp (but in `full_tiles`). occupancy: CTAs of an SM. stages: tiles on their way, the
+    one at work included."""
 
     blocks: int
     occupancy: int
@@ -107,6 +108,21 @@ def decode_tiles(codes: int, bits: int, unpacks: bool, *, many: bool = False) ->
     return DecodeTiles(1, 1, 2) if full else DecodeTiles(2, 1, 2)
 
 
+FULL_WARPS = 4
+"""Warps that share a block where all is in 16 bit."""
+
+
+def full_tiles(numbers: int) -> DecodeTiles:
+    """Tiles of `kernels.full`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
+
+    numbers: of K in a block, padding included.
+    """
+    for tiles in (DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3)):
+        if tiles.occupancy * (tiles.stages - 1) * numbers * 4 <= SHARED_MEMORY:
+            return tiles
+    return DecodeTiles(1, 1, 2)
+
+
 FEW_TILES = (DecodeTiles(4, 2, 3), DecodeTiles(4, 1, 3), DecodeTiles(4, 1, 2))
 """Tiles of decode, the first that fits. H200, 2026-11-21: the table of short contexts in the log."""
 
@@ -114,7 +130,7 @@ MANY_TILES = (DecodeTiles(2, 4, 3),)
 """The same where there are twice as many outputs as SMs, or more."""
 
 FULL_TILES = (DecodeTiles(1, 3, 3), DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3))
-"""The same for 16 bit."""
+"""The same for 16 bit beside other widths, or sparse."""
 
 
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.2}
