@@ -36,7 +36,7 @@ FILLED_SINGLE = 5
 """The same of tiles of one block."""
 
 LEAST = 2
-"""Tiles of a CTA, where there is a choice; twice as many where a tile is one block."""
+"""Tiles of a CTA, where there is a choice; twice as many where it is one warp."""
 
 
 @lru_cache(maxsize=8)
@@ -86,7 +86,7 @@ def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
         # one warp merges a few parts at a time: more CTAs would cost it more than they do
         ctas = min(ctas, 2 * PARTS * len(each))
     # a part of a single tile is not worth its merge
-    ctas = full_rounds(max(1, min(ctas, steps // max(LEAST, 4 // blocks))), len(each), PARTS)
+    ctas = full_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), PARTS)
     return stream_k(each, cost.repeat(len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 
