@@ -265,8 +265,8 @@ def decode_kernel(
         following = _row_of(output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr)
         if FULL:
             acc, m, mass = attend_full(
-                heads[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length, tile, steps,
-                tl.trans(rows[0]), unit, first.reshape(R), last.reshape(R), softcap,
+                heads[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length,
+                tile, steps, tl.trans(rows[0]), unit, first.reshape(R), last.reshape(R), softcap,
                 SLOTS[0], D, BLOCK, CAPPED, SPREAD, STAGES, ASM,
             )  # fmt: skip
         else:
@@ -284,8 +284,8 @@ def decode_kernel(
                 own -= SLOTS[g]
             if tile + steps > pages:
                 acc, m, mass, _ = walk_open(
-                    opened, row * kv_heads + head, cap, sealed, length, queries, factor, first, last, last, softcap, sas_threshold,
-                    acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
+                    opened, row * kv_heads + head, cap, sealed, length, queries, factor, first, last, last, softcap,
+                    sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
                 )  # fmt: skip
 
         settle(
