@@ -360,3 +360,11 @@ def test_refuses_other_shapes() -> None:
     k = torch.zeros(1, 2, 1, 16)
     with pytest.raises(ValueError, match=r"v must be \[1, 2, M, 16\] like the store; got \(1, 2, 1, 32\)"):
         append_tokens(k, torch.zeros(1, 2, 1, 32), store, broken=torch.zeros(1, dtype=torch.int32))
+
+
+def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    launch_store = pytest.importorskip("turbo_hf.ops.launch_store")
+    monkeypatch.setattr(launch_store, "MOST_PAIRS", 5)
+    with pytest.raises(ValueError, match="3 rows of 2 KV heads are more than the 5 pairs that a launch takes"):
+        quantize_tokens(torch.randn(3, 2, 8, 16, device=device), backend="triton")
+    assert quantize_tokens(torch.randn(2, 2, 8, 16, device=device), backend="triton")[0].shape == (2, 2, 8, 16)

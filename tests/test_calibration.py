@@ -1117,7 +1117,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
         ),
         (
             ["--heads-only", *SHORT, "--architecture", "mlp", "--long-range"],
-            "--clusters, --steps, --local, --far, --architecture, --long-range has no effect with --heads-only",
+            "no index: --clusters, --steps, --local, --far, --architecture, --long-range. Leave that out",
         ),
         (["--heads-only", "--window", "256", "--revision", "v2"], "and 'v2' says nothing of it. Leave it out"),
     ],

@@ -92,7 +92,7 @@ def _settings(preset: str, own: dict[str, Any], of_index: dict[str, Any], heads_
         unused = [f"--{name.replace('_', '-')}" for name in of_index if name in given]
         if unused:
             raise ValueError(
-                f"{', '.join(unused)} has no effect with --heads-only, which makes no index. Leave it out."
+                f"no effect beside --heads-only, which makes no index: {', '.join(unused)}. Leave that out."
             )
         given["index"] = False
     return replace(resolve_settings(preset), **given)

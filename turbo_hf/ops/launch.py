@@ -74,7 +74,7 @@ def _quantize(
             v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
         else:
             ranges = torch.zeros(batch, heads, dim, device=device)
-    grid = (padded // block, batch * heads)
+    grid = (padded // block, launch_store.pairs_of(batch, heads))
     with torch.cuda.device_of(k):
         if ranges is not None:
             channel_range_kernel[grid](v, ranges.view(torch.int32), starts, *v.stride()[:3], tokens, **shape)

@@ -20,6 +20,7 @@ from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore, power_of_two
 from turbo_hf.ops.launch_decode import FILLED, MERGED, early, sms, tiles_for
+from turbo_hf.ops.launch_store import pairs_of
 from turbo_hf.ops.schedule import Kept
 
 SCAN = 2048
@@ -51,7 +52,7 @@ def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None
     tile = 128 * 128 // max(padded, 128) // (2 if centroids.element_size() > 2 else 1)
     tile = min(tile, max(16, power_of_two(centroids.shape[1])))
     with torch.cuda.device_of(keys):
-        assign_kernel[(triton.cdiv(tokens, 64), batch * heads)](
+        assign_kernel[(triton.cdiv(tokens, 64), pairs_of(batch, heads))](
             keys, centroids.contiguous(), out, cos, sin, keys.stride(), stride, tokens, centroids.shape[1],
             HEADS=heads, D=dim, DP=padded, TOKENS=64, TILE=tile, ROTARY=turned, STAGES=2, num_warps=4,
         )  # fmt: skip

@@ -23,6 +23,20 @@ PARTS = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
 """Parts of a half-split run: the codes in one byte of its finest plane."""
 
 
+MOST_PAIRS = (1 << 16) - 1
+"""Of CUDA's grids, whose second dimension pairs take."""
+
+
+def pairs_of(batch: int, heads: int) -> int:
+    """Rows times KV heads, each of which has programs of its own. ValueError: more than a launch takes."""
+    if batch * heads > MOST_PAIRS:
+        raise ValueError(
+            f"{batch} rows of {heads} KV heads are more than the {MOST_PAIRS} pairs that a launch takes. Use a smaller "
+            "batch."
+        )
+    return batch * heads
+
+
 @lru_cache(maxsize=64)
 def _constants(bits: tuple[int, ...], dim: int) -> dict[str, Any]:
     """What a kernel that seals is told of the widths of the pages, and of the head dim."""
@@ -43,7 +57,7 @@ def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.
     codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
     own = torch.empty(batch, heads, tokens, device=x.device) if scale is None else scale.float().contiguous()
     with torch.cuda.device_of(x):
-        quantize_tokens_kernel[(-(-tokens // TOKENS), batch * heads)](
+        quantize_tokens_kernel[(-(-tokens // TOKENS), pairs_of(batch, heads))](
             x, own, codes, own, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=power_of_two(dim),
             BLOCK=TOKENS, GIVEN=scale is not None, enable_fp_fusion=False,
         )  # fmt: skip
@@ -97,7 +111,7 @@ def append_tokens(
     batch, heads, tokens, dim = k.shape
     part = min(APPENDED, power_of_two(tokens))
     with torch.cuda.device_of(k):
-        append_kernel[(-(-tokens // part), batch * heads)](
+        append_kernel[(-(-tokens // part), pairs_of(batch, heads))](
             k, v, store.k_open, store.v_open, store.k_scale, store.v_scale, store.open_len,
             store.open_len if starts is None else starts, store.k_scale if given is None else given.contiguous(),
             broken if span is None else span.view(torch.int32), broken, counters, k.stride(), v.stride(), tokens,
@@ -119,7 +133,7 @@ def seal_open(store: KVStore, blocks: int) -> None:
         codes = (k, v, k_scale, v_scale, dim, 1)
     with torch.cuda.device_of(store.k_open):
         # as in `seal_blocks`, products must round as the reference's do
-        seal_open_kernel[(blocks, batch * heads)](
+        seal_open_kernel[(blocks, pairs_of(batch, heads))](
             tuple(pages[1:] for pages in store.heads),
             tuple(held if width == FULL else codes for width in bits), store.order.contiguous(), store.table,
             store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
