@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -49,3 +50,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(scope="session")
+def indexed() -> Any:
+    """The `Calibration` of the carried model, with a small index."""
+    from calibration_support import SMALL, lab  # noqa: PLC0415 - what it imports may come only after the lines above
+
+    return lab(settings=SMALL)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from calibration_support import HEADS, MIXED, SMALL, TEXTS, command, lab
 from models import LAB_MODEL, lab_model
-from test_calibration import HEADS, MIXED, SMALL, TEXTS, command, lab
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

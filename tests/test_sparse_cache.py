@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from calibration_support import PROSE
 from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
-from test_calibration import PROSE, SMALL, lab
 from torch import Tensor
 
 import turbo_hf
@@ -42,12 +42,6 @@ def sparse(selector: str, **options: Any) -> TurboConfig:
     """4 bit with a sparse decode."""
     chosen: dict[str, Any] = {"selector": selector, **options}
     return TurboConfig(sparse=SparseConfig(**chosen), block_size=32, attention="fp16")
-
-
-@pytest.fixture(scope="module")
-def indexed() -> Calibration:
-    """The carried model with a small index."""
-    return lab(settings=SMALL)
 
 
 @pytest.fixture

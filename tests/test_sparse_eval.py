@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calibration_support import SMALL, lab
 from models import LAB_MODEL
-from test_calibration import SMALL, lab
 from typer.testing import CliRunner
 
 from turbo_hf import SparseConfig, TurboConfig

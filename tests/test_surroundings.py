@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from calibration_support import SMALL, TEXTS
 from models import lab_model, prompts, tiny_llama
-from test_calibration import SMALL, TEXTS
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import turbo_hf

@@ -1,0 +1,318 @@
+"""Centroids and query classifiers: k-means, training, and how good they are."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from calibration_support import SMALL, lab
+from sklearn.cluster import KMeans  # type: ignore[import-untyped] # it has no types
+from torch import Tensor
+
+from turbo_hf.calibration import run
+from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
+from turbo_hf.calibration.quality import SELECTIVITY, WAYS, _recalled, evaluate, mean_recall
+from turbo_hf.calibration.query_model import (
+    QueryModels,
+    ResidualModels,
+    _draw,
+    classify,
+    divergence,
+    residual_width,
+    stored_units,
+    train,
+)
+from turbo_hf.calibration.samples import LARGEST, Samples, bucket_sums, true_mass
+
+# --- centroids ---------------------------------------------------------------------------------------------------
+
+
+def test_k_means_is_as_good_as_scikit_learn() -> None:
+    seeded = torch.Generator().manual_seed(0)
+    centres = torch.nn.functional.normalize(torch.randn(2, 24, 16, generator=seeded), dim=-1)
+    keys = centres.repeat(1, 40, 1) + 0.15 * torch.randn(2, 960, 16, generator=seeded)
+    keys = torch.nn.functional.normalize(keys, dim=-1)
+    found = k_means(keys, 24, 10, torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found.norm(dim=-1), torch.ones(2, 24))
+    assert torch.equal(found, k_means(keys, 24, 10, torch.Generator().manual_seed(1)))
+    for head in range(2):
+        ours = (keys[head] @ found[head].T).amax(-1).mean()
+        oracle = KMeans(24, init="random", n_init=3, max_iter=10, random_state=0).fit(keys[head].numpy())
+        theirs = torch.nn.functional.normalize(torch.tensor(oracle.cluster_centers_), dim=-1)
+        # three starts against one: ours may end in a somewhat poorer optimum
+        assert ours > (keys[head] @ theirs.T).amax(-1).mean() - 0.03
+
+
+def test_k_means_fills_centroids_that_lost_their_keys() -> None:
+    keys = torch.eye(8).repeat(1, 50, 1)  # 8 different keys for 16 centroids
+    found = k_means(keys, 16, 10, torch.Generator().manual_seed(0))
+    assert bool(torch.isfinite(found).all())
+    assert assign(keys, found).max() < 16
+
+
+def test_the_number_of_clusters_follows_the_data() -> None:
+    assert [choose_clusters(None, keys) for keys in (10**6, 32 * 1024, 32 * 1024 - 1, 100)] == [1024, 1024, 512, 8]
+    assert choose_clusters(50, 100) == 50
+    with pytest.raises(ValueError, match="99 keys a head are too few for 50 clusters"):
+        choose_clusters(50, 99)
+
+
+# --- the query classifier ----------------------------------------------------------------------------------------
+
+
+def test_true_mass_is_that_of_a_loop() -> None:
+    query, key = torch.randn(2, 5, 8), torch.randn(2, 40, 8)
+    position, buckets = torch.randint(20, 40, (2, 5)), torch.randint(0, 6, (2, 40))
+    mass, sizes = true_mass(query, position, key, buckets, 6, 11, 0.3, 5.0)
+    for n in range(2):
+        for r in range(5):
+            last = int(position[n, r]) - 12
+            score = torch.tanh(key[n, 1 : last + 1] @ query[n, r] * 0.3 / 5) * 5
+            want = torch.zeros(6).index_add(0, buckets[n, 1 : last + 1], score.softmax(-1))
+            torch.testing.assert_close(mass[n, r], want)
+            assert sizes[n, r].tolist() == buckets[n, 1 : last + 1].bincount(minlength=6).tolist()
+
+
+def test_long_range_queries_are_those_whose_best_key_is_far() -> None:
+    key = torch.zeros(1, 30, 4)
+    key[0, 3], key[0, 0] = 1.0, 9.0  # key 3 is best of all but the sink
+    query = torch.ones(1, 1, 2, 4)
+    assert Samples(1.0, None)._is_far(query, key, torch.tensor([10, 20]), 8)[0, 0].tolist() == [False, True]
+
+
+def untrained(query: Tensor, hidden: int, clusters: int) -> QueryModels:
+    covariance = torch.stack([x.T.cov(correction=0) for x in query])
+    return QueryModels(query.mean(1, keepdim=True), covariance, hidden, clusters, torch.Generator().manual_seed(0))
+
+
+def test_folded_classifier_has_the_batch_norm_of_all_queries() -> None:
+    query = torch.randn(2, 4000, 8) * 2 + 1
+    models = untrained(query, 16, 5)
+    with torch.no_grad():
+        models.gain.uniform_(0.5, 2)
+        models.shift.normal_()
+        x = torch.bmm(query, models.weight_1)
+        x = torch.nn.functional.batch_norm(x.transpose(0, 1).flatten(1), None, None, training=True).view(4000, 2, 16)
+        hidden = (x.transpose(0, 1) * models.gain + models.shift).relu()
+        want = torch.bmm(hidden, models.weight_2) + models.bias_2
+        torch.testing.assert_close(classify(models.folded(), query), want, rtol=1e-4, atol=1e-4)
+        assert torch.equal(models(query), classify(models.folded(), query))
+
+
+@pytest.mark.parametrize("hidden", [16, 40])
+def test_the_classifier_starts_at_k_means(hidden: int) -> None:
+    query = torch.randn(2, 4000, 8) * 2 + 1
+    models = untrained(query, hidden, 30)
+    centroids = torch.nn.functional.normalize(torch.randn(2, 30, 8), dim=-1)
+    models.start_at(3 * centroids)
+    other = torch.randn(2, 500, 8)
+    want = 3 * torch.bmm(other, centroids.mT)
+    got = models(other).detach()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    # as exact as float32 is: no two buckets change places but those that are as good as equal
+    ranked = want.gather(-1, got.argsort(-1, descending=True))
+    assert bool((ranked.diff(dim=-1) < 1e-5).all())
+
+
+def test_a_narrow_classifier_starts_at_random() -> None:
+    query = torch.randn(1, 100, 8)
+    models, same_seed = untrained(query, 15, 4), untrained(query, 15, 4)
+    models.start_at(torch.randn(1, 4, 8))
+    assert all(map(torch.equal, models.state_dict().values(), same_seed.state_dict().values()))
+
+
+def test_residual_classifiers_fold_into_an_mlp() -> None:
+    query = torch.randn(2, 4000, 8) * 2 + 1
+    start = torch.randn(2, 30, 8)
+    covariance = torch.stack([x.T.cov(correction=0) for x in query])
+    seeded = torch.Generator().manual_seed(0)
+    models = ResidualModels(query.mean(1, keepdim=True), covariance, 5, start, seeded)
+    other = torch.randn(2, 500, 8)
+    # narrower than twice the head dim, and at k-means all the same
+    torch.testing.assert_close(models(other), torch.bmm(other, start.mT), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        for parameter in models.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=seeded) / 2)
+        want = torch.bmm(other + classify(models.inner.folded(), other), models.weight) + models.bias
+        assert not torch.allclose(want, torch.bmm(other, models.weight) + models.bias)
+        stored = models.folded()
+        assert {name: tuple(x.shape) for name, x in stored.items()} == {
+            "weight_1": (2, 8, 5 + 16),
+            "bias_1": (2, 5 + 16),
+            "weight_2": (2, 5 + 16, 30),
+            "bias_2": (2, 30),
+        }
+        torch.testing.assert_close(models(other), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(classify(stored, other), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dim", "clusters", "hidden"), [(8, 30, 40), (64, 64, 1024), (16, 4, 33)])
+def test_a_residual_classifier_has_as_many_weights_as_the_mlp(dim: int, clusters: int, hidden: int) -> None:
+    mean, covariance, seeded = torch.zeros(1, 1, dim), torch.eye(dim)[None], torch.Generator()
+    mlp = QueryModels(mean, covariance, hidden, clusters, seeded)
+    width = residual_width(dim, clusters, hidden)
+    residual = ResidualModels(mean, covariance, width, torch.zeros(1, clusters, dim), seeded)
+    ours, theirs = (sum(p.numel() for p in each.parameters()) for each in (residual, mlp))
+    assert 0 <= theirs - ours < 2 * dim + 2, "one unit more would be too many"
+    assert residual.folded()["bias_1"].shape[1] == stored_units(
+        replace(SMALL, hidden=hidden, architecture="residual"), dim, clusters
+    )
+
+
+def test_a_residual_classifier_needs_room() -> None:
+    with pytest.raises(
+        ValueError, match=r"hidden must be at least 7 for a residual .* head dim 8 and 30 clusters.*got 6"
+    ):
+        residual_width(8, 30, 6)
+    assert residual_width(8, 30, 7) == 1
+
+
+def made_up(windows: int, turned: bool) -> tuple[Samples, list[Tensor], Tensor]:
+    """A layer without rotary embedding whose classifier sees its queries, or sees them turned away from the keys."""
+    seeded = torch.Generator().manual_seed(0)
+    dim, length, count = 8, 200, 128
+    turn = torch.linalg.qr(torch.randn(dim, dim, generator=seeded)).Q if turned else torch.eye(dim)
+    samples = Samples(1.0, None)
+    for _ in range(windows):
+        keys = torch.randn(1, length, dim, generator=seeded)
+        query = 2 * torch.randn(1, 2, count, dim, generator=seeded)
+        samples.plain_keys.append(keys)
+        samples.keys.append(keys)
+        samples.plain_queries.append(query)
+        samples.queries.append(query @ turn)
+        samples.positions.append(torch.randint(100, length, (count,), generator=seeded))
+        samples.far.append(torch.ones(1, 2, count, dtype=torch.bool))
+    centroids = k_means(torch.cat(samples.keys, 1), 32, 5, seeded)
+    return samples, [assign(keys, centroids) for keys in samples.keys], centroids
+
+
+@pytest.mark.parametrize(
+    ("turned", "architecture", "gain"),
+    [(False, "mlp", 0.95), (False, "residual", 0.9), (True, "mlp", 4.0), (True, "residual", 4.0)],
+)
+def test_training_keeps_what_k_means_finds_and_learns_what_it_cannot(
+    turned: bool, architecture: Any, gain: float
+) -> None:
+    samples, buckets, centroids = made_up(13, turned)
+    found = []
+    for steps in (1, 200):
+        settings = replace(SMALL, hidden=64, steps=steps, batch=64, learning_rate=1e-2, architecture=architecture)
+        classifier, loss = train([samples], [buckets], [centroids], 12, settings, lambda: None)
+        judged = evaluate(samples, buckets, centroids, centroids, classifier, range(12, 13), settings.local, 0)
+        found.append((float(loss), judged["loss"]))
+    for before, after in zip(*found, strict=True):
+        assert after < 0.75 * before
+    recall, _, by_k_means, rotated, by_chance = (mean_recall([judged], way)[2] for way in WAYS)
+    assert recall > gain * max(by_k_means, by_chance)
+    # which sees the queries as they meet the keys
+    assert rotated == pytest.approx(by_k_means) if not turned else rotated > 4 * by_k_means
+
+
+def test_long_range_training_sees_long_range_queries_alone() -> None:
+    samples, buckets, centroids = made_up(3, False)
+    for far, query in zip(samples.far, samples.queries, strict=True):
+        far[:, 1] = False
+        query[:, 1] = torch.nan
+    settings = replace(SMALL, hidden=64, steps=5, batch=64)
+    made = [
+        train([samples], [buckets], [centroids], 2, replace(settings, long_range=chosen), lambda: None)
+        for chosen in (True, False)
+    ]
+    finite = [all(bool(x.isfinite().all()) for x in classifier.values()) for classifier, _ in made]
+    assert finite == [True, False]
+
+
+def test_each_head_draws_long_range_queries_of_its_own() -> None:
+    settings, seeded = replace(SMALL, batch=200, long_range=True), torch.Generator().manual_seed(0)
+    layers = [made_up(1, False)[0] for _ in range(3)]
+    for number, layer in enumerate(layers[:2]):
+        layer.far[0][:] = False
+        layer.far[0][0, 1, 7 * number : 7 * number + 3] = True
+    layers[2].far[0][:] = False
+    pick, asking = _draw(layers, 0, settings, seeded)
+    assert asking.tolist() == [True, True, False]
+    # two query heads of 128 queries each
+    assert [set(own.tolist()) for own in pick[:2]] == [{128, 129, 130}, {135, 136, 137}]
+
+
+def test_a_head_without_a_long_range_query_stays_as_it_began() -> None:
+    samples, buckets, centroids = made_up(2, False)
+    without, *_ = made_up(2, False)
+    for far in without.far:
+        far[:] = False
+    settings = replace(SMALL, hidden=16, steps=20, batch=32, long_range=True, learning_rate=1e-2)
+    classifier, losses = train([samples, without], [buckets] * 2, [centroids] * 2, 2, settings, lambda: None)
+    assert losses.isfinite().tolist() == [True, False]
+    query = torch.randn(2, 50, 8)
+    length = torch.cat(samples.plain_keys, 1).norm(dim=-1).mean()
+    begun = torch.bmm(query, (centroids * length).mT.expand(2, -1, -1))
+    got = classify(classifier, query)
+    torch.testing.assert_close(got[1], begun[1], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(got[0], begun[0], rtol=0.01, atol=0.01)
+    assert run._untrained(samples, 2) == ""
+    assert run._untrained(without, 2) == "no long-range query to train heads 0 with"
+    samples.far[1][:] = False
+    message = "more than 16 tokens away, and window 1 has none. Take a smaller far, .* or long_range=False"
+    with pytest.raises(ValueError, match=message):
+        train([samples, without], [buckets] * 2, [centroids] * 2, 2, settings, lambda: None)
+
+
+def test_divergence_counts_the_keys_of_a_bucket() -> None:
+    target, logits = torch.rand(3, 7).softmax(-1), torch.randn(3, 7)
+    sizes = torch.randint(1, 9, (3, 7)).float()
+    told = sizes * logits.exp()
+    want = torch.nn.functional.kl_div((told / told.sum(-1, keepdim=True)).log(), target, reduction="none").sum(-1)
+    torch.testing.assert_close(divergence(target, logits, sizes), want)
+    target, logits = torch.tensor([[0.0, 1.0]]), torch.zeros(1, 2, requires_grad=True)
+    assert divergence(target, logits, torch.tensor([[3.0, 1.0]])).item() == pytest.approx(1.3862944)
+    # a bucket without keys has no mass and no say, and teaches nothing
+    alone = divergence(target, logits, torch.tensor([[0.0, 1.0]]))
+    alone.sum().backward()
+    assert logits.grad is not None
+    assert alone.item() == 0
+    assert logits.grad.abs().max() < 1e-30
+
+
+def test_bucket_sums_are_products_with_members(device: torch.device) -> None:
+    # shares as attention has them: a few large ones and many that a half cannot hold
+    x = (6 * torch.randn(2, 3, 5000)).softmax(-1).to(device)
+    seen = torch.rand(2, 3, 5000, device=device) < 0.5
+    buckets = torch.randint(0, 4, (2, 5000), device=device)
+    member = torch.nn.functional.one_hot(buckets, 4).double()
+    sums, counts = bucket_sums((x, seen), buckets, 4)
+    assert torch.equal(counts, (seen.double() @ member).float())
+    # what rounding a share to a half loses: half of its last bit, or of the smallest half there is
+    torch.testing.assert_close(sums.double(), x.double() @ member, rtol=2**-11, atol=5000 * 2**-25 / LARGEST)
+    assert sums.dtype == counts.dtype == torch.float32
+
+
+def test_training_recalls_more_than_chance() -> None:
+    found = lab(
+        settings=replace(SMALL, window=512, windows=5, queries=256, clusters=32, hidden=128, steps=150, batch=64)
+    )
+    judged = [dict(layer.quality) for layer in found.layers]
+    recall = {way: mean_recall(judged, way) for way in WAYS}
+    assert len(recall["classifier"]) == len(SELECTIVITY)
+    for way in WAYS[:-1]:
+        assert recall[way] == sorted(recall[way])
+        assert recall[way][-1] > 1.5 * recall["random"][-1]
+
+
+def test_recall_of_known_buckets() -> None:
+    score, mass = torch.tensor([[[[3.0, 1.0, 2.0]]]]), torch.tensor([[[[0.6, 0.3, 0.1]]]])
+    sizes = torch.tensor([[[2.0, 94.0, 4.0]]])
+    got = _recalled(score, mass, sizes, torch.ones(1, 1, 1, dtype=torch.float64))
+    # of 100 keys: half of bucket 0; bucket 0; half of bucket 2 too; all of 2, and 2 of 94 keys of 1
+    want = torch.tensor([[0.3, 0.6, 0.65, 0.7 + 0.3 * 2 / 94]], dtype=torch.float64)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+
+
+def test_recall_of_heads_that_choose_independently() -> None:
+    # two heads of one KV head, best buckets first: 0, 1, 2 and 1, 0, 2
+    score = torch.tensor([[[[3.0, 2.0, 1.0]], [[2.0, 3.0, 1.0]]]])
+    mass = torch.tensor([[[[0.6, 0.3, 0.1]], [[0.2, 0.7, 0.1]]]])
+    sizes = torch.tensor([[[2.0, 3.0, 95.0]]])
+    got = _recalled(score, mass, sizes, torch.ones(1, 2, 1, dtype=torch.float64))
+    # the first buckets are 5 keys together; the second ones are read already; 3 of 95 keys of the last
+    want = [1.3 * 0.2, 1.3 * 0.4, 1.3 * 0.8, 1.3 + 0.5 + 0.2 * 3 / 95]
+    torch.testing.assert_close(got, torch.tensor([want], dtype=torch.float64), rtol=1e-6, atol=0)
