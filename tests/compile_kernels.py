@@ -68,6 +68,13 @@ def one_output(dim: int, heads: int) -> None:
     launch_sparse.sparse_decode(q, store, index, visited, scaling=0.1, sink_tokens=1, window_tokens=64, spans=spans)
 
 
+def full(dim: int, block: int, heads: int) -> None:
+    """Decode of a ragged batch where all is in 16 bit."""
+    k, v = (torch.zeros(2, 2, 280, dim, dtype=torch.float16) for _ in range(2))
+    store = make_store(k, v, [280, 70], groups=((16, 2),), block=block)
+    launch_decode.decode(torch.zeros(2, heads, 1, dim, dtype=torch.float16), store, scaling=0.1)
+
+
 def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, heads: int, **options: Any) -> None:
     """One sparse decode of a ragged batch, and the selection before it."""
     k, v = (torch.randn(2, 2, 150, dim) for _ in range(2))
@@ -132,6 +139,10 @@ def main(everything: bool) -> None:
         launch_store.append_tokens(k, k, store, starts, None, span, *flags, rotate=True)
         case[0] = f"seal open blocks, d = {dim}"
         launch_store.seal_open(store, 1)
+    # those that come nearest to the limit of shared memory, and the one that has too much for them
+    for dim, block in ((64, 128), (128, 64), (256, 64), (256, 128)):
+        case[0] = f"decode in 16 bit, d = {dim}, blocks of {block}"
+        full(dim, block, 8)
     case[0] = "seal open blocks of 16 bit"
     k = torch.zeros(2, 2, 128, 128)
     launch_store.seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)

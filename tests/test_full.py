@@ -1,5 +1,6 @@
 """Heads of 16 bit: a paged cache that rounds nothing, alone and beside narrower heads."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,42 @@ def test_decode_is_plain_attention(
         options = options | {"sinks": torch.randn(8, device=device)}
     got = decode(q, store, scaling=0.125, mode=mode, backend=backend, **options)
     check_exact(got, q, [row.values() for row in store_codes(store)], scaling=0.125, **options)
+
+
+SHAPES = [(64, 64, 8), (80, 32, 4), (128, 64, 2), (256, 64, 16), (128, 128, 6), (256, 128, 2)]
+
+
+@pytest.mark.parametrize(("dim", "block", "heads"), SHAPES, ids=[f"d{d}-b{b}-{h}:2" for d, b, h in SHAPES])
+@pytest.mark.parametrize("dtype", TYPES[:2])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_step_of_any_shape(
+    options: dict[str, Any], dtype: torch.dtype, dim: int, block: int, heads: int, device: torch.device
+) -> None:
+    """One token, so that up to four query rows of a KV head are all that a tile has."""
+    lengths = [2 * block + 5, 3, block]
+    k, v = (tokens(3, 2, max(lengths), dim, dtype=dtype, device=device) for _ in range(2))
+    order = torch.tensor([[1, 0]] * 3, device=device)
+    store = make_store(k, v, lengths, groups=((FULL, 2),), order=order, block=block)
+    q = tokens(3, heads, 1, dim, dtype=dtype, device=device)
+    if options.get("sinks"):
+        options = options | {"sinks": torch.randn(heads, device=device)}
+    got = decode(q, store, scaling=0.125, backend="triton", **options)
+    check_exact(got, q, [row.values() for row in store_codes(store)], scaling=0.125, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -> None:
+    """A sink 2^26 times as heavy as others, of value 0: what is left are they, less than float16 tells from 0."""
+    k = torch.zeros(1, 1, 512, 64, dtype=torch.float16, device=device)
+    k[:, :, 0, 0] = 18.0
+    v = torch.full_like(k, 2000.0)
+    v[:, :, 0] = 0
+    store = make_store(k, v, [512], groups=((FULL, 1),))
+    q = torch.zeros(1, 1, 1, 64, dtype=torch.float16, device=device)
+    q[..., 0] = 1.0
+    got = decode(q, store, scaling=1.0, mode="fp16", backend=backend).out.double()
+    want = 2000 * 511 / (511 + math.exp(18))
+    assert float((got / want - 1).abs().max()) < 0.01
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -223,7 +223,8 @@ def decode_kernel(
     """Tiles `plan` gives this CTA. SLOTS, BITS: heads of each width, and the width. R: query rows of a tile, padded.
 
     The outputs lie [row, slot, part of the query rows]; each has its sealed tiles of NB blocks, then one for its open
-    tokens. With SPREAD, R is twice the rows (`rows_of`). FULL: all is of the queries' 16-bit type.
+    tokens. With SPREAD, R is twice the rows (`rows_of`). FULL: all is of the queries' 16-bit type, in
+    tiles of one block; without SAS. EARLY: `await_launch`; only the plan is read before it.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     cta = tl.program_id(0)
@@ -264,6 +265,7 @@ def decode_kernel(
         # while this output is computed, what the next one needs to begin
         following = _row_of(output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr)
         if FULL:
+            tl.static_assert(NB == 1 and len(SLOTS) == 1 and not SAS)
             acc, m, mass = attend_full(
                 heads[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length,
                 tile, steps, tl.trans(rows[0]), unit, first.reshape(R), last.reshape(R), softcap,

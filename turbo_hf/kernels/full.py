@@ -4,8 +4,8 @@
     P = exp(S - m)              m: the largest score so far
     O = O exp(m' - m) + V P     [channels, rows]
 
-All warps of a CTA share a block, 16 tokens and 32 channels each of four: the tokens stand in the M of the first product
-and the channels in that of the second, so that the few query rows cost little.
+All warps of a CTA share a block (of four, at 64 tokens and 128 channels, each has 16 and 32): the tokens stand in the M
+of the first product and the channels in that of the second, so that the few query rows cost little.
 """
 
 import triton
@@ -16,12 +16,15 @@ from turbo_hf.kernels.block_attention import LOG2_E, even
 from turbo_hf.kernels.tiles import packed_bytes
 from turbo_hf.kernels.unpack import entry, handed
 
+RISE = tl.constexpr(15)
+"""Binary places by which P lies above exp(S - m), whose least would be lost in float16: its range ends at 2^-24."""
+
 
 @triton.jit
 def _absorb(q, keys, values, seen, unit, softcap, acc, m, mass, CAPPED: tl.constexpr, ASM: tl.constexpr):
     """One block's part of the softmax. q: [DP, R]; keys: [T, DP]; values: [DP, T]; seen: [T, R]; unit: of the scores.
 
-    The interpreter's product takes no bfloat16, which float32 holds exactly.
+    acc and mass are 2^RISE of what m says. The interpreter's product takes no bfloat16, which float32 holds exactly.
     """
     if ASM:
         x = tl.dot(keys, q) * unit
@@ -32,7 +35,7 @@ def _absorb(q, keys, values, seen, unit, softcap, acc, m, mass, CAPPED: tl.const
     x = tl.where(seen, x, -float("inf"))
     new = tl.maximum(m, tl.max(x, 0))
     shift = tl.where(new == -float("inf"), 0.0, new)
-    p = tl.exp2(x - shift[None, :])
+    p = tl.exp2(x - (shift - RISE)[None, :])
     keep = tl.exp2(m - shift)
     mass = mass * keep + tl.sum(p, 0)
     p = p.to(values.dtype)
@@ -51,8 +54,8 @@ def attend_full(
 ):  # fmt: skip
     """`steps` blocks of one output from `begin` on, the last of which is that of its open tokens.
 
-    heads: (k, v, ...) of the pages; page: the entry of the first block; opened: (k, v, ...), at: row * Hkv + head,
-    int64; q: [DP, R]; first, last: the tokens that each query row sees, [R].
+    All of one 16-bit type. heads: (k, v, ...) of the pages, of that width alone; page: the entry of the first block;
+    opened: (k, v, ...), at: row * Hkv + head, int64; q: [DP, R]; first, last: the tokens that each query row sees, [R].
 
     Returns O [1, DP, N], the maximum and the sum [1, R], as `walk` of one block a tile does.
     """
@@ -67,8 +70,9 @@ def attend_full(
     for block in tl.range(begin, tl.minimum(begin + steps, sealed), num_stages=STAGES):
         packed = (page * SLOTS + slot) * (BLOCK * D)
         rows, columns = t[:, None] * D + d[None, :], d[:, None] * BLOCK + t[None, :]
-        keys = packed_bytes(heads[0] + packed + rows, (t >= 0)[:, None], d[None, :], D, DP, True)
-        values = packed_bytes(heads[1] + packed + columns, (t >= 0)[None, :], d[:, None], D, DP, True)
+        # t >= 0: each token of a sealed block is there
+        keys = packed_bytes(heads[0] + packed + rows, (t >= 0)[:, None], d[None, :], D, DP)
+        values = packed_bytes(heads[1] + packed + columns, (t >= 0)[None, :], d[:, None], D, DP)
         page = handed(ahead, ASM)
         # of the block after the next one: a load whose keys would be asked for at once would be waited for
         ahead = entry(table + block + 2, block + 2 < blocks, ASM)
@@ -89,4 +93,4 @@ def attend_full(
         acc, m, mass = _absorb(q, keys, values, seen, unit, softcap, acc, m, mass, CAPPED, ASM)
     if SPREAD:
         acc = even(acc)
-    return acc[None], m[None], mass[None]
+    return acc[None], (m - RISE)[None], mass[None]

@@ -41,7 +41,7 @@ def query_rows(
 
 @triton.jit
 def prepare(rows, TURBO: tl.constexpr):
-    """What `_query` needs of `query_rows`, and their INT8 scales."""
+    """What `channels_of` needs of `query_rows`, and their INT8 scales."""
     x, at, stride, shown = rows
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     inverse = factor

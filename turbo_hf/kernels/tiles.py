@@ -8,16 +8,12 @@ from turbo_hf.kernels.unpack import lanes1, lanes2, lanes4
 
 
 @triton.jit
-def packed_bytes(pointer, row_mask, c, SIZE: tl.constexpr, PADDED: tl.constexpr, ONCE: tl.constexpr = False):
-    """Bytes at `pointer`, zeros where `row_mask` is False, and where c is not below SIZE (of PADDED) either.
-
-    ONCE: they are the first to leave the caches.
-    """
-    KEPT: tl.constexpr = "evict_first" if ONCE else ""
+def packed_bytes(pointer, row_mask, c, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Bytes at `pointer`, zeros where `row_mask` is False, and where c is not below SIZE (of PADDED) either."""
     if SIZE == PADDED:
-        return tl.load(pointer, mask=row_mask, other=0, eviction_policy=KEPT)
+        return tl.load(pointer, mask=row_mask, other=0)
     else:
-        return tl.load(pointer, mask=row_mask & (c < SIZE), other=0, eviction_policy=KEPT)
+        return tl.load(pointer, mask=row_mask & (c < SIZE), other=0)
 
 
 @triton.jit

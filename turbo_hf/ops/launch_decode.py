@@ -91,8 +91,8 @@ def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
 
 
 @lru_cache(maxsize=64)
-def _words(tiles: tuple[int, ...], shape: Shape, device: torch.device) -> torch.Tensor:
-    """The words of that plan on the device."""
+def _words(tiles: tuple[int, ...], shape: Shape, device: torch.device, stream: int) -> torch.Tensor:
+    """The words of that plan on the device, copied in the order of that stream."""
     return _plan(tiles, shape).words.to(device, non_blocking=True)
 
 
@@ -112,6 +112,7 @@ def _schedule(
     shape: Shape,
     plans: dict[Any, LivePlan] | None,
     device: torch.device,
+    stream: int,
     workspace: tuple[torch.Tensor, ...],
 ) -> tuple[torch.Tensor, int, int]:
     """Words of the plan on the device, its CTAs, and a power of two that its parts do not exceed.
@@ -121,7 +122,7 @@ def _schedule(
     if plans is None:
         tiles = tuple(tiles_of(sealed, shape.blocks))
         plan = _plan(tiles, shape)
-        return _words(tiles, shape, device), plan.ctas, power_of_two(plan.parts)
+        return _words(tiles, shape, device, stream), plan.ctas, power_of_two(plan.parts)
     key = (*shape, *(x.data_ptr() for x in workspace))
     if key not in plans:
         plans[key] = LivePlan(
@@ -170,17 +171,18 @@ def decode(
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
-    full = {store.k_open.dtype, *(pages.k.dtype for pages in store.heads)} == {q.dtype} and sas_threshold is None
-    if full:
-        tune = full_tiles(padded * store.block)
-    warps = FULL_WARPS if full else tune.blocks
+    types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.heads)}
+    alike = types == {q.dtype} and len(store.heads) == 1 and sas_threshold is None
+    shared = full_tiles(padded * store.block) if alike else None
+    tune = shared or tune
+    warps = FULL_WARPS if shared else tune.blocks
     most = sms(q.device) * tune.occupancy
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     shape = Shape(groups, chunks, most, sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
     workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value))
     parts, arrived = workspace
-    words, grid, most_parts = _schedule(sealed, shape, store.plans, q.device, workspace)
+    words, grid, most_parts = _schedule(sealed, shape, store.plans, q.device, stream, workspace)
     with torch.cuda.device_of(q):
         decode_kernel[(grid,)](
             q,
@@ -223,7 +225,7 @@ def decode(
             SINKS=sinks is not None,
             STAGES=tune.stages,
             PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
-            FULL=full,
+            FULL=shared is not None,
             **early(q.device),
             ASM=q.is_cuda,
             num_warps=warps,

@@ -98,7 +98,7 @@ def decode_tiles(codes: int, bits: int, unpacks: bool, *, many: bool = False) ->
     if unpacks:
         return DecodeTiles(1, 2, 1)
     full = bits == FULL
-    chosen = FULL_TILES if full else MANY_TILES + FEW_TILES if many else FEW_TILES
+    chosen = ONE_WARP_TILES if full else MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
         waiting = tiles.blocks * (tiles.stages - 1) * codes * bits // 4
         # unpacked K and V pass through shared memory
@@ -112,15 +112,16 @@ FULL_WARPS = 4
 """Warps that share a block where all is in 16 bit."""
 
 
-def full_tiles(numbers: int) -> DecodeTiles:
+def full_tiles(numbers: int) -> DecodeTiles | None:
     """Tiles of `kernels.full`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
 
-    numbers: of K in a block, padding included.
+    numbers: of K in a block, padding included. None: no such tile fits. From Triton 3.8 on all stages take room, not
+    all but one.
     """
     for tiles in (DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3)):
-        if tiles.occupancy * (tiles.stages - 1) * numbers * 4 <= SHARED_MEMORY:
+        if tiles.occupancy * tiles.stages * numbers * 4 <= SHARED_MEMORY:
             return tiles
-    return DecodeTiles(1, 1, 2)
+    return None
 
 
 FEW_TILES = (DecodeTiles(4, 2, 3), DecodeTiles(4, 1, 3), DecodeTiles(4, 1, 2))
@@ -129,8 +130,8 @@ FEW_TILES = (DecodeTiles(4, 2, 3), DecodeTiles(4, 1, 3), DecodeTiles(4, 1, 2))
 MANY_TILES = (DecodeTiles(2, 4, 3),)
 """The same where there are twice as many outputs as SMs, or more."""
 
-FULL_TILES = (DecodeTiles(1, 3, 3), DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3))
-"""The same for 16 bit beside other widths, or sparse."""
+ONE_WARP_TILES = (DecodeTiles(1, 3, 3), DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3))
+"""The same for 16 bit where `full_tiles` are not for it: beside other widths, other queries, SAS, sparse."""
 
 
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.2}
