@@ -70,7 +70,7 @@ def patch(
 
     Raises:
         ValueError: unknown preset or strict; a model that is patched already, or (strict "raise") not supported; a
-            calibration that is damaged or of another model; a check that failed.
+            calibration that is damaged or of another model; a revision that is not the model's; a check that failed.
         OSError: no calibration where one was named.
         TypeError: no Transformers model.
     """

@@ -290,7 +290,7 @@ class Reformer(Selector):
 
 class Chance(Selector):
     """Buckets and visits by chance ("random"): hashes of the numbers of a key, or of a query and the bucket. The same
-    numbers get the same again; those of another batch, which differ in the last bit, do not."""
+    numbers get the same again; those of another batch, which may differ in the last bit, need not."""
 
     tables = 1
     draws = True
