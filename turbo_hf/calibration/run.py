@@ -145,8 +145,8 @@ def calibrate(
 
     Raises:
         ValueError: unfit settings; texts too short for the long-range filter or for so many clusters; NaN or Inf in the
-            model; a model in training mode; `resume` without `out`, or after a run of other settings, texts or model; an
-            interrupted run in `out` without `resume`; a revision that is not the model's.
+            model; a model in training mode; `resume` without `out`, or after a run of other settings, texts or model;
+            an interrupted run in `out` without `resume`; a revision that is not the model's.
         OSError: `out` cannot be written.
         TypeError: no Transformers model.
     """
