@@ -317,6 +317,9 @@ def test_error_prints_tables_and_json(tmp_path: Path) -> None:
     }
     assert all(0 < row["norm"] < 1 and 0 < row["mre"] < 1 for row in report["rows"])
     assert "N(0,1), d = 64, causal: norm, %" in result.stdout
+    assert [line for line in result.stderr.splitlines() if line.endswith("done")] == [
+        f"{source}, {n} tokens: done" for source in DISTRIBUTIONS for n in (64, 96)
+    ]
 
 
 def test_errors_of_a_trained_model(tmp_path: Path) -> None:

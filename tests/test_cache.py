@@ -129,6 +129,22 @@ def test_padding_is_not_stored_if_told(llama: Any) -> None:
     assert untold.turbo_layers()[0].lengths() == [128 + 19] * 3
 
 
+def test_padding_that_only_the_cache_was_told_of_is_refused_by_a_patched_model(llama: Any) -> None:
+    batch = left_padded([prompts(1, n, seed=n)[0] for n in (70, 9)])
+    with turbo_hf.patch(llama):
+        cache = TurboCache(llama.config, attention_mask=batch["attention_mask"])
+        with pytest.raises(ValueError, match="given an attention_mask with padding, this patched model none"):
+            llama(batch["input_ids"], past_key_values=cache)
+        cache.reset()
+        cache = TurboCache(llama.config, attention_mask=torch.ones(2, 70))
+        forward(llama, batch["input_ids"], cache)
+        told = TurboCache(llama.config, attention_mask=batch["attention_mask"])
+        llama(**batch, past_key_values=told)
+        assert [layer.lengths() for layer in (*cache.turbo_layers(), *told.turbo_layers())] == [[70, 70]] * 2 + [
+            [70, 9]
+        ] * 2
+
+
 def test_a_mask_of_another_batch_is_refused(llama: Any) -> None:
     cache = TurboCache(llama.config, attention_mask=torch.ones(1, 9))
     with pytest.raises(ValueError, match="attention_mask given to TurboCache has 1 rows; this pass brings 3"):

@@ -258,6 +258,16 @@ def test_resume_refuses_another_run(tmp_path: Path, indexed: Calibration) -> Non
         lab(resume=True)
 
 
+def test_a_calibration_is_replaced_only_where_told(tmp_path: Path) -> None:
+    first = lab(out=tmp_path)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="holds a calibration already"):
+            lab(settings=replace(HEADS, seed=1), out=tmp_path, resume=resume)
+    assert same(Calibration.from_pretrained(tmp_path), first)
+    found = lab(settings=replace(HEADS, seed=1), out=tmp_path, overwrite=True)
+    assert Calibration.from_pretrained(tmp_path).settings == found.settings != first.settings
+
+
 def index_bytes(found: Calibration) -> int:
     return sum(x.nbytes for at in found.layers for n, x in at.tensors().items() if "scores" not in n)
 

@@ -123,10 +123,11 @@ def turbo_attention(
                 f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
                 "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
             )
+        padding = call.layer.padding
         if attention_mask is not None:
             plain = attention_mask.dim() == 2
-            call.layer.padding = attention_mask if plain else _seen_columns(attention_mask, call.layer.seen, query)
-        key, value = call.layer.update_dense(*_pending(call.layer, key, value))
+            padding = attention_mask if plain else _seen_columns(attention_mask, call.layer.seen, query)
+        key, value = call.layer.update_dense(*_pending(call.layer, key, value), padding)
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     return _dense(module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
 
@@ -154,6 +155,18 @@ def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.T
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
     return torch.nn.functional.pad(new, (past, 0), value=True)
+
+
+def _require_no_padding(layer: TurboLayer, tokens: int) -> None:
+    """ValueError where the cache was told of padding in the new columns, of which the model told nothing."""
+    # beyond the told columns, as in steps that may be captured, nothing is asked of the device
+    if layer.padding is None or layer.seen >= layer.padding.shape[1]:
+        return
+    if not layer.padding[:, layer.seen : layer.seen + tokens].all():
+        raise ValueError(
+            "the TurboCache was given an attention_mask with padding, this patched model none (or one of ones). Pass "
+            "that mask to the model, which shows it to the cache."
+        )
 
 
 def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -192,6 +205,8 @@ def _compressed(
     layer.check(key, defer=True)
     if mask is not None and len(mask) != len(query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(query)}. Pass one row for each.")
+    if mask is None:
+        _require_no_padding(layer, query.shape[2])
     chunk = cache.chunk(mask, layer, query.shape[2])
     q, k, v = (chunk.align(x) for x in (query, key, value))
     starts = chunk.begin(q.device)

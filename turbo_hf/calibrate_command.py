@@ -58,6 +58,7 @@ def calibrate_command(
     seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hub, instead of main.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the layers that an interrupted run has finished.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the calibration in --out, at the end.")] = False,
     dry_run: Annotated[
         bool, typer.Option(help="Print memory and time that it would take, and what each layer gets.")
     ] = False,
@@ -71,13 +72,13 @@ def calibrate_command(
     try:
         chosen = _settings(preset, own, of_index, heads_only)
         if not dry_run:
-            Unfinished(out_folder, resume)  # refuses what the run would, before the model is loaded
+            Unfinished(out_folder, resume, overwrite)  # refuses what the run would, before the model is loaded
         loaded, tokenizer = load(model, device, revision)
         plan = make_plan(loaded, _cut(chosen, loaded, window))
         if dry_run:
             facts = _dry_run(loaded, tokenizer, plan, texts, revision)
         else:
-            facts = _run(loaded, tokenizer, plan, texts, out_folder, resume, revision)
+            facts = _run(loaded, tokenizer, plan, texts, out_folder, resume, overwrite, revision)
     except (ValueError, OSError) as error:
         raise fail(str(error)) from error
     if json_line:
@@ -114,7 +115,14 @@ def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
 
 
 def _run(
-    model: Any, tokenizer: Any, plan: Plan, texts: str, folder: Path, resume: bool, revision: str | None
+    model: Any,
+    tokenizer: Any,
+    plan: Plan,
+    texts: str,
+    folder: Path,
+    resume: bool,
+    overwrite: bool,
+    revision: str | None,
 ) -> dict[str, Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     begun = time.perf_counter()
@@ -130,6 +138,7 @@ def _run(
                 settings=plan.settings,
                 out=folder,
                 resume=resume and finished_groups(folder) > 0,
+                overwrite=overwrite,
                 progress=lambda word, share: progress.update(task, advance=share, description=word),
                 revision=revision,
             )

@@ -286,12 +286,14 @@ class TurboLayer(CacheLayerMixin):
         if self.claimed:
             self.claimed, self.pending = False, (key_states, value_states)
             return key_states, value_states
-        return self.update_dense(key_states, value_states)
+        return self.update_dense(key_states, value_states, self.padding)
 
-    def update_dense(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new tokens; return dense keys and values [B, Hkv, columns, D], 0 at padding."""
+    def update_dense(
+        self, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens; return dense keys and values [B, Hkv, columns, D], 0 at padding (mask as in TurboCache)."""
         tokens = k.shape[2]
-        chunk = chunk_of_padding(self.padding, self.seen, k)
+        chunk = chunk_of_padding(padding, self.seen, k)
         columns = self.get_mask_sizes(tokens)[0]
         decoding = self.is_decoding(tokens)
         past = (k[:, :, :0], v[:, :, :0]) if decoding or not self.seen else self.dense(columns - tokens)

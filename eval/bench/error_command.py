@@ -1,7 +1,8 @@
 """`turbo-hf bench error`: the tables and the JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,8 @@ from turbo_hf.eval.bench.options import (
 )
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 
-LENGTHS, MODEL_LENGTHS = ("1k", "2k", "4k", "8k", "16k"), ("2k",)
+LENGTHS = ("1k", "2k", "4k", "8k", "16k")
+CPU_LENGTHS, MODEL_LENGTHS = LENGTHS[:3], ("2k",)
 METRICS = {
     "norm": "|o - ref| / |ref|",
     "mre": "mean |o - ref| / mean |ref|",
@@ -39,7 +41,10 @@ METRICS = {
 
 def error_command(
     mode: Modes = None,
-    length: Annotated[list[str] | None, typer.Option(help="Tokens, such as 4k; may be repeated.")] = None,
+    length: Annotated[
+        list[str] | None,
+        typer.Option(help="Tokens, such as 4k; may be repeated. Default: 1k to 16k; on a CPU 1k to 4k; of a model 2k."),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="A folder or a Hub id: its queries, keys and values.")] = None,
     text: Annotated[Path | None, typer.Option(help="What the model reads; default: the carried prose.")] = None,
     heads: Annotated[
@@ -62,7 +67,7 @@ def error_command(
     """Errors of every mode against float64: on N(0,1) and U(-0.5,0.5), or on what a trained model's attention is given.
 
     Beside the modes stands FlashAttention in FP8 with tensor-level scales, simulated. With --model the tables go layer
-    by layer, and the default length is 2k.
+    by layer.
     """
     options = {"block": block, "smooth_k": smooth_k, "hadamard": hadamard, "backend": backend}
     try:
@@ -70,17 +75,18 @@ def error_command(
         methods = [method for method in METHODS if method.options["mode"] in asked]
         kind = DTYPES[one_of("dtype", dtype, DTYPES)]
         one_of("backend", backend, BACKENDS)
-        lengths = [parse_tokens(word) for word in length or (LENGTHS if model is None else MODEL_LENGTHS)]
         if text is not None and (model is None or not text.is_file()):
             raise ValueError("--text needs --model." if model is None else f"there is no file {text}.")
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         if model is None:
             where = find_device(device)
+            lengths = _lengths(length or (CPU_LENGTHS if where.type == "cpu" else LENGTHS))
             draw = partial(random_errors, heads=heads, dim=dim, causal=causal, dtype=kind, device=where, seed=seed)
             runs = (draw(name, n, methods, options=options) for name in DISTRIBUTIONS for n in lengths)
             given: dict[str, Any] = {"dtype": dtype, "heads": heads, "dim": dim, "causal": causal, "seed": seed}
         else:
+            lengths = _lengths(length or MODEL_LENGTHS)
             loaded, tokenizer = load(model, device)
             where = loaded.device
             runs = (_of_model(loaded, tokenizer, text, n, methods, options) for n in lengths)
@@ -97,6 +103,10 @@ def error_command(
     finish(result, json_line)
 
 
+def _lengths(words: Iterable[str]) -> list[int]:
+    return [parse_tokens(word) for word in words]
+
+
 def _of_model(
     model: Any, tokenizer: Any, text: Path | None, tokens: int, methods: list[Method], options: dict[str, Any]
 ) -> Iterator[Row]:
@@ -104,11 +114,14 @@ def _of_model(
 
 
 def _collect(runs: Iterator[Iterator[Row]]) -> list[Row]:
-    rows = []
+    rows: list[Row] = []
+    each = groupby((row for run in runs for row in run), key=lambda row: f"{row.source}, {row.tokens} tokens")
     with err.status("attention in float64") as status:
-        for row in (row for run in runs for row in run):
-            status.update(f"{row.source}, {row.tokens} tokens: {row.method}")
-            rows.append(row)
+        for name, group in each:
+            for row in group:
+                status.update(f"{name}: {row.method}")
+                rows.append(row)
+            err.print(f"{name}: done", highlight=False)
     return rows
 
 

@@ -118,6 +118,7 @@ def calibrate(
     settings: str | Settings = "fast",
     out: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     progress: Progress | None = None,
     revision: str | None = None,
 ) -> Calibration:
@@ -137,6 +138,7 @@ def calibrate(
         out: where to write the result, and to keep finished layers meanwhile; None: nowhere.
         resume: go on with the layers that an interrupted run with the same `out`, settings and texts has finished;
             False where there are any is an error.
+        overwrite: replace the calibration in `out`, once this one is done; False where there is one is an error.
         progress: called with a word and the share of the whole work done since the last call.
         revision: that the model was loaded by from the Hub, where not main: new Transformers do not tell.
 
@@ -146,11 +148,12 @@ def calibrate(
     Raises:
         ValueError: unfit settings; texts too short for the long-range filter or for so many clusters; NaN or Inf in the
             model; a model in training mode; `resume` without `out`, or after a run of other settings, texts or model;
-            an interrupted run in `out` without `resume`; a revision that is not the model's.
+            an interrupted run in `out` without `resume`, a calibration there without `overwrite`; a revision that is
+            not the model's.
         OSError: `out` cannot be written.
         TypeError: no Transformers model.
     """
-    unfinished = Unfinished(out, resume)
+    unfinished = Unfinished(out, resume, overwrite)
     plan = make_plan(model, settings)
     chosen = plan.settings
     beside = checkpoint_of(model, revision)

@@ -20,10 +20,11 @@ class Unfinished:
     """The output folder of one run; without one (None) nothing is kept.
 
     Raises:
-        ValueError: `out` is a file; `resume` without `out`; an unfinished run in `out` without `resume`.
+        ValueError: `out` is a file; `resume` without `out`; an unfinished run in `out` without `resume`; a calibration
+            in `out` without `overwrite`.
     """
 
-    def __init__(self, out: str | Path | None, resume: bool):
+    def __init__(self, out: str | Path | None, resume: bool, overwrite: bool):
         self.out, self.anew = None if out is None else Path(out), False
         if self.out is None:
             if resume:
@@ -36,6 +37,11 @@ class Unfinished:
             raise ValueError(
                 f"out: {str(out)!r} holds an interrupted run (groups of layers done: {done}). Pass resume=True "
                 f"(--resume) to go on with it, or delete {str(self.out / PART)!r} to begin anew."
+            )
+        if (self.out / FACTS).exists() and not overwrite:
+            raise ValueError(
+                f"out: {str(out)!r} holds a calibration already. Name another folder, or pass overwrite=True "
+                "(--overwrite) to replace it once the new one is done."
             )
         self.anew = resume and not done
 

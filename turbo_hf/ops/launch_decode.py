@@ -182,7 +182,9 @@ def decode(
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
     workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value))
     parts, arrived = workspace
-    words, grid, most_parts = _schedule(sealed, shape, store.plans, q.device, stream, workspace)
+    # only stream-K has a bound that holds at any length, which a replay needs
+    plans = store.plans if plan == "stream-k" else None
+    words, grid, most_parts = _schedule(sealed, shape, plans, q.device, stream, workspace)
     with torch.cuda.device_of(q):
         decode_kernel[(grid,)](
             q,
