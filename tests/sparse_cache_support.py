@@ -1,0 +1,39 @@
+"""Sparse configurations for tests of the cache and of `generate`."""
+
+from typing import Any
+
+import torch
+from models import left_padded, prompts
+from torch import Tensor
+
+import turbo_hf
+from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf.config import SELECTORS, USED_BY
+
+ANY: dict[str, Any] = {"buckets": 16, "probes": 3, "window_tokens": 20, "dense_layers": ()}
+"""Choices of a selector without calibration, small enough for short texts."""
+
+
+def small(selector: str, **options: Any) -> dict[str, Any]:
+    """`ANY`, but for what the selector does not look at."""
+    return {k: v for k, v in {**ANY, **options}.items() if selector in USED_BY.get(k, SELECTORS)}
+
+
+TRAINED: dict[str, Any] = {"probes": 4, "window_tokens": 31}
+
+
+def sparse(selector: str, **options: Any) -> TurboConfig:
+    """4 bit with a sparse decode."""
+    chosen: dict[str, Any] = {"selector": selector, **options}
+    return TurboConfig(sparse=SparseConfig(**chosen), block_size=32, attention="fp16")
+
+
+def answers(model: Any, config: TurboConfig, tokens: int = 20, calibration: Any = None, **options: Any) -> Tensor:
+    """New tokens under the patch, greedy."""
+    given = {"do_sample": False, "max_new_tokens": tokens, **options}
+    with turbo_hf.patch(model, config, calibration=calibration):
+        return torch.as_tensor(model.generate(**given)[:, options["input_ids"].shape[1] :])
+
+
+def ragged(lengths: tuple[int, ...] = (90, 70, 31)) -> dict[str, Any]:
+    return left_padded([prompts(1, length, length)[0] for length in lengths])

@@ -1,0 +1,279 @@
+"""What decides whether a step is captured, replayed or launched, and what a launch is given."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from graphs_support import SMALL, Again, an_index, ragged
+from models import prompts, tiny_llama
+from torch import Tensor
+
+import turbo_hf
+from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf.attention import Unsupported
+from turbo_hf.graphs import StepRunner
+from turbo_hf.layer import TurboLayer
+from turbo_hf.ops import launch_decode, launch_sparse, launch_store
+
+# --- what decides --------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A patched model, a cache with a prompt in it, and a runner over a stand-in."""
+
+    def __init__(self, **options: Any):
+        self.model = tiny_llama()
+        self.handle = turbo_hf.patch(self.model, SMALL)
+        self.cache = self.handle.new_cache()
+        self.device = Again(**options)
+        self.runner = StepRunner(self.model, None, self.device)
+        self.mask = torch.ones(2, 40, dtype=torch.long)
+        self.pass_(prompts(2, 40))
+
+    @torch.no_grad()
+    def pass_(self, ids: Tensor, call: Any = None, **options: Any) -> Any:
+        """One pass, of which the runner or the model is told what `generate` tells."""
+        at = self.cache.get_seq_length() + torch.arange(ids.shape[1]).expand(len(ids), -1)
+        self.mask = torch.ones(len(ids), self.cache.get_seq_length() + ids.shape[1], dtype=torch.long)
+        known = {"input_ids": ids, "position_ids": at, "attention_mask": self.mask, "use_cache": True}
+        return (call or self.model)(**{**known, "past_key_values": self.cache, "return_dict": True, **options})
+
+    def step(self, **options: Any) -> Any:
+        """One new token a row, through the runner."""
+        return self.pass_(torch.full((2, 1), 5), self.runner, **options)
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Steps that warmed, captures, replays."""
+        return self.device.warmed, self.device.captured, self.device.replayed
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    bench = Bench()
+    yield bench
+    bench.handle.remove()
+
+
+def test_one_step_warms_the_next_is_captured_all_others_are_replayed(bench: Bench) -> None:
+    outputs = [bench.step() for _ in range(6)]
+    assert bench.counts == (1, 1, 5)
+    assert all(type(out) is type(outputs[0]) for out in outputs)
+    assert outputs[0].past_key_values is bench.cache
+    assert [layer.seen for layer in bench.cache.turbo_layers()] == [46, 46]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"output_hidden_states": True}, id="hidden-states"),
+        pytest.param({"output_attentions": False, "position_ids": None}, id="no-positions"),
+        pytest.param({"token_type_ids": torch.zeros(2, 1, dtype=torch.long)}, id="unknown-tensor"),
+        pytest.param({"return_dict": False}, id="tuple"),
+    ],
+)
+def test_other_calls_go_to_the_model(bench: Bench, options: dict[str, Any]) -> None:
+    if "token_type_ids" in options:
+        model = bench.runner._model
+        bench.runner._model = lambda token_type_ids, **kwargs: model(**kwargs)
+        bench.runner._model.training = False
+    bench.step(**options)
+    assert bench.counts == (0, 0, 0)
+    assert bench.cache.get_seq_length() == 41
+
+
+def test_passes_of_several_tokens_go_to_the_model(bench: Bench) -> None:
+    bench.pass_(prompts(2, 3), bench.runner)
+    assert bench.counts == (0, 0, 0)
+
+
+def test_gradients_go_to_the_model(bench: Bench) -> None:
+    known = {"input_ids": torch.ones(2, 1, dtype=torch.long), "position_ids": torch.full((2, 1), 40)}
+    out = bench.runner(**known, past_key_values=bench.cache)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        out.logits.sum().backward()
+    assert bench.counts == (0, 0, 0)
+
+
+def test_what_happens_between_steps_begins_anew_and_waits_longer(bench: Bench) -> None:
+    for _ in range(3):
+        bench.step()
+    assert bench.counts == (1, 1, 2)
+    bench.cache.crop(-1)
+    for _ in range(4):
+        bench.step()
+    assert bench.counts == (3, 2, 4)
+    # in every second step: nothing is captured any more
+    for _ in range(5):
+        bench.cache.crop(-1)
+        bench.step()
+        bench.step()
+    assert bench.counts == (13, 2, 4)
+
+
+def test_a_token_that_the_mask_hides_goes_to_the_model(bench: Bench) -> None:
+    for _ in range(3):
+        bench.step()
+    hidden = torch.ones(2, 44, dtype=torch.long)
+    hidden[0, -1] = 0
+    bench.step(attention_mask=hidden)
+    assert bench.counts == (1, 1, 2)
+    assert bench.cache.turbo_layers()[0].lengths() == [43, 44]
+
+
+def test_a_changed_mask_is_refused_as_ever(bench: Bench) -> None:
+    bench.step()
+    changed = torch.ones(2, 42, dtype=torch.long)
+    changed[0, 3] = 0
+    with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
+        bench.step(attention_mask=changed)
+
+
+def test_nan_is_told_before_its_block_is_sealed(bench: Bench) -> None:
+    broken = bench.model.lm_head.weight.new_full((64,), torch.nan)
+    for _ in range(3):
+        bench.step()
+    weight = bench.model.model.embed_tokens.weight
+    kept = weight[5].clone()
+    with torch.no_grad():
+        weight[5] = broken
+        bench.step()
+        weight[5] = kept
+    for _ in range(20):
+        bench.step()
+    with pytest.raises(ValueError, match="layer 0: keys or values hold NaN or Inf"):
+        bench.step()
+    assert bench.cache.turbo_layers()[0].pool.sealed == [1, 1]
+
+
+@pytest.mark.parametrize("before", [0, 4], ids=["warming", "replaying"])
+def test_after_a_step_that_was_broken_off_the_next_is_refused(bench: Bench, before: int) -> None:
+    for _ in range(before):
+        bench.step()
+    hook = bench.model.model.layers[1].self_attn.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.step()
+    hook.remove()
+    counts = bench.counts
+    with pytest.raises(ValueError, match=f"hold {40 + before} and {41 + before} tokens: an earlier pass ended"):
+        bench.step()
+    assert bench.counts == counts
+
+
+def test_another_cache_is_another_beginning(bench: Bench) -> None:
+    for _ in range(3):
+        bench.step()
+    bench.cache = bench.handle.new_cache()
+    bench.pass_(prompts(2, 50))
+    for _ in range(4):
+        bench.step()
+    assert bench.counts == (3, 2, 4)
+
+
+def test_a_capture_that_fails_warns_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    bench, plain = Bench(fails="no"), Bench()
+    bench.step()
+    with pytest.warns(UserWarning, match=r"cannot be captured in a CUDA graph \(no\)"):
+        got = [bench.step().logits]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got += [bench.step().logits for _ in range(40)]
+    want = [plain.step().logits for _ in range(42)][1:]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    demanding = Bench(fails="no")
+    demanding.runner = StepRunner(demanding.model, None, demanding.device, demanded=True)
+    demanding.step()
+    with pytest.raises(Unsupported, match="cannot be captured"):
+        demanding.step()
+
+
+@pytest.mark.parametrize("when", ["sys.is_finalizing", "turbo_hf.graphs._capturing"])
+def test_where_nothing_can_run_nothing_is_closed(when: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.step()
+    steps = bench.runner._steps
+    assert steps is not None
+    closed: list[Any] = []
+    monkeypatch.setattr(steps, "close", lambda: closed.append(steps))
+    monkeypatch.setattr(when, lambda *args: True)
+    bench.runner.__del__()
+    assert not closed
+
+
+# --- launches ------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A kernel that notes with what it is launched: grid, numbers, and the memory of what outlives a step."""
+
+    def __init__(self, kernel: Any, notes: list[Any]):
+        self._kernel, self._notes = kernel, notes
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            self._notes.append((grid, _numbers(args), _numbers(tuple(options.values()))))
+            return self._kernel[grid](*args, **options)
+
+        return launch
+
+
+def _numbers(values: tuple[Any, ...]) -> list[Any]:
+    return [
+        _numbers(x) if isinstance(x, tuple) else (x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else x
+        for x in values
+    ]
+
+
+@pytest.mark.parametrize("selector", [None, "window", "saap"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU replays")
+def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
+    selector: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[Any] = []
+    sparse_kernels = [(launch_sparse, name) for name in vars(launch_sparse) if name.endswith("_kernel")]
+    for module, name in ((launch_decode, "decode_kernel"), (launch_store, "append_step_kernel"), *sparse_kernels):
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), notes))
+    model = tiny_llama(num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    probes = None if selector == "window" else 3
+    sparse = selector and SparseConfig(selector=selector, probes=probes, window_tokens=12, dense_layers=())
+    captured: list[int] = []
+
+    class Noting(Again):
+        def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+            captured.append(len(notes))
+            return super().capture(step)
+
+    tokens = []
+    for graph in (False, True):
+        with (
+            turbo_hf.patch(
+                model, TurboConfig(block_size=32, backend="triton", sparse=sparse), calibration=an_index(model)
+            ) as handle,
+            torch.inference_mode(),
+        ):
+            cache, ids = handle.new_cache(), ragged([66, 61])
+            at = (ids["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+            mask = ids["attention_mask"]
+            out = model(**ids, position_ids=at, past_key_values=cache, use_cache=True)
+            runner = StepRunner(model, None, Noting())
+            found = []
+            notes.clear()
+            for _ in range(8):
+                new = out.logits[:, -1:].argmax(-1)
+                found.append(new)
+                mask, at = torch.nn.functional.pad(mask, (0, 1), value=1), at[:, -1:] + 1
+                known = {"input_ids": new, "attention_mask": mask, "position_ids": at, "past_key_values": cache}
+                out = (runner if graph else model)(**known, use_cache=True, return_dict=True)
+            tokens.append(torch.cat(found, 1))
+    assert torch.equal(*tokens)
+    # the second row seals in the fourth step
+    assert cache.turbo_layers()[0].lengths() == [74, 69]
+    assert runner.captures == 1
+    each = (len(notes) - captured[0]) // 7
+    steps = [notes[n : n + each] for n in range(captured[0], len(notes), each)]
+    assert len(steps) == 7
+    assert each >= 2
+    assert all(step == steps[0] for step in steps)

@@ -1,0 +1,202 @@
+"""Captured steps on a GPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from graphs_support import PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
+from models import SHAPE, prompts, tiny_llama
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import turbo_hf
+from turbo_hf import SparseConfig
+from turbo_hf.graphs import CudaDevice, StepRunner
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
+    return watch_runners(monkeypatch)
+
+
+def half(**options: Any) -> Any:
+    return tiny_llama(attn_implementation="sdpa", **options).to("cuda", torch.bfloat16)
+
+
+SAAP = SparseConfig(selector="saap", probes=3, window_tokens=12, dense_layers=())
+SPARSE = [
+    pytest.param(SAAP, id="saap"),
+    pytest.param(replace(SAAP, selector="kmeans"), id="kmeans"),
+    pytest.param(replace(SAAP, dense_layers=(0,)), id="dense-layer"),
+]
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("sparse", [pytest.param(None, id="dense"), *SPARSE])
+def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: list[StepRunner]) -> None:
+    model = half()
+    config = replace(SMALL, sparse=sparse)
+    with turbo_hf.patch(model, config, calibration=an_index(model)) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        ids = prompts(3, 40).cuda()
+        model(ids, past_key_values=cache, use_cache=True)
+        runner = StepRunner(model, None, CudaDevice(model.device))
+        new = ids[:, :1].contiguous()
+        at = torch.full((3, 1), 40, device="cuda")
+
+        def step() -> None:
+            runner(input_ids=new, position_ids=at, past_key_values=cache, use_cache=True, return_dict=True)
+
+        for _ in range(4):
+            step()
+        assert runner.captures == 1
+        assert runner._steps is not None
+        sealed = 0
+        for _ in range(60):
+            seals = runner._steps.seals()
+            sealed += seals
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                # before a block is sealed the host asks once whether it holds NaN; the rest waits for nothing
+                (runner._steps.begin if seals else step)()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            if seals:
+                step()
+        assert sealed == 2
+        assert runner.captures == 1
+        for _ in range(300):
+            step()
+        # pages were reserved again
+        assert runner.captures == 2
+    assert cache.get_seq_length() == 404
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("rows", [1, 5])
+def test_on_a_gpu_many_steps_take_few_captures(rows: int, runners: list[StepRunner]) -> None:
+    model = half()
+    batch = ragged([40 + 9 * row for row in range(rows)])
+    want = answer(model, PLAIN, max_new_tokens=700, **batch)
+    assert torch.equal(answer(model, SMALL, max_new_tokens=700, **batch), want)
+    assert runners[-1].captures <= 8
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("sparse", SPARSE)
+def test_on_a_gpu_many_steps_of_sparse_layers(sparse: Any, rows: int, runners: list[StepRunner]) -> None:
+    model = half()
+    index, plain = an_index(model), replace(PLAIN, sparse=sparse)
+    batch = ragged([40 + 9 * row for row in range(rows)])
+    want, counted = answer_and_report(model, plain, index, max_new_tokens=700, **batch)
+    got, report = answer_and_report(model, replace(plain, cuda_graphs=True), index, max_new_tokens=700, **batch)
+    assert torch.equal(got, want)
+    assert report.selectivity == counted.selectivity
+    assert runners[-1].captures <= 8
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gpt_oss", "mixtral", "phi3", "granite"])
+def test_families_on_a_gpu(family: str, runners: list[StepRunner]) -> None:
+    torch.manual_seed(0)
+    extra: dict[str, Any] = (
+        {"num_local_experts": 2, "num_experts_per_tok": 2} if family in ("gpt_oss", "mixtral") else {}
+    )
+    config = AutoConfig.for_model(family, **{**SHAPE, "tie_word_embeddings": False, **extra})
+    model = AutoModelForCausalLM.from_config(config).eval().to("cuda", torch.bfloat16)
+    want = answer(model, PLAIN, **ragged())
+    assert torch.equal(answer(model, SMALL, **ragged()), want)
+    assert runners[-1].captures >= 1
+
+
+@pytest.mark.gpu
+@CUDA
+def test_a_step_that_cannot_be_captured_runs_without(runners: list[StepRunner]) -> None:
+    model = half()
+    want = answer(model, PLAIN, **ragged())
+    forward = type(model.model.norm).forward
+    model.model.norm.forward = lambda x: forward(model.model.norm, x) + 0 * float(x.sum().item() == 0.5)
+    with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph"):
+        got = answer(model, SMALL, **ragged())
+    assert torch.equal(got, want)
+    # what torch leaves open after a spoilt capture is closed: numbers can be drawn, and steps captured
+    assert torch.rand(1, device="cuda").isfinite().all()
+    del model.model.norm.forward
+    assert torch.equal(answer(model, SMALL, **ragged()), want)
+    assert runners[-1].captures >= 1
+
+
+@pytest.mark.gpu
+@CUDA
+def test_steps_are_captured_beside_memory_that_torch_keeps(runners: list[StepRunner]) -> None:
+    model = half()
+    want = answer(model, PLAIN, **ragged())
+    block, blocks = 24 << 20, 40
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + block * blocks + (2 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        kept = [torch.empty(block, dtype=torch.uint8, device="cuda") for _ in range(blocks)]
+        del kept
+        assert torch.equal(answer(model, SMALL, **ragged()), want)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert runners[-1].captures >= 1
+
+
+class Pretended(CudaDevice):
+    """A device whose captures fail with `errors`, one after the other, and that notes what is done."""
+
+    def __init__(self, errors: list[BaseException]) -> None:
+        self.done: list[str] = []
+        self.errors = errors
+        self._anchor = None
+
+    def _cast_anchor(self) -> None:
+        self.done.append("anchor")
+        self._anchor = lambda: None
+
+    def _end(self) -> None:
+        self.done.append("end")
+        self._anchor = None
+
+    def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        self.done.append("capture")
+        if self.errors:
+            raise self.errors.pop(0)
+        return step
+
+
+FULL_MEMORY = [torch.OutOfMemoryError("full"), RuntimeError("CUDA error: out of memory")]
+
+
+@pytest.mark.parametrize("error", FULL_MEMORY)
+def test_a_capture_without_memory_is_tried_again_with_what_torch_keeps(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Pretended([error])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: device.done.append("empty"))
+    assert device.capture(lambda: 3)() == 3
+    assert device.done == ["anchor", "capture", "end", "empty", "anchor", "capture"]
+
+
+def test_a_capture_that_fails_otherwise_or_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = Pretended([RuntimeError("no")])
+    with pytest.raises(RuntimeError, match="no"):
+        device.capture(lambda: 3)
+    assert device.done == ["anchor", "capture", "end", "anchor"]
+    device = Pretended(list(FULL_MEMORY))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        device.capture(lambda: 3)
+    assert device.done == ["anchor", "capture", "end", "anchor", "capture", "end", "anchor"]
+    # and the next one begins anew
+    assert device.capture(lambda: 4)() == 4

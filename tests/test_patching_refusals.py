@@ -1,0 +1,225 @@
+"""What `patch` refuses, what it guards against, and its own check."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
+from models import prompts, tiny_llama, tiny_mistral
+from patching_support import EXACT, SMALL, WINDOW, Doubling, changes, generate, logits, padded, snapshot, tiny
+from torch import Tensor
+from transformers import DynamicCache
+
+import turbo_hf
+from turbo_hf import TurboCache, TurboConfig, selfcheck
+from turbo_hf.attention import NAME, Unsupported
+from turbo_hf.memory import Memory
+from turbo_hf.ops.rotate import rotate_keys
+from turbo_hf.patches.generic import PROBES
+
+PROBE_ERROR = 3 / (2 * (PROBES - 2)) ** 0.5
+"""Three standard deviations of a standard deviation that is measured on so many numbers."""
+
+
+# --- the key bias guard --------------------------------------------------------------------------------------------
+
+
+class Packed(torch.nn.Module):
+    """A linear layer whose weights are INT8 codes, as quantized checkpoints have them."""
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__()
+        self.in_features, self.bias = linear.in_features, linear.bias
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.weight = torch.nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "offloaded", "bfloat16"])
+def test_a_layer_with_a_huge_key_bias_is_kept_at_8_bit(kind: str) -> None:
+    model: Any = tiny("qwen2")
+    projection = model.model.layers[1].self_attn.k_proj
+    projection.bias.data[3] = -1000.0
+    heads = projection.weight.detach().T.unflatten(-1, (-1, model.model.layers[1].self_attn.head_dim))
+    moves = rotate_keys(heads[None])[0].norm(dim=0).median()
+    fixed = rotate_keys(projection.bias.detach().reshape(1, 1, *heads.shape[1:])).abs().max()
+    step = float(fixed / 119 / moves)
+    if kind == "packed":
+        model.model.layers[1].self_attn.k_proj = Packed(projection)
+    elif kind == "offloaded":
+        cpu_offload(model, torch.device("cpu"))
+        assert projection.bias.is_meta
+    elif kind == "bfloat16":
+        model.bfloat16()
+    with pytest.warns(UserWarning, match=r"layer 1: its key bias alone makes an INT8 step of \d+\.\d ") as caught:
+        handle = turbo_hf.patch(model, SMALL)
+    assert handle.report().layers[1].bias_step == pytest.approx(step, rel=PROBE_ERROR)
+    assert [record.filename for record in caught] == [__file__]
+    assert [layer.storage for layer in handle.report().layers] == ["2 x 4 bit", "8 bit"]
+    assert handle.report().layers[1].reason == "key bias"
+    assert len(handle.report().warnings) == 1
+    assert "note: layer 1: its key bias alone" in str(handle.report())
+    assert [layer.config.bits for layer in handle.new_cache().turbo_layers()] == [4, 8]
+
+
+def test_the_key_bias_guard_can_be_overruled() -> None:
+    model: Any = tiny("qwen2")
+    bias = model.model.layers[1].self_attn.k_proj.bias.data
+    bias[3] = -1000.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for config in (TurboConfig(bits=8), TurboConfig(int8_layers=()), TurboConfig(int8_layers=(1,))):
+            with turbo_hf.patch(model, config) as handle:
+                assert not handle.report().warnings
+        assert handle.report().layers[1].reason == "asked for by int8_layers"
+        assert [layer.config.bits for layer in handle.new_cache().turbo_layers()] == [4, 8]
+        bias[3] = 0.1
+        with turbo_hf.patch(model, SMALL) as handle:
+            assert [layer.storage for layer in handle.report().layers] == ["2 x 4 bit"] * 2
+
+
+def test_a_model_without_weights_has_no_bias_to_judge() -> None:
+    with torch.device("meta"):
+        model = tiny("qwen2")
+    with turbo_hf.patch(model, SMALL) as handle:
+        assert not handle.report().warnings
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_arguments() -> None:
+    model: Any = tiny_llama()
+    with pytest.raises(ValueError, match="strict must be one of raise, warn, fallback; got 'loud'"):
+        turbo_hf.patch(model, strict="loud")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"presets int8, turbo4, turbo-mixed, turbo2.*; got 'turbo5'"):
+        turbo_hf.patch(model, "turbo5")
+    with pytest.raises(TypeError, match=r"model must be a .*PreTrainedModel; got Linear"):
+        turbo_hf.patch(model.lm_head)
+    with pytest.raises(ValueError, match="names layer 2; the model has layers 0 to 1"):
+        turbo_hf.patch(model, TurboConfig(dense_layers=(0, 2)))
+    with pytest.raises(ValueError, match="names layer 7; the model has layers 0 to 1"):
+        turbo_hf.patch(model, TurboConfig(int8_layers=(7,)))
+    with pytest.raises(Unsupported, match=r"no layer of LlamaForCausalLM .*: asked for by dense_layers"):
+        turbo_hf.patch(model, TurboConfig(dense_layers=(0, 1)))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_remote_code_that_keeps_its_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    before = snapshot(model)
+    with pytest.raises(Unsupported, match="does not let its attention implementation be set"):
+        turbo_hf.patch(model, strict="fallback")
+    assert not changes(before, snapshot(model))
+
+
+def test_a_language_model_deep_inside_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    inner = copy.deepcopy(model.config)
+    monkeypatch.setattr(type(model.config), "get_text_config", lambda self, **_: inner)
+    with pytest.raises(Unsupported, match=r"lies inside another of its parts.*model\.thinker"):
+        turbo_hf.patch(model)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    model = tiny_llama(num_hidden_layers=0)
+    with pytest.raises(Unsupported, match="can be compressed: it has no attention layer"):
+        turbo_hf.patch(model)
+
+
+def test_continuous_batching_is_refused() -> None:
+    model: Any = tiny_llama()
+    with turbo_hf.patch(model):
+        with pytest.raises(Unsupported, match=r"paged cache of its own.*Use generate, or remove the patch"):
+            model.generate_batch([[1, 2, 3]])
+        with pytest.raises(Unsupported, match="paged cache of its own"):
+            model.init_continuous_batching()
+
+
+def test_masks_and_caches_of_another_batch_or_model_are_refused() -> None:
+    model, ids = tiny_mistral(WINDOW), padded()["input_ids"]
+    mask = torch.ones(1, ids.shape[1])
+    with turbo_hf.patch(model, SMALL) as handle:
+        with pytest.raises(ValueError, match="attention_mask has 1 rows, this pass 3"):
+            logits(model, ids, attention_mask=mask, past_key_values=handle.new_cache())
+        for other, message in (
+            (tiny_mistral(None), f"layer 0 of this TurboCache has the window None, the model's {WINDOW}"),
+            (tiny_mistral(WINDOW, num_hidden_layers=3), "this TurboCache has 3 layers, the model 2"),
+        ):
+            with pytest.raises(Unsupported, match=message + r".*use handle.new_cache\(\)"):
+                logits(model, ids, past_key_values=TurboCache(other.config, SMALL))
+
+
+def test_a_cache_survives_a_call_that_failed() -> None:
+    model, ids = tiny_llama(), prompts(2, 70)
+    last: Any = model.model.layers[1].self_attn
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    with turbo_hf.patch(model, EXACT) as handle:
+        want = logits(model, ids, past_key_values=handle.new_cache())
+        cache = handle.new_cache()
+        for name in ("q_proj", "o_proj"):
+            hook = getattr(last, name).register_forward_pre_hook(fail)
+            with pytest.raises(KeyError):
+                logits(model, ids, past_key_values=cache)
+            hook.remove()
+            assert not any(layer.claimed or layer.pending for layer in cache.turbo_layers())
+            cache.reset()
+        assert torch.equal(logits(model, ids, past_key_values=cache), want)
+
+
+def test_rows_without_a_prompt_are_refused() -> None:
+    model, batch = tiny_llama(), padded()
+    batch["attention_mask"][1] = 0
+    with turbo_hf.patch(model), pytest.raises(ValueError, match=r"rows \[1\] of attention_mask are all padding"):
+        generate(model, **batch)
+
+
+def test_caches_that_are_not_compressed_are_told() -> None:
+    model = tiny_llama()
+    stock = generate(model)
+    with turbo_hf.patch(model, "turbo2") as handle:
+        with pytest.warns(UserWarning, match="a DynamicCache was passed, so this call is not compressed"):
+            assert torch.equal(generate(model, past_key_values=DynamicCache(config=model.config)), stock)
+        with pytest.warns(UserWarning, match=r"cache_implementation='static' asks for .*generation_config\."):
+            assert torch.equal(generate(model, cache_implementation="static"), stock)
+        assert handle.memory() == Memory((), 0, 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ours = generate(model)
+            assert torch.equal(generate(model, past_key_values=handle.new_cache()), ours)
+    assert not torch.equal(ours, stock)
+
+
+# --- the self-check ------------------------------------------------------------------------------------------------
+
+
+def test_check_passes_and_leaves_the_patch_on() -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model, "int8", check=True):
+        assert model.config._attn_implementation == NAME
+
+
+def test_check_that_fails_takes_the_patch_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    before = snapshot(model)
+    monkeypatch.setattr(selfcheck, "LOST", 0.0)
+    with pytest.raises(Unsupported, match=r"self-check failed: the logits differ by \d+% .*off again"):
+        turbo_hf.patch(model, "turbo2", check=True)
+    assert not changes(before, snapshot(model))
+
+
+def test_check_that_meets_an_error_takes_the_patch_off() -> None:
+    model = tiny_llama()
+    model.model.layers[0].self_attn.__class__ = Doubling
+    before = snapshot(model)
+    with pytest.raises(Unsupported, match="changes keys or values"):
+        turbo_hf.patch(model, check=True)
+    assert not changes(before, snapshot(model))
