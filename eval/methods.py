@@ -172,6 +172,7 @@ def _patched(name: str) -> TurboConfig:
     head, *changes = stored.split("+")
     preset, slash, attention = head.partition("/")
     if preset not in PRESETS or (slash and attention not in ("auto", *ATTENTION_MODES)):
+        # a list of methods is split at its commas, and so is "...@saap:dense_layers=0,1"
         hint = " Several layers behind @ are written dense_layers=0+1." if name.isdigit() else ""
         raise ValueError(f"unknown method {name}; {known_methods()}.{hint}")
     config = resolve_config(preset)

@@ -131,7 +131,7 @@ def test_capture_changes_nothing_and_is_undone() -> None:
 
 def test_a_patched_model_is_refused() -> None:
     model = tiny_llama()
-    with turbo_hf.patch(model), pytest.raises(ValueError, match=r"patched: calibrate it first, or call remove"):
+    with turbo_hf.patch(model), pytest.raises(ValueError, match=r"patched\. Call remove\(\) on its handle"):
         make_plan(model, SMALL)
 
 

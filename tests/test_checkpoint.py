@@ -87,8 +87,8 @@ def test_a_revision_that_nobody_tells_is_doubted(hub: Path) -> None:
 def test_a_calibration_of_another_revision_is_told(hub: Path) -> None:
     made = Calibration.from_pretrained("me/two", revision="v2", local_files_only=True)
     found = replace(made, fingerprint={**made.fingerprint, "revision": TWO})
-    for revision, told in (("main", "this is 111111111111"), (None, "which this may not be: pass revision=")):
-        message = f"the calibration was made for revision 222222222222 of the checkpoint; {told}."
+    for revision, told in (("main", "is of 111111111111"), (None, "may be of another: say which by revision=")):
+        message = f"the calibration was made for revision 222222222222 of the checkpoint; this model {told}."
         with (
             pytest.warns(UserWarning, match=message),
             turbo_hf.patch(load(None), MIXED, calibration=found, revision=revision) as handle,
@@ -100,7 +100,7 @@ def test_a_calibration_of_another_revision_is_told(hub: Path) -> None:
     # nobody says which of the two it is
     assert run.calibrate(model, tokenizer, TEXTS, settings=HEADS).fingerprint["revision"] is None
     (hub / "snapshots" / TWO / CONFIG).unlink()
-    with pytest.raises(ValueError, match=r"revision 'v2' of 'me/two' is not in the Hub's cache, '.*', where alone"):
+    with pytest.raises(ValueError, match=r"revision 'v2' of 'me/two' is not in the Hub's cache, '.*', the only place"):
         turbo_hf.patch(load(None), MIXED, revision="v2")
     with pytest.raises(ValueError, match="revision must be a branch, tag or commit, as text; got 5"):
         turbo_hf.patch(load(None), MIXED, revision=5)  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_the_command_takes_a_revision(tmp_path: Path) -> None:
 
 
 def test_a_revision_of_a_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"this model is of '.*lab-llama-4m', and 'v2' says nothing of it"):
+    with pytest.raises(ValueError, match=r"this one is from '.*lab-llama-4m'. Leave revision='v2' out"):
         turbo_hf.patch(lab_model()[0], revision="v2")
 
 
@@ -191,7 +191,7 @@ def test_an_interrupted_run_is_not_lost(tmp_path: Path) -> None:
         warnings.simplefilter("error")
         lab(settings=SMALL, out=tmp_path, resume=True)
     with pytest.warns(UserWarning, match="holds no interrupted run: this one begins anew"):
-        lab(settings=HEADS, out=tmp_path, resume=True)
+        lab(settings=HEADS, out=tmp_path, resume=True, overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_narrower_window_than_the_calibrations_is_told() -> None:
         config = TurboConfig(sparse=turbo_hf.SparseConfig(probes=4, window_tokens=window))
         with turbo_hf.patch(model, config, calibration=found) as handle:
             notes = handle.report().warnings
-        assert any("its classifier learned from those more than 31 tokens back" in note for note in notes) == told
+        assert any("was not trained on keys 30 to 31 tokens back" in note for note in notes) == told
 
 
 def test_no_loss_is_told_where_nothing_was_judged() -> None:

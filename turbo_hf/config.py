@@ -58,10 +58,10 @@ class SparseConfig:
         buckets: of each KV head, for the selectors without a calibration; "lsh-tables": of each of its tables.
         tables: hash tables of "lsh-tables"; a key counts where it meets the query in two of them. They take 2 bytes a
             token and table, and run in plain torch.
-        independent: each query head visits `probes` buckets (or those of `mass`) by its own scores, and attends to keys
-            of those alone (SAAP appendix E.3). False: the query heads of a KV head choose together, by the sum of their
-            scores, and read the same keys. What is read, and counted, is then what any head of a KV head visits. It
-            runs in plain torch, without CUDA graphs. Not with "window" and "full", which choose nothing.
+        independent: True: each query head visits `probes` buckets (or those of `mass`) by its own scores, and attends
+            to keys of those alone (SAAP appendix E.3); a key that several of them read is counted once for their KV
+            head. In plain torch, without CUDA graphs. False: the query heads of a KV head choose together, by the sum
+            of their scores, and read the same keys. Not with "window" and "full", which choose nothing.
         sink_tokens, window_tokens: the first and the newest tokens of a row, which are always read (SAAP: 1 + 2047).
         dense_layers: layers that read every key, of the compressed cache (SAAP: the first).
         seed: of the random selectors; below 2^32.
@@ -173,7 +173,8 @@ class TurboConfig:
         low_heads: share of each layer's KV heads stored at `low_bits`, 0 to 1, rounded down (TurboAttention sec. 3.2,
             n_h / Hkv).
         head_metric: what ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority", "entropy",
-            "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first block.
+            "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first block, or
+            taken from a calibration.
         block_size: tokens in a block: 32, 64 or 128.
         buffer_scale: scale of the INT8 decode buffer: "token", one a token and head, or "universal", one a row and
             head from the prompt's range, clamped to it (TurboAttention sec. 3.3): feed the prompt in one pass, or in

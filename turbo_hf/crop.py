@@ -19,7 +19,9 @@ def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
         return []
     who = f"layer {layer.index}: crop({tokens_to_remove})"
     if -tokens_to_remove > layer.seen:
-        raise ValueError(f"crop({tokens_to_remove}): the cache holds only {layer.seen} columns.")
+        raise ValueError(
+            f"crop({tokens_to_remove}): the cache holds only {layer.seen} columns. Remove at most so many, or reset()."
+        )
     counts = [-tokens_to_remove] * layer.rows
     if layer.columns is not None:
         counts = layer.columns[:, layer.seen + tokens_to_remove :].sum(-1).tolist()

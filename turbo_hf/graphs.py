@@ -285,7 +285,7 @@ class StepRunner:
                 message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
                 if self._demanded:
                     raise Unsupported(f'{message}. Choose TurboConfig(cuda_graphs="auto") or False.') from error
-                warnings.warn(f"{message}; it runs without. TurboConfig(cuda_graphs=False) says so.", stacklevel=4)
+                warnings.warn(f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.", stacklevel=4)
                 return None
             self.captures += 1
         out = self._replay()

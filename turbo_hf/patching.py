@@ -59,7 +59,7 @@ def patch(
         calibration: what tells which heads get the low bits, where the config has heads of two widths, and what sparse
             decoding selects keys by: a `Calibration`, a folder or Hub id that holds one, None for none (each row's
             first block tells), or "auto": the one beside the checkpoint (its folder, or the Hub's cache), if any.
-        revision: that the model was loaded by from the Hub, where not main: new Transformers do not tell.
+        revision: of the Hub that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
         strict: what happens with a layer, version or call that compressed attention cannot serve, and with a
             calibration that "auto" found and that is damaged or of another model: "raise" an error, "warn" and leave
             that part to Hugging Face, or "fallback" to it with no more than a line in the log.
@@ -114,7 +114,7 @@ def patch(
         warnings.warn(notes[-1], stacklevel=2)
         heads = heads._replace(words="")
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.storage != "dense"}
-    selectors, sparse = choose_selectors(chosen, windowed, heads)
+    selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers))
     reference = probe(model) if check else None
     handle = _apply(model, text, chosen, strict, modules, layers, heads, notes, selectors, sparse)
     if reference is not None:

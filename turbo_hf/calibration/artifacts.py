@@ -133,8 +133,8 @@ class Calibration:
         made, here = self.fingerprint.get("revision"), checkpoint.commit
         if made is None or here is None or made == here:
             return None
-        this = "which this may not be: pass revision=" if checkpoint.others else f"this is {here[:12]}"
-        return f"the calibration was made for revision {made[:12]} of the checkpoint; {this}."
+        this = "may be of another: say which by revision=" if checkpoint.others else f"is of {here[:12]}"
+        return f"the calibration was made for revision {made[:12]} of the checkpoint; this model {this}."
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, beside what is there.

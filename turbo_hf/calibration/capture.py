@@ -83,7 +83,7 @@ def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterat
         ValueError: the model is patched, or does not let its attention be chosen.
     """
     if model.config.get_text_config(decoder=True)._attn_implementation == PATCHED:
-        raise ValueError("This model is patched: calibrate it first, or call remove() on its handle before.")
+        raise ValueError("This model is patched. Call remove() on its handle, calibrate, and patch it again.")
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, turbo_mask)
     previous, hooks = switch_attention(model, NAME), []

@@ -83,14 +83,14 @@ def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkp
         raise ValueError(f"revision must be a branch, tag or commit, as text; got {revision!r}.")
     if not of_hub:
         raise ValueError(
-            f"revision names one of a repository of the Hub; this model is of {repr(name) if name else 'no checkpoint'}"
-            f", and {revision!r} says nothing of it. Leave it out."
+            f"revision is of a model from the Hub; this one is from {repr(name) if name else 'no checkpoint'}. Leave "
+            f"revision={revision!r} out."
         )
     found = _commit(name, revision)
     if found is None:
         raise ValueError(
-            f"revision {revision!r} of {name!r} is not in the Hub's cache, {constants.HF_HUB_CACHE!r}, where alone it "
-            "is looked for. Pass the one by which the model was loaded, or leave it out."
+            f"revision {revision!r} of {name!r} is not in the Hub's cache, {constants.HF_HUB_CACHE!r}, the only "
+            "place that is searched. Pass the one by which the model was loaded, or leave it out."
         )
     if held not in (None, found):
         raise ValueError(f"the model was loaded by revision {held[:12]}; {revision!r} is {found[:12]}.")

@@ -107,17 +107,19 @@ def _nearer(config: TurboConfig, found: Calibration) -> str | None:
     if sparse is None or sparse.selector != "saap" or local is None or sparse.window_tokens >= local:
         return None
     return (
-        f"window_tokens={sparse.window_tokens} leaves keys to the buckets that the calibration took for read densely: "
-        f"its classifier learned from those more than {local} tokens back. Calibrate with local={sparse.window_tokens}."
+        f"window_tokens={sparse.window_tokens} is below the calibration's local={local}: its query classifier was not "
+        f"trained on keys {sparse.window_tokens} to {local} tokens back. Calibrate with "
+        f"local={sparse.window_tokens}, or take a larger window."
     )
 
 
 def choose_selectors(
-    config: TurboConfig, layers: Mapping[int, str], heads: HeadChoice
+    config: TurboConfig, layers: Mapping[int, str], heads: HeadChoice, count: int
 ) -> tuple[dict[int, Selector], dict[int, str]]:
     """What chooses the keys of each sparse layer, and words about every layer for the report; two {} without `sparse`.
 
-    layers: the compressed layers, each with why it cannot be sparse ("": it can). heads: of `choose_heads`.
+    layers: the compressed layers, each with why it cannot be sparse ("": it can). heads: of `choose_heads`. count: of
+    the model's layers.
 
     Raises:
         ValueError: a selector that needs a calibration without one, one that has no layer with what it needs, or more
@@ -126,9 +128,9 @@ def choose_selectors(
     sparse = config.sparse
     if sparse is None:
         return {}, {}
-    outside = [index for index in sparse.dense_layers if index > max(layers, default=0)]
+    outside = [index for index in sparse.dense_layers if index >= count]
     if outside:
-        raise ValueError(f"SparseConfig.dense_layers names layer {outside[0]}; the last is {max(layers, default=0)}.")
+        raise ValueError(f"SparseConfig.dense_layers names layer {outside[0]}; the last is {count - 1}.")
     if sparse.selector in CALIBRATED and heads.found is None:
         why = f"the one beside the checkpoint is refused: {heads.refused}" if heads.refused else "there is none."
         raise ValueError(

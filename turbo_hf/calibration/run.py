@@ -140,7 +140,7 @@ def calibrate(
             False where there are any is an error.
         overwrite: replace the calibration in `out`, once this one is done; False where there is one is an error.
         progress: called with a word and the share of the whole work done since the last call.
-        revision: that the model was loaded by from the Hub, where not main: new Transformers do not tell.
+        revision: of the Hub that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
 
     Returns:
         Calibration, with `save_pretrained`, `push_to_hub` and quality figures.

@@ -33,8 +33,8 @@ class Settings:
         queries: positions of a window whose queries are kept.
         architecture: of the query classifier. "mlp": D -> hidden -> C (SAAP sec. 5). "residual" (SAAP appendix E.1): a
             linear layer on the sum of the query and what an MLP D -> width -> D makes of it, width such that there are
-            as many weights as in the MLP of `hidden`. It is stored in the form of an MLP, of width + 2 D units, which
-            take more memory and time in a step: with D = 128 and C = 1024 4,327 for 1,024.
+            as many weights as in the MLP of `hidden`. It is stored as an MLP of width + 2 D units, so that a step
+            costs more: with D = 128 and C = 1024 4,327 units instead of 1,024.
         hidden: width of the query classifier's hidden layer (SAAP sec. 5: 1024). From twice the head dim on training
             of an MLP starts at k-means; below that, at random. "residual" always starts there.
         steps: training steps (SAAP appendix A: 40,000 at a learning rate of 1e-5).

@@ -41,14 +41,18 @@ def append_tokens(
         None.
 
     Raises:
-        ValueError: shapes that do not agree with the store's.
+        ValueError: shapes or devices that do not agree with the store's, or more tokens than it has room for at all.
 
     Source: TurboAttention sec. 3.3 (decode buffer); INT-FlashAttention alg. 1 (token-level scales).
     """
-    batch, heads, _, dim = store.k_open.shape
+    batch, heads, room, dim = store.k_open.shape
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 4 or x.shape != k.shape or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, dim):
             raise ValueError(f"{name} must be [{batch}, {heads}, M, {dim}] like the store; got {tuple(x.shape)}.")
+    scales = (batch, heads, 2)
+    _check_beside(store, starts=(starts, (batch,)), given=(given, scales), span=(span, scales), broken=(broken, (1,)))
+    if k.shape[2] > room:
+        raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {room}, open ones included.")
     if rotate:
         check_float("k", k)
     if uses_triton(backend, k.device, kernel_obstacle(k)):
@@ -95,7 +99,7 @@ def append_step(
         None.
 
     Raises:
-        ValueError: shapes that do not agree with the store's, or room for less than a block.
+        ValueError: shapes or devices that do not agree with the store's, or room for less than a block.
 
     Source: TurboAttention alg. 2 (decode: quantize, and compress the buffer once it is full).
     """
@@ -105,6 +109,7 @@ def append_step(
             raise ValueError(f"{name} must be [{batch}, {heads}, 1, {dim}] like the store; got {tuple(x.shape)}.")
     if room < store.block:
         raise ValueError(f"store must have room for {store.block} open tokens; it has {room}.")
+    _check_beside(store, given=(given, (batch, heads, 2)), broken=(broken, (1,)), arrived=(arrived, (batch,)))
     if noted is not None and (noted[0].shape[:2] != (batch, heads) or noted[1].shape != (*noted[0].shape[:3], 1)):
         raise ValueError(
             f"noted must be an index [{batch}, {heads}, L, places] and buckets [{batch}, {heads}, L, 1]; got "
@@ -143,6 +148,14 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
         launch_store.seal_open(store, blocks)
     else:
         reference.seal_open(store, blocks)
+
+
+def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
+    """ValueError unless each tensor has its shape and lies where the store does; None: not given."""
+    device = store.k_open.device
+    for name, (x, shape) in tensors.items():
+        if x is not None and (x.shape != shape or x.device != device):
+            raise ValueError(f"{name} must be {list(shape)} on {device}; got {list(x.shape)} on {x.device}.")
 
 
 @lru_cache(maxsize=32)

@@ -52,7 +52,7 @@ def decode(
     check_scores(window, softcap, sas_threshold)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
-    _check_lengths(store)
+    check_lengths(store)
     run = reference.decode
     exact = mode == "fp16" or any(pages.bits == FULL for pages in store.heads)
     if uses_triton(backend, q.device, check_step(q, store.block, "fp16" if exact else mode)):
@@ -72,7 +72,7 @@ def decode(
     )
 
 
-def _check_lengths(store: KVStore) -> None:
+def check_lengths(store: KVStore) -> None:
     """ValueError unless the lengths are of this cache's rows, as far as the host knows them without waiting."""
     batch, known = store.k_open.shape[0], store.sealed_host
     for name, x in (("sealed", store.sealed), ("open_len", store.open_len)):

@@ -65,6 +65,7 @@ def classify(
 
     Source: SAAP sec. 4 (f_q), sec. 5 (outputs of a group added).
     """
+    _check_classifier(classifier, queries.device)
     weight = classifier["weight_1"]
     if queries.dim() != 5 or (queries.shape[1], queries.shape[4]) != weight.shape[:2]:
         raise ValueError(
@@ -137,6 +138,8 @@ def look_up(
     """
     heads, _, dim = centroids.shape
     _check_keys(keys, centroids)
+    if classifier is not None:
+        _check_classifier(classifier, keys.device)
     weight = centroids if classifier is None else classifier["weight_1"].mT
     if queries.dim() != 5 or (*queries.shape[:3], queries.shape[4]) != keys.shape or weight.shape[::2] != (heads, dim):
         raise ValueError(
@@ -144,7 +147,10 @@ def look_up(
             f"{heads} heads of {dim}; got {tuple(queries.shape)} and {tuple(weight.mT.shape)}."
         )
     if not queries.device == weight.device == keys.device:
-        raise ValueError(f"keys are on {keys.device}, queries on {queries.device}, weights on {weight.device}.")
+        raise ValueError(
+            "keys, queries and centroids must be on one device; got "
+            f"{keys.device}, {queries.device} and {weight.device}."
+        )
     _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
     if queries.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys) or kernel_obstacle(queries)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
@@ -162,6 +168,23 @@ def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
         )
     if buckets > MOST_BUCKETS:
         raise ValueError(f"centroids must be at most {MOST_BUCKETS} a head; got {buckets}.")
+
+
+def _check_classifier(classifier: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    names = reference.CLASSIFIER
+    missing = [name for name in names if name not in classifier]
+    if missing:
+        raise ValueError(f"classifier must hold {', '.join(names)}; it lacks {', '.join(missing)}.")
+    layers = [classifier[name] for name in names]
+    shapes = [tuple(x.shape) for x in layers]
+    if len(shapes[0]) == len(shapes[2]) == 3 and all(x.device == device for x in layers):
+        (heads, _, hidden), buckets = shapes[0], shapes[2][2]
+        if shapes[1:] == [(heads, hidden), (heads, hidden, buckets), (heads, buckets)]:
+            return
+    raise ValueError(
+        f"classifier must be {', '.join(names)} of [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C] on "
+        f"{device}; got {', '.join(map(str, shapes))} on {layers[0].device}."
+    )
 
 
 def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> None:
@@ -191,7 +214,9 @@ def visit(
 
     Args:
         logits: float [B, Hkv, M, G, C], what the classifier (or another selector) says of each query head.
-        probes: buckets to visit, or None with mass: a share above 0 and below 1. most: visited at most under `mass`.
+        probes: buckets to visit; None with `mass`.
+        mass: share of the attention that may be left out, above 0 and below 1; None with `probes`.
+        most: buckets visited at most under `mass`; None: no limit.
         sizes: float [B, Hkv, C], keys of each bucket, for `mass`; an empty one is not visited. None: one each.
         backend: "auto", "triton" or "reference".
 

@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.layout import FULL, AttentionOutput, KVStore
 from turbo_hf.ops.backend import uses_triton
-from turbo_hf.ops.decode import check_step
+from turbo_hf.ops.decode import check_lengths, check_step
 from turbo_hf.ops.prefill import check_queries, check_scores
 from turbo_hf.reference import sparse as reference
 
@@ -55,7 +55,8 @@ def sparse_decode(
         attended keys, sinks included, -inf where a row has no token.
 
     Raises:
-        ValueError: shapes or devices that do not agree, a softcap of the wrong sign, a dense part without any token.
+        ValueError: shapes, lengths, dtypes or devices that do not agree, an unknown mode, a softcap or sas_threshold of
+            the wrong sign, a dense part without any token.
 
     Source: SAAP sec. 4, appendix F.
     """
@@ -64,6 +65,7 @@ def sparse_decode(
     check_scores(None, softcap, sas_threshold)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
+    check_lengths(store)
     if sink_tokens < 0 or window_tokens < 1:
         raise ValueError(
             f"sink_tokens must be at least 0 and window_tokens at least 1; got {sink_tokens} and {window_tokens}."
@@ -71,16 +73,8 @@ def sparse_decode(
     if (buckets is None) != (visited is None):
         raise ValueError("buckets and visited belong together: give both, or neither for the dense part alone.")
     if buckets is not None and visited is not None:
-        tables = buckets.shape[2]
-        asked = [(batch, heads, q.shape[2], tables) for heads in (kv_heads, q.shape[1])]
-        if buckets.shape[:2] != (batch, kv_heads) or visited.shape[:-1] not in asked or not 1 <= meetings <= tables:
-            raise ValueError(
-                f"buckets must be [{batch}, {kv_heads}, L, cap], visited [{batch}, {kv_heads} or {q.shape[1]}, "
-                f"{q.shape[2]}, L, C], and meetings from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} "
-                f"and {meetings}."
-            )
-    if spans is not None and (spans.shape[:2] != (batch, kv_heads) or spans.shape[3:] != (2,)):
-        raise ValueError(f"spans must be [{batch}, {kv_heads}, n, 2]; got {tuple(spans.shape)}.")
+        _check_buckets(q, store, buckets, visited, meetings)
+    _check_spans(spans, batch, kv_heads)
     run = reference.sparse_decode
     if uses_triton(backend, q.device, _obstacle(q, store, buckets, visited, mode)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
@@ -103,6 +97,35 @@ def sparse_decode(
         sas_threshold=sas_threshold,
         read=read,
     )
+
+
+def _check_buckets(
+    q: torch.Tensor, store: KVStore, buckets: torch.Tensor, visited: torch.Tensor, meetings: int
+) -> None:
+    batch, kv_heads = store.k_open.shape[:2]
+    tables = buckets.shape[2]
+    asked = [(batch, heads, q.shape[2], tables) for heads in (kv_heads, q.shape[1])]
+    if buckets.shape[:2] != (batch, kv_heads) or visited.shape[:-1] not in asked or not 1 <= meetings <= tables:
+        raise ValueError(
+            f"buckets must be [{batch}, {kv_heads}, L, cap], visited [{batch}, {kv_heads} or {q.shape[1]}, "
+            f"{q.shape[2]}, L, C], and meetings from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} "
+            f"and {meetings}."
+        )
+    sealed = max(store.sealed_host or (0,)) * store.block
+    if buckets.dtype != torch.int16 or visited.dtype != torch.bool or buckets.shape[3] < sealed:
+        raise ValueError(
+            f"buckets must be torch.int16 with cap >= {sealed}, the tokens sealed in the longest row, and visited "
+            f"torch.bool; got {buckets.dtype} with cap {buckets.shape[3]}, and {visited.dtype}."
+        )
+
+
+def _check_spans(spans: torch.Tensor | None, batch: int, kv_heads: int) -> None:
+    if spans is None:
+        return
+    if spans.shape[:2] != (batch, kv_heads) or spans.shape[3:] != (2,) or spans.dtype != torch.int16:
+        raise ValueError(
+            f"spans must be torch.int16 [{batch}, {kv_heads}, n, 2]; got {spans.dtype} {list(spans.shape)}."
+        )
 
 
 def _obstacle(

@@ -1,1 +1,1 @@
-"""The meaning of every op, in plain torch: same names and signatures as `turbo_hf.ops`."""
+"""What every op of `turbo_hf.ops` computes, under its name, in plain torch; arguments are checked there."""
