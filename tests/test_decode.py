@@ -479,6 +479,25 @@ def test_a_plan_for_any_gpu_gives_the_same(sms: int, mode: str, monkeypatch: pyt
     launch_decode._workspace.cache_clear()
 
 
+def test_launches_that_are_replayed_keep_their_workspace() -> None:
+    pytest.importorskip("triton")
+    from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
+
+    globals()["implementation"] = "triton"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    k, v = tokens(2, 1, 400, 64, device=device), tokens(2, 1, 400, 64, device=device)
+    plans: dict[Any, Any] = {}
+    store, q = make_store(k, v, [400, 90], block=32)._replace(plans=plans), tokens(2, 4, 1, 64, device=device)
+    want = decode(q, store, scaling=0.125)
+    (made,) = plans.values()
+    # others have come between, and theirs is the one that is remembered
+    launch_decode._workspace.cache_clear()
+    got = decode(q, store, scaling=0.125)
+    assert torch.equal(got.out, want.out)
+    assert list(plans.values()) == [made]
+    assert launch_decode._workspace.cache_info().currsize == 0
+
+
 @pytest.mark.parametrize("plan", ["whole", "split"])
 def test_plans_of_other_papers_give_the_same(plan: str) -> None:
     pytest.importorskip("triton")

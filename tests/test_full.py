@@ -95,6 +95,20 @@ def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1000, 1500, 2000, 4000, 8000])
+def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.device) -> None:
+    """Beyond 2^24 float32 does not tell whole numbers apart; what is added to a score in base 2 is then rounded."""
+    k = torch.rand(1, 1, 100, 64, device=device).mul(0.5).add(0.75).mul(size).half()
+    v = tokens(1, 1, 100, 64, dtype=torch.float16, device=device)
+    q = torch.rand(1, 4, 1, 64, device=device).mul(0.5).add(0.75).mul(size).half()
+    store = make_store(k, v, [100], groups=((FULL, 1),))
+    got = decode(q, store, scaling=0.125, mode="fp16", backend=backend)
+    # float32 leaves open which of the nearest scores is the largest, but not that P is at most 1
+    assert float(got.out.abs().max()) <= float(v.abs().max())
+    assert got.lse.isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
     """Rows of whole blocks, so that the oracle of either kind holds for a head's every token."""
     groups = ((FULL, 2), (8, 1), (4, 1))

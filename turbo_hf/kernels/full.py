@@ -19,12 +19,16 @@ from turbo_hf.kernels.unpack import entry, handed
 RISE = tl.constexpr(15)
 """Binary places by which P lies above exp(S - m), whose least would be lost in float16: its range ends at 2^-24."""
 
+UNRISEN = tl.constexpr(2.0**-15)
+"""What takes RISE off again."""
+
 
 @triton.jit
 def _absorb(q, keys, values, seen, unit, softcap, acc, m, mass, CAPPED: tl.constexpr, ASM: tl.constexpr):
     """One block's part of the softmax. q: [DP, R]; keys: [T, DP]; values: [DP, T]; seen: [T, R]; unit: of the scores.
 
-    acc and mass are 2^RISE of what m says. The interpreter's product takes no bfloat16, which float32 holds exactly.
+    acc and mass are 2^RISE times those that `attend_full` returns. The interpreter's product takes no bfloat16, which
+    float32 holds exactly.
     """
     if ASM:
         x = tl.dot(keys, q) * unit
@@ -35,7 +39,8 @@ def _absorb(q, keys, values, seen, unit, softcap, acc, m, mass, CAPPED: tl.const
     x = tl.where(seen, x, -float("inf"))
     new = tl.maximum(m, tl.max(x, 0))
     shift = tl.where(new == -float("inf"), 0.0, new)
-    p = tl.exp2(x - (shift - RISE)[None, :])
+    # in this order: a large shift would round RISE to more, and P out of float16
+    p = tl.exp2(x - shift[None, :] + RISE)
     keep = tl.exp2(m - shift)
     mass = mass * keep + tl.sum(p, 0)
     p = p.to(values.dtype)
@@ -93,4 +98,4 @@ def attend_full(
         acc, m, mass = _absorb(q, keys, values, seen, unit, softcap, acc, m, mass, CAPPED, ASM)
     if SPREAD:
         acc = even(acc)
-    return acc[None], (m - RISE)[None], mass[None]
+    return (acc * UNRISEN)[None], m[None], (mass * UNRISEN)[None]

@@ -1,8 +1,10 @@
 """Launch of the decode kernel: its plan and its workspace. Imported where it runs: it needs Triton."""
 
 from functools import lru_cache
+from threading import get_ident
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from turbo_hf.kernels.decode import decode_kernel
@@ -74,8 +76,8 @@ class Shape(NamedTuple):
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a cache whose rows have so many tiles."""
     groups, chunks, ctas, alone, blocks, warps, kind = shape
-    cost = torch.tensor([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=torch.float64)
-    each = torch.tensor(tiles).repeat_interleave(len(cost))
+    cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
+    each = np.repeat(np.array(tiles), len(cost))
     if kind != "stream-k":
         parts = 1 if kind == "whole" else split_count(len(each), max(tiles), ctas)
         return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
@@ -87,7 +89,7 @@ def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
         ctas = min(ctas, 2 * PARTS * len(each))
     # a part of a single tile is not worth its merge
     ctas = full_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), PARTS)
-    return stream_k(each, cost.repeat(len(tiles)), ctas, TILE_SETUP * 4 / blocks)
+    return stream_k(each, np.tile(cost, len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 
 @lru_cache(maxsize=64)
@@ -96,14 +98,24 @@ def _words(tiles: tuple[int, ...], shape: Shape, device: torch.device, stream: i
     return _plan(tiles, shape).words.to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=16)
-def _workspace(
-    device: torch.device, stream: int, ctas: int, outputs: int, floats: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+class Place(NamedTuple):
+    """What a workspace is made for, and who uses it: a thread may replay on another stream than it captured on, which
+    may be the stream of another thread. floats: of a partial result."""
+
+    device: torch.device
+    stream: int
+    thread: int
+    ctas: int
+    outputs: int
+    floats: int
+
+
+@lru_cache(maxsize=32)
+def _workspace(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial results, and arrival counters (zeros, as each launch leaves them)."""
     return (
-        torch.empty((ctas + outputs) * floats, dtype=torch.float32, device=device),
-        torch.zeros(outputs, dtype=torch.int32, device=device),
+        torch.empty((place.ctas + place.outputs) * place.floats, dtype=torch.float32, device=place.device),
+        torch.zeros(place.outputs, dtype=torch.int32, device=place.device),
     )
 
 
@@ -111,25 +123,27 @@ def _schedule(
     sealed: tuple[int, ...],
     shape: Shape,
     plans: dict[Any, LivePlan] | None,
-    device: torch.device,
-    stream: int,
-    workspace: tuple[torch.Tensor, ...],
-) -> tuple[torch.Tensor, int, int]:
-    """Words of the plan on the device, its CTAs, and a power of two that its parts do not exceed.
+    place: Place,
+) -> tuple[torch.Tensor, int, int, tuple[torch.Tensor, ...]]:
+    """Words of the plan on the device, its CTAs, a power of two that its parts do not exceed, and the workspace.
 
-    plans: as in `KVStore`.
+    plans: as in `KVStore`. What is captured keeps its workspace, whichever was used since.
     """
     if plans is None:
         tiles = tuple(tiles_of(sealed, shape.blocks))
         plan = _plan(tiles, shape)
-        return _words(tiles, shape, device, stream), plan.ctas, power_of_two(plan.parts)
-    key = (*shape, *(x.data_ptr() for x in workspace))
-    if key not in plans:
-        plans[key] = LivePlan(
-            lambda n: _plan(tuple(tiles_of(n, shape.blocks)), shape), sealed, shape.ctas, device, workspace
+        words = _words(tiles, shape, place.device, place.stream)
+        return words, plan.ctas, power_of_two(plan.parts), _workspace(place)
+    if (shape, place) not in plans:
+        plans[shape, place] = LivePlan(
+            lambda n: _plan(tuple(tiles_of(n, shape.blocks)), shape),
+            sealed,
+            shape.ctas,
+            place.device,
+            _workspace(place),
         )
-    live = plans[key]
-    return live.words, live.ctas, live.parts
+    live = plans[shape, place]
+    return live.words, live.ctas, live.parts, live.kept
 
 
 def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:
@@ -180,11 +194,11 @@ def decode(
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     shape = Shape(groups, chunks, most, sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
-    workspace = _workspace(q.device, stream, ctas, len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value))
-    parts, arrived = workspace
+    outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
+    place = Place(q.device, stream, get_ident(), ctas, outputs, floats)
     # only stream-K has a bound that holds at any length, which a replay needs
     plans = store.plans if plan == "stream-k" else None
-    words, grid, most_parts = _schedule(sealed, shape, plans, q.device, stream, workspace)
+    words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, plans, place)
     with torch.cuda.device_of(q):
         decode_kernel[(grid,)](
             q,

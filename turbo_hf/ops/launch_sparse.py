@@ -91,7 +91,7 @@ class New(NamedTuple):
 
 
 @cache
-def _bests(device: torch.device, stream: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What programs compare the best centroids of chunks by, and their counters: as each launch leaves them."""
     with torch.inference_mode(False):
         least = torch.full((chunks, KEYS), torch.iinfo(torch.int64).min, dtype=torch.int64, device=device)
@@ -170,7 +170,7 @@ def _layer(
     if new is not None:
         buckets, strides = new.centroids.shape[1], new.keys.stride()
         stream = torch.cuda.current_stream(queries.device).cuda_stream if queries.is_cuda else 0
-        known = (*new, *_bests(queries.device, stream, heads * triton.cdiv(batch * tokens, KEYS)))
+        known = (*new, *_bests(queries.device, stream, get_ident(), heads * triton.cdiv(batch * tokens, KEYS)))
         tiles += triton.cdiv(buckets, NEAR)
         chunks = max(chunks, triton.cdiv(batch * tokens, KEYS))
     layer_kernel[(tiles, heads, chunks)](

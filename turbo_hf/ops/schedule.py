@@ -3,14 +3,20 @@
 An *output* is what one row and KV head (and, for many query rows, one part of them) attend to. Its tiles are runs of
 sealed blocks, in time order, and one last tile for all open tokens: so the plan changes only when a row gets another
 tile, not with each token. The tiles of all outputs stand end to end, and each CTA takes one contiguous run of them.
+
+Plans are made between decode steps, in NumPy: torch would wake its threads for a few hundred numbers.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from turbo_hf.layout import power_of_two
+
+Numbers = NDArray[np.int64]
 
 
 class Plan(NamedTuple):
@@ -32,12 +38,12 @@ def tiles_of(sealed: Sequence[int], blocks: int) -> list[int]:
     return [-(-n // blocks) + 1 for n in sealed]
 
 
-def stream_k(tiles: torch.Tensor, cost: torch.Tensor, ctas: int, setup: float = 0.0) -> Plan:
+def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float = 0.0) -> Plan:
     """Equal contiguous shares of all tiles for `ctas` CTAs; whole outputs where those come out as even.
 
     Args:
-        tiles: int64 [outputs], tiles of each output, at least 1.
-        cost: float64 [outputs], what one tile of it takes, in any unit.
+        tiles: [outputs], tiles of each output, at least 1.
+        cost: [outputs], what one tile of it takes, in any unit.
         ctas: CTAs that run at once.
         setup: what it takes to begin an output, or to leave a part of it to be merged, in the same unit.
 
@@ -52,27 +58,27 @@ def stream_k(tiles: torch.Tensor, cost: torch.Tensor, ctas: int, setup: float = 
     if ctas < 1 or int(tiles.min()) < 1:
         raise ValueError(f"a plan needs CTAs, and a tile of each output; got {ctas} CTAs, {int(tiles.min())} tiles.")
     work = tiles * cost
-    ends = (work + setup).cumsum(0)
-    at = ends[-1] * torch.arange(1, ctas, dtype=torch.float64) / ctas
-    output = torch.searchsorted(ends, at, right=True).clamp(max=len(tiles) - 1)
-    first = tiles.cumsum(0) - tiles
+    ends = np.cumsum(work + setup)
+    at = ends[-1] * np.arange(1, ctas) / ctas
+    output = np.minimum(np.searchsorted(ends, at, side="right"), len(tiles) - 1)
+    first = np.cumsum(tiles) - tiles
 
-    below = torch.where(output > 0, ends[output - 1], 0.0)
-    nearest = torch.where(at - below < ends[output] - at, output, output + 1)
-    bounds = torch.cat((ends.new_zeros(1), ends))[torch.cat((nearest, nearest.new_tensor([len(tiles)])))]
-    if float(bounds.diff(prepend=bounds.new_zeros(1)).max()) <= float(ends[-1]) / ctas + 2 * setup:
-        return from_edges(tiles, torch.cat((first, tiles.sum()[None]))[nearest])
+    below = np.where(output > 0, ends[output - 1], 0.0)
+    nearest = np.where(at - below < ends[output] - at, output, output + 1)
+    bounds = np.append(0.0, ends)[np.append(nearest, len(tiles))]
+    if np.diff(bounds, prepend=0.0).max() <= ends[-1] / ctas + 2 * setup:
+        return from_edges(tiles, np.append(first, tiles.sum())[nearest])
 
     # a boundary falls on a tile's edge, and on the output's own where that is nearer than a setup is worth
-    inside = (at - below - setup).clamp(min=0)
-    tile = torch.minimum(torch.ceil(inside / cost[output] - 1e-9).long(), tiles[output])
-    tile = torch.where(inside < setup, 0, torch.where(work[output] - inside < setup, tiles[output], tile))
+    inside = np.maximum(at - below - setup, 0.0)
+    tile = np.minimum(np.ceil(inside / cost[output] - 1e-9).astype(np.int64), tiles[output])
+    tile = np.where(inside < setup, 0, np.where(work[output] - inside < setup, tiles[output], tile))
     return from_edges(tiles, first[output] + tile)
 
 
-def whole_outputs(tiles: torch.Tensor) -> Plan:
-    """One CTA an output: FlashAttention-2. tiles: int64 [outputs]."""
-    return from_edges(tiles, tiles.cumsum(0)[:-1])
+def whole_outputs(tiles: Numbers) -> Plan:
+    """One CTA an output: FlashAttention-2. tiles: [outputs]."""
+    return from_edges(tiles, np.cumsum(tiles)[:-1])
 
 
 def full_rounds(ctas: int, outputs: int, parts: int) -> int:
@@ -82,10 +88,10 @@ def full_rounds(ctas: int, outputs: int, parts: int) -> int:
     return fewer if fewer > 0.9 * ctas else ctas
 
 
-def fixed_split(tiles: torch.Tensor, parts: int) -> Plan:
-    """Each output in `parts` equal shares, as far as it has tiles: FlashDecoding. tiles: int64 [outputs]."""
-    first = tiles.cumsum(0) - tiles
-    share = -(-(tiles[:, None] * torch.arange(parts)) // parts)
+def fixed_split(tiles: Numbers, parts: int) -> Plan:
+    """Each output in `parts` equal shares, as far as it has tiles: FlashDecoding. tiles: [outputs]."""
+    first = np.cumsum(tiles) - tiles
+    share = -(-(tiles[:, None] * np.arange(parts)) // parts)
     return from_edges(tiles, (first[:, None] + share).flatten()[1:])
 
 
@@ -103,20 +109,20 @@ def split_count(outputs: int, tiles: int, ctas: int) -> int:
     return next(n for n, share in enumerate(filled, 1) if share >= 0.85 * max(filled))
 
 
-def from_edges(tiles: torch.Tensor, edges: torch.Tensor) -> Plan:
+def from_edges(tiles: Numbers, edges: Numbers) -> Plan:
     """The plan whose CTAs begin at tile 0 and at each tile number in `edges` (sorted; repeats are left out)."""
-    ends = tiles.cumsum(0)
+    ends = np.cumsum(tiles)
     steps = int(ends[-1])
-    begin = torch.unique_consecutive(torch.cat((edges.new_zeros(1), edges[(edges > 0) & (edges < steps)])))
-    output = torch.searchsorted(ends, begin, right=True)
+    begin = np.unique(np.append(0, edges[(edges > 0) & (edges < steps)]))
+    output = np.searchsorted(ends, begin, side="right")
     tile = begin - (ends - tiles)[output]
-    count = torch.diff(begin, append=begin.new_tensor([steps]))
-    ctas = torch.stack((output, tile, count, torch.zeros_like(tile)), 1)
-    first = torch.searchsorted(begin, ends - tiles, right=True) - 1
-    last = torch.searchsorted(begin, ends - 1, right=True) - 1
-    groups = torch.stack((first, last - first + 1), 1)
-    words = torch.cat((ctas.flatten(), groups.flatten())).to(torch.int32)
-    return Plan(len(begin), len(tiles), steps, int(groups[:, 1].max()), words)
+    count = np.diff(begin, append=steps)
+    ctas = np.stack((output, tile, count, np.zeros_like(tile)), 1)
+    first = np.searchsorted(begin, ends - tiles, side="right") - 1
+    last = np.searchsorted(begin, ends - 1, side="right") - 1
+    groups = np.stack((first, last - first + 1), 1)
+    words = np.concatenate((ctas.ravel(), groups.ravel())).astype(np.int32)
+    return Plan(len(begin), len(tiles), steps, int(groups[:, 1].max()), torch.from_numpy(words))
 
 
 class LivePlan:
