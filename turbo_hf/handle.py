@@ -49,18 +49,33 @@ def switch_attention(model: PreTrainedModel, name: str) -> str | dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """What was done with one layer: storage as people say it ("2 x 4 bit", "8 bit", "dense"), its window, and why.
+    """What was done with one layer.
 
-    refused: it is dense because it cannot be compressed. bias_step: the INT8 step that its key bias forces, in
-    standard deviations of a key channel, where that is why it is kept at 8 bit; else 0.
+    Args:
+        index: its number.
+        groups: (heads, bits) of its KV heads, widest first; () where it is dense.
+        window: tokens that a query sees; None: all.
+        reason: why it is stored otherwise than the config's widths say; "" where it is not.
+        refused: it is dense because it cannot be compressed.
+        kept_int8: it is at 8 bit although the config may say less.
+        bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, where that is why it
+            is kept at 8 bit; else 0.
     """
 
     index: int
-    storage: str
+    groups: tuple[tuple[int, int], ...]
     window: int | None
     reason: str
     refused: bool = False
+    kept_int8: bool = False
     bias_step: float = 0.0
+
+    @property
+    def storage(self) -> str:
+        """The groups as people say them: "2 x 4 bit", "8 bit" of a layer that is kept there, "dense"."""
+        if self.kept_int8:
+            return "8 bit"
+        return " + ".join(f"{heads} x {bits} bit" for heads, bits in self.groups) or "dense"
 
 
 @dataclass(frozen=True, slots=True)

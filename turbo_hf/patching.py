@@ -106,14 +106,14 @@ def patch(
     notes += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
     heads = choose_heads(model, chosen, calibration, strict, revision)
     notes += heads.notes
-    packed = [at.storage for at in layers if " x " in at.storage]
-    if chosen.low_heads and packed and not any(f" x {chosen.low_bits} bit" in storage for storage in packed):
+    split = [at.groups for at in layers if at.groups and not at.kept_int8]
+    if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for _, bits in groups):
         notes.append(
             f"low_heads={chosen.low_heads:g} is less than one KV head of each layer: all keep {chosen.bits} bit."
         )
         warnings.warn(notes[-1], stacklevel=2)
         heads = heads._replace(words="")
-    windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.storage != "dense"}
+    windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers))
     reference = probe(model) if check else None
     handle = _apply(model, text, chosen, strict, modules, layers, heads, notes, selectors, sparse)
@@ -157,7 +157,7 @@ def _survey(
 
 def _inspect(index: int, kind: str, window: int | None, modules: list[Any], config: TurboConfig) -> LayerReport:
     """What will be done with one layer, whose attention modules these are."""
-    dense = functools.partial(LayerReport, index, "dense", window)
+    dense = functools.partial(LayerReport, index, (), window)
     if kind not in COMPRESSED_TYPES:
         return dense(f"{kind} is neither full nor sliding-window attention")
     if index in config.dense_layers:
@@ -172,14 +172,15 @@ def _inspect(index: int, kind: str, window: int | None, modules: list[Any], conf
     reason = obstacle(module)
     if reason is not None:
         return dense(reason, refused=True)
+    heads = getattr(module.config, "num_key_value_heads", None) or module.config.num_attention_heads
+    int8 = functools.partial(LayerReport, index, ((heads, 8),), window, kept_int8=True)
     if config.int8_layers != "auto" and index in config.int8_layers:
-        return LayerReport(index, "8 bit", window, "asked for by int8_layers")
+        return int8("asked for by int8_layers")
     guarded = config.int8_layers == "auto" and config.bits < 8
     step = lost_to_bias(module, config.rotates) if guarded else 0.0
     if step > BIAS_STEP:
-        return LayerReport(index, "8 bit", window, "key bias", bias_step=step)
-    heads = getattr(module.config, "num_key_value_heads", None) or module.config.num_attention_heads
-    return LayerReport(index, " + ".join(f"{n} x {bits} bit" for bits, n in config.head_groups(heads)), window, "")
+        return int8("key bias", bias_step=step)
+    return LayerReport(index, tuple((n, bits) for bits, n in config.head_groups(heads)), window, "")
 
 
 def _judge(layers: list[LayerReport], model: str, config: TurboConfig, strict: Strict) -> list[str]:
@@ -189,7 +190,7 @@ def _judge(layers: list[LayerReport], model: str, config: TurboConfig, strict: S
     if outside:
         raise ValueError(f"TurboConfig names layer {outside[0]}; the model has layers 0 to {len(layers) - 1}.")
     refused = tuple(at.index for at in layers if at.refused)
-    if all(at.storage == "dense" for at in layers):
+    if not any(at.groups for at in layers):
         why = layers[refused[0] if refused else 0].reason if layers else "it has no attention layer"
         raise Unsupported(f"no layer of {model} can be compressed: {why}.")
     notes = []
@@ -219,7 +220,8 @@ def _apply(
     selectors: Mapping[int, Selector],
     sparse: Mapping[int, str],
 ) -> Handle:
-    int8, dense = (tuple(at.index for at in layers if at.storage == kind) for kind in ("8 bit", "dense"))
+    int8 = tuple(at.index for at in layers if at.kept_int8)
+    dense = tuple(at.index for at in layers if not at.groups)
     family = family_of(text.model_type)
     steps, reason = describe(config, list(dense), family is not None, model.device.type == "cuda")
     # before anything is changed: it may raise
@@ -230,7 +232,7 @@ def _apply(
     hooks = []
     for index, module in modules.items():
         at = layers[index]
-        hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, at.storage != "dense", strict))
+        hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
     # the last attention of a pass: what the layers before it have noted is read at once, before any token is chosen
