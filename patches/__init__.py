@@ -1,4 +1,4 @@
-"""One short file a family: what is special about its attention. All of them run on the generic path."""
+"""One short file a family: what is special about its attention. All of them run on the generic path, over `layers`."""
 
 if not __name__.startswith("turbo_hf."):
     raise ImportError("Import this package as turbo_hf.patches: under another name it would exist twice.")
@@ -18,9 +18,10 @@ from turbo_hf.patches import (
     qwen3,
     qwen3_moe,
 )
-from turbo_hf.patches.generic import Family, is_attention, lost_to_bias, obstacle, shares_keys
+from turbo_hf.patches.generic import Family, lost_to_bias
+from turbo_hf.patches.layers import AttentionLayer, attention_layers
 
-__all__ = ["FAMILIES", "Family", "family_of", "is_attention", "lost_to_bias", "obstacle", "shares_keys"]
+__all__ = ["FAMILIES", "AttentionLayer", "Family", "attention_layers", "family_of", "lost_to_bias"]
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,

@@ -2,8 +2,7 @@
 
 import functools
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -11,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from turbo_hf.attention import NAME, Strict, TurboCall, Unsupported, complain
-from turbo_hf.cache import COMPRESSED_TYPES, TurboCache, layer_windows
+from turbo_hf.cache import TurboCache
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import HeadChoice, choose_heads, choose_selectors
 from turbo_hf.config import TurboConfig, resolve_config
@@ -19,7 +18,7 @@ from turbo_hf.graphs import Door, StepRunner, cuda_device, describe, model_obsta
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.tuning import describe_prefill
-from turbo_hf.patches import family_of, is_attention, lost_to_bias, obstacle, shares_keys
+from turbo_hf.patches import AttentionLayer, attention_layers, family_of, lost_to_bias
 from turbo_hf.selectors import Selector
 from turbo_hf.selfcheck import compare, probe
 from turbo_hf.versions import check_version
@@ -102,7 +101,9 @@ def patch(
             f"{type(model).__name__} has no generate: pass handle.new_cache() to it, or patch the whole model."
         )
         warnings.warn(notes[-1], stacklevel=2)
-    layers, modules = _survey(model, text, chosen)
+    found = attention_layers(model)
+    layers = [_choose(at, chosen) for at in found]
+    modules = {at.index: at.module for at in found if at.module is not None}
     notes += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
     heads = choose_heads(model, chosen, calibration, strict, revision)
     notes += heads.notes
@@ -135,52 +136,22 @@ def _check(model: PreTrainedModel, handle: Handle, reference: torch.Tensor) -> N
         )
 
 
-def _survey(
-    model: PreTrainedModel, text: PreTrainedConfig, config: TurboConfig
-) -> tuple[list[LayerReport], dict[int, torch.nn.Module]]:
-    """What will be done with each layer, and the attention module of each that the hook is for."""
-    found: defaultdict[int, list[Any]] = defaultdict(list)
-    each: Iterable[Any] = model.modules()
-    for module in each:
-        if is_attention(module) and getattr(module, "config", None) is text:
-            found[module.layer_idx].append(module)
-    kinds = layer_windows(text)
-    layers = [_inspect(index, kind, window, found[index], config) for index, (kind, window) in enumerate(kinds)]
-    # of a layer of another kind the cache knows no window: its attention gets the model's own arguments
-    modules = {
-        index: found[index][0]
-        for index, (kind, _) in enumerate(kinds)
-        if kind in COMPRESSED_TYPES and len(found[index]) == 1
-    }
-    return layers, modules
-
-
-def _inspect(index: int, kind: str, window: int | None, modules: list[Any], config: TurboConfig) -> LayerReport:
-    """What will be done with one layer, whose attention modules these are."""
-    dense = functools.partial(LayerReport, index, (), window)
-    if kind not in COMPRESSED_TYPES:
-        return dense(f"{kind} is neither full nor sliding-window attention")
-    if index in config.dense_layers:
+def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
+    """What will be done with one layer."""
+    dense = functools.partial(LayerReport, at.index, (), at.window)
+    if at.index in config.dense_layers:
         return dense("asked for by dense_layers")
-    if not modules:
-        return dense("its attention class does not use Transformers' AttentionInterface with a Cache", refused=True)
-    if len(modules) > 1:
-        return dense("it has more than one attention module (cross-attention)", refused=True)
-    module = modules[0]
-    if shares_keys(module):
-        return dense("it shares its keys and values with other layers")
-    reason = obstacle(module)
-    if reason is not None:
-        return dense(reason, refused=True)
-    heads = getattr(module.config, "num_key_value_heads", None) or module.config.num_attention_heads
-    int8 = functools.partial(LayerReport, index, ((heads, 8),), window, kept_int8=True)
-    if config.int8_layers != "auto" and index in config.int8_layers:
+    if at.obstacle:
+        return dense(at.obstacle, refused=not at.by_design)
+    heads = getattr(at.module.config, "num_key_value_heads", None) or at.module.config.num_attention_heads
+    int8 = functools.partial(LayerReport, at.index, ((heads, 8),), at.window, kept_int8=True)
+    if config.int8_layers != "auto" and at.index in config.int8_layers:
         return int8("asked for by int8_layers")
     guarded = config.int8_layers == "auto" and config.bits < 8
-    step = lost_to_bias(module, config.rotates) if guarded else 0.0
+    step = lost_to_bias(at.module, config.rotates) if guarded else 0.0
     if step > BIAS_STEP:
         return int8("key bias", bias_step=step)
-    return LayerReport(index, tuple((n, bits) for bits, n in config.head_groups(heads)), window, "")
+    return LayerReport(at.index, tuple((n, bits) for bits, n in config.head_groups(heads)), at.window, "")
 
 
 def _judge(layers: list[LayerReport], model: str, config: TurboConfig, strict: Strict) -> list[str]:

@@ -4,7 +4,6 @@ Everything goes through Transformers' AttentionInterface and hooks on modules of
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from turbo_hf.attention import NAME as PATCHED
 from turbo_hf.attention import TurboCall, turbo_attention
-from turbo_hf.cache import COMPRESSED_TYPES, layer_windows
 from turbo_hf.calibration.heads import NO_NUMBERS
 from turbo_hf.handle import switch_attention
 from turbo_hf.masks import turbo_mask
-from turbo_hf.patches import is_attention, obstacle, shares_keys
+from turbo_hf.patches import AttentionLayer, attention_layers
 from turbo_hf.rotary import unrotate
 from turbo_hf.transfer import input_device
 
@@ -31,48 +29,16 @@ PROBE_ERROR = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """One layer: its attention module (None: nothing to capture, and why), and its window (None: full attention)."""
-
-    index: int
-    module: Any
-    window: int | None
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Seen:
     """What one call of attention saw. query [1, Hq, L, D]; key, value [1, Hkv, L, D], after rotary embedding."""
 
-    source: Source
+    source: AttentionLayer
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor] | None
     scaling: float
     softcap: float | None
-
-
-def sources(model: PreTrainedModel) -> list[Source]:
-    """Every layer of the model, with what stands in the way of capturing it."""
-    text = model.config.get_text_config(decoder=True)
-    found: defaultdict[int, list[Any]] = defaultdict(list)
-    for module in model.modules():
-        if is_attention(module) and getattr(module, "config", None) is text:
-            found[int(getattr(module, "layer_idx"))].append(module)  # noqa: B009 - mypy takes it for a tensor
-    result = []
-    for index, (kind, window) in enumerate(layer_windows(text)):
-        modules = found[index]
-        if kind not in COMPRESSED_TYPES:
-            reason: str | None = f"{kind} is neither full nor sliding-window attention"
-        elif len(modules) != 1:
-            reason = "it has no single attention module that uses Transformers' AttentionInterface"
-        elif shares_keys(modules[0]):
-            reason = "it shares its keys and values with other layers"
-        else:
-            reason = obstacle(modules[0])
-        result.append(Source(index, None if reason else modules[0], window, reason or ""))
-    return result
 
 
 @contextmanager
@@ -88,8 +54,8 @@ def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterat
     AttentionMaskInterface.register(NAME, turbo_mask)
     previous, hooks = switch_attention(model, NAME), []
     try:
-        for source in sources(model):
-            if source.module is not None:
+        for source in attention_layers(model):
+            if not source.obstacle:
                 hook = functools.partial(_bring, source, receive)
                 hooks.append(source.module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
@@ -99,7 +65,7 @@ def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterat
         model.set_attn_implementation(previous)
 
 
-def _bring(source: Source, receive: Any, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _bring(source: AttentionLayer, receive: Any, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args, {**kwargs, "turbo_capture": (source, receive, kwargs.get("position_embeddings"))}
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from turbo_hf.calibration.artifacts import NO_INDEX, Calibration, LayerCalibration, fingerprint
-from turbo_hf.calibration.capture import Seen, Source, capturing, check_finite, probe, run_window, sources
+from turbo_hf.calibration.capture import Seen, capturing, check_finite, probe, run_window
 from turbo_hf.calibration.centroids import COMPARED, KEYS_EACH, assign, choose_clusters, k_means, sample_keys
 from turbo_hf.calibration.checkpoint import TOKENIZER_FILES, Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
 from turbo_hf.calibration.heads import HeadPriorities
@@ -26,6 +26,7 @@ from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.unfinished import Unfinished
 from turbo_hf.layout import power_of_two
+from turbo_hf.patches import attention_layers
 
 Progress = Callable[[str, float], None]
 """Called with what is going on, and the share of the whole work done since the last call."""
@@ -85,14 +86,14 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan
     chosen = resolve_settings(settings, getattr(text, "max_position_embeddings", None))
     plain: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     indexed: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
-    all_sources, notes = sources(model), {}
-    if not any(source.module for source in all_sources):
-        why = all_sources[0].reason if all_sources else "it has no attention layer"
+    all_sources, notes = attention_layers(model), {}
+    if all(source.obstacle for source in all_sources):
+        why = all_sources[0].obstacle if all_sources else "it has no attention layer"
         raise ValueError(f"no layer of {type(model).__name__} can be calibrated: {why}.")
     probed = probe(model)
     for source in all_sources:
         if source.index not in probed:
-            notes[source.index] = f"not calibrated: {source.reason or 'it was not called'}"
+            notes[source.index] = f"not calibrated: {source.obstacle or 'it was not called'}"
             continue
         shape, obstacle = probed[source.index]
         reason = "it has a sliding window" if source.window else obstacle
@@ -238,7 +239,7 @@ def _calibrate_group(
     current, left = 0, set(group.layers)
 
     def receive(seen: Seen) -> None:
-        source: Source = seen.source
+        source = seen.source
         if source.index not in priorities:
             return
         check_finite(seen)
