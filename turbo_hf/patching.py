@@ -2,24 +2,24 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from turbo_hf.attention import NAME, Strict, TurboCall, Unsupported, complain
 from turbo_hf.cache import TurboCache
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.calibration.choice import HeadChoice, choose_heads, choose_selectors
+from turbo_hf.calibration.choice import choose_heads, choose_selectors
 from turbo_hf.config import TurboConfig, resolve_config
 from turbo_hf.graphs import Door, StepRunner, cuda_device, describe, model_obstacle
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches import AttentionLayer, attention_layers, family_of, lost_to_bias
-from turbo_hf.selectors import Selector
 from turbo_hf.selfcheck import compare, probe
 from turbo_hf.versions import check_version
 
@@ -117,7 +117,15 @@ def patch(
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers))
     reference = probe(model) if check else None
-    handle = _apply(model, text, chosen, strict, modules, layers, heads, notes, selectors, sparse)
+    report, no_graphs = _report(model, chosen, layers, modules, notes, heads.words, sparse)
+    # the last that may be refused before anything is changed
+    if chosen.cuda_graphs is True and no_graphs is not None:
+        complain(strict, f"cuda_graphs=True: {no_graphs}.")
+    int8 = tuple(at.index for at in layers if at.kept_int8)
+    dense = tuple(at.index for at in layers if not at.groups)
+    maker = CacheMaker(chosen, int8, dense, heads.orders, selectors)
+    door = Door(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
+    handle = _apply(model, report, modules, maker, door, strict)
     if reference is not None:
         try:
             _check(model, handle, reference)
@@ -179,27 +187,55 @@ def _judge(layers: list[LayerReport], model: str, config: TurboConfig, strict: S
     return notes
 
 
+def _report(
+    model: PreTrainedModel,
+    config: TurboConfig,
+    layers: list[LayerReport],
+    modules: Mapping[int, torch.nn.Module],
+    notes: list[str],
+    heads: str,
+    sparse: Mapping[int, str],
+) -> tuple[Report, str | None]:
+    """What the patch will do, in words; and why decode steps cannot be CUDA graphs, None if they can."""
+    kind = model.config.get_text_config(decoder=True).model_type
+    family = family_of(kind)
+    dims = {int(getattr(module, "head_dim", 0)) for module in modules.values()} - {0}
+    dense = [at.index for at in layers if not at.groups]
+    steps, no_graphs = describe(config, dense, family is not None, model.device.type == "cuda")
+    report = Report(
+        model=type(model).__name__,
+        family=family.name if family else f"{kind}: generic path, no test of its own",
+        notes=family.notes if family else "",
+        config=config,
+        layers=tuple(layers),
+        prompts=describe_prefill(config.prompt_attention, model.device, dims),
+        steps=steps,
+        warnings=tuple(notes),
+        heads=heads,
+        sparse=sparse,
+    )
+    return report, no_graphs
+
+
 def _apply(
     model: PreTrainedModel,
-    text: PreTrainedConfig,
-    config: TurboConfig,
-    strict: Strict,
+    report: Report,
     modules: Mapping[int, torch.nn.Module],
-    layers: list[LayerReport],
-    heads: HeadChoice,
-    notes: list[str],
-    selectors: Mapping[int, Selector],
-    sparse: Mapping[int, str],
+    maker: CacheMaker,
+    door: Door | None,
+    strict: Strict,
 ) -> Handle:
-    int8 = tuple(at.index for at in layers if at.kept_int8)
-    dense = tuple(at.index for at in layers if not at.groups)
-    family = family_of(text.model_type)
-    steps, reason = describe(config, list(dense), family is not None, model.device.type == "cuda")
-    # before anything is changed: it may raise
-    if config.cuda_graphs is True and reason is not None:
-        complain(strict, f"cuda_graphs=True: {reason}.")
+    """Change the model. door: what brings runners of CUDA graphs to `generate`, if they are wanted."""
     register()
     previous = switch_attention(model, NAME)
+    hooks = _add_hooks(modules, report.layers, strict)
+    replaced = _replace_methods(model, maker, door)
+    return Handle(model, report, maker, hooks, replaced, previous)
+
+
+def _add_hooks(
+    modules: Mapping[int, torch.nn.Module], layers: Sequence[LayerReport], strict: Strict
+) -> list[RemovableHandle]:
     hooks = []
     for index, module in modules.items():
         at = layers[index]
@@ -208,17 +244,23 @@ def _apply(
         hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
     # the last attention of a pass: what the layers before it have noted is read at once, before any token is chosen
     hooks.append(modules[max(modules)].register_forward_hook(_end_pass, with_kwargs=True))
-    maker = CacheMaker(config, int8, dense, heads.orders, selectors)
+    return hooks
+
+
+def _replace_methods(
+    model: PreTrainedModel, maker: CacheMaker, door: Door | None
+) -> list[tuple[torch.nn.Module, str, Any]]:
+    """Put the patch's methods on the instances; returns (module, name, what stood there) of each."""
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
         (model, "init_continuous_batching", _refuse_continuous_batching),
     ]
-    if config.cuda_graphs is not False and reason is None:
-        door = Door(config.cuda_graphs is True)
+    if door is not None:
         methods += [
             (model, name, functools.partial(replacement, door, model.__dict__.get(name)))
             for name, replacement in ((MAY_COMPILE, _may_replay), (COMPILED, _compiled_call))
         ]
+    family = family_of(model.config.get_text_config(decoder=True).model_type)
     if family is not None:
         methods += [(module, name, method) for module in model.modules() for name, method in family.methods.items()]
     # a model without a head generates nothing, and has no method to replace
@@ -227,13 +269,7 @@ def _apply(
     for module, name, method in methods:
         # not a bound method: a deep copy of the model takes a partial along with its maker of caches
         module.__dict__[name] = functools.partial(method, module)
-    called = family.name if family else f"{text.model_type}: generic path, no test of its own"
-    dims = {int(getattr(module, "head_dim", 0)) for module in modules.values()} - {0}
-    how = (describe_prefill(config.prompt_attention, model.device, dims), steps)
-    special = family.notes if family else ""
-    said = (*how, tuple(notes), heads.words, sparse)
-    report = Report(type(model).__name__, called, special, config, tuple(layers), *said)
-    return Handle(model, report, maker, hooks, replaced, previous)
+    return replaced
 
 
 def _bring_layer(
