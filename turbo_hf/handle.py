@@ -80,10 +80,21 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `patch` did, as a table under `str()`. notes: what is special about the family's attention. prompts: how the
-    attention of prompts is computed. steps: how decode steps run. heads: what decided which heads get the low bits; ""
-    where all have the same. sparse: by layer, what chooses the keys that decode steps read, or why they read all of
-    them; {} without `TurboConfig.sparse`. selectivity: of each sparse layer, what its steps have read since the patch.
+    """What `patch` did, as a table under `str()`.
+
+    Args:
+        model: the class of the model.
+        family: its family, as people say it; or that it runs on the generic path.
+        notes: what is special about the family's attention.
+        config: what was asked for.
+        layers: what was done with each layer, in order.
+        prompts: how the attention of prompts is computed.
+        steps: how decode steps run.
+        warnings: what the user was warned of, or was spared by strict "fallback".
+        heads: what decided which heads get the low bits; "" where all have the same.
+        sparse: by layer, what chooses the keys that decode steps read, or why they read all of them; {} without
+            `TurboConfig.sparse`.
+        selectivity: of each sparse layer, what its steps have read since the patch.
     """
 
     model: str

@@ -84,11 +84,11 @@ def patch(
             "This model, or another that shares its config object, is patched already. Call remove() on the first "
             "handle, then patch again."
         )
-    notes: list[str] = []
+    warned: list[str] = []
     outdated = check_version()
     if outdated is not None:
         complain(strict, outdated)
-        notes.append(outdated)
+        warned.append(outdated)
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported.")
     if text is not model.config and text_key(model.config) is None:
@@ -97,27 +97,27 @@ def patch(
             "(for Qwen2.5-Omni: model.thinker)."
         )
     if not hasattr(type(model), PREPARE):
-        notes.append(
+        warned.append(
             f"{type(model).__name__} has no generate: pass handle.new_cache() to it, or patch the whole model."
         )
-        warnings.warn(notes[-1], stacklevel=2)
+        warnings.warn(warned[-1], stacklevel=2)
     found = attention_layers(model)
     layers = [_choose(at, chosen) for at in found]
     modules = {at.index: at.module for at in found if at.module is not None}
-    notes += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
+    warned += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
     heads = choose_heads(model, chosen, calibration, strict, revision)
-    notes += heads.notes
+    warned += heads.warnings
     split = [at.groups for at in layers if at.groups and not at.kept_int8]
     if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for _, bits in groups):
-        notes.append(
+        warned.append(
             f"low_heads={chosen.low_heads:g} is less than one KV head of each layer: all keep {chosen.bits} bit."
         )
-        warnings.warn(notes[-1], stacklevel=2)
+        warnings.warn(warned[-1], stacklevel=2)
         heads = heads._replace(words="")
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers))
     reference = probe(model) if check else None
-    report, no_graphs = _report(model, chosen, layers, modules, notes, heads.words, sparse)
+    report, no_graphs = _report(model, chosen, layers, modules, warned, heads.words, sparse)
     # the last that may be refused before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
         complain(strict, f"cuda_graphs=True: {no_graphs}.")
@@ -172,19 +172,19 @@ def _judge(layers: list[LayerReport], model: str, config: TurboConfig, strict: S
     if not any(at.groups for at in layers):
         why = layers[refused[0] if refused else 0].reason if layers else "it has no attention layer"
         raise Unsupported(f"no layer of {model} can be compressed: {why}.")
-    notes = []
+    warned = []
     if refused:
-        notes.append(f"layers {', '.join(map(str, refused))} cannot be compressed: {layers[refused[0]].reason}.")
-        complain(strict, f'{notes[0]} Pass strict="warn" or TurboConfig(dense_layers={refused}) to leave them dense.')
+        warned.append(f"layers {', '.join(map(str, refused))} cannot be compressed: {layers[refused[0]].reason}.")
+        complain(strict, f'{warned[0]} Pass strict="warn" or TurboConfig(dense_layers={refused}) to leave them dense.')
     for at in layers:
         if at.bias_step:
-            notes.append(
+            warned.append(
                 f"layer {at.index}: its key bias alone makes an INT8 step of {at.bias_step:.1f} standard deviations of "
                 "a key channel; it is kept at 8 bit, and may still lose accuracy. Evaluate, or leave it dense "
                 "(TurboConfig.dense_layers)."
             )
-            warnings.warn(notes[-1], stacklevel=3)
-    return notes
+            warnings.warn(warned[-1], stacklevel=3)
+    return warned
 
 
 def _report(
@@ -192,7 +192,7 @@ def _report(
     config: TurboConfig,
     layers: list[LayerReport],
     modules: Mapping[int, torch.nn.Module],
-    notes: list[str],
+    warned: list[str],
     heads: str,
     sparse: Mapping[int, str],
 ) -> tuple[Report, str | None]:
@@ -210,7 +210,7 @@ def _report(
         layers=tuple(layers),
         prompts=describe_prefill(config.prompt_attention, model.device, dims),
         steps=steps,
-        warnings=tuple(notes),
+        warnings=tuple(warned),
         heads=heads,
         sparse=sparse,
     )

@@ -16,12 +16,12 @@ from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 class HeadChoice(NamedTuple):
     """orders: KV heads by need of bits, for each layer that a calibration covers. words: what decided, for the report;
-    "" where all heads have one width. notes: warnings for the report. found: the calibration, if one was wanted.
+    "" where all heads have one width. warnings: for the report. found: the calibration, if one was wanted.
     refused: why the one that "auto" found is not used."""
 
     orders: Mapping[int, tuple[int, ...]]
     words: str
-    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
     found: Calibration | None = None
     refused: str = ""
 
@@ -54,11 +54,11 @@ def choose_heads(
         return HeadChoice({}, by_prompt, ())
     beside = beside or checkpoint_of(model)
     compared = (*TOKENIZER_FILES, *((FACTS,) if calibration == "auto" else ()))
-    notes = _told(strict, beside.doubt(*compared))
+    warned = _told(strict, beside.doubt(*compared))
     try:
         found = find(beside) if calibration == "auto" else _named(calibration)
         if found is None:
-            return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "", tuple(notes))
+            return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "", tuple(warned))
         # made with the tokenizer beside the checkpoint, or with one of which nothing can be said here
         wrong = found.mismatch(model, own_tokenizer(beside) if found.fingerprint.get("tokenizer") else None)
         if wrong is not None:
@@ -69,16 +69,16 @@ def choose_heads(
             raise
         message = f"{error} To go without it, pass calibration=None."
         complain(strict, message)
-        return HeadChoice({}, by_prompt, (*notes, message), refused=str(error))
-    notes += _told(strict, found.other_revision(beside), _nearer(config, found))
+        return HeadChoice({}, by_prompt, (*warned, message), refused=str(error))
+    warned += _told(strict, found.other_revision(beside), _nearer(config, found))
     if not low:
         unused = "" if wanted else "calibration: not used, for all heads of this config have the same bits"
-        return HeadChoice({}, unused, tuple(notes), found)
+        return HeadChoice({}, unused, tuple(warned), found)
     orders = found.head_orders(config.head_metric)
     missing = [layer.index for layer in found.layers if layer.index not in orders]
     rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
     words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
-    return HeadChoice(orders, words, tuple(notes), found)
+    return HeadChoice(orders, words, tuple(warned), found)
 
 
 def _told(strict: Strict, *sentences: str | None) -> list[str]:
