@@ -237,7 +237,7 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
     want = model.generate(ids, **run)
     with turbo_hf.patch(model, TurboConfig(bits=16, attention=attention)) as handle:
         assert torch.equal(model.generate(ids, **run), want)
-        assert "2 x 16 bit" in str(handle.report)
+        assert "2 x 16 bit" in str(handle.report())
         held = handle.memory()
     layers, heads, dim = model.config.num_hidden_layers, model.config.num_key_value_heads, model.config.head_dim
     assert held.by_kind["codes"] >= layers * heads * 3 * 2 * 64 * dim * 2

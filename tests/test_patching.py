@@ -212,6 +212,16 @@ def test_memory_of_a_cache_that_lives_and_of_one_that_is_gone() -> None:
     assert handle.memory() == last
 
 
+def test_a_handle_is_told_in_one_line_and_makes_no_cache_once_removed() -> None:
+    handle = turbo_hf.patch(tiny_llama(), SMALL)
+    assert repr(handle) == "<turbo_hf.Handle of LlamaForCausalLM, on>"
+    assert handle in {handle}
+    handle.remove()
+    assert repr(handle) == "<turbo_hf.Handle of LlamaForCausalLM, off>"
+    with pytest.raises(ValueError, match=r"has been removed\. Call turbo_hf.patch"):
+        handle.new_cache()
+
+
 def test_new_cache_is_that_of_generate() -> None:
     model = tiny_mistral(WINDOW)
     ids = prompts(1, 70)

@@ -183,7 +183,7 @@ def _maker_of_a_copy(
     return CacheMaker(config, int8_layers, dense_layers, head_orders, selectors)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False, eq=False)
 class Handle:
     """A patch that is on. `remove()` takes it off; leaving a `with` block does too."""
 
@@ -195,9 +195,11 @@ class Handle:
     _previous: str | dict[str, str]
     _active: bool = field(default=True)
 
+    def __repr__(self) -> str:
+        return f"<turbo_hf.Handle of {type(self._model).__name__}, {'on' if self._active else 'off'}>"
+
     def __enter__(self) -> "Handle":
-        if not self._active:
-            raise ValueError("This patch has been removed. Call turbo_hf.patch(model) for a new one.")
+        self._require_active()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -227,5 +229,14 @@ class Handle:
         return self._maker.memory()
 
     def new_cache(self) -> TurboCache:
-        """An empty cache like those of `generate`, for a loop of your own: `model(ids, past_key_values=cache)`."""
+        """An empty cache like those of `generate`, for a loop of your own: `model(ids, past_key_values=cache)`.
+
+        Raises:
+            ValueError: the patch has been removed.
+        """
+        self._require_active()
         return self._maker.make(self._model.config)
+
+    def _require_active(self) -> None:
+        if not self._active:
+            raise ValueError("This patch has been removed. Call turbo_hf.patch(model) for a new one.")
