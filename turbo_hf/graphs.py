@@ -20,9 +20,8 @@ from torch.nn.modules import module as torch_module
 from turbo_hf.attention import NAME, Unsupported
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
-from turbo_hf.layout import FULL
 from turbo_hf.selectors import selector_obstacle
-from turbo_hf.steps import Steps, lasting_obstacle, obstacle
+from turbo_hf.steps import Steps, config_obstacle, lasting_obstacle, obstacle
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
 """Keywords of a step that are no tensors, and become a part of what is captured."""
@@ -314,17 +313,9 @@ def _capturing(x: torch.Tensor) -> bool:
 
 def describe(config: TurboConfig, dense: list[int], known_family: bool, cuda: bool) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
-    reason = None
-    if config.backend == "reference":
-        reason = 'backend "reference" has no kernels'
-    elif config.bits == FULL:
-        reason = "16-bit pages"
-    elif dense:
-        reason = f"layer {dense[0]} is dense"
-    elif config.sas and config.sas_threshold is None:
-        reason = "the SAS threshold follows the length: choose sas_threshold"
-    else:
-        reason = selector_obstacle(config.sparse)
+    reason = config_obstacle(config)
+    if reason is None:
+        reason = f"layer {dense[0]} is dense" if dense else selector_obstacle(config.sparse)
     if config.cuda_graphs is False:
         return "decode steps: no CUDA graphs (cuda_graphs=False)", reason
     if reason is None and config.cuda_graphs == "auto" and not known_family:

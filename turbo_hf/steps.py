@@ -15,7 +15,9 @@ import torch
 from turbo_hf.buffer import storing
 from turbo_hf.cache import TurboCache
 from turbo_hf.chunk import Step
+from turbo_hf.config import TurboConfig
 from turbo_hf.layer import TurboLayer
+from turbo_hf.layout import FULL
 from turbo_hf.ops.decode import check_step
 from turbo_hf.selectors import selector_obstacle
 from turbo_hf.transfer import require_finite
@@ -57,6 +59,17 @@ class _Group:
         return [held + now for held, now in zip(self.sealed, self.full(), strict=True)]
 
 
+def config_obstacle(config: TurboConfig) -> str | None:
+    """Why no step under a config can ever be replayed, whatever its layers select keys by; None if one may be."""
+    if config.backend == "reference":
+        return 'backend "reference" has no kernels'
+    if config.bits == FULL:
+        return "16-bit pages"
+    if config.sas and config.sas_threshold is None:
+        return "the SAS threshold follows the length: choose sas_threshold"
+    return None
+
+
 def lasting_obstacle(cache: TurboCache) -> str | None:
     """Why no step of a cache can ever be replayed; None if one may be. An empty layer does not tell all of it yet."""
     for index, layer in enumerate(cache.layers):
@@ -65,17 +78,15 @@ def lasting_obstacle(cache: TurboCache) -> str | None:
         reason = None if layer.selector is None else selector_obstacle(layer.selector.config)
         if reason is not None:
             return f"layer {index} is sparse: {reason}"
-        config = layer.config
-        if config.sas and config.sas_threshold is None:
-            return "the SAS threshold follows the length; choose TurboConfig.sas_threshold"
+        reason = config_obstacle(layer.config)
+        if reason is not None:
+            return reason
         if not (layer.is_initialized and layer.seen):
             continue
-        if layer.buffer.k.dtype != torch.int8:
-            return f"layer {index} keeps its open tokens in 16 bit"
         if not layer.appends_in_place():
             return f"layer {index} runs without kernels"
-        mode = "fp16" if config.attention == "fp16" else "turbo"
-        limit = check_step(torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype), config.block_size, mode)
+        mode = "fp16" if layer.config.attention == "fp16" else "turbo"
+        limit = check_step(torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype), layer.config.block_size, mode)
         if limit is not None:
             return limit
     return None
