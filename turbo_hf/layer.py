@@ -68,17 +68,17 @@ class TurboLayer(CacheLayerMixin):
             )
         self.rows, self.heads, _, self.dim = key_states.shape
         self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, kernel_obstacle(key_states)
+        order = list(range(self.heads) if self.head_order is None else self.head_order)
+        if sorted(order) != list(range(self.heads)):
+            raise ValueError(
+                f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
+            )
         groups = self.config.head_groups(self.heads)
         block, full = self.config.block_size, full_type(self.dtype)
         self.pool = PagePool(self.rows, groups, self.dim, block, self.device, full)
         self.bucket_index = BucketIndex(self.rows, self.heads, block, self.selector, self.device)
         opened = full if FULL in dict(groups) else torch.int8
         self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
-        order = list(range(self.heads) if self.head_order is None else self.head_order)
-        if sorted(order) != list(range(self.heads)):
-            raise ValueError(
-                f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
-            )
         self.order = shared(order * self.rows, self.device).view(self.rows, self.heads)
         # nothing to decide: one width for all heads, or an order that was given
         self.settled = len(groups) == 1 or self.head_order is not None
@@ -92,9 +92,9 @@ class TurboLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget every token and give the memory back; the layer can then take another batch."""
-        held = "pool buffer bucket_index order ordered dropped fixed masked universal broken rows"
-        for name in held.split():
-            self.__dict__.pop(name, None)
+        if self.is_initialized:
+            del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ordered
+            del self.dropped, self.fixed, self.masked, self.universal, self.broken
         self.is_initialized = self.claimed = self.due = self.decoded = False
         self.seen, self.pending, self.padding = 0, None, None
 
