@@ -13,11 +13,11 @@ from models import LAB_MODEL, lab_model, prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import Calibration, TurboCache
-from turbo_hf.attention import Unsupported
 from turbo_hf.calibration import artifacts
 from turbo_hf.calibration.artifacts import FACTS, TENSORS, facts_hash, find, fingerprint
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.config import HEAD_METRICS
+from turbo_hf.errors import Unsupported
 
 # --- artifacts ---------------------------------------------------------------------------------------------------
 

@@ -17,13 +17,13 @@ from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import Calibration, TurboConfig
-from turbo_hf.attention import Unsupported
 from turbo_hf.calibration import run
 from turbo_hf.calibration.artifacts import FACTS, TENSORS, _misfit, facts_hash
 from turbo_hf.calibration.checkpoint import CONFIG, Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.calibration.unfinished import PART
 from turbo_hf.cli import app
+from turbo_hf.errors import Unsupported
 
 ONE, TWO = "1" * 40, "2" * 40
 

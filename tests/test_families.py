@@ -22,7 +22,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import turbo_hf
 import turbo_hf.patches
 from turbo_hf import TurboCache, TurboConfig
-from turbo_hf.attention import NAME, Unsupported
+from turbo_hf.attention import NAME
+from turbo_hf.errors import Unsupported
 from turbo_hf.patches import FAMILIES, Family
 from turbo_hf.patches.generic import REFUSED
 

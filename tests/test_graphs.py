@@ -15,7 +15,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig, patching, steps
-from turbo_hf.attention import Unsupported
+from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import StepRunner, describe
 from turbo_hf.selectors import Reformer
 

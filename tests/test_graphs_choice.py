@@ -12,7 +12,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.attention import Unsupported
+from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import StepRunner
 from turbo_hf.layer import TurboLayer
 from turbo_hf.ops import launch_decode, launch_sparse, launch_store

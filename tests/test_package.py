@@ -16,7 +16,7 @@ PUBLIC = {"PRESETS", "Calibration", "Handle", "SparseConfig", "TurboCache", "Tur
 
 # who may be imported by whom: a module imports from its own layer and the earlier ones of this list
 LAYERS = [
-    {"turbo_hf.layout", "turbo_hf.config", "turbo_hf.versions"},
+    {"turbo_hf.layout", "turbo_hf.config", "turbo_hf.errors", "turbo_hf.versions"},
     {"turbo_hf.reference", "turbo_hf.kernels"},
     {"turbo_hf.ops"},
     {

@@ -14,7 +14,8 @@ from transformers import DynamicCache
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, selfcheck
-from turbo_hf.attention import NAME, Unsupported
+from turbo_hf.attention import NAME
+from turbo_hf.errors import Unsupported
 from turbo_hf.memory import Memory
 from turbo_hf.ops.rotate import rotate_keys
 from turbo_hf.patches.generic import PROBES

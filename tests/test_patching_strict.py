@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, versions
-from turbo_hf.attention import Unsupported
+from turbo_hf.errors import Unsupported
 from turbo_hf.masks import dense_mask, turbo_mask
 
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaModel
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.attention import NAME, Unsupported
+from turbo_hf.attention import NAME
+from turbo_hf.errors import Unsupported
 from turbo_hf.memory import Memory
 
 SEALED = 0.05

@@ -1,10 +1,9 @@
 """The one attention function that a patched model calls, and the hook that brings it the cache layer."""
 
-import logging
 import math
 import sys
 import warnings
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -12,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
+from turbo_hf.errors import Strict, Unsupported, complain
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import narrowed
 from turbo_hf.masks import dense_mask
@@ -23,9 +23,6 @@ from turbo_hf.sparse import Source, attend_sparse, look_up, new_buckets
 
 NAME = "turbo_hf"
 """What `config._attn_implementation` says on a patched model."""
-
-Strict = Literal["raise", "warn", "fallback"]
-logger = logging.getLogger(__name__)
 
 PLAN_PAYS = 1 << 27
 """Rows times tokens squared from which on cuDNN should pay although it makes a plan for each new shape.
@@ -58,10 +55,6 @@ NO_WEIGHTS = (
 )
 
 
-class Unsupported(ValueError):
-    """Something that compressed attention cannot do; the message says what to do instead."""
-
-
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`. rotary: this call's (cos, sin)."""
 
@@ -70,16 +63,6 @@ class TurboCall(NamedTuple):
     window: int | None
     strict: Strict
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-
-
-def complain(strict: Strict, message: str) -> None:
-    """Raise, warn, or (fallback) note in the log, as the user chose."""
-    if strict == "raise":
-        raise Unsupported(message)
-    if strict == "warn":
-        warnings.warn(message, stacklevel=3)
-    else:
-        logger.info(message)
 
 
 def turbo_attention(

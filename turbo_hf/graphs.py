@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch.nn.modules import module as torch_module
 
-from turbo_hf.attention import NAME, Unsupported
+from turbo_hf.attention import NAME
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
+from turbo_hf.errors import Unsupported
 from turbo_hf.selectors import selector_obstacle
 from turbo_hf.steps import Steps, config_obstacle, lasting_obstacle, obstacle
 

@@ -10,11 +10,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from turbo_hf.attention import NAME, Strict, TurboCall, Unsupported, complain
+from turbo_hf.attention import NAME, TurboCall
 from turbo_hf.cache import TurboCache
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_heads, choose_selectors
 from turbo_hf.config import TurboConfig, resolve_config
+from turbo_hf.errors import Strict, Unsupported, complain
 from turbo_hf.graphs import Door, StepRunner, cuda_device, describe, model_obstacle
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
 from turbo_hf.layer import TurboLayer

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from turbo_hf.attention import Strict, complain
 from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, find
 from turbo_hf.calibration.checkpoint import TOKENIZER_FILES, checkpoint_of, own_tokenizer
 from turbo_hf.config import CALIBRATED, TurboConfig
+from turbo_hf.errors import Strict, complain
 from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 

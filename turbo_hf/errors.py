@@ -1,0 +1,22 @@
+"""What cannot be done, and how the user chose to hear of it."""
+
+import logging
+import warnings
+from typing import Literal
+
+Strict = Literal["raise", "warn", "fallback"]
+logger = logging.getLogger(__name__)
+
+
+class Unsupported(ValueError):
+    """Something that compressed attention cannot do; the message says what to do instead."""
+
+
+def complain(strict: Strict, message: str) -> None:
+    """Raise, warn, or (fallback) note in the log, as the user chose."""
+    if strict == "raise":
+        raise Unsupported(message)
+    if strict == "warn":
+        warnings.warn(message, stacklevel=3)
+    else:
+        logger.info(message)
