@@ -69,8 +69,10 @@ def patch(
         Handle: `remove()`, `report()`, `memory()`, `new_cache()`; a context manager.
 
     Raises:
-        ValueError: unknown preset or strict; a model that is patched already, or (strict "raise") not supported; a
-            calibration that is damaged or of another model; a revision that is not the model's; a check that failed.
+        Unsupported: a ValueError: a model that cannot be compressed, or (strict "raise") a part of it; a check that
+            failed. So do later calls that ask for what a compressed cache cannot do.
+        ValueError: unknown preset or strict; a model that is patched already; a calibration that is damaged or of
+            another model; a revision that is not the model's.
         OSError: no calibration where one was named.
         TypeError: no Transformers model.
     """
