@@ -13,7 +13,7 @@ from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain
 from turbo_hf.layer import TurboLayer
-from turbo_hf.layout import narrowed
+from turbo_hf.layout import Rotary, narrowed
 from turbo_hf.masks import dense_mask
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
@@ -62,7 +62,7 @@ class TurboCall(NamedTuple):
     layer: TurboLayer | None
     window: int | None
     strict: Strict
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None
+    rotary: Rotary | None = None
 
 
 def turbo_attention(

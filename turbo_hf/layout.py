@@ -81,6 +81,10 @@ PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
 """Widths of the bit planes of a packed code, lowest bits first."""
 
 
+Rotary = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of a rotary embedding, [1 or B, tokens, channels that turn]."""
+
+
 class PagedHeads(NamedTuple):
     """Pages of the KV heads that share one bit width (drawing above).
 

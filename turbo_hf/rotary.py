@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from turbo_hf.layout import Rotary
 from turbo_hf.reference.select import unrotated
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def unrotate(module: Any, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:

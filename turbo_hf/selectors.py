@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from turbo_hf.config import SparseConfig
-from turbo_hf.ops.select import Rotary, assign, look_up, visit
+from turbo_hf.layout import Rotary
+from turbo_hf.ops.select import assign, look_up, visit
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import torch
 
 from turbo_hf.chunk import Chunk
 from turbo_hf.layer import TurboLayer
-from turbo_hf.layout import AttentionOutput
+from turbo_hf.layout import AttentionOutput, Rotary
 from turbo_hf.ops.rotate import rotate_queries
 from turbo_hf.ops.sparse import sparse_decode
-from turbo_hf.rotary import Rotary, turns_by_halves, unrotate
+from turbo_hf.rotary import turns_by_halves, unrotate
 
 PART = 8192
 """Keys whose rotation is undone at a time: bounds the float32 temporaries of a long prompt."""

@@ -16,9 +16,9 @@ from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rows import checked
 from turbo_hf.eval.bench.timing import Call, Stopwatch
 from turbo_hf.index import SPARE
-from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore, Rotary
 from turbo_hf.ops.quantize import dequantize
-from turbo_hf.ops.select import Rotary, classify, look_up, score, visit
+from turbo_hf.ops.select import classify, look_up, score, visit
 from turbo_hf.ops.sparse import sparse_decode
 from turbo_hf.reference import sparse as reference
 

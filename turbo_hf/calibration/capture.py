@@ -17,6 +17,7 @@ from turbo_hf.attention import NAME as PATCHED
 from turbo_hf.attention import TurboCall, turbo_attention
 from turbo_hf.calibration.heads import NO_NUMBERS
 from turbo_hf.handle import switch_attention
+from turbo_hf.layout import Rotary
 from turbo_hf.masks import turbo_mask
 from turbo_hf.patches import AttentionLayer, attention_layers
 from turbo_hf.rotary import unrotate
@@ -36,7 +37,7 @@ class Seen:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    rotary: tuple[torch.Tensor, torch.Tensor] | None
+    rotary: Rotary | None
     scaling: float
     softcap: float | None
 

@@ -18,7 +18,7 @@ from turbo_hf.kernels.select import (
 )
 from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
-from turbo_hf.layout import AttentionOutput, KVStore, power_of_two
+from turbo_hf.layout import AttentionOutput, KVStore, Rotary, power_of_two
 from turbo_hf.ops.launch_decode import FILLED, MERGED, early, sms, tiles_for
 from turbo_hf.ops.launch_store import pairs_of
 from turbo_hf.ops.schedule import Kept
@@ -31,8 +31,6 @@ SHARES = 4
 
 EVERY = 1 << 30
 """More tokens than a row has."""
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 import torch
 
 from turbo_hf.config import MOST_BUCKETS
+from turbo_hf.layout import Rotary
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.reference import select as reference
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def assign(

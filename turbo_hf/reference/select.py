@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
+from turbo_hf.layout import Rotary
+
 CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
 """The classifier's tensors: [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C]."""
 
@@ -11,7 +13,7 @@ PART = 4096
 """Keys assigned at a time: bounds the float32 scores, one a key and centroid."""
 
 
-def unrotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+def unrotated(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """x [B, H, M, D] in float32 before rotary embedding; rotary: (cos, sin) [1 or B, M, r] of its tokens, or None.
 
     Half layout: channels c and c + r/2 turn together; channels from r on do not.
@@ -26,9 +28,7 @@ def unrotated(x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None)
     return torch.cat((plain, rest), -1)
 
 
-def assign(
-    keys: torch.Tensor, centroids: torch.Tensor, *, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> torch.Tensor:
+def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     keys = unrotated(keys, rotary)
     wide = centroids.float().mT
     parts = [(part @ wide).argmax(-1) for part in keys.split(PART, 2)]
@@ -64,7 +64,7 @@ def classify(
     queries: torch.Tensor,
     classifier: Mapping[str, torch.Tensor],
     *,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotary: Rotary | None = None,
 ) -> torch.Tensor:
     group = queries.shape[3]
     x = _plain(queries, rotary)
@@ -75,9 +75,7 @@ def classify(
     return logits.transpose(2, 3)
 
 
-def score(
-    queries: torch.Tensor, centroids: torch.Tensor, *, rotary: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> torch.Tensor:
+def score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     # inner products are linear: those of the sum
     x = _plain(queries, rotary).sum(2, keepdim=True)
     return torch.matmul(x, centroids.float().mT[:, None]).transpose(2, 3)
@@ -89,14 +87,14 @@ def look_up(
     centroids: torch.Tensor,
     classifier: Mapping[str, torch.Tensor] | None = None,
     *,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if classifier is None:
         return assign(keys, centroids, rotary=rotary), score(queries, centroids, rotary=rotary)
     return assign(keys, centroids, rotary=rotary), classify(queries, classifier, rotary=rotary)
 
 
-def _plain(queries: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+def _plain(queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """Queries [B, Hkv, M, G, D] before rotary embedding: float32 [B, Hkv, G, M, D]."""
     batch, heads, tokens, group, dim = queries.shape
     return unrotated(queries.transpose(2, 3).flatten(1, 2), rotary).view(batch, heads, group, tokens, dim)
