@@ -18,12 +18,12 @@ from transformers.utils.hub import cached_file
 from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenizer_hash
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config import HEAD_METRICS, MOST_BUCKETS
+from turbo_hf.ops.quantize import FLOATS
+from turbo_hf.reference.select import CLASSIFIER
 
 SCHEMA = 2
 FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
-CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NO_INDEX = "no index: "
 """How the note of a layer begins that has head priorities alone, before why."""
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")

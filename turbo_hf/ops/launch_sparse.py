@@ -22,6 +22,7 @@ from turbo_hf.layout import AttentionOutput, KVStore, Rotary, power_of_two
 from turbo_hf.ops.launch_decode import FILLED, MERGED, early, sms, tiles_for
 from turbo_hf.ops.launch_store import pairs_of
 from turbo_hf.ops.schedule import Kept
+from turbo_hf.reference.select import CLASSIFIER
 
 SCAN = 2048
 """Blocks whose spans are looked through at once."""
@@ -105,9 +106,7 @@ def classify(
 ) -> torch.Tensor:
     """`ops.select.classify`: one launch a layer. new: keys whose buckets the first one finds too."""
     batch, heads, tokens, group, _ = queries.shape
-    weight_1, bias_1, weight_2, bias_2 = (
-        classifier[name].contiguous() for name in ("weight_1", "bias_1", "weight_2", "bias_2")
-    )
+    weight_1, bias_1, weight_2, bias_2 = (classifier[name].contiguous() for name in CLASSIFIER)
     hidden, buckets = weight_2.shape[1:]
     x = torch.empty(batch, heads, tokens, hidden, dtype=torch.float32, device=queries.device)
     out = torch.empty(batch, heads, tokens, 1, buckets, dtype=torch.float32, device=queries.device)
