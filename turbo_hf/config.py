@@ -35,6 +35,12 @@ def _one_of(field: str, value: object, allowed: tuple[object, ...], owner: str =
         raise ValueError(f"{owner}.{field} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
 
 
+def at_least(field: str, value: object, least: int, owner: str) -> None:
+    """ValueError unless the value is a whole number, and no bool, of at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{owner}.{field} must be a whole number of at least {least}; got {value!r}.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseConfig:
     """Which of the cached keys a decode step attends to (SAAP): all, or some buckets of them and the dense part.
@@ -86,10 +92,10 @@ class SparseConfig:
         if self.probes is not None and self.mass is not None:
             raise ValueError("SparseConfig takes probes or mass, not both: a number of buckets or a share of mass.")
         for field, least in (("buckets", 2), ("tables", 2), ("sink_tokens", 0), ("window_tokens", 1), ("seed", 0)):
-            _at_least(field, getattr(self, field), least)
+            at_least(field, getattr(self, field), least, "SparseConfig")
         for field in ("probes", "most_probes"):
             if getattr(self, field) is not None:
-                _at_least(field, getattr(self, field), 1)
+                at_least(field, getattr(self, field), 1, "SparseConfig")
         for field, most in (("buckets", MOST_BUCKETS), ("seed", LARGEST_SEED)):
             if getattr(self, field) > most:
                 raise ValueError(f"SparseConfig.{field} must be at most {most}; got {getattr(self, field)}.")
@@ -154,11 +160,6 @@ class SparseConfig:
 
 
 DEFAULTS = {field.name: field.default for field in fields(SparseConfig)}
-
-
-def _at_least(field: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"SparseConfig.{field} must be a whole number of at least {least}; got {value!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

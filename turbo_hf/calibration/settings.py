@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from turbo_hf.calibration.heads import BLOCK
-from turbo_hf.config import LARGEST_SEED, MOST_BUCKETS
+from turbo_hf.config import LARGEST_SEED, MOST_BUCKETS, at_least
 
 MIN_KEYS = 32
 """Keys for each centroid, at least, where the number of centroids is left to the data."""
@@ -12,11 +12,6 @@ MIN_KEYS = 32
 ARCHITECTURES = ("mlp", "residual")
 DEFAULT_CLUSTERS = 1024
 SMALLEST_CLUSTERS = 8
-
-
-def _at_least(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"Settings.{name} must be a whole number of at least {least}; got {value!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +65,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name in ("iterations", "queries", "hidden", "steps", "batch", "layers_at_once"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1, "Settings")
         # head priorities look at whole blocks
-        _at_least("window", self.window, BLOCK)
-        _at_least("windows", self.windows, 2)
+        at_least("window", self.window, BLOCK, "Settings")
+        at_least("windows", self.windows, 2, "Settings")
         for name in ("local", "far", "seed"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0, "Settings")
         if self.clusters is not None:
-            _at_least("clusters", self.clusters, 2)
+            at_least("clusters", self.clusters, 2, "Settings")
         for name, most in (("clusters", MOST_BUCKETS), ("seed", LARGEST_SEED)):
             if (getattr(self, name) or 0) > most:
                 raise ValueError(f"Settings.{name} must be at most {most}; got {getattr(self, name)}.")
