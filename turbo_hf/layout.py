@@ -61,8 +61,11 @@ SCORE_LIMIT = 45_000.0
 
 There INT8 queries tell nothing apart, and float32 no longer tells the largest P of a tile from 128."""
 
-V_TOP = {"turbo": 127.0, "int8": 127.0, "fp8": 448.0}
-"""Largest value code of the attention modes that quantize values; FP8 is e4m3."""
+E4M3_MAX = 448.0
+"""Largest number of FP8 e4m3, the type of values and P in FP8."""
+
+V_TOP = {"turbo": float(INT8_MAX), "int8": float(INT8_MAX), "fp8": E4M3_MAX}
+"""Largest value code of the attention modes that quantize values."""
 
 BITS = (8, 4, 3, 2)
 """Widths of codes."""

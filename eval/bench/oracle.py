@@ -5,12 +5,10 @@ from typing import NamedTuple
 
 import torch
 
-from turbo_hf.layout import AttentionOutput
+from turbo_hf.layout import E4M3_MAX, AttentionOutput
 
 TILE_SCORES = 1 << 24
 """Scores held at a time, 128 MiB of float64: bounds the memory at any length."""
-
-E4M3_MAX = 448.0
 
 
 class Errors(NamedTuple):

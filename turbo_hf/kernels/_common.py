@@ -1,8 +1,13 @@
 """What the kernels share."""
 
+import math
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
@@ -59,7 +64,7 @@ def value_order(position):
 @triton.jit
 def tanh(x):
     """tanh through exp2; right at both ends."""
-    return 1 - 2 / (tl.exp2(x * 2.8853900817779268) + 1)
+    return 1 - 2 / (tl.exp2(x * (2 * LOG2_E)) + 1)
 
 
 @triton.jit
@@ -70,4 +75,4 @@ def sas(x, threshold):
     whole = tl.floor(y)
     f = y - whole
     cubic = ((-0.1025 * f + 0.4626) * f - 0.9922) * f + 0.9996
-    return tl.where(x < threshold, 0.0, tl.exp2(whole * -1.4426950408889634) * cubic)
+    return tl.where(x < threshold, 0.0, tl.exp2(whole * -LOG2_E) * cubic)

@@ -3,11 +3,9 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import sas
+from turbo_hf.kernels._common import LN_2, sas
 from turbo_hf.kernels.unpack import digits
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 INT8_MAX = tl.constexpr(127)
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a number below 2^22, it leaves the nearest integer in the low bits, ties to even."""

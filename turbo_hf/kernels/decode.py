@@ -16,8 +16,8 @@ of one such type, `turbo_hf.kernels.full` takes the place of the loop.
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import await_launch, tanh
-from turbo_hf.kernels.block_attention import LOG2_E, accumulate, attend, scores
+from turbo_hf.kernels._common import LOG2_E, await_launch, tanh
+from turbo_hf.kernels.block_attention import accumulate, attend, scores
 from turbo_hf.kernels.full import attend_full
 from turbo_hf.kernels.merge import settle
 from turbo_hf.kernels.queries import channels_of, prepare, query_rows

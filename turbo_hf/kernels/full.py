@@ -11,8 +11,8 @@ of the first product and the channels in that of the second, so that the few que
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import tanh
-from turbo_hf.kernels.block_attention import LOG2_E, even
+from turbo_hf.kernels._common import LOG2_E, tanh
+from turbo_hf.kernels.block_attention import even
 from turbo_hf.kernels.tiles import packed_bytes
 from turbo_hf.kernels.unpack import entry, handed
 

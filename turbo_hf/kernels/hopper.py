@@ -11,6 +11,8 @@ by side because their keys fit the L2 cache together, Hq query heads, G of them 
 of o; it counts key tiles, s is a tile's stage in shared memory.
 """
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,11 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from turbo_hf.kernels._common import LN_2
+
 _GUARD = gl.constexpr(16.0)  # the reference of a tile may lie at most this far (log2) under the running maximum
 _MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer in the low bits
-_LOG2_448 = gl.constexpr(8.807354922057604)
-_LOG2_127 = gl.constexpr(6.98868468677217)
-_LN2 = gl.constexpr(0.6931471805599453)
+_LOG2_448 = gl.constexpr(math.log2(448))
+_LOG2_127 = gl.constexpr(6.98868468677217)  # rounded to 15 digits, the same float32
 _SCORE_LIMIT = gl.constexpr(45_000.0)  # as in `layout`
 
 
@@ -333,7 +336,7 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         out = gl.convert_layout(out.to(o.dtype.element_ty), io_layout)
         _store_out(o + (bh // Hq).to(gl.int64) * sob + (bh % Hq).to(gl.int64) * soh, out, row, som, M, D, io_layout)
         rows = row + gl.arange(0, 64, layout=row_layout)
-        _store_lse(lse + bh.to(gl.int64) * M, (ref - OFFSET + gl.log2(total)) * _LN2, rows, broken + bh, M)
+        _store_lse(lse + bh.to(gl.int64) * M, (ref - OFFSET + gl.log2(total)) * LN_2, rows, broken + bh, M)
 
 
 @gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G"])

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels.block_attention import LN_2, LOG2_E, even
+from turbo_hf.kernels._common import LN_2, LOG2_E
+from turbo_hf.kernels.block_attention import even
 from turbo_hf.kernels.queries import rows_of
 
 STATS = tl.constexpr(4)

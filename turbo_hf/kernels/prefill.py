@@ -12,10 +12,8 @@ is the rescaling that flash attention does anyway.
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import as_int8, in_value_order, sas, tanh, value_order
+from turbo_hf.kernels._common import LN_2, LOG2_E, as_int8, in_value_order, sas, tanh, value_order
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 SCORE_LIMIT = tl.constexpr(45_000.0)  # as in `layout`
 DEPTH = tl.constexpr(16.0)  # a tile further below the running maximum, in log2, is scaled by what lies this far below
 
@@ -59,7 +57,7 @@ def _step(
     base = tl.where(ref_new == float("-inf"), 0.0, ref_new)
     if SAS:
         own = tl.where(here == float("-inf"), base, here)
-        p = sas((s - own[:, None]) * LN2, threshold) * tl.exp2(own - base + P_LOG2)[:, None]
+        p = sas((s - own[:, None]) * LN_2, threshold) * tl.exp2(own - base + P_LOG2)[:, None]
     else:
         p = tl.exp2(s - (base - P_LOG2)[:, None])
     total = total * tl.exp2(ref - base) + tl.sum(p, 1)
@@ -229,7 +227,7 @@ def _finish(acc, total, ref, worth, sink, P_LOG2: tl.constexpr):
     kept = tl.exp2(ref - safe)
     total = total * kept + tl.exp2(sink - safe + P_LOG2)
     gain = kept * tl.exp2(worth) / tl.where(total > 0, total, 1.0)
-    return acc * gain[:, None], (safe - P_LOG2 + tl.log2(total)) * LN2
+    return acc * gain[:, None], (safe - P_LOG2 + tl.log2(total)) * LN_2
 
 
 @triton.jit
@@ -279,7 +277,7 @@ def _attend(
         inside = (m < count)[:, None] & (d < D)[None, :]
         column = (start + m).to(tl.int64)
         at = row * stride_qb + head * stride_qh + column[:, None] * stride_qm + d[None, :]
-        q, row_scale = _queries(q_ptr, at, inside, scaling * LOG2E, broken_ptr + row_head, QK_INT8, WIDE)
+        q, row_scale = _queries(q_ptr, at, inside, scaling * LOG2_E, broken_ptr + row_head, QK_INT8, WIDE)
 
         acc = tl.zeros((BLOCK_M, DP), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -298,9 +296,9 @@ def _attend(
 
         if ROTATED:
             at = row * stride_rb + head * stride_rh + column[:, None] * stride_rm + d[None, :]
-            q, row_scale = _queries(q_rotated_ptr, at, inside, scaling * LOG2E, broken_ptr + row_head, QK_INT8, WIDE)
+            q, row_scale = _queries(q_rotated_ptr, at, inside, scaling * LOG2_E, broken_ptr + row_head, QK_INT8, WIDE)
         if BIAS:
-            bias = tl.load(bias_ptr + row_head * tokens + column, mask=m < count, other=0.0) * LOG2E
+            bias = tl.load(bias_ptr + row_head * tokens + column, mask=m < count, other=0.0) * LOG2_E
         if V_CHANNEL:
             channel = tl.load(channel_ptr + kv_row * D + d, mask=d < D, other=1.0)
             if PAST:
@@ -333,7 +331,7 @@ def _attend(
 
         sink = float("-inf")
         if SINKS:
-            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+            sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         out, lse = _finish(acc, total, ref, worth, sink, P_LOG2)
         if QK_INT8:
             wild = (m < count) & (tl.abs(lse) > SCORE_LIMIT) & (tl.abs(lse) < float("inf"))

@@ -7,8 +7,7 @@ of a bucket stand together, so that most of what is read is asked for.
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import await_launch, to_l2
-from turbo_hf.kernels.block_attention import LOG2_E
+from turbo_hf.kernels._common import LOG2_E, await_launch, to_l2
 from turbo_hf.kernels.decode import walk, walk_open
 from turbo_hf.kernels.merge import settle
 from turbo_hf.kernels.queries import prepare, query_rows

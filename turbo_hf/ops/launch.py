@@ -1,5 +1,6 @@
 """Launches of the prefill kernels. Imported where one runs: it needs Triton."""
 
+import math
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from turbo_hf.ops.tuning import prefill_tiles
 from turbo_hf.reference.operands import align, key_mean, ratio
 from turbo_hf.reference.rotate import key_shift, query_shift
 
-P_LOG2 = {"turbo": 6.988684686772166, "int8": 6.988684686772166, "fp8": 8.807354922057604, "half": 0.0, "fp16": 0.0}
-"""log2 of what the largest P of a key tile becomes: 127 in INT8, 448 in FP8."""
+P_LOG2 = {mode: math.log2(top) for mode, top in V_TOP.items()} | {"half": 0.0, "fp16": 0.0}
+"""log2 of what the largest P of a key tile becomes: 127 in INT8, 448 in FP8, as of values."""
 
 REPAIR_PROGRAMS = 264
 """Programs that look whether any head holds NaN or Inf: two for each SM of an H200."""
@@ -230,4 +231,4 @@ def _hopper_serves(q: torch.Tensor, parts: Operands, mode: str, block: int) -> b
 
 def _log2(softcap: float | None) -> float:
     """The cap in units of log2."""
-    return 0.0 if softcap is None else softcap * 1.4426950408889634
+    return 0.0 if softcap is None else softcap * math.log2(math.e)

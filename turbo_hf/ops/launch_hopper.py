@@ -1,6 +1,7 @@
 """Launch of the prompt kernel for Hopper. Imported where it runs: it needs Triton 3.6 and its Gluon."""
 
 import functools
+import math
 
 import torch
 import triton
@@ -55,6 +56,6 @@ def attend(
     hopper_prefill_kernel[(min(items, _multiprocessors(q.device)),)](
         q, keys, values, parts.k_scale, v_log2, broken, out, lse,
         *q.stride()[:3], out.stride(0), out.stride(2), out.stride(1), tokens, padded, items,
-        triton.cdiv(tokens, TILE), together, heads, group, scaling * 1.4426950408889634,
+        triton.cdiv(tokens, TILE), together, heads, group, scaling * math.log2(math.e),
         D=dim, STAGES=STAGES[dim], CAUSAL=causal, FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
     )  # fmt: skip

@@ -8,14 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from turbo_hf.layout import INT8_MAX, AttentionOutput
+from turbo_hf.layout import E4M3_MAX, INT8_MAX, AttentionOutput
 from turbo_hf.reference.softmax import sas_exp
 
 TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
-
-FP8_PEAK = 448.0
-"""What the largest P of a tile is in FP8."""
 
 
 class Operand(NamedTuple):
@@ -147,7 +144,7 @@ def _rounded(weight: torch.Tensor, p_type: str) -> tuple[torch.Tensor, torch.Ten
     if p_type == "int8":
         return torch.round(weight * (INT8_MAX / peak)), peak / INT8_MAX
     if p_type == "fp8":
-        return (weight * (FP8_PEAK / peak)).float().to(torch.float8_e4m3fn).to(weight.dtype), peak / FP8_PEAK
+        return (weight * (E4M3_MAX / peak)).float().to(torch.float8_e4m3fn).to(weight.dtype), peak / E4M3_MAX
     return (weight / peak).to(getattr(torch, p_type)).to(weight.dtype), peak
 
 
