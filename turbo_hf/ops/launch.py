@@ -13,7 +13,8 @@ from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_ke
 from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type, power_of_two
 from turbo_hf.ops import launch_store
 from turbo_hf.ops.tuning import prefill_tiles
-from turbo_hf.reference.operands import align, key_mean, ratio
+from turbo_hf.reference.division import ratio
+from turbo_hf.reference.operands import align, key_mean
 from turbo_hf.reference.rotate import key_shift, query_shift
 
 P_LOG2 = {mode: math.log2(top) for mode, top in V_TOP.items()} | {"half": 0.0, "fp16": 0.0}

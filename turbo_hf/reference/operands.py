@@ -3,6 +3,7 @@
 import torch
 
 from turbo_hf.layout import INT8_MAX, V_TOP, Operands, value_order
+from turbo_hf.reference.division import ratio, scaled
 from turbo_hf.reference.rotate import key_shift, rotate
 
 __all__ = ["quantize_operands"]
@@ -82,20 +83,3 @@ def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     """x [B, H, M, D] -> [B, H, blocks, block, D], zeros behind the end."""
     whole = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))
     return whole.reshape(*x.shape[:2], -1, block, x.shape[3])
-
-
-def scaled(x: torch.Tensor, largest: torch.Tensor, top: float) -> torch.Tensor:
-    """x * (top / largest) in float64, and 0 where largest is 0; largest is float32 with x's leading dimensions.
-
-    The quotient is rounded to float32 and the product is not, which is what a fused multiply-add rounds to a code.
-    """
-    inverse = ratio(top, torch.where(largest > 0, largest, 1.0))
-    return x.double() * inverse.double()[(...,) + (None,) * (x.dim() - largest.dim())]
-
-
-def ratio(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
-    """a / b by one IEEE division in float32. torch multiplies by a rounded reciprocal where one of them is a number."""
-    like = a if isinstance(a, torch.Tensor) else b
-    assert isinstance(like, torch.Tensor)
-    full = [x if isinstance(x, torch.Tensor) else torch.full_like(like, x) for x in (a, b)]
-    return full[0] / full[1]

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import INT8_MAX, SAS_TILE, SCORE_LIMIT, AttentionOutput, KVStore, Operands, half_type, value_order
+from turbo_hf.reference.division import ratio, scaled
 from turbo_hf.reference.flash import Operand, Run, Scoring, flash
-from turbo_hf.reference.operands import align, quantize_operands, ratio, scaled
+from turbo_hf.reference.operands import align, quantize_operands
 from turbo_hf.reference.rotate import query_shift, rotate
 from turbo_hf.reference.store import sealed_tokens, stored
 

@@ -3,6 +3,7 @@
 import torch
 
 from turbo_hf.layout import CODE_MAX, FULL, KVStore, PagedHeads, half_split, narrowed, value_order
+from turbo_hf.reference.division import ratio
 from turbo_hf.reference.rotate import query_shift, rotate
 from turbo_hf.reference.store import expand, unpack_blocks
 
@@ -10,21 +11,16 @@ __all__ = ["dequantize", "head_scores", "quantize_blocks", "quantize_tokens", "s
 
 
 def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    own = _share(x.abs().amax(-1).float()) if scale is None else scale
+    own = ratio(x.abs().amax(-1).float(), CODE_MAX) if scale is None else scale
     return _codes(x, own[..., None]), own
 
 
 def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     tail = -x.shape[-2] % block
     blocks = torch.nn.functional.pad(x, (0, 0, 0, tail)).unflatten(-2, (-1, block))
-    scale = _share(blocks.abs().amax((-1, -2)).float())
+    scale = ratio(blocks.abs().amax((-1, -2)).float(), CODE_MAX)
     codes = _codes(blocks, scale[..., None, None]).flatten(-3, -2)
     return codes[..., : x.shape[-2], :], scale
-
-
-def _share(largest: torch.Tensor) -> torch.Tensor:
-    """largest / 119 by an IEEE division, on every device: CUDA multiplies by a rounded reciprocal of a number."""
-    return largest / torch.full_like(largest, CODE_MAX)
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import FULL, INT8_MAX, AttentionOutput, KVStore
+from turbo_hf.reference.division import ratio, scaled
 from turbo_hf.reference.flash import Operand, Run, Scoring, flash
-from turbo_hf.reference.operands import ratio, scaled
 from turbo_hf.reference.store import expand
 
 
