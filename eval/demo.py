@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.needle import Needle
+from turbo_hf.eval.prompts import until
 from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.handle import Handle
 from turbo_hf.patching import patch
@@ -54,7 +56,7 @@ def run_method(
     rehearse: run everything once before the clock runs.
     """
     replies: list[list[int]] = []
-    stored, cached, seconds = 0.0, 0, 0.0
+    stored, cached, seconds = 0, 0, 0.0
 
     def reply(inputs: Any, count: int = new_tokens) -> Any:
         options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
@@ -71,23 +73,12 @@ def run_method(
         out = reply(inputs)
         new = out.sequences[:, inputs.input_ids.shape[1] :].tolist()
         seconds += time.perf_counter() - start
-        if handle is None:
-            # a dense cache stores padding; counting columns does not hold that against it
-            stored += sum(x.nbytes for layer in out.past_key_values.layers for x in (layer.keys, layer.values))
-            cached += len(new) * out.past_key_values.get_seq_length()
-        else:
-            memory = handle.memory()
-            stored += memory.total
-            cached += memory.tokens
+        size, held = cache_size(out.past_key_values, len(new), handle)
+        stored, cached = stored + size, cached + held
         ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-        replies += [_until(row, ends) for row in new]
+        replies += [until(row, ends) for row in new]
         advance(len(new))
     return Run(replies, stored / cached, seconds)
-
-
-def _until(tokens: list[int], ends: set[int]) -> list[int]:
-    stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[:stop]
 
 
 def demo(

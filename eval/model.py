@@ -15,7 +15,7 @@ from tqdm import tqdm
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import applied, method_named
-from turbo_hf.eval.prompts import Prompts
+from turbo_hf.eval.prompts import Prompts, until
 
 Request = tuple[Any, list[int], list[int]]
 """(what the harness caches the answer under or None, context token ids, continuation token ids)."""
@@ -238,7 +238,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
             new = sequences[:, context.shape[1] :].tolist()
             seconds = time.perf_counter() - started
             ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
-            tokens = sum(next((i for i, token in enumerate(row) if token in ends), len(row)) for row in new)
+            tokens = sum(len(until(row, ends)) for row in new)
             stored, held = cache_size(made.past_key_values, len(context), self.handle)
             self._on_batch(Batch(len(context), tokens, seconds, stored, held, self._keys_since()))
         return sequences

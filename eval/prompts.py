@@ -1,4 +1,7 @@
-"""Token ids of prompts, made once for all methods: of long prompts they take as long as a small model does."""
+"""Token ids of prompts, made once for all methods: of long prompts they take as long as a small model does.
+
+Also where the token ids of a reply end.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,3 +43,9 @@ class Prompts:
             ids[at, width - len(row) :] = row
             mask[at, width - len(row) :] = 1
         return ids, mask
+
+
+def until(tokens: list[int], ends: set[int]) -> list[int]:
+    """A reply without its end: what comes before the first of `ends`."""
+    stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:stop]
