@@ -18,6 +18,9 @@ from turbo_hf.patching import patch
 
 BASELINE = "baseline"
 
+NEW_TOKENS = 16
+"""The longest reply."""
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -47,7 +50,6 @@ def run_method(
     prompts: list[Needle],
     handle: Handle | None,
     batch: int,
-    new_tokens: int,
     advance: Callable[[int], None],
     rehearse: bool,
 ) -> Run:
@@ -58,7 +60,7 @@ def run_method(
     replies: list[list[int]] = []
     stored, cached, seconds = 0, 0, 0.0
 
-    def reply(inputs: Any, count: int = new_tokens) -> Any:
+    def reply(inputs: Any, count: int = NEW_TOKENS) -> Any:
         options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
         return model.generate(**inputs, **options, return_dict_in_generate=True)
 
@@ -88,7 +90,6 @@ def demo(
     methods: list[str],
     *,
     batch: int = 8,
-    new_tokens: int = 16,
     rehearse: bool | None = None,
     advance: Callable[[str, int], None] = lambda method, done: None,
 ) -> Iterator[tuple[Row, list[str]]]:
@@ -98,7 +99,7 @@ def demo(
         model, tokenizer: loaded; the tokenizer pads left.
         prompts: from `needles`.
         methods: presets, in order.
-        batch: prompts a batch. new_tokens: the longest reply.
+        batch: prompts a batch.
         rehearse: run everything once before the clock runs; None: on a GPU, where kernels are compiled at first use.
         advance: told the method and how many prompts it has just finished.
     """
@@ -109,7 +110,7 @@ def demo(
         )
         with torch.inference_mode(), without_plans(), patched as handle:
             twice = model.device.type == "cuda" if rehearse is None else rehearse
-            run = run_method(model, tokenizer, prompts, handle, batch, new_tokens, partial(advance, method), twice)
+            run = run_method(model, tokenizer, prompts, handle, batch, partial(advance, method), twice)
         base = base or run
         texts = tokenizer.batch_decode(run.replies, skip_special_tokens=True)
         yield _row(method, prompts, texts, run, base), texts
