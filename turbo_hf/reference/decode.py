@@ -19,5 +19,5 @@ def decode(
     mode: str = "turbo",
     sas_threshold: float | None = None,
 ) -> AttentionOutput:
-    how = Scoring(scaling, True, window, softcap, sas_threshold, "none" if mode == "fp16" else "int8")
+    how = Scoring(scaling, True, window, softcap, sas_threshold, None if mode == "fp16" else torch.int8)
     return attend(q, store, how, starts, sinks)

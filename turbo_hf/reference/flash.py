@@ -30,7 +30,7 @@ class Run(NamedTuple):
     """Keys and values that the queries see, and the queries as these keys see them.
 
     tile: tokens that share one scale of P. bias: [B, Hq, M], what is added to the scores of a query, or None.
-    own: the keys are the queries' own, in the same order. p_type: how P is rounded here; None: as `Scoring` says.
+    own: the keys are the queries' own, in the same order. exact: P is not rounded here.
     chosen: bool [B, Hkv or Hq, M, T], keys that the query heads of a KV head or each of them may see; None: all.
     """
 
@@ -40,7 +40,7 @@ class Run(NamedTuple):
     tile: int
     bias: torch.Tensor | None = None
     own: bool = False
-    p_type: str | None = None
+    exact: bool = False
     chosen: torch.Tensor | None = None
 
 
@@ -53,14 +53,14 @@ class State(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What is done to scores, and how P is rounded: "int8", "fp8", a 16-bit dtype's name, or "none"."""
+    """What is done to scores, and the type that P is rounded to: INT8, FP8 or 16 bit; None: it is not."""
 
     scaling: float
     causal: bool
     window: int | None
     softcap: float | None
     sas_threshold: float | None
-    p_type: str
+    p_type: torch.dtype | None
 
 
 def flash(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> AttentionOutput:
@@ -128,24 +128,25 @@ def _run(state: State, run: Run, how: Scoring) -> State:
     top = torch.maximum(state.top, own.amax(-1))
     finite = top.masked_fill(top == -torch.inf, 0.0)
     moved, moves = torch.exp(state.top - finite), torch.exp(own - finite[..., None])
-    codes, unit = _rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), run.p_type or how.p_type)
+    p_type = None if run.exact else how.p_type
+    codes, unit = _rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), p_type)
     weight = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3)
     part = (weight @ run.v.x).unflatten(2, (group, rows))
     total = state.total * moved + (p.sum(-1) * moves).sum(-1)
     return State(top, total, state.acc * moved[..., None] + part)
 
 
-def _rounded(weight: torch.Tensor, p_type: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [..., tile] as the second product reads them: codes, and what one of them is worth [..., 1]."""
     peak = weight.amax(-1, keepdim=True)
     peak = torch.where(peak > 0, peak, 1.0)
-    if p_type == "none":
+    if p_type is None:
         return weight, torch.ones_like(peak)
-    if p_type == "int8":
+    if p_type == torch.int8:
         return torch.round(weight * (INT8_MAX / peak)), peak / INT8_MAX
-    if p_type == "fp8":
+    if p_type == torch.float8_e4m3fn:
         return (weight * (E4M3_MAX / peak)).float().to(torch.float8_e4m3fn).to(weight.dtype), peak / E4M3_MAX
-    return (weight / peak).to(getattr(torch, p_type)).to(weight.dtype), peak
+    return (weight / peak).to(p_type).to(weight.dtype), peak
 
 
 def _allowed(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:

@@ -11,6 +11,9 @@ from turbo_hf.reference.operands import align, quantize_operands
 from turbo_hf.reference.rotate import query_shift, rotate
 from turbo_hf.reference.store import sealed_tokens, stored
 
+P_TYPES = {"turbo": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": None}
+"""What P is rounded to (`Scoring.p_type`); the mode "half" asks the queries' type."""
+
 
 def prefill(
     q: torch.Tensor,
@@ -57,7 +60,7 @@ def prefill(
         bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scaling
     runs.append(Run(turned, keys, values, block, bias, own=True))
 
-    p_type = {"turbo": "int8", "int8": "int8", "fp8": "fp8", "fp16": "none"}.get(mode) or str(half_type(q.dtype))[6:]
+    p_type = P_TYPES[mode] if mode in P_TYPES else half_type(q.dtype)
     out, lse = flash(runs, Scoring(scaling, causal, window, softcap, sas_threshold, p_type), sinks)
     wild = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
     if starts is not None:

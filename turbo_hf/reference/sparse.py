@@ -44,7 +44,7 @@ def sparse_decode(
         kept = kept | (causal[:, None] & _met(own, visited, places, meetings))
     if read is not None:
         read += kept.unflatten(1, (heads, -1)).any(2).sum()
-    how = Scoring(scaling, True, None, softcap, sas_threshold, "none" if mode == "fp16" else "int8")
+    how = Scoring(scaling, True, None, softcap, sas_threshold, None if mode == "fp16" else torch.int8)
     return attend(q, store, how, starts, sinks, kept)
 
 

@@ -21,9 +21,9 @@ def attend(
     """Attention to the keys `chosen`, bool [B, Hkv or Hq, M, T] by place in the row (as in `expand`); None: to all."""
     options: dict[str, Any] = {"starts": starts, "sinks": sinks, "chosen": chosen}
     found = _attend(q, store, how=how, **options)
-    if how.p_type != "none" and store.k_open.dtype != torch.int8:
+    if how.p_type is not None and store.k_open.dtype != torch.int8:
         # heads of 16 bit are computed as they are stored
-        as_stored = _attend(q, store, how=how._replace(p_type="none"), **options)
+        as_stored = _attend(q, store, how=how._replace(p_type=None), **options)
         full = _full_heads(store).repeat_interleave(q.shape[1] // store.order.shape[1], 1)[:, :, None]
         found = AttentionOutput(
             torch.where(full[..., None], as_stored.out, found.out), torch.where(full, as_stored.lse, found.lse)
@@ -40,7 +40,7 @@ def _attend(
     sinks: torch.Tensor | None,
     chosen: torch.Tensor | None,
 ) -> AttentionOutput:
-    """Every head alike: q and P in INT8 on INT8 codes, unless P is to be "none" or the keys are no codes."""
+    """Every head alike: q and P in INT8 on INT8 codes, unless P is not to be rounded or the keys are no codes."""
     acc = torch.promote_types(q.dtype, torch.float32)
     batch, _, tokens, _ = q.shape
     k, k_scale, v, v_scale, index = expand(store)
@@ -52,17 +52,17 @@ def _attend(
     query = query.masked_fill(padding, -1)
     plain = Operand(q.to(acc), q.new_ones(q.shape[:3], dtype=acc), query)
     rounded = plain
-    if how.p_type == "int8":
+    if how.p_type == torch.int8:
         x = q.masked_fill(padding[:, None, :, None], 0.0).float()
         largest = x.abs().amax(-1)
         codes = torch.round(scaled(x, largest, INT8_MAX))
         rounded = Operand(codes.to(acc), ratio(largest, INT8_MAX).to(acc), query)
     keys, values = Operand(k.to(acc), k_scale.to(acc), index), Operand(v.to(acc), v_scale.to(acc), index)
     runs = [Run(rounded, keys, values, store.block, chosen=chosen)]
-    if store.k_open.dtype != torch.int8 and how.p_type == "int8":
+    if store.k_open.dtype != torch.int8 and how.p_type == torch.int8:
         # the open tokens are no codes
         opened = (index >= store.sealed[:, None] * store.block) & (index >= 0)
-        runs.append(Run(plain, keys, values, store.block, p_type="none", chosen=chosen))
+        runs.append(Run(plain, keys, values, store.block, exact=True, chosen=chosen))
         runs = [
             run._replace(k=run.k._replace(place=index.masked_fill(hidden, -1)))
             for run, hidden in zip(runs, (opened, ~opened), strict=True)
