@@ -7,13 +7,13 @@ import platform
 import sys
 from datetime import UTC, datetime
 from importlib import resources
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from turbo_hf.eval.bench.facts import facts
+from turbo_hf.versions import version_of
 
 META = "run_meta.json"
 BY_METHOD = "calibrations"
@@ -73,17 +73,10 @@ def identity(model: Any, tokenizer: Any, tasks: dict[str, Any], options: dict[st
         "tokenizer": vocabulary(tokenizer),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": about["gpu"] or model.device.type,
-        "versions": {name: _version(name) for name in packages} | {"python": platform.python_version()},
+        "versions": {name: version_of(name) for name in packages} | {"python": platform.python_version()},
         "source": source_digest(),
         "tasks": items_digest(tasks),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from turbo_hf.config import PRESETS
 from turbo_hf.handle import Report
 from turbo_hf.patching import patch
 from turbo_hf.selfcheck import SelfCheck, compare, probe
-from turbo_hf.versions import NEWEST, OLDEST, check_version
+from turbo_hf.versions import NEWEST, OLDEST, check_version, version_of
 
 DEFAULT = "turbo4"
 """The preset of `patch`."""
@@ -41,11 +40,7 @@ class Diagnosis:
 def machine() -> Machine:
     """Look at this machine."""
     versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
+    versions |= {package: version_of(package) or "not installed" for package in PACKAGES}
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_gpu(i) for i in range(count))
     problem = check_version()

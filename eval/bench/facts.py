@@ -2,13 +2,13 @@
 
 import shutil
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from turbo_hf.doctor import machine
+from turbo_hf.versions import version_of
 
 SHOWN = ("torch", "triton", "transformers", "sageattention", "driver")
 
@@ -16,7 +16,7 @@ SHOWN = ("torch", "triton", "transformers", "sageattention", "driver")
 def facts(device: torch.device) -> dict[str, Any]:
     """Device, versions (None: not there) and commit (None: no checkout), ready for JSON."""
     gpu: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    versions: dict[str, Any] = {**machine().versions, "sageattention": _version("sageattention")}
+    versions: dict[str, Any] = {**machine().versions, "sageattention": version_of("sageattention")}
     if gpu is not None:
         versions |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": _driver()}
     return {
@@ -33,13 +33,6 @@ def headline(found: dict[str, Any]) -> str:
     versions = [f"{name} {found['versions'][name]}" for name in SHOWN if found["versions"].get(name)]
     commit = f", commit {found['commit']}" if found["commit"] else ""
     return f"{found['gpu'] or 'CPU'}; {', '.join(versions)}{commit}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:
