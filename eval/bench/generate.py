@@ -14,6 +14,7 @@ from transformers import LogitsProcessor
 
 from turbo_hf.config import resolve_config
 from turbo_hf.eval.bench.timing import free_memory
+from turbo_hf.eval.methods import BACKENDS
 from turbo_hf.patching import patch
 
 SDPA = "SDPA"
@@ -121,14 +122,13 @@ def methods(presets: list[str], cuda_graphs: bool = True) -> list[Method]:
     """
     for preset in presets:
         resolve_config(preset)
-    backends = {"quanto": ("optimum.quanto", {}), "hqq": ("hqq", {"axis_key": 1, "axis_value": 1})}
     quantized = [
         Method(
             f"{name} 4 bit",
             options={"cache_implementation": "quantized", "cache_config": {"backend": name, "nbits": 4, **axes}},
             missing="" if _installed(package) else package,
         )
-        for name, (package, axes) in backends.items()
+        for name, (package, _, axes) in BACKENDS.items()
     ]
     return [Method(SDPA), *(Method(preset, preset, cuda_graphs=cuda_graphs) for preset in presets), *quantized]
 
