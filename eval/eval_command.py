@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from turbo_hf.calibration.artifacts import Calibration, find
+from turbo_hf.calibration.artifacts import Calibration, find, write_whole
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
@@ -25,7 +25,7 @@ from turbo_hf.eval.methods import (
 )
 from turbo_hf.eval.output import Report, show, write_report
 from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import BY_METHOD, identity, open_run, write_whole
+from turbo_hf.eval.record import BY_METHOD, identity, open_run
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve_command import TRACE, Plan, serve
 from turbo_hf.eval.suites import SUITES, Limits, build

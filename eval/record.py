@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from turbo_hf.calibration.artifacts import write_whole
 from turbo_hf.eval.bench.facts import facts
 from turbo_hf.versions import version_of
 
@@ -123,10 +124,3 @@ def _differences(before: dict[str, Any], now: dict[str, Any], under: str = "") -
         elif old != new:
             found.append(f"{under}{key} was {old}, now {new}")
     return found
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is either there in full or not at all."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, "utf-8")
-    part.replace(path)

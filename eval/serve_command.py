@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from turbo_hf.calibration.artifacts import write_whole
 from turbo_hf.console import err, load
 from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.options import as_json, find_device
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated, method_named
 from turbo_hf.eval.output import Report, Table, show, write_report
-from turbo_hf.eval.record import identity, open_run, write_whole
+from turbo_hf.eval.record import identity, open_run
 from turbo_hf.eval.report_plots import memory_plot
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary

@@ -148,10 +148,7 @@ class Calibration:
             raise ValueError(f"folder must be a folder, or the name of a new one; {str(folder)!r} is a file.")
         path.mkdir(parents=True, exist_ok=True)
         for name, content in self._files().items():
-            # a reader never finds half a file
-            partial = path / f"{name}.partial"
-            partial.write_bytes(content)
-            partial.replace(path / name)
+            write_whole(path / name, content)
 
     def digest(self) -> str:
         """What tells calibrations apart: the start of a SHA-256 of the files in which this one is kept."""
@@ -229,6 +226,13 @@ class Calibration:
                 raise OSError(f"{missing} {str(name)!r}, or it cannot be reached: {error}") from error
             missing = f"there is no {TENSORS} beside the {FACTS} in"
         return _read(parts[0], parts[1], str(name))
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file that is either there in full or not at all: a reader never finds half of it."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    partial.replace(path)
 
 
 def facts_hash(facts: Mapping[str, Any]) -> str:
