@@ -87,6 +87,8 @@ def eval_command(
             raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
     wanted = expanded([name for words in methods or ["turbo4"] for name in words.split(",") if name])
     try:
+        if not wanted:
+            raise ValueError(f"--methods names none; {known_methods()}.")
         for name in wanted:
             method_named(name)
         if suite not in SUITES:

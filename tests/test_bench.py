@@ -393,3 +393,10 @@ def test_first_token_of_a_tiny_model() -> None:
 
 def test_first_token_refuses_an_unknown_mode() -> None:
     check_refused("unknown mode fast", "first-token", "--tiny", "--mode", "fast", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    "words", [["prefill"], ["decode"], ["sparse"], ["generate"], ["first-token", "--length", "1k"]]
+)
+def test_a_cpu_does_not_run_what_is_sized_for_a_gpu(words: list[str]) -> None:
+    check_refused("the defaults are sized for a GPU, and this is a CPU. Choose", *words, "--device", "cpu")

@@ -55,24 +55,34 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["demo", "--model", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["demo", "--device", "nowhere"], "cannot load .* on nowhere"),
         (["demo", "--shortest", "20"], "has no room for the question"),
+        (["demo", "--shortest", "300", "--longest", "200"], "--shortest 300 is above --longest 200"),
+        (["demo", "--longest", "30"], "has no room for the question"),
+        (["doctor", LAB, "--device", "meta"], "--device meta holds no weights"),
+        (["eval", LAB, "--methods", ""], "--methods names none; methods are fp16, fp16-eager, int8"),
         (["eval", LAB, "--methods", "fp16,turbo5"], "unknown method turbo5; methods are fp16, fp16-eager, int8"),
         (["eval", LAB, "--suite", "all"], "unknown suite all; suites are smoke, core, reasoning, long, ruler, serve"),
         (["eval", LAB, "--data", "no/such-folder"], "expected the data folder at no/such-folder; there is none"),
         (["eval", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["plan", "no/such-folder"], "cannot read a config from 'no/such-folder'"),
         (["plan", LAB, "--gpu-memory", "much"], "expected an amount of memory like 80GB"),
+        (["plan", LAB, "--context", "long"], "expected a number of tokens like 4096 or 4k; got 'long'"),
     ],
     ids=[
         "method",
         "model",
         "device",
         "short",
+        "above",
+        "longest",
+        "meta",
+        "no-method",
         "eval-method",
         "eval-suite",
         "eval-data",
         "eval-model",
         "config",
         "memory",
+        "context",
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
@@ -85,7 +95,7 @@ def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) ->
 
 
 def test_plan_prints_what_fits() -> None:
-    result = run("plan", LAB, "--context", "4096", "--batch", "2", "--gpu-memory", "1GB", "--json")
+    result = run("plan", LAB, "--context", "4k", "--batch", "2", "--gpu-memory", "1GB", "--json")
     report = last_json(result)
     rows = {row["method"]: row for row in report["rows"]}
     assert set(rows) == {"fp16", *PRESETS}

@@ -300,6 +300,18 @@ def test_no_full_precision_copy_survives(llama: Any, config: TurboConfig, option
 # --- the trained model ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strict", ["raise", "fallback"])
+def test_stop_strings_and_token_healing(strict: Any) -> None:
+    """Transformers hands the tokenizer that they need on to the attention."""
+    model, tokenizer = lab_model()
+    batch = dict(tokenizer("The special magic number is 4281. The special magic number is", return_tensors="pt"))
+    for options in ({"stop_strings": ["."]}, {"token_healing": True}):
+        given: dict[str, Any] = {**batch, **options, "tokenizer": tokenizer, "max_new_tokens": 12, "do_sample": False}
+        want = model.generate(**given)
+        with turbo_hf.patch(model, "int8", strict=strict):
+            assert torch.equal(model.generate(**given), want)
+
+
 def lookup(pairs: int, seed: int) -> tuple[str, str]:
     """A JSON object of random keys and values with a question for one of them, and the answer."""
     generator = random.Random(seed)

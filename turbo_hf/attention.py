@@ -44,6 +44,8 @@ HARMLESS = frozenset(
         "logits_to_keep",
         "labels",
         "num_items_in_batch",
+        "tokenizer",
+        "assistant_tokenizer",
     }
 )
 """Keywords that pass through a model to its attention and change nothing there."""

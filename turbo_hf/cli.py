@@ -15,6 +15,7 @@ from turbo_hf.config import PRESETS
 from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.doctor import DEFAULT, Diagnosis, Machine, diagnose, machine, tested_range
 from turbo_hf.eval.bench.commands import bench
+from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.demo import Row, as_json, demo
 from turbo_hf.eval.eval_command import eval_command
 from turbo_hf.eval.needle import Needle, needles
@@ -32,8 +33,10 @@ CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"
 def demo_command(
     model: Annotated[str | None, typer.Option(help="A folder or a Hub id; default: the carried model.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many needles to look for.")] = 40,
-    shortest: Annotated[int, typer.Option(min=1, help="Tokens of the shortest prompt.")] = 256,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = 2048,
+    shortest: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the shortest prompt, at most; default: 256, or the longest.")
+    ] = None,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt, at most.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Prompts a batch.")] = 8,
     method: Annotated[list[str] | None, typer.Option(help="A preset; may be repeated. Default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
@@ -44,14 +47,17 @@ def demo_command(
     if model is None and not CARRIED.is_dir():
         raise fail("the carried model is not beside this installation; pass --model, a folder or a Hub id.")
     # a sparse preset needs a calibration
-    methods = method or [name for name, config in PRESETS.items() if config.sparse is None]
+    methods = list(dict.fromkeys(method or [])) or [name for name, config in PRESETS.items() if config.sparse is None]
     unknown = [name for name in methods if name not in PRESETS]
     if unknown:
         raise fail(f"unknown method {', '.join(unknown)}; presets are {', '.join(PRESETS)}.")
+    least = min(256, longest) if shortest is None else shortest
+    if least > longest:
+        raise fail(f"--shortest {least} is above --longest {longest}.")
     name = model or str(CARRIED)
     loaded, tokenizer = load(name, device)
     try:
-        asked = needles(tokenizer, prompts, shortest, longest, seed)
+        asked = needles(tokenizer, prompts, least, longest, seed)
         rows, example = _run_demo(loaded, tokenizer, asked, methods, batch)
     except ValueError as error:
         raise fail(str(error)) from error
@@ -116,7 +122,7 @@ def _print_demo(rows: list[Row], name: str, asked: list[Needle]) -> None:
 @app.command("plan")
 def plan_command(
     model: Annotated[str, typer.Argument(help="A folder, a config.json or a Hub id; weights are not loaded.")],
-    context: Annotated[int, typer.Option(min=1, help="Tokens of a row.")] = 131072,
+    context: Annotated[str, typer.Option(help="Tokens of a row, such as 128k or 131072.")] = "128k",
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     gpu_memory: Annotated[str, typer.Option(help="Memory of the GPU, such as 80GB or 24GiB.")] = "80GB",
     json_line: Json = False,
@@ -127,11 +133,11 @@ def plan_command(
     except (OSError, ValueError) as error:
         raise fail(f"cannot read a config from {model!r}: {error}") from error
     try:
-        weights = weight_bytes(config)
-        rows = plan(config, context=context, batch=batch, gpu_bytes=parse_bytes(gpu_memory), weights=weights)
+        weights, tokens = weight_bytes(config), parse_tokens(context)
+        rows = plan(config, context=tokens, batch=batch, gpu_bytes=parse_bytes(gpu_memory), weights=weights)
     except ValueError as error:
         raise fail(str(error)) from error
-    _print_plan(rows, f"{Path(model).name}: {context} tokens x {batch} on {gpu_memory}", context, batch, weights)
+    _print_plan(rows, f"{Path(model).name}: {tokens} tokens x {batch} on {gpu_memory}", tokens, batch, weights)
     trained = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if trained:
         out.print(f"The model was made for {trained:,} positions; what memory allows may be more.", style="dim")
@@ -144,7 +150,8 @@ def _print_plan(rows: list[PlanRow], title: str, context: int, batch: int, weigh
     table = Table(title=title)
     headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "method" else "right", overflow="fold")
+        first = heading == "method"
+        table.add_column(heading, justify="left" if first else "right", overflow="fold", no_wrap=first)
     for row in rows:
         longest = "no limit" if row.longest_context < 0 else f"{row.longest_context:,}"
         table.add_row(
@@ -216,4 +223,5 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
         verdict = "ok" if check.passed else "too coarse for this model"
         table.add_row(preset, f"{check.error:.1%}", f"{check.agreement:.0%} of {check.tokens}", verdict)
     out.print(table)
-    out.print("On random tokens; accuracy is measured on your tasks, not here.", style="dim")
+    told = "On random tokens, of which a model is least sure; accuracy is measured on your tasks, not here."
+    out.print(told, style="dim")

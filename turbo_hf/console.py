@@ -30,6 +30,8 @@ def choose_device(device: str) -> str:
 def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
     """Model and left-padding tokenizer; Exit with a sentence where they cannot be had."""
     device = choose_device(device)
+    if device == "meta":
+        raise fail("--device meta holds no weights to run; choose cpu or cuda.")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, padding_side="left")
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")

@@ -85,7 +85,7 @@ def patch(
     if text._attn_implementation == NAME:
         raise ValueError(
             "This model, or another that shares its config object, is patched already. Call remove() on the first "
-            "handle, then patch again."
+            "handle, then patch again. A copy of a patched model has no handle: copy it before it is patched."
         )
     warned: list[str] = []
     outdated = check_version()

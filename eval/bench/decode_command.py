@@ -11,7 +11,7 @@ from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow, run_case
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, PLANS, WIDTHS, Case, choose_cases
 from turbo_hf.eval.bench.ending import finish, keep, print_rows, untimed
 from turbo_hf.eval.bench.facts import facts, headline
-from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of
+from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, require_choice
 from turbo_hf.eval.bench.plot import plot_decode, require_matplotlib
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
@@ -47,6 +47,7 @@ def decode_command(
         if not cases:
             raise ValueError(f"no default case of {', '.join(shape or [])} is ragged; give --size.")
         stopwatch = Stopwatch(find_device(device))
+        require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
         if plans != [PLANS[0]] and (backend == "reference" or stopwatch.device.type != "cuda"):
             raise ValueError(f"--plan is of the kernel, which needs CUDA and no other backend; got {', '.join(plans)}.")
         if folder is not None:

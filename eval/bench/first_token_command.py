@@ -12,7 +12,7 @@ from turbo_hf.eval.bench.ending import finish, keep
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.first_token import Row, first_token
 from turbo_hf.eval.bench.models import random_model
-from turbo_hf.eval.bench.options import Folder, find_device, one_of
+from turbo_hf.eval.bench.options import Folder, find_device, one_of, require_choice
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import Stopwatch
 
@@ -23,7 +23,7 @@ def first_token_command(
     ] = None,
     length: Annotated[str, typer.Option(help="Tokens of the prompt, such as 32k.")] = "32k",
     batch: Annotated[int, typer.Option(min=1, help="Prompts.")] = 1,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; an 8B model has 32.")] = 32,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model; default: 32, those of 8B.")] = None,
     preset: Annotated[str, typer.Option(help="How the cache is stored.")] = "turbo4",
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model: tries the command, measures nothing.")] = False,
     seconds: Annotated[float, typer.Option(min=0.0, help="About how long the clock runs.")] = 5.0,
@@ -37,6 +37,8 @@ def first_token_command(
         # checked above: one of the names that the field allows
         methods = {name: replace(resolve_config(preset), attention=cast(Any, name)) for name in names}
         tokens, where = parse_tokens(length), find_device(device)
+        require_choice(where, tiny or layers is not None, "--layers 1 --length 1k, or --tiny to try the command")
+        layers = layers or 32
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         with err.status(f"{layers} layers, {tokens_label(tokens)} tokens"):

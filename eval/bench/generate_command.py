@@ -10,7 +10,7 @@ from turbo_hf.eval.bench.ending import finish, keep, print_notes
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.generate import Row, Work, compare, methods
 from turbo_hf.eval.bench.models import KINDS, random_model
-from turbo_hf.eval.bench.options import Folder, Seed, figure, find_device, one_of
+from turbo_hf.eval.bench.options import Folder, Seed, figure, find_device, one_of, require_choice
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import free_memory
 
@@ -63,6 +63,7 @@ def generate_command(
         works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
         presets = preset or ["turbo4"]
         chosen, where = methods(presets, cuda_graphs), find_device(device)
+        require_choice(where, tiny or layers is not None, "--layers 1, or --tiny to try the command")
         if None in batches and where.type != "cuda" and not tiny:
             raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
         if folder is not None:

@@ -43,6 +43,12 @@ def find_device(name: str) -> torch.device:
         raise ValueError(f"no device {name!r}: {str(error).splitlines()[0]}") from error
 
 
+def require_choice(device: torch.device, chosen: bool, options: str) -> None:
+    """ValueError where a CPU would run the defaults, which are a GPU's."""
+    if device.type == "cpu" and not chosen:
+        raise ValueError(f"the defaults are sized for a GPU, and this is a CPU. Choose what it shall run: {options}.")
+
+
 def as_json(result: Any, indent: int | None = None) -> str:
     """JSON of dicts, lists and numbers; a number that is not finite, which JSON cannot say, becomes null."""
 

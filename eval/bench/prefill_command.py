@@ -21,6 +21,7 @@ from turbo_hf.eval.bench.options import (
     SmoothK,
     find_device,
     one_of,
+    require_choice,
 )
 from turbo_hf.eval.bench.plot import plot, require_matplotlib
 from turbo_hf.eval.bench.prefill import PrefillRow, run_case
@@ -62,6 +63,7 @@ def prefill_command(
         heads = {name: find_shape(name) for name in shape or SHAPES}
         sizes = [parse_size(text) for text in size or SIZES]
         stopwatch = Stopwatch(find_device(device))
+        require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
         if folder is not None:
             require_matplotlib()
             folder.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, make_case
 from turbo_hf.eval.bench.decode_command import print_case
 from turbo_hf.eval.bench.ending import finish, keep, untimed
 from turbo_hf.eval.bench.facts import facts, headline
-from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of
+from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, require_choice
 from turbo_hf.eval.bench.sparse import NO_INDEX, SELECTORS, Choice, run_case
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
@@ -52,6 +52,7 @@ def sparse_command(
             raise ValueError(f"a share must be above 0 and at most 1; got {shares}.")
         cases = [make_case(shape, name, False, seed) for name in size or SIZES]
         stopwatch = Stopwatch(find_device(device))
+        require_choice(stopwatch.device, bool(size), "--size 1x4k, or less")
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as mistake:

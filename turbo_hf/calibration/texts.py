@@ -141,7 +141,7 @@ def token_windows(source: str | Path | Iterable[str], tokenizer: Any, window: in
     if rows < 2:
         raise ValueError(
             f"the texts hold {len(stream)} tokens, too few for two windows of {window} (one to learn from, one held "
-            "out). Give more text, or shorter windows."
+            "out). Give more text, or shorter windows (--window)."
         )
     ids = torch.tensor(stream[: rows * body]).view(rows, body)
     return torch.cat((torch.tensor(prefix, dtype=torch.int64).expand(rows, -1), ids), 1)
