@@ -1,7 +1,8 @@
 """Compile the prefill, store, append, decode and sparse kernels for an H200 without one, through their launchers.
 
 A program of its own: Triton decides at import whether it interprets, and the driver below is a stub that only names the
-target. One JSON line a kernel: {"case", "kernel", "shared"}. `--all` takes minutes.
+target. One JSON line a launch: {"case", "kernel", "shared", "hash"}; launches of one hash share what is compiled.
+`--all` takes minutes.
 """
 
 import json
@@ -41,7 +42,8 @@ def compile_only(case: list[str]) -> None:
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         options |= {name: True for name in ("ASM", "EARLY") if name in options}  # as on a GPU
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        print(json.dumps({"case": case[0], "kernel": self.__name__, "shared": kernel.metadata.shared}), flush=True)  # noqa: T201
+        facts = {"case": case[0], "kernel": self.__name__, "shared": kernel.metadata.shared, "hash": kernel.hash}
+        print(json.dumps(facts), flush=True)  # noqa: T201
         return kernel
 
     JITFunction.run = warm
@@ -131,12 +133,22 @@ def main(everything: bool) -> None:
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
         launch_store.append_step(k, k, store, None, None, *flags)
+        case[0] = f"append a step with buckets, d = {dim}"
         noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
         launch_store.append_step(k, k, store, None, noted, *flags, rotate=True)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         starts, span = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
         launch_store.append_tokens(k, k, store, starts, None, span, *flags, rotate=True)
+        # a table that has grown, the flags of other layers, and a prompt of another length
+        for width, at in ((7, 1), (16, 4), (33, 3)):
+            grown = store._replace(table=torch.zeros(2, width, dtype=torch.int64))
+            others = torch.zeros(8, dtype=torch.int32)[at : at + 1], flags[1]
+            case[0] = f"append a step, d = {dim}"
+            launch_store.append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
+            case[0] = f"append a prompt, d = {dim}"
+            some = k[:, :, : 256 + at]
+            launch_store.append_tokens(some, some, store, starts, None, span, *others, rotate=True)
         case[0] = f"seal open blocks, d = {dim}"
         launch_store.seal_open(store, 1)
     # those that come nearest to the limit of shared memory, and the one that has too much for them
