@@ -362,6 +362,34 @@ def test_refuses_other_shapes() -> None:
         append_tokens(k, torch.zeros(1, 2, 1, 32), store, broken=torch.zeros(1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got \[2\] on cpu"),
+        ({"given": torch.zeros(1, 2, 1)}, r"given must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
+        ({"span": torch.zeros(2, 2)}, r"span must be \[1, 2, 2\] on cpu; got \[2, 2\]"),
+        ({"broken": torch.zeros(3, dtype=torch.int32)}, r"broken must be \[1\] on cpu; got \[3\]"),
+        (
+            {"broken": torch.zeros(1, dtype=torch.int32, device="meta")},
+            r"broken must be \[1\] on cpu; got \[1\] on meta",
+        ),
+    ],
+)
+def test_refuses_what_does_not_belong_to_the_store(wrong: dict[str, Any], message: str) -> None:
+    store = cache([3], 16, torch.device("cpu"), torch.float32)
+    k = torch.zeros(1, 2, 1, 16)
+    with pytest.raises(ValueError, match=message):
+        append_tokens(k, k, store, **{"broken": torch.zeros(1, dtype=torch.int32), **wrong})
+
+
+def test_refuses_more_tokens_than_there_is_room_for() -> None:
+    store = cache([3], 16, torch.device("cpu"), torch.float32)
+    room = store.k_open.shape[2]
+    k = torch.zeros(1, 2, room + 1, 16)
+    with pytest.raises(ValueError, match=f"k brings {room + 1} tokens a row; the store has room for {room}"):
+        append_tokens(k, k, store, broken=torch.zeros(1, dtype=torch.int32))
+
+
 def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     launch_store = pytest.importorskip("turbo_hf.ops.launch_store")
     monkeypatch.setattr(launch_store, "MOST_PAIRS", 5)

@@ -58,7 +58,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
             ["--heads-only", *SHORT, "--architecture", "mlp", "--long-range"],
             "no index: --clusters, --steps, --local, --far, --architecture, --long-range. Leave that out",
         ),
-        (["--heads-only", "--window", "256", "--revision", "v2"], "and 'v2' says nothing of it. Leave it out"),
+        (["--heads-only", "--window", "256", "--revision", "v2"], "Leave revision='v2' out"),
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], message: str, tmp_path: Path) -> None:

@@ -293,7 +293,7 @@ def test_another_revision_is_told() -> None:
     found = replace(found, fingerprint={**found.fingerprint, "revision": "a" * 40})
     with turbo_hf.patch(model, MIXED, calibration=found) as handle:
         assert handle.report().warnings == (
-            "the calibration was made for revision aaaaaaaaaaaa of the checkpoint; this is bbbbbbbbbbbb.",
+            "the calibration was made for revision aaaaaaaaaaaa of the checkpoint; this model is of bbbbbbbbbbbb.",
         )
 
 

@@ -180,8 +180,13 @@ def test_assign_says_what_is_wrong() -> None:
         ValueError, match=r"queries must be \[B, 2, M, G, 16\], as centroids are; got \(1, 2, 3, 4, 8\)"
     ):
         score(torch.zeros(1, 2, 3, 4, 8), torch.zeros(2, 8, 16))
+    model = some_classifier(2, 16, 4, 4, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"classifier must hold .*; it lacks bias_1, bias_2"):
+        classify(torch.zeros(1, 2, 1, 1, 16), {name: x for name, x in model.items() if "weight" in name})
+    with pytest.raises(ValueError, match=r"classifier must be .* \[Hkv, C\] on cpu; got .*\(2, 9, 4\)"):
+        classify(torch.zeros(1, 2, 1, 1, 16), model | {"weight_2": torch.zeros(2, 9, 4)})
     with pytest.raises(ValueError, match=r"queries must be \[B, 2, M, G, 16\], as the classifier is; got"):
-        classify(torch.zeros(1, 2, 3, 4, 8), some_classifier(2, 16, 4, 4, torch.device("cpu")))
+        classify(torch.zeros(1, 2, 3, 4, 8), model)
 
 
 # --- buckets that are visited ---------------------------------------------------------------------------------------

@@ -367,7 +367,17 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
         ({"visited": torch.zeros(1, 3, 1, 1, 4, dtype=torch.bool)}, r"got .*\(1, 3, 1, 1, 4\) and 1"),
         ({"q": torch.zeros(2, 4, 1, 32)}, "q has 2 rows on cpu; the cache holds 1 on cpu"),
         ({"softcap": -1.0}, "softcap must be above 0"),
-        ({"spans": torch.zeros(1, 1, 3, 2, dtype=torch.int16)}, r"spans must be \[1, 2, n, 2\]; got \(1, 1, 3, 2\)"),
+        (
+            {"spans": torch.zeros(1, 1, 3, 2, dtype=torch.int16)},
+            r"spans must be torch.int16 \[1, 2, n, 2\]; got .* \[1, 1, 3, 2\]",
+        ),
+        ({"spans": torch.zeros(1, 2, 3, 2)}, "spans must be torch.int16 .* got torch.float32"),
+        ({"buckets": torch.zeros(1, 2, 1, 100, dtype=torch.int64)}, "buckets must be torch.int16 .* got torch.int64"),
+        (
+            {"buckets": torch.zeros(1, 2, 1, 63, dtype=torch.int16)},
+            "with cap >= 64, the tokens sealed in the longest row, .* got torch.int16 with cap 63",
+        ),
+        ({"visited": torch.zeros(1, 2, 1, 1, 4)}, "visited torch.bool; got .* and torch.float32"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -377,6 +387,13 @@ def test_sparse_decode_says_what_is_wrong(wrong: dict[str, Any], message: str) -
     given: dict[str, Any] = {"q": torch.zeros(1, 4, 1, 32), "buckets": index, "visited": visited, **CHOICE, **wrong}
     with pytest.raises(ValueError, match=message):
         sparse_decode(given.pop("q"), store, given.pop("buckets"), given.pop("visited"), **given)
+
+
+def test_sparse_decode_refuses_lengths_that_are_not_the_caches() -> None:
+    store = sparse_store([100], 2, 32, torch.device("cpu"))._replace(open_len=torch.tensor([1, 1, 1]))
+    index, visited = random_index(store, 1, 4, 0.5)
+    with pytest.raises(ValueError, match=r"store.open_len must be \[B\] = \[1\]; got \(3,\)"):
+        sparse_decode(torch.zeros(1, 4, 1, 32), store, index, visited, **CHOICE)
 
 
 def test_the_kernel_says_what_it_does_not_take() -> None:
