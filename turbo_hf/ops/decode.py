@@ -72,8 +72,8 @@ def decode(
     )
 
 
-def check_lengths(store: KVStore) -> None:
-    """ValueError unless the lengths are of this cache's rows, as far as the host knows them without waiting."""
+def check_lengths(store: KVStore) -> tuple[int, ...] | None:
+    """Sealed blocks of each row, as far as the host knows them without waiting. ValueError: of other rows."""
     batch, known = store.k_open.shape[0], store.sealed_host
     for name, x in (("sealed", store.sealed), ("open_len", store.open_len)):
         if x.shape != (batch,):
@@ -88,6 +88,7 @@ def check_lengths(store: KVStore) -> None:
     if known is not None and (len(known) != batch or not 0 <= min(known) <= max(known) <= store.table.shape[1]):
         blocks = store.table.shape[1]
         raise ValueError(f"store.sealed must give {batch} rows of 0 to {blocks} blocks, as the table has; got {known}.")
+    return known
 
 
 def check_step(q: torch.Tensor, block: int, mode: str) -> str | None:

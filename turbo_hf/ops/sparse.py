@@ -65,7 +65,7 @@ def sparse_decode(
     check_scores(None, softcap, sas_threshold)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
-    check_lengths(store)
+    longest = max(check_lengths(store) or (0,)) * store.block
     if sink_tokens < 0 or window_tokens < 1:
         raise ValueError(
             f"sink_tokens must be at least 0 and window_tokens at least 1; got {sink_tokens} and {window_tokens}."
@@ -73,7 +73,7 @@ def sparse_decode(
     if (buckets is None) != (visited is None):
         raise ValueError("buckets and visited belong together: give both, or neither for the dense part alone.")
     if buckets is not None and visited is not None:
-        _check_buckets(q, store, buckets, visited, meetings)
+        _check_buckets(q, kv_heads, longest, buckets, visited, meetings)
     _check_spans(spans, batch, kv_heads)
     run = reference.sparse_decode
     if uses_triton(backend, q.device, _obstacle(q, store, buckets, visited, mode)):
@@ -100,9 +100,10 @@ def sparse_decode(
 
 
 def _check_buckets(
-    q: torch.Tensor, store: KVStore, buckets: torch.Tensor, visited: torch.Tensor, meetings: int
+    q: torch.Tensor, kv_heads: int, longest: int, buckets: torch.Tensor, visited: torch.Tensor, meetings: int
 ) -> None:
-    batch, kv_heads = store.k_open.shape[:2]
+    """longest: tokens sealed in the longest row, as far as they are known."""
+    batch = q.shape[0]
     tables = buckets.shape[2]
     asked = [(batch, heads, q.shape[2], tables) for heads in (kv_heads, q.shape[1])]
     if buckets.shape[:2] != (batch, kv_heads) or visited.shape[:-1] not in asked or not 1 <= meetings <= tables:
@@ -111,10 +112,9 @@ def _check_buckets(
             f"{q.shape[2]}, L, C], and meetings from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} "
             f"and {meetings}."
         )
-    sealed = max(store.sealed_host or (0,)) * store.block
-    if buckets.dtype != torch.int16 or visited.dtype != torch.bool or buckets.shape[3] < sealed:
+    if buckets.dtype != torch.int16 or visited.dtype != torch.bool or buckets.shape[3] < longest:
         raise ValueError(
-            f"buckets must be torch.int16 with cap >= {sealed}, the tokens sealed in the longest row, and visited "
+            f"buckets must be torch.int16 with cap >= {longest}, the tokens sealed in the longest row, and visited "
             f"torch.bool; got {buckets.dtype} with cap {buckets.shape[3]}, and {visited.dtype}."
         )
 
