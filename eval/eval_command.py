@@ -7,9 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from turbo_hf.calibration.artifacts import Calibration, find, write_whole
+from turbo_hf.calibration.artifacts import Calibration, find
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
+from turbo_hf.config import DEFAULT_PRESET
 from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
@@ -29,6 +30,7 @@ from turbo_hf.eval.record import BY_METHOD, identity, open_run
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve_command import TRACE, Plan, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
+from turbo_hf.files import write_whole
 
 LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096, "serve": 4096}
 """Tokens of the longest prompt (serve: with its reply), where a suite does not go to 16384."""
@@ -85,7 +87,7 @@ def eval_command(
     for package in ("matplotlib",) if suite == "serve" else ("lm_eval", "datasets", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
-    wanted = expanded([name for words in methods or ["turbo4"] for name in words.split(",") if name])
+    wanted = expanded([name for words in methods or [DEFAULT_PRESET] for name in words.split(",") if name])
     try:
         if not wanted:
             raise ValueError(f"--methods names none; {known_methods()}.")

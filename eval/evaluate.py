@@ -12,13 +12,14 @@ from lm_eval.api.model import CachingLM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
-from turbo_hf.calibration.artifacts import Calibration, write_whole
+from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.eval.methods import BASELINE
 from turbo_hf.eval.model import Batch, TurboLM
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec
+from turbo_hf.files import write_whole
 
 SEED = 1234
 """Of few-shot samplers and torch; decoding is greedy."""

@@ -13,6 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.config import DEFAULT_PRESET
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import applied, method_named
 from turbo_hf.eval.prompts import Prompts, until
@@ -68,7 +69,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
     def __init__(
         self,
         pretrained: Any,
-        preset: str = "turbo4",
+        preset: str = DEFAULT_PRESET,
         attention: str | None = None,
         calibration: Calibration | str | None = "auto",
         chunk: int = 64,

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import rich.table
 
-from turbo_hf.calibration.artifacts import write_whole
 from turbo_hf.console import out
+from turbo_hf.files import write_whole
 
 LIMITED = "LIMITED"
 """What a line begins with that says: this is no result."""

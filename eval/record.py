@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from turbo_hf.calibration.artifacts import write_whole
 from turbo_hf.eval.bench.facts import facts
+from turbo_hf.files import write_whole
 from turbo_hf.versions import version_of
 
 META = "run_meta.json"

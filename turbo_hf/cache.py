@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
 
 from turbo_hf.chunk import Chunk, chunk_from_mask
-from turbo_hf.config import TurboConfig, at_8_bit, resolve_config
+from turbo_hf.config import DEFAULT_PRESET, TurboConfig, at_8_bit, resolve_config
 from turbo_hf.crop import removable
 from turbo_hf.layer import TurboLayer
 from turbo_hf.selectors import Selector
@@ -65,7 +65,7 @@ class TurboCache(Cache):
     def __init__(
         self,
         model_config: PreTrainedConfig,
-        config: str | TurboConfig = "turbo4",
+        config: str | TurboConfig = DEFAULT_PRESET,
         *,
         attention_mask: torch.Tensor | None = None,
         int8_layers: Iterable[int] = (),
@@ -156,13 +156,3 @@ class TurboCache(Cache):
         """Forget every token; the cache can then take another batch."""
         self._planned = []
         super().reset()
-
-    @staticmethod
-    def layer_bytes(layer: Any) -> dict[str, int]:
-        """Allocated bytes of a layer by kind: "codes", "scales", "open"; "dense" for one that is not compressed."""
-        if isinstance(layer, TurboLayer):
-            return layer.nbytes()
-        held = list(vars(layer).values())
-        # layers with recurrent states keep them in dicts of tensors
-        held += [x for d in held if isinstance(d, dict) for x in d.values()]
-        return {"dense": sum(x.nbytes for x in held if isinstance(x, torch.Tensor))}

@@ -11,9 +11,9 @@ from rich.table import Table
 from transformers import AutoConfig
 
 from turbo_hf.calibrate_command import calibrate_command
-from turbo_hf.config import PRESETS
+from turbo_hf.config import DEFAULT_PRESET, PRESETS
 from turbo_hf.console import Device, Json, err, fail, load, out
-from turbo_hf.doctor import DEFAULT, Diagnosis, Machine, diagnose, machine, tested_range
+from turbo_hf.doctor import Diagnosis, Machine, diagnose, machine, tested_range
 from turbo_hf.eval.bench.commands import bench
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.demo import Row, as_json, demo
@@ -190,7 +190,7 @@ def doctor_command(
             }
         print(json.dumps(facts))  # noqa: T201
     # a coarser preset may be too coarse for a model; the default must not be
-    failed = diagnosis is not None and (diagnosis.refusal or not diagnosis.checks[DEFAULT].passed)
+    failed = diagnosis is not None and (diagnosis.refusal or not diagnosis.checks[DEFAULT_PRESET].passed)
     if found.problems or failed:
         raise typer.Exit(1)
 

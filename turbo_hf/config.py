@@ -69,7 +69,8 @@ class SparseConfig:
             head. In plain torch, without CUDA graphs. False: the query heads of a KV head choose together, by the sum
             of their scores, and read the same keys. Not with "window" and "full", which choose nothing.
         sink_tokens, window_tokens: the first and the newest tokens of a row, which are always read (SAAP: 1 + 2047).
-        dense_layers: layers that read every key, of the compressed cache (SAAP: the first).
+        dense_layers: layers whose steps read every key (SAAP: the first). They stay compressed, unlike those of
+            `TurboConfig.dense_layers`.
         seed: of the random selectors; below 2^32.
     """
 
@@ -127,11 +128,11 @@ class SparseConfig:
                 )
 
     @property
-    def without_kernel(self) -> str:
-        """Why decode steps run in plain torch on any device, of grouped heads at least; "": they do not."""
+    def kernel_obstacle(self) -> str | None:
+        """Why decode steps run in plain torch on any device, of grouped heads at least; None: they do not."""
         if self.independent:
             return "SparseConfig.independent has no kernel"
-        return 'selector "lsh-tables" has no kernel' if self.selector == "lsh-tables" else ""
+        return 'selector "lsh-tables" has no kernel' if self.selector == "lsh-tables" else None
 
     @property
     def count(self) -> int | None:
@@ -267,7 +268,7 @@ class TurboConfig:
         _layer_indices("dense_layers", self.dense_layers, "")
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
-        lacking = self.sparse is not None and self.sparse.without_kernel
+        lacking = self.sparse is not None and self.sparse.kernel_obstacle
         if lacking and self.backend == "triton":
             raise ValueError(f'TurboConfig.backend "triton" cannot run here: {lacking}. Choose "auto" or "reference".')
 
@@ -309,9 +310,11 @@ def _layer_indices(field: str, value: object, also: str, owner: str = "TurboConf
         raise ValueError(f"{owner}.{field} must be a tuple of layer indices{also}; got {value!r}.")
 
 
+DEFAULT_PRESET = "turbo4"
+
 PRESETS: dict[str, TurboConfig] = {
     "int8": TurboConfig(bits=8),
-    "turbo4": TurboConfig(bits=4),
+    DEFAULT_PRESET: TurboConfig(bits=4),
     "turbo-mixed": TurboConfig(bits=4, low_bits=2, low_heads=0.5),
     "turbo2": TurboConfig(bits=2),
     "saap": TurboConfig(bits=4, sparse=SparseConfig()),

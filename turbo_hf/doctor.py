@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 
-from turbo_hf.config import PRESETS
+from turbo_hf.config import DEFAULT_PRESET, PRESETS
 from turbo_hf.handle import Report
 from turbo_hf.patching import patch
 from turbo_hf.selfcheck import SelfCheck, compare, probe
 from turbo_hf.versions import NEWEST, OLDEST, check_version, version_of
-
-DEFAULT = "turbo4"
-"""The preset of `patch`."""
 
 PACKAGES = ("turbo_hf", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
 
@@ -67,7 +64,7 @@ def diagnose(model: Any) -> Diagnosis:
         # a sparse preset needs a calibration, and a short text shows nothing of it
         for preset in (name for name, config in PRESETS.items() if config.sparse is None):
             with patch(model, preset) as handle:
-                report = handle.report() if preset == DEFAULT else report
+                report = handle.report() if preset == DEFAULT_PRESET else report
                 checks[preset] = compare(probe(model, handle.new_cache()), reference)
     except ValueError as error:
         return Diagnosis(None, {}, str(error))

@@ -84,7 +84,7 @@ class TurboLayer(CacheLayerMixin):
         self.settled = len(groups) == 1 or self.head_order is not None
         self.ordered = [self.settled] * self.rows
         self.dropped, self.fixed = [0] * self.rows, [0] * self.rows
-        self.masked: torch.Tensor | None = None
+        self.shown: torch.Tensor | None = None
         ranged = self.config.buffer_scale == "universal"
         self.universal = torch.zeros(self.rows, self.heads, 2, device=self.device) if ranged else None
         self.broken = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -94,7 +94,7 @@ class TurboLayer(CacheLayerMixin):
         """Forget every token and give the memory back; the layer can then take another batch."""
         if self.is_initialized:
             del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ordered
-            del self.dropped, self.fixed, self.masked, self.universal, self.broken
+            del self.dropped, self.fixed, self.shown, self.universal, self.broken
         self.is_initialized = self.claimed = self.due = self.decoded = False
         self.seen, self.pending, self.padding = 0, None, None
 
@@ -106,10 +106,10 @@ class TurboLayer(CacheLayerMixin):
     @property
     def columns(self) -> torch.Tensor | None:
         """bool [B, seen], which columns hold a token; None: all do."""
-        shown = self.masked
+        shown = self.shown
         if shown is not None and shown.shape[1] < self.seen:
             # columns without a mask of their own
-            self.masked = shown = torch.nn.functional.pad(shown, (0, self.seen - shown.shape[1]), value=True)
+            self.shown = shown = torch.nn.functional.pad(shown, (0, self.seen - shown.shape[1]), value=True)
         return shown
 
     def get_seq_length(self) -> int:
@@ -167,8 +167,9 @@ class TurboLayer(CacheLayerMixin):
         """
         self.check(k, defer)
         if not self.is_initialized:
-            longest = min(chunk.starts or [0])
-            self.lazy_initialization(k[:, :, longest:], v[:, :, longest:])
+            # the first column of the longest row: what lies before it is padding of all
+            first = min(chunk.starts or [0])
+            self.lazy_initialization(k[:, :, first:], v[:, :, first:])
         decoding = self.is_decoding(chunk.tokens)
         if self.decoded and not decoding:
             # a new turn: what it sorts can be taken back as a whole
@@ -211,7 +212,7 @@ class TurboLayer(CacheLayerMixin):
             held = self.columns
             if held is None:
                 held = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
-            self.masked = torch.cat((held, chunk.valid.to(self.device)), 1)
+            self.shown = torch.cat((held, chunk.valid.to(self.device)), 1)
         self.seen += chunk.tokens
 
     @storing
@@ -226,17 +227,17 @@ class TurboLayer(CacheLayerMixin):
     def _commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
         block, pool, buffer = self.config.block_size, self.pool, self.buffer
         whole = [length // block for length in buffer.length]
-        index, held = self.bucket_index, self.lengths()
-        order = index.sortable(pool.sealed, held, self.fixed)
+        index, lengths = self.bucket_index, self.lengths()
+        to_sort = index.sortable(pool.sealed, lengths, self.fixed)
         if index.sorts and not (whole_prompt or self.decoded):
-            whole = [max(0, end - n) for end, n in zip(index.outside(held), pool.sealed, strict=True)]
+            whole = [max(0, end - n) for end, n in zip(index.outside(lengths), pool.sealed, strict=True)]
         leaving = self.leaving()
         if not any(whole) and not any(leaving):
             return
         # a block is final: what its tokens had noted must be heard
         self._listen(defer)
         self._order_heads([row for row, n in enumerate(whole) if n and not self.ordered[row]])
-        old = [min(n, held) for n, held in zip(leaving, pool.sealed, strict=True)]
+        old = [min(n, sealed) for n, sealed in zip(leaving, pool.sealed, strict=True)]
         skip = [min(n - o, w) for n, o, w in zip(leaving, old, whole, strict=True)]
         if any(old):
             pool.drop_front(old)
@@ -244,7 +245,7 @@ class TurboLayer(CacheLayerMixin):
         if any(new):
             done = pool.sealed
             pool.append(new)
-            for row, blocks in enumerate(order):
+            for row, blocks in enumerate(to_sort):
                 if blocks:
                     buffer.reorder(row, (blocks.start - done[row]) * block, index.sort(row, blocks))
             # the op seals all that is whole of so many open tokens
@@ -333,7 +334,7 @@ class TurboLayer(CacheLayerMixin):
         self.bucket_index.cut(left)
         self.fixed = [min(old, new) for old, new in zip(self.fixed, left, strict=True)]
         self.seen -= columns
-        self.masked = None if self.masked is None else self.masked[:, : self.seen].clone()
+        self.shown = None if self.shown is None else self.shown[:, : self.seen].clone()
         reopened = [max(0, count - held) for count, held in zip(counts, self.buffer.length, strict=True)]
         self.buffer.drop_back([min(count, held) for count, held in zip(counts, self.buffer.length, strict=True)])
         if any(reopened):
@@ -369,7 +370,7 @@ class TurboLayer(CacheLayerMixin):
         self.order = self.order[on_device]
         self.ordered = [self.ordered[row] for row in rows]
         self.dropped, self.fixed = [self.dropped[row] for row in rows], [self.fixed[row] for row in rows]
-        self.masked = None if self.masked is None else self.masked[on_device]
+        self.shown = None if self.shown is None else self.shown[on_device]
         self.universal = None if self.universal is None else self.universal[on_device]
         self.padding = None if self.padding is None else self.padding[index.to(self.padding.device)]
         self.rows = len(rows)
@@ -385,7 +386,7 @@ class TurboLayer(CacheLayerMixin):
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        explain = (self.order, self.masked, self.universal, self.broken)
+        explain = (self.order, self.shown, self.universal, self.broken)
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.tables else {}

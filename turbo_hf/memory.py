@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
-from turbo_hf.cache import COMPRESSED_TYPES, TurboCache, layer_windows
+from turbo_hf.cache import COMPRESSED_TYPES, layer_windows
 from turbo_hf.config import TurboConfig
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import HEAD_DIM_MULTIPLE, page_bytes
@@ -47,10 +48,20 @@ def measure(layers: list[Any]) -> Memory:
     """What the layers of a `TurboCache` have allocated now."""
     turbo = [layer for layer in layers if isinstance(layer, TurboLayer) and layer.is_initialized]
     return Memory(
-        tuple(TurboCache.layer_bytes(layer) for layer in layers),
+        tuple(_layer_bytes(layer) for layer in layers),
         sum(turbo[0].lengths()) + sum(turbo[0].dropped) if turbo else 0,
         sum(layer.full_precision_bytes() for layer in turbo),
     )
+
+
+def _layer_bytes(layer: Any) -> dict[str, int]:
+    """Allocated bytes of a layer by kind; "dense" for one that is not compressed."""
+    if isinstance(layer, TurboLayer):
+        return layer.nbytes()
+    held = list(vars(layer).values())
+    # layers with recurrent states keep them in dicts of tensors
+    held += [x for d in held if isinstance(d, dict) for x in d.values()]
+    return {"dense": sum(x.nbytes for x in held if isinstance(x, torch.Tensor))}
 
 
 @dataclass(frozen=True, slots=True)

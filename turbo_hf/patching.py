@@ -14,7 +14,7 @@ from turbo_hf.attention import NAME, TurboCall
 from turbo_hf.cache import TurboCache
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_heads, choose_selectors
-from turbo_hf.config import TurboConfig, resolve_config
+from turbo_hf.config import DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.errors import Strict, Unsupported, complain
 from turbo_hf.graphs import Door, StepRunner, cuda_device, describe, model_obstacle
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
@@ -44,7 +44,7 @@ class _Spec(NamedTuple):
 
 def patch(
     model: PreTrainedModel,
-    config: str | TurboConfig = "turbo4",
+    config: str | TurboConfig = DEFAULT_PRESET,
     *,
     calibration: Calibration | str | Path | None = "auto",
     revision: str | None = None,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.table import Table
 
-from turbo_hf.config import ATTENTION_MODES, resolve_config
+from turbo_hf.config import ATTENTION_MODES, DEFAULT_PRESET, resolve_config
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.ending import finish, keep
 from turbo_hf.eval.bench.facts import facts, headline
@@ -24,7 +24,7 @@ def first_token_command(
     length: Annotated[str, typer.Option(help="Tokens of the prompt, such as 32k.")] = "32k",
     batch: Annotated[int, typer.Option(min=1, help="Prompts.")] = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model; default: 32, those of 8B.")] = None,
-    preset: Annotated[str, typer.Option(help="How the cache is stored.")] = "turbo4",
+    preset: Annotated[str, typer.Option(help="How the cache is stored.")] = DEFAULT_PRESET,
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model: tries the command, measures nothing.")] = False,
     seconds: Annotated[float, typer.Option(min=0.0, help="About how long the clock runs.")] = 5.0,
     folder: Folder = None,

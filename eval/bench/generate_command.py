@@ -5,6 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from turbo_hf.config import DEFAULT_PRESET
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.ending import finish, keep, print_notes
 from turbo_hf.eval.bench.facts import facts, headline
@@ -61,7 +62,7 @@ def generate_command(
         contexts = [parse_tokens(text) for text in context or (own[0],)]
         batches = [_parse_batch(text) for text in batch or (own[1],)]
         works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
-        presets = preset or ["turbo4"]
+        presets = preset or [DEFAULT_PRESET]
         chosen, where = methods(presets, cuda_graphs), find_device(device)
         require_choice(where, tiny or layers is not None, "--layers 1, or --tiny to try the command")
         if None in batches and where.type != "cuda" and not tiny:

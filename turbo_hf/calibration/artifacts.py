@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file
 from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenizer_hash
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config import HEAD_METRICS, MOST_BUCKETS
+from turbo_hf.files import write_whole
 from turbo_hf.ops.quantize import FLOATS
 from turbo_hf.reference.select import CLASSIFIER
 
@@ -226,13 +227,6 @@ class Calibration:
                 raise OSError(f"{missing} {str(name)!r}, or it cannot be reached: {error}") from error
             missing = f"there is no {TENSORS} beside the {FACTS} in"
         return _read(parts[0], parts[1], str(name))
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file that is either there in full or not at all: a reader never finds half of it."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    partial.replace(path)
 
 
 def facts_hash(facts: Mapping[str, Any]) -> str:
