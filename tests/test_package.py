@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -131,6 +132,14 @@ def test_reference_imports_torch_and_layout_only() -> None:
         for target in all_imports(path):
             ours = target == "turbo_hf.layout" or target.startswith("turbo_hf.reference")
             assert ours or target.split(".")[0] in allowed, f"{path.name} imports {target}"
+
+
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["eval"]]
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in wanted}
+    imported = {target.split(".")[0] for path in modules().values() for target in all_imports(path)}
+    assert imported - set(sys.stdlib_module_names) - {"turbo_hf"} <= declared
 
 
 def test_ops_docstrings_say_shapes_errors_and_source() -> None:
