@@ -47,9 +47,9 @@ def decode_command(
         if not cases:
             raise ValueError(f"no default case of {', '.join(shape or [])} is ragged; give --size.")
         stopwatch = Stopwatch(find_device(device))
-        require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
         if plans != [PLANS[0]] and (backend == "reference" or stopwatch.device.type != "cuda"):
             raise ValueError(f"--plan is of the kernel, which needs CUDA and no other backend; got {', '.join(plans)}.")
+        require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
         if folder is not None:
             require_matplotlib()
             folder.mkdir(parents=True, exist_ok=True)
