@@ -64,9 +64,9 @@ def generate_command(
         works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
         presets = preset or [DEFAULT_PRESET]
         chosen, where = methods(presets, cuda_graphs), find_device(device)
-        require_choice(where, tiny or layers is not None, "--layers 1, or --tiny to try the command")
         if None in batches and where.type != "cuda" and not tiny:
             raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
+        require_choice(where, tiny or layers is not None, "--layers 1, or --tiny to try the command")
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as mistake:
