@@ -149,6 +149,8 @@ def main(everything: bool) -> None:
             case[0] = f"append a prompt, d = {dim}"
             some = k[:, :, : 256 + at]
             launch_store.append_tokens(some, some, store, starts, None, span, *others, rotate=True)
+            case[0] = f"append a prompt without ranges, d = {dim}"
+            launch_store.append_tokens(some, some, store, starts, None, None, *others, rotate=True)
         case[0] = f"seal open blocks, d = {dim}"
         launch_store.seal_open(store, 1)
     # those that come nearest to the limit of shared memory, and the one that has too much for them

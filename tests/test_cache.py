@@ -1,5 +1,6 @@
 """`TurboCache` as a `transformers.Cache`, driven by a model that is not patched, and what it says of its memory."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -143,6 +144,18 @@ def test_padding_that_only_the_cache_was_told_of_is_refused_by_a_patched_model(l
         assert [layer.lengths() for layer in (*cache.turbo_layers(), *told.turbo_layers())] == [[70, 70]] * 2 + [
             [70, 9]
         ] * 2
+
+
+def test_padding_that_was_cropped_is_forgotten(llama: Any) -> None:
+    mask = torch.ones(2, 20, dtype=torch.int64)
+    mask[:, -3:] = 0
+    for patched in (False, True):
+        with turbo_hf.patch(llama) if patched else contextlib.nullcontext():
+            cache = TurboCache(llama.config, attention_mask=mask)
+            forward(llama, prompts(2, 20), cache, mask)
+            cache.crop(-5)
+            forward(llama, prompts(2, 3), cache)
+        assert [layer.lengths() for layer in cache.turbo_layers()] == [[18, 18]] * 2
 
 
 def test_a_mask_of_another_batch_is_refused(llama: Any) -> None:

@@ -33,6 +33,8 @@ CALLS: list[Any] = [
     pytest.param({"eos_token_id": 7, "pad_token_id": 0}, id="ends"),
     pytest.param({"prefill_chunk_size": 17}, id="chunked-prompt"),
     pytest.param({"repetition_penalty": 1.3}, id="processor"),
+    # what stop strings bring along
+    pytest.param({"tokenizer": object()}, id="tokenizer"),
 ]
 
 

@@ -277,6 +277,16 @@ def test_padding_told_beforehand_is_not_stored_and_what_follows_it_is() -> None:
     assert_same_rows(layer, 1, filled(TurboConfig(), k[1:, :, 50:], v[1:, :, 50:]), 0)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_padding_of_every_row_takes_no_room(backend: Any, device: torch.device) -> None:
+    k, v = (x.to(device) for x in random_kv(2, 60))
+    valid = torch.arange(60, device=device) >= torch.tensor([[40], [50]], device=device)
+    config = TurboConfig(backend=backend)
+    layer = filled(config, k, v, valid)
+    assert layer.lengths() == [20, 10]
+    assert_same_rows(layer, 0, filled(config, k[:1, :, 40:], v[:1, :, 40:]), 0)
+
+
 def test_a_pass_that_is_all_padding_stores_nothing() -> None:
     k, v = random_kv(1, 40)
     layer = TurboLayer(TurboConfig())

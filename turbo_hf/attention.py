@@ -31,7 +31,10 @@ An estimate: on an H200 a plan took about 37 ms, and FlashAttention-2, scaled do
 much to cuDNN in 32 layers of 32 heads of this size.
 """
 
-HARMLESS = frozenset(
+HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer"})
+"""Keywords of `generate` that Transformers hands on to each pass, where nothing reads them."""
+
+HARMLESS = HANDED_ON | frozenset(
     {
         "position_ids",
         "cache_position",
@@ -44,8 +47,6 @@ HARMLESS = frozenset(
         "logits_to_keep",
         "labels",
         "num_items_in_batch",
-        "tokenizer",
-        "assistant_tokenizer",
     }
 )
 """Keywords that pass through a model to its attention and change nothing there."""
@@ -144,13 +145,12 @@ def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.T
 
 def _require_no_padding(layer: TurboLayer, tokens: int) -> None:
     """ValueError where the cache was told of padding in the new columns, of which the model told nothing."""
-    # beyond the told columns, as in steps that may be captured, nothing is asked of the device
     if layer.padding is None or layer.seen >= layer.padding.shape[1]:
         return
     if not layer.padding[:, layer.seen : layer.seen + tokens].all():
         raise ValueError(
-            "the TurboCache was given an attention_mask with padding, this patched model none (or one of ones). Pass "
-            "that mask to the model, which shows it to the cache."
+            "the TurboCache was given an attention_mask with padding, this patched model none. Pass that "
+            "mask to the model, which shows it to the cache."
         )
 
 
@@ -190,7 +190,8 @@ def _compressed(
     layer.check(key, defer=True)
     if mask is not None and len(mask) != len(query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(query)}. Pass one row for each.")
-    if mask is None:
+    if mask is None and layer.step is None:
+        # a step that may be captured is held against its mask before
         _require_no_padding(layer, query.shape[2])
     chunk = cache.chunk(mask, layer, query.shape[2])
     q, k, v = (chunk.align(x) for x in (query, key, value))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn.modules import module as torch_module
 
-from turbo_hf.attention import NAME
+from turbo_hf.attention import HANDED_ON, NAME
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
 from turbo_hf.errors import Unsupported
@@ -218,7 +218,7 @@ class StepRunner:
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (len(ids), first.seen + 1)):
             return False
         for name, value in kwargs.items():
-            if name in ("past_key_values", "input_ids", "position_ids", "attention_mask") or value is None:
+            if name in ("past_key_values", "input_ids", "position_ids", "attention_mask", *HANDED_ON) or value is None:
                 continue
             if not isinstance(value, int) or (name not in CONSTANTS and (name not in FALSE or value)):
                 return False

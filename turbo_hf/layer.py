@@ -335,6 +335,7 @@ class TurboLayer(CacheLayerMixin):
         self.fixed = [min(old, new) for old, new in zip(self.fixed, left, strict=True)]
         self.seen -= columns
         self.shown = None if self.shown is None else self.shown[:, : self.seen].clone()
+        self.padding = None if self.padding is None else self.padding[:, : self.seen]
         reopened = [max(0, count - held) for count, held in zip(counts, self.buffer.length, strict=True)]
         self.buffer.drop_back([min(count, held) for count, held in zip(counts, self.buffer.length, strict=True)])
         if any(reopened):

@@ -37,7 +37,7 @@ def _rotated_keys(k, LEVELS: tl.constexpr):
     return k if LEVELS == 0 else rotated(k, LEVELS) * (1.0 / (1 << (LEVELS // 2)))
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["broken_ptr"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["span_ptr", "broken_ptr"])
 def append_kernel(
     k_ptr, v_ptr,  # [B, Hkv, M, D]
     k_open_ptr, v_open_ptr, k_scale_ptr, v_scale_ptr, open_len_ptr,  # as in `KVStore`

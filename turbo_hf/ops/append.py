@@ -41,7 +41,8 @@ def append_tokens(
         None.
 
     Raises:
-        ValueError: shapes or devices that do not agree with the store's, or more tokens than it has room for at all.
+        ValueError: shapes or devices that do not agree with the store's; without `starts`, more tokens than there is
+            room for.
 
     Source: TurboAttention sec. 3.3 (decode buffer); INT-FlashAttention alg. 1 (token-level scales).
     """
@@ -51,7 +52,7 @@ def append_tokens(
             raise ValueError(f"{name} must be [{batch}, {heads}, M, {dim}] like the store; got {tuple(x.shape)}.")
     scales = (batch, heads, 2)
     _check_beside(store, starts=(starts, (batch,)), given=(given, scales), span=(span, scales), broken=(broken, (1,)))
-    if k.shape[2] > room:
+    if starts is None and k.shape[2] > room:
         raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {room}, open ones included.")
     if rotate:
         check_float("k", k)

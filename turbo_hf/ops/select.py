@@ -182,7 +182,7 @@ def _check_classifier(classifier: Mapping[str, torch.Tensor], device: torch.devi
             return
     raise ValueError(
         f"classifier must be {', '.join(names)} of [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C] on "
-        f"{device}; got {', '.join(map(str, shapes))} on {layers[0].device}."
+        f"{device}; got {', '.join(f'{tuple(x.shape)} on {x.device}' for x in layers)}."
     )
 
 
