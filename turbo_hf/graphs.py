@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 from turbo_hf.attention import HANDED_ON, NAME
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
-from turbo_hf.errors import Unsupported
+from turbo_hf.errors import Unsupported, out_of_memory
 from turbo_hf.selectors import selector_obstacle
 from turbo_hf.steps import Steps, config_obstacle, lasting_obstacle, obstacle
 
@@ -67,8 +67,8 @@ class CudaDevice:
         """As `Device.capture`. Other threads may go on using the device."""
         try:
             return self._anchored(step)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; modules and cuBLAS have their own
-            if not (isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)):
+        except RuntimeError as error:
+            if not out_of_memory(error):
                 self._mend()
                 raise
         except BaseException:

@@ -13,6 +13,7 @@ import torch
 from transformers import LogitsProcessor
 
 from turbo_hf.config import resolve_config
+from turbo_hf.errors import out_of_memory
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS
 from turbo_hf.patching import patch
@@ -208,15 +209,11 @@ def attempt(call: Callable[[], Result]) -> Result | None:
     """What the call returns; None where the memory does not suffice. All other errors as they are."""
     try:
         return call()
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; cuBLAS and Triton have their own
-        if not (isinstance(error, torch.OutOfMemoryError) or _says_memory(error)):
+    except RuntimeError as error:
+        if not out_of_memory(error):
             raise
     free_memory()  # behind the handler: the error holds the frames that hold the tensors
     return None
-
-
-def _says_memory(error: RuntimeError) -> bool:
-    return any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
 
 
 def largest(holds: Callable[[int], bool], most: int) -> int:
