@@ -466,7 +466,7 @@ def test_a_row_shorter_than_the_queries_has_no_token_in_the_first_columns(backen
 def test_a_plan_for_any_gpu_gives_the_same(sms: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan made for another GPU covers every tile once, and so differs in the order of float32 sums alone."""
     pytest.importorskip("triton")
-    from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
+    from turbo_hf.ops import gpu, launch_decode  # noqa: PLC0415 - needs Triton
 
     globals()["implementation"] = "triton"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -474,7 +474,7 @@ def test_a_plan_for_any_gpu_gives_the_same(sms: int, mode: str, monkeypatch: pyt
     store, q = make_store(k, v, [400, 90], groups=((4, 1), (2, 1)), block=32), tokens(2, 4, 1, 64, device=device)
     own = decode(q, store, scaling=0.125, mode=mode)
     launch_decode._workspace.cache_clear()
-    monkeypatch.setattr(launch_decode, "sms", lambda device: sms)
+    monkeypatch.setattr(gpu, "sms", lambda device: sms)
     same(decode(q, store, scaling=0.125, mode=mode), own, largest(v))
     launch_decode._workspace.cache_clear()
 

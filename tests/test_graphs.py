@@ -302,7 +302,7 @@ def test_without_a_gpu_all_is_as_before() -> None:
     ],
 )
 def test_the_report_says_how_steps_run(config: TurboConfig, dense: list[int], known: bool, words: str) -> None:
-    text, reason = describe(config, dense, known, cuda=True)
+    text, reason = describe(config, dense, known, torch.device("cuda"))
     assert text.startswith(f"decode steps: {words}")
     assert (reason is None) == (not words.startswith("no") or config.cuda_graphs is False)
 

@@ -13,6 +13,7 @@ from test_sas import check_sas
 from torch import Tensor
 
 from turbo_hf.layout import BITS, AttentionOutput, KVStore
+from turbo_hf.ops import gpu
 from turbo_hf.ops.select import visit
 from turbo_hf.ops.sparse import sparse_decode
 from turbo_hf.ops.tuning import DecodeTiles
@@ -217,7 +218,7 @@ def test_many_shares(ctas: int, blocks: int, scan: int, device: torch.device, mo
     launch = pytest.importorskip("turbo_hf.ops.launch_sparse")
     decode_launch = pytest.importorskip("turbo_hf.ops.launch_decode")
     monkeypatch.setattr(launch, "SCAN", scan)
-    monkeypatch.setattr(launch, "sms", lambda device: ctas)
+    monkeypatch.setattr(gpu, "sms", lambda device: ctas)
     monkeypatch.setattr(decode_launch, "decode_tiles", lambda *args, **options: DecodeTiles(blocks, 1, 2))
     launch._workspace.cache_clear()
     store = sparse_store([350, 3, 290], 2, 32, device, block=32)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from turbo_hf.ops import tuning
-from turbo_hf.ops.tuning import SHARED_MEMORY, decode_tiles, describe_prefill, prefill_mode, prefill_tiles
+from turbo_hf.ops.gpu import H200_SHARED
+from turbo_hf.ops.tuning import decode_tiles, describe_prefill, prefill_mode, prefill_tiles
 
 H200 = (9, 0)
 
@@ -52,14 +53,23 @@ def test_report_says_what_auto_does() -> None:
     assert describe_prefill("auto", torch.device("cpu"), {64}) == "prompts: turbo (auto, without a GPU)"
 
 
+SHARED = [H200_SHARED, 163 << 10, 99 << 10]
+"""Bytes of shared memory a program: Hopper, A100, and what people have at home."""
+
+
+@pytest.mark.parametrize("shared", SHARED)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("kind", ["turbo", "int8", "half", "fp8", "fp16"])
-def test_tiles_fit_shared_memory(kind: str, dim: int, itemsize: int) -> None:
-    """Keys and values in flight, in 227 KiB a program. What the compiler adds was looked at when they were chosen."""
-    tiles = prefill_tiles(kind, dim, itemsize, 128)
+def test_tiles_fit_shared_memory(kind: str, dim: int, itemsize: int, shared: int) -> None:
+    """Keys and values in flight. What the compiler adds was looked at when they were chosen."""
+    tiles = prefill_tiles(kind, dim, itemsize, 128, shared)
+    if kind == "half" and itemsize == 4 and dim == 256 and shared < H200_SHARED:
+        return  # refused where it does not fit
     wide = {"fp16": (itemsize, itemsize), "half": (1, itemsize)}.get(kind, (1, 1))
-    assert tiles.block_n * dim * sum(wide) * tiles.stages <= 227 << 10
+    # before Hopper the tile at work has left shared memory
+    waiting = tiles.stages if shared == H200_SHARED else max(1, tiles.stages - 1)
+    assert tiles.block_n * dim * sum(wide) * waiting <= shared
     # only a mode without scales of P may take shorter tiles than the block that shares one
     assert tiles.block_n == 128 or kind == "fp16"
 
@@ -68,11 +78,12 @@ def test_tiles_fit_shared_memory(kind: str, dim: int, itemsize: int) -> None:
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("block", [32, 64, 128])
-def test_decode_tiles_fit_shared_memory(block: int, dim: int, bits: int, many: bool) -> None:
-    tiles = decode_tiles(block * dim, bits, False, many=many)
-    assert tiles.blocks * tiles.occupancy * (tiles.stages - 1) * 2 * block * dim * bits // 8 <= SHARED_MEMORY
+@pytest.mark.parametrize("shared", SHARED)
+def test_decode_tiles_fit_shared_memory(shared: int, block: int, dim: int, bits: int, many: bool) -> None:
+    tiles = decode_tiles(block * dim, bits, False, many=many, shared=shared)
+    assert tiles.blocks * tiles.occupancy * (tiles.stages - 1) * 2 * block * dim * bits // 8 <= shared
     # what is unpacked passes through shared memory too
-    assert bits >= 8 or tiles.blocks * 2 * block * dim <= SHARED_MEMORY
+    assert bits >= 8 or tiles.blocks * 2 * block * dim <= shared
     assert tiles.blocks * tiles.occupancy <= 8  # warps of an SM that have 255 registers
 
 

@@ -8,6 +8,7 @@ import torch
 
 from turbo_hf.config import DEFAULT_PRESET, PRESETS
 from turbo_hf.handle import Report
+from turbo_hf.ops.gpu import obstacle as gpu_obstacle
 from turbo_hf.patching import patch
 from turbo_hf.selfcheck import SelfCheck, compare, probe
 from turbo_hf.versions import NEWEST, OLDEST, check_version, version_of
@@ -40,9 +41,9 @@ def machine() -> Machine:
     versions |= {package: version_of(package) or "not installed" for package in PACKAGES}
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_gpu(i) for i in range(count))
-    problem = check_version()
+    problems = [check_version(), *{gpu_obstacle(torch.device("cuda", i)) for i in range(count)}]
     return Machine(
-        versions, gpus, "Triton kernels on CUDA, plain torch elsewhere", () if problem is None else (problem,)
+        versions, gpus, "Triton kernels on CUDA, plain torch elsewhere", tuple(x for x in problems if x is not None)
     )
 
 

@@ -21,6 +21,7 @@ from turbo_hf.attention import HANDED_ON, NAME
 from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
+from turbo_hf.ops.gpu import obstacle as gpu_obstacle
 from turbo_hf.selectors import selector_obstacle
 from turbo_hf.steps import Steps, config_obstacle, lasting_obstacle, obstacle
 
@@ -312,9 +313,9 @@ def _capturing(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def describe(config: TurboConfig, dense: list[int], known_family: bool, cuda: bool) -> tuple[str, str | None]:
+def describe(config: TurboConfig, dense: list[int], known_family: bool, device: torch.device) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
-    reason = config_obstacle(config)
+    reason = config_obstacle(config) or gpu_obstacle(device)
     if reason is None:
         reason = f"layer {dense[0]} is dense" if dense else selector_obstacle(config.sparse)
     if config.cuda_graphs is False:
@@ -323,7 +324,7 @@ def describe(config: TurboConfig, dense: list[int], known_family: bool, cuda: bo
         return "decode steps: no CUDA graphs (family without a test; cuda_graphs=True tries them)", "untested family"
     if reason is not None:
         return f"decode steps: no CUDA graphs ({reason})", reason
-    return f"decode steps: CUDA graphs{'' if cuda else ', once the model is on a GPU'}", None
+    return f"decode steps: CUDA graphs{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
 def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from turbo_hf.errors import Unsupported
 from turbo_hf.transfer import input_device
 
 DECODED = 16
@@ -60,3 +61,13 @@ def compare(logits: torch.Tensor, reference: torch.Tensor) -> SelfCheck:
     error = (difference.norm() / centred.norm()).item()
     agreement = (logits.argmax(-1) == reference.argmax(-1)).float().mean().item()
     return SelfCheck(error, agreement, len(reference))
+
+
+def require_agreement(logits: torch.Tensor, reference: torch.Tensor) -> None:
+    """`Unsupported` where the check of a patch has failed."""
+    found = compare(logits, reference)
+    if not found.passed:
+        raise Unsupported(
+            f"self-check failed: the logits differ by {found.error:.0%} from the unpatched model's. The patch is "
+            "off again; try a preset with more bits, or TurboConfig(dense_layers=...)."
+        )

@@ -86,7 +86,9 @@ def lasting_obstacle(cache: TurboCache) -> str | None:
         if not layer.appends_in_place():
             return f"layer {index} runs without kernels"
         mode = "fp16" if layer.config.attention == "fp16" else "turbo"
-        limit = check_step(torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype), layer.config.block_size, mode)
+        limit = check_step(
+            torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype, device=layer.device), layer.config.block_size, mode
+        )
         if limit is not None:
             return limit
     return None

@@ -172,20 +172,21 @@ def _past(
     acc, total, top, ref, worth, q, row_scale, m, d, row, kv_row, first,
     past_k_ptr, past_v_ptr, past_scale_ptr, sealed_ptr, open_k_ptr, open_v_ptr, open_k_scale_ptr, open_v_scale_ptr,
     open_len_ptr, past_slots, capacity, softcap, threshold, D: tl.constexpr, PAST_BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAS: tl.constexpr, P_LOG2: tl.constexpr, P_TYPE: tl.constexpr,
+    PAST_TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SAS: tl.constexpr, P_LOG2: tl.constexpr,
+    P_TYPE: tl.constexpr,
 ):  # fmt: skip
     """The sealed blocks, one scale a block, and the open tokens, one scale a token. Every query stands behind them."""
     sealed = tl.load(sealed_ptr + row).to(tl.int32) * PAST_BLOCK
     opened = tl.load(open_len_ptr + row).to(tl.int32)
     past = sealed + opened
-    n = tl.arange(0, PAST_BLOCK)
+    n = tl.arange(0, PAST_TILE)
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(past + first - WINDOW + 1, 0)
     k_base = past_k_ptr + kv_row * past_slots * D
     v_base = past_v_ptr + kv_row * past_slots * D
     scales = past_scale_ptr + kv_row * (past_slots // PAST_BLOCK) * 2
-    for n0 in range(lowest // PAST_BLOCK * PAST_BLOCK, sealed, PAST_BLOCK):
+    for n0 in range(lowest // PAST_TILE * PAST_TILE, sealed, PAST_TILE):
         slot = (n0 + n).to(tl.int64)
         k = tl.load(k_base + slot[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
         v_at = v_base + slot[:, None] + d[None, :].to(tl.int64) * past_slots
@@ -199,7 +200,7 @@ def _past(
         )  # fmt: skip
     k_base = open_k_ptr + kv_row * capacity * D
     v_base = open_v_ptr + kv_row * capacity * D
-    for n0 in range(tl.maximum(lowest - sealed, 0) // PAST_BLOCK * PAST_BLOCK, opened, PAST_BLOCK):
+    for n0 in range(tl.maximum(lowest - sealed, 0) // PAST_TILE * PAST_TILE, opened, PAST_TILE):
         slot = (n0 + n).to(tl.int64)
         here = n0 + n < opened
         k = tl.load(k_base + slot[None, :] * D + d[:, None], mask=(d < D)[:, None] & here[None, :], other=0)
@@ -258,10 +259,10 @@ def _attend(
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om, tokens, padded,
     past_slots, capacity, scaling, softcap, threshold,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr, PAST_BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, QK_INT8: tl.constexpr,
-    P_TYPE: tl.constexpr, WIDE: tl.constexpr, P_LOG2: tl.constexpr, K_TOKEN: tl.constexpr, V_RAW: tl.constexpr,
-    V_CHANNEL: tl.constexpr, BIAS: tl.constexpr, ROTATED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    SAS: tl.constexpr, STARTS: tl.constexpr, PAST: tl.constexpr,
+    BLOCK: tl.constexpr, PAST_BLOCK: tl.constexpr, PAST_TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    QK_INT8: tl.constexpr, P_TYPE: tl.constexpr, WIDE: tl.constexpr, P_LOG2: tl.constexpr, K_TOKEN: tl.constexpr,
+    V_RAW: tl.constexpr, V_CHANNEL: tl.constexpr, BIAS: tl.constexpr, ROTATED: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, SAS: tl.constexpr, STARTS: tl.constexpr, PAST: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one head."""
     row, head = row_head // HEADS, row_head % HEADS
@@ -285,13 +286,12 @@ def _attend(
         ref = top
         worth = total
         bias = total
-
         if PAST:
             acc, total, top, ref, worth = _past(
-                acc, total, top, ref, worth, q, row_scale, m, d, row, kv_row, first,
-                past_k_ptr, past_v_ptr, past_scale_ptr, sealed_ptr, open_k_ptr, open_v_ptr, open_k_scale_ptr,
-                open_v_scale_ptr, open_len_ptr, past_slots, capacity, softcap, threshold, D, PAST_BLOCK,
-                WINDOW, SOFTCAP, SAS, P_LOG2, P_TYPE,
+                acc, total, top, ref, worth, q, row_scale, m, d, row, kv_row, first, past_k_ptr, past_v_ptr,
+                past_scale_ptr, sealed_ptr, open_k_ptr, open_v_ptr, open_k_scale_ptr, open_v_scale_ptr, open_len_ptr,
+                past_slots, capacity, softcap, threshold, D, PAST_BLOCK, PAST_TILE, WINDOW, SOFTCAP, SAS, P_LOG2,
+                P_TYPE,
             )  # fmt: skip
 
         if ROTATED:
@@ -352,15 +352,17 @@ def prefill_kernel(
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om, tokens, padded,
     past_slots, capacity, scaling, softcap, threshold,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK: tl.constexpr, PAST_BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr, QK_INT8: tl.constexpr,
-    P_TYPE: tl.constexpr, WIDE: tl.constexpr, P_LOG2: tl.constexpr, K_TOKEN: tl.constexpr, V_RAW: tl.constexpr,
-    V_CHANNEL: tl.constexpr, BIAS: tl.constexpr, ROTATED: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    SAS: tl.constexpr, STARTS: tl.constexpr, PAST: tl.constexpr, REPAIR: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK: tl.constexpr, PAST_BLOCK: tl.constexpr, PAST_TILE: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
+    QK_INT8: tl.constexpr, P_TYPE: tl.constexpr, WIDE: tl.constexpr, P_LOG2: tl.constexpr, K_TOKEN: tl.constexpr,
+    V_RAW: tl.constexpr, V_CHANNEL: tl.constexpr, BIAS: tl.constexpr, ROTATED: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, SAS: tl.constexpr, STARTS: tl.constexpr, PAST: tl.constexpr, REPAIR: tl.constexpr,
+    FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Each program one tile; with REPAIR, few programs all tiles of the heads that `broken_ptr` names.
 
     `broken_ptr`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large for
-    INT8, and then for one whose keys or values hold NaN or Inf. v_scale_ptr: log2 of the scales.
+    INT8, and then for one whose keys or values hold NaN or Inf. v_scale_ptr: log2 of the scales. PAST_TILE: tokens of
+    the past at a time, fewer than PAST_BLOCK only where P has no scale of its tile.
     """
     tiles = tl.cdiv(tokens, BLOCK_M)
     # heads that share keys run side by side, and the longest tiles of each first
@@ -374,8 +376,8 @@ def prefill_kernel(
             open_v_scale_ptr, open_len_ptr, broken_ptr, out_ptr, lse_ptr, stride_qb, stride_qh, stride_qm, stride_rb,
             stride_rh, stride_rm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, stride_ob,
             stride_oh, stride_om, tokens, padded, past_slots, capacity, scaling, softcap, threshold, HEADS, GROUP, D,
-            DP, BLOCK_M, BLOCK, PAST_BLOCK, WINDOW, CAUSAL, QK_INT8, P_TYPE, WIDE, P_LOG2, K_TOKEN, V_RAW, V_CHANNEL,
-            BIAS, ROTATED, SOFTCAP, SINKS, SAS, STARTS, PAST,
+            DP, BLOCK_M, BLOCK, PAST_BLOCK, PAST_TILE, WINDOW, CAUSAL, QK_INT8, P_TYPE, WIDE, P_LOG2, K_TOKEN, V_RAW,
+            V_CHANNEL, BIAS, ROTATED, SOFTCAP, SINKS, SAS, STARTS, PAST,
         )  # fmt: skip
     else:
         n = tl.arange(0, FLAGS)
@@ -393,6 +395,6 @@ def prefill_kernel(
                         stride_qb, stride_qh, stride_qm, stride_rb, stride_rh, stride_rm, stride_kb, stride_kh,
                         stride_kn, stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om, tokens, padded,
                         past_slots, capacity, scaling, softcap, threshold, HEADS, GROUP, D, DP, BLOCK_M, BLOCK,
-                        PAST_BLOCK, WINDOW, CAUSAL, QK_INT8, P_TYPE, WIDE, P_LOG2, K_TOKEN, V_RAW, V_CHANNEL, BIAS,
-                        ROTATED, SOFTCAP, SINKS, SAS, STARTS, PAST,
+                        PAST_BLOCK, PAST_TILE, WINDOW, CAUSAL, QK_INT8, P_TYPE, WIDE, P_LOG2, K_TOKEN, V_RAW,
+                        V_CHANNEL, BIAS, ROTATED, SOFTCAP, SINKS, SAS, STARTS, PAST,
                     )  # fmt: skip

@@ -1,18 +1,22 @@
 """Which implementation of an op runs: the Triton kernel or the reference in plain torch."""
 
-import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from turbo_hf.config import BACKENDS
+from turbo_hf.ops import gpu
 
-TRITON_FOUND = importlib.util.find_spec("triton") is not None
+WIDE_HALF = 150 << 10
+"""Bytes of shared memory that mode "half" takes for values in float32 of more than 128 channels."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _interpreted() -> bool:
     """Whether Triton's interpreter is on: its kernels then run on CPU tensors, slowly, for tests."""
-    if not TRITON_FOUND:
+    if not gpu.TRITON_FOUND:
         return False
     from triton import knobs  # noqa: PLC0415 - needs Triton
 
@@ -41,8 +45,6 @@ def uses_triton(backend: str, device: torch.device, obstacle: str | None = None)
         return False
     if device.type != "cuda" and (backend == "auto" or not _interpreted()):
         obstacle = f"tensors are on {device}, and Triton kernels run on CUDA"
-    elif not TRITON_FOUND:
-        obstacle = "the package triton is not installed"
     if obstacle is None:
         return True
     if backend == "triton":
@@ -56,6 +58,42 @@ def kernel_obstacle(x: torch.Tensor, mode: str = "fp16") -> str | None:
         return "float64 has no kernel"
     if x.shape[-1] > 256:
         return f"head dim {x.shape[-1]} is above 256"
+    stands: str | None = gpu.obstacle(x.device)
+    if stands is not None:
+        return stands
     if mode == "fp8" and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
         return f"{torch.cuda.get_device_name(x.device)} has no FP8; modes turbo, int8, half and fp16 run"
+    if mode == "half" and x.dtype == torch.float32 and x.shape[-1] > 128 and gpu.shared_memory(x.device) < WIDE_HALF:
+        return (
+            f'mode "half" takes {WIDE_HALF >> 10} KiB of shared memory in float32 above head dim 128, and this GPU has '
+            f"{gpu.shared_memory(x.device) >> 10}; modes turbo, int8 and fp16 run"
+        )
     return None
+
+
+def warn_of_gpu(backend: str, device: torch.device) -> list[str]:
+    """Warn that plain torch takes the place of kernels on this GPU, and return the warning; [] where it does not.
+
+    ValueError: "triton" where no kernel runs.
+    """
+    stands = None if backend == "reference" else gpu.obstacle(device)
+    if stands is None:
+        return []
+    uses_triton(backend, device, stands)
+    warned = f"attention runs in plain torch, which is slow: {stands}."
+    warnings.warn(warned, stacklevel=3)
+    return [warned]
+
+
+@contextmanager
+def room_for(x: torch.Tensor) -> Iterator[None]:
+    """ValueError that says what to do where a kernel for tensors like x needs more than this GPU has."""
+    from triton.runtime.errors import OutOfResources  # noqa: PLC0415 - needs Triton
+
+    try:
+        yield
+    except OutOfResources as error:
+        raise ValueError(
+            f"The kernel for head dim {x.shape[-1]} in {x.dtype} does not fit this GPU: {error} Take a smaller "
+            'TurboConfig.block_size, another TurboConfig.attention, or backend="reference" (plain torch, slow).'
+        ) from error

@@ -2,7 +2,8 @@
 
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore
+from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
+from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.prefill import check_queries, check_scores
 from turbo_hf.reference import decode as reference
@@ -93,6 +94,7 @@ def check_lengths(store: KVStore) -> tuple[int, ...] | None:
 
 def check_step(q: torch.Tensor, block: int, mode: str) -> str | None:
     """Why no kernel can serve queries like q over blocks of so many tokens; None if one can."""
-    if mode == "fp16" and q.dtype == torch.float32 and q.shape[3] * block > 128 * 64:
-        return f"blocks of {block} tokens of {q.shape[3]} channels do not fit in float32"
+    numbers, room = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
+    if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > room):
+        return f"blocks of {block} tokens of {q.shape[3]} channels do not fit in {str(q.dtype)[6:]}; smaller ones do"
     return kernel_obstacle(q)

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type, power_of_two
-from turbo_hf.ops import launch_store
+from turbo_hf.ops import gpu, launch_store
 from turbo_hf.ops.tuning import prefill_tiles
 from turbo_hf.reference.division import ratio
 from turbo_hf.reference.operands import align, key_mean
@@ -170,7 +170,9 @@ def prefill(
         wide = half_type(q.dtype) if mode == "half" else q.dtype
         padded_dim = _padded_dim(dim)
         tile = SAS_TILE if precise and sas_threshold is not None else block
-        tiles = prefill_tiles(mode, padded_dim, q.element_size(), tile)
+        tiles = prefill_tiles(mode, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
+        past_block = 64 if past is None else past.block
+        past_tile = min(past_block, tiles.block_n) if precise and sas_threshold is None else past_block
         k_tiles = v_tiles = None
         if not precise:
             k_tiles = TensorDescriptor.from_tensor(parts.k.view(-1, dim), [block, padded_dim])
@@ -184,7 +186,7 @@ def prefill(
             tokens, parts.k.shape[2], 0 if past is None else past.table.shape[1] * past.block,
             0 if past is None else past.k_open.shape[2], scaling, _log2(softcap), sas_threshold or 0.0,
             HEADS=heads, GROUP=heads // kv_heads, D=dim, DP=padded_dim, BLOCK_M=tiles.block_m, BLOCK=tiles.block_n,
-            PAST_BLOCK=64 if past is None else past.block, WINDOW=window or 0, CAUSAL=causal, QK_INT8=not precise,
+            PAST_BLOCK=past_block, PAST_TILE=past_tile, WINDOW=window or 0, CAUSAL=causal, QK_INT8=not precise,
             P_TYPE=P_TYPES.get(mode, TL_TYPES[wide]), WIDE=TL_TYPES[q.dtype], P_LOG2=P_LOG2[mode],
             K_TOKEN=mode in ("int8", "half"), V_RAW=raw, V_CHANNEL=parts.v_channel is not None, BIAS=bias is not None,
             ROTATED=rotated is not q, SOFTCAP=softcap is not None, SINKS=sinks is not None,

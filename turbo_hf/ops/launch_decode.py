@@ -10,6 +10,7 @@ import torch
 from turbo_hf.kernels.decode import decode_kernel
 from turbo_hf.kernels.merge import STATS
 from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
+from turbo_hf.ops import gpu
 from turbo_hf.ops.schedule import (
     LivePlan,
     Plan,
@@ -39,21 +40,6 @@ FILLED_SINGLE = 5
 
 LEAST = 2
 """Tiles of a CTA, where there is a choice; twice as many where it is one warp."""
-
-
-@lru_cache(maxsize=8)
-def sms(device: torch.device) -> int:
-    """Streaming multiprocessors; without a GPU the number by which tests cut their small cases."""
-    if device.type != "cuda":
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache(maxsize=8)
-def early(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may begin before the one ahead of it has ended: Hopper and later can."""
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
 
 
 class Shape(NamedTuple):
@@ -152,7 +138,15 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
     widths = {pages.bits for pages in store.heads}
     turbo = mode == "turbo" and widths != {FULL}
     unpacks = widths != {FULL} if mode == "fp16" else max(widths) == FULL and q.element_size() > 2
-    return decode_tiles(padded * store.block, max(widths), unpacks, many=many), turbo, padded
+    tiles = decode_tiles(
+        padded * store.block,
+        max(widths),
+        unpacks,
+        many=many,
+        itemsize=q.element_size(),
+        shared=gpu.shared_memory(q.device),
+    )
+    return tiles, turbo, padded
 
 
 def decode(
@@ -180,19 +174,19 @@ def decode(
     per_output = rows // 2 if spread else rows
     chunks = -(-group * tokens // per_output)
     groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.heads)
-    many = q.shape[0] * kv_heads * chunks >= MANY * sms(q.device)
+    many = q.shape[0] * kv_heads * chunks >= MANY * gpu.sms(q.device)
     tune, turbo, padded = tiles_for(q, store, mode, many=many)
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
     types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.heads)}
     alike = types == {q.dtype} and len(store.heads) == 1 and sas_threshold is None
-    shared = full_tiles(padded * store.block) if alike else None
+    shared = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
     tune = shared or tune
     warps = FULL_WARPS if shared else tune.blocks
-    most = sms(q.device) * tune.occupancy
+    most = gpu.sms(q.device) * tune.occupancy
     stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    shape = Shape(groups, chunks, most, sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
+    shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
     outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
     place = Place(q.device, stream, get_ident(), ctas, outputs, floats)
@@ -242,7 +236,7 @@ def decode(
             STAGES=tune.stages,
             PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
             FULL=shared is not None,
-            **early(q.device),
+            **gpu.early(q.device),
             ASM=q.is_cuda,
             num_warps=warps,
         )

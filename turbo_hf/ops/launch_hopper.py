@@ -1,6 +1,5 @@
 """Launch of the prompt kernel for Hopper. Imported where it runs: it needs Triton 3.6 and its Gluon."""
 
-import functools
 import math
 
 import torch
@@ -10,6 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_hf.kernels.hopper import hopper_prefill_kernel
 from turbo_hf.layout import Operands
+from turbo_hf.ops import gpu
 
 TILE = 128
 """Queries of a work item, keys of a tile."""
@@ -19,11 +19,6 @@ L2_BYTES = 24e6
 
 STAGES = {64: 8, 128: 5}
 """Tiles of K and V in flight, by head dim."""
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attend(
@@ -53,7 +48,7 @@ def attend(
     value_layout = gl.NVMMASharedLayout.get_default_for([dim, TILE], gl.int8)
     keys = TensorDescriptor(parts.k, [batch * kv_heads * padded, dim], [dim, 1], [TILE, dim], key_layout)
     values = TensorDescriptor(parts.v, [batch * kv_heads * dim, padded], [padded, 1], [dim, TILE], value_layout)
-    hopper_prefill_kernel[(min(items, _multiprocessors(q.device)),)](
+    hopper_prefill_kernel[(min(items, gpu.sms(q.device)),)](
         q, keys, values, parts.k_scale, v_log2, broken, out, lse,
         *q.stride()[:3], out.stride(0), out.stride(2), out.stride(1), tokens, padded, items,
         triton.cdiv(tokens, TILE), together, heads, group, scaling * math.log2(math.e),

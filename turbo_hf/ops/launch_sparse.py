@@ -19,7 +19,8 @@ from turbo_hf.kernels.select import (
 from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore, Rotary, power_of_two
-from turbo_hf.ops.launch_decode import FILLED, MERGED, early, sms, tiles_for
+from turbo_hf.ops import gpu
+from turbo_hf.ops.launch_decode import FILLED, MERGED, tiles_for
 from turbo_hf.ops.launch_store import pairs_of
 from turbo_hf.ops.schedule import Kept
 from turbo_hf.reference.select import CLASSIFIER
@@ -116,7 +117,7 @@ def classify(
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
             x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
             UNITS=2 * UNITS, WHOLE=hidden % (2 * UNITS) == 0 and buckets % tile == 0, STAGES=4,
-            **early(queries.device), num_warps=4,
+            **gpu.early(queries.device), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -174,7 +175,7 @@ def _layer(
         queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
         strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
         DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=early(queries.device)["EARLY"], num_warps=4,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=gpu.early(queries.device)["EARLY"], num_warps=4,
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def visit(
         if probes is not None:
             rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
                 logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=power_of_two(group),
-                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **early(logits.device),
+                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.early(logits.device),
                 num_warps=4,
             )  # fmt: skip
         else:
@@ -249,8 +250,8 @@ def sparse_decode(
     per_output = rows // 2 if spread else rows
     chunks, lists = -(-group // per_output), batch * kv_heads * queries
     tune, turbo, padded = tiles_for(q, store, mode)
-    ctas = sms(q.device) * tune.occupancy
-    alone = sms(q.device) if tune.blocks == 4 else ctas
+    ctas = gpu.sms(q.device) * tune.occupancy
+    alone = gpu.sms(q.device) if tune.blocks == 4 else ctas
     # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
     usual = power_of_two(max(4, alone // (2 * lists * chunks)))
     parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
@@ -276,7 +277,8 @@ def sparse_decode(
     order = store.order.contiguous()
     places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
-    known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None, **early(q.device)}
+    known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
+    known |= gpu.early(q.device)
     spanned = found if spans is None else spans.contiguous().view(torch.int32)
     with torch.cuda.device_of(q):
         list_kernel[(lists,)](

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from turbo_hf.layout import FULL
+from turbo_hf.ops.gpu import H200_SHARED, obstacle
 
 
 class PrefillTiles(NamedTuple):
@@ -16,13 +17,15 @@ class PrefillTiles(NamedTuple):
     stages: int
 
 
-def prefill_tiles(mode: str, dim: int, itemsize: int, block: int) -> PrefillTiles:
-    """Tiles of the general prefill kernel (H200: `eval/results/prefill-log.md`).
+def prefill_tiles(mode: str, dim: int, itemsize: int, block: int, shared: int = H200_SHARED) -> PrefillTiles:
+    """Tiles of the general prefill kernel (H200: `eval/results/prefill-log.md`; others were compiled only).
 
     Args:
         dim: channels, padded. itemsize: bytes of one of the model's own numbers. block: keys that share a scale of P;
-            without such scales ("fp16") a tile is as long as shared memory allows.
+            without such scales ("fp16") a tile is as long as shared memory allows. shared: bytes of it a program.
     """
+    if shared < H200_SHARED and (mode == "fp16" or (mode, itemsize) == ("half", 2)):
+        return _small_tiles(mode, dim, itemsize, block)
     if mode == "fp16":
         if itemsize > 2:
             # products in float32 are unrolled: taller tiles take minutes to compile
@@ -33,6 +36,17 @@ def prefill_tiles(mode: str, dim: int, itemsize: int, block: int) -> PrefillTile
     if dim > 128:
         return PrefillTiles(64, block, 8, 1 if mode == "half" else 2)
     return PrefillTiles(64, block, 4, 2 if mode == "half" else 3)
+
+
+def _small_tiles(mode: str, dim: int, itemsize: int, block: int) -> PrefillTiles:
+    """Tiles in the model's own numbers that fit the 99 KiB of consumer GPUs, and the registers before Hopper."""
+    if mode == "half":
+        return PrefillTiles(64, block, 8, 2 if dim <= 128 else 1)
+    if itemsize > 2:
+        return PrefillTiles(16, min(block, 32), 8, 1) if dim > 128 else PrefillTiles(32, min(block, 32), 8, 2)
+    if dim > 128:
+        return PrefillTiles(64, min(block, 32), 8, 2)
+    return PrefillTiles(64, min(block, 64), 4, 2) if dim > 64 else PrefillTiles(128, min(block, 64), 8, 3)
 
 
 AUTO_PREFILL = {(9, 0): {128: (4096, "turbo")}}
@@ -62,6 +76,9 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
     """One line on how prompts are computed by layers of these head dims, for reports."""
     if attention != "auto":
         return f"prompts: {attention}"
+    stands = obstacle(device)
+    if stands is not None:
+        return f"prompts: fp16 (auto; {stands})"
     if device.type != "cuda":
         return "prompts: turbo (auto, without a GPU)"
     parts = []
@@ -83,17 +100,20 @@ class DecodeTiles(NamedTuple):
     stages: int
 
 
-SHARED_MEMORY = 220 << 10
-"""Bytes of an H200's SM that tiles may fill."""
+RESERVED = 7 << 10
+"""Bytes of shared memory that tiles leave to the rest of their programs."""
 
 
-def decode_tiles(codes: int, bits: int, unpacks: bool, *, many: bool = False) -> DecodeTiles:
-    """Tiles of the decode kernel (H200: `eval/results/decode-log.md`).
+def decode_tiles(
+    codes: int, bits: int, unpacks: bool, *, many: bool = False, itemsize: int = 2, shared: int = H200_SHARED
+) -> DecodeTiles:
+    """Tiles of the decode kernel (H200: `eval/results/decode-log.md`; others were compiled only).
 
     Args:
         codes: numbers of K in a block, padding included. bits: of each.
         unpacks: to the query's type, as mode "fp16" does with codes. That takes room: one block at a time.
         many: at least twice as many outputs as SMs: small CTAs do whole outputs at their own pace, few are merged.
+        itemsize: bytes of a number of the queries. shared: bytes of shared memory a program; an SM has 1 KiB more.
     """
     if unpacks:
         return DecodeTiles(1, 2, 1)
@@ -101,36 +121,50 @@ def decode_tiles(codes: int, bits: int, unpacks: bool, *, many: bool = False) ->
     chosen = ONE_WARP_TILES if full else MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
         waiting = tiles.blocks * (tiles.stages - 1) * codes * bits // 4
-        # unpacked K and V pass through shared memory
+        # unpacked K and V pass through shared memory, those of 3 bit beside what waits, as does float32 from 16 bit
         unpacked = 0 if bits >= 8 else tiles.blocks * 2 * codes
-        if max(tiles.occupancy * waiting, unpacked) <= SHARED_MEMORY:
+        beside = unpacked if bits == 3 else codes * 5 if full and itemsize > 2 else 0
+        room = shared - RESERVED
+        if max(tiles.occupancy * waiting, unpacked) <= room and waiting + beside <= shared:
             return tiles
-    return DecodeTiles(1, 1, 2) if full else DecodeTiles(2, 1, 2)
+    return chosen[-1]
 
 
 FULL_WARPS = 4
 """Warps that share a block where all is in 16 bit."""
 
 
-def full_tiles(numbers: int) -> DecodeTiles | None:
+def full_tiles(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:
     """Tiles of `kernels.full`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
 
-    numbers: of K in a block, padding included. None: no such tile fits. From Triton 3.8 on all stages take room, not
-    all but one.
+    numbers: of K in a block, padding included. shared: as in `decode_tiles`. None: no such tile fits. From Triton 3.8
+    on all stages take room, not all but one.
     """
-    for tiles in (DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3)):
-        if tiles.occupancy * tiles.stages * numbers * 4 <= SHARED_MEMORY:
+    for tiles in (DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3), DecodeTiles(1, 1, 2)):
+        if tiles.occupancy * tiles.stages * numbers * 4 <= shared - RESERVED:
             return tiles
     return None
 
 
-FEW_TILES = (DecodeTiles(4, 2, 3), DecodeTiles(4, 1, 3), DecodeTiles(4, 1, 2))
+FEW_TILES = (
+    DecodeTiles(4, 2, 3),
+    DecodeTiles(4, 1, 3),
+    DecodeTiles(4, 1, 2),
+    DecodeTiles(2, 1, 2),
+    DecodeTiles(1, 1, 2),
+)
 """Tiles of decode, the first that fits. H200, 2026-11-21: the table of short contexts in the log."""
 
 MANY_TILES = (DecodeTiles(2, 4, 3),)
 """The same where there are twice as many outputs as SMs, or more."""
 
-ONE_WARP_TILES = (DecodeTiles(1, 3, 3), DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3))
+ONE_WARP_TILES = (
+    DecodeTiles(1, 3, 3),
+    DecodeTiles(1, 2, 3),
+    DecodeTiles(1, 1, 3),
+    DecodeTiles(1, 1, 2),
+    DecodeTiles(1, 1, 1),
+)
 """The same for 16 bit where `full_tiles` are not for it: beside other widths, other queries, SAS, sparse."""
 
 

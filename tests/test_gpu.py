@@ -1,0 +1,153 @@
+"""What depends on the GPU: whether kernels run, and tiles that fit where there is less shared memory than an H200."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import tiny_llama
+from prefill_support import check_prefill, int8_queries
+from support import check_exact, check_turbo, make_store, store_codes, tokens
+
+import turbo_hf
+from turbo_hf import doctor, graphs
+from turbo_hf.layout import FULL
+from turbo_hf.ops import gpu, tuning
+from turbo_hf.ops.backend import kernel_obstacle, room_for
+from turbo_hf.ops.decode import check_step, decode
+
+CONSUMER = 99 << 10
+"""Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""
+
+A100 = 163 << 10
+
+
+class OnGpu:
+    """What `kernel_obstacle` looks at of a tensor on a GPU, which this machine may not have."""
+
+    def __init__(self, dim: int, dtype: torch.dtype):
+        self.device, self.shape, self.dtype = torch.device("cuda", 0), (1, 1, 1, dim), dtype
+
+
+@pytest.fixture
+def old(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU of before Ampere."""
+    monkeypatch.setattr(gpu, "TRITON_FOUND", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Tesla T4"))
+    gpu._obstacle.cache_clear()
+    yield
+    gpu._obstacle.cache_clear()
+
+
+TOO_OLD = "Tesla T4 has compute capability 7.5, and the kernels need 8.0"
+
+
+@pytest.mark.usefixtures("old")
+def test_a_gpu_that_is_too_old_is_told() -> None:
+    assert kernel_obstacle(OnGpu(64, torch.float16)) == TOO_OLD  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("old")
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("TRITON_FOUND", False, "the package triton is not installed"), ("hip", "6.4", "this torch is built for ROCm")],
+)
+def test_what_else_stands_in_the_way(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu if hasattr(gpu, name) else torch.version, name, value)
+    assert words in str(gpu.obstacle(torch.device("cuda", 0)))
+    assert gpu.obstacle(torch.device("cpu")) is None
+
+
+def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "obstacle", lambda device: TOO_OLD)
+    monkeypatch.setattr(graphs, "gpu_obstacle", gpu.obstacle)
+    model = tiny_llama()
+    with pytest.warns(UserWarning, match=f"plain torch, which is slow: {TOO_OLD}"), turbo_hf.patch(model) as handle:
+        report = str(handle.report())
+    assert f"decode steps: no CUDA graphs ({TOO_OLD})" in report
+    assert f"slow: {TOO_OLD}" in report
+    with pytest.raises(ValueError, match=f'backend "triton" cannot run here: {TOO_OLD}'):
+        turbo_hf.patch(model, turbo_hf.TurboConfig(backend="triton"))
+    # who asked for plain torch is not told that he gets it
+    turbo_hf.patch(model, turbo_hf.TurboConfig(backend="reference")).remove()
+
+
+@pytest.mark.usefixtures("old")
+def test_the_doctor_and_auto_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_gpu", lambda index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert doctor.machine().problems == (TOO_OLD,)
+    said = tuning.describe_prefill("auto", torch.device("cuda", 0), {64})
+    assert said == f"prompts: fp16 (auto; {TOO_OLD})"
+
+
+def test_what_does_not_fit_is_told() -> None:
+    errors = pytest.importorskip("triton.runtime.errors")
+    with (
+        pytest.raises(ValueError, match=r"head dim 256 .*181760.*smaller TurboConfig.block_size"),
+        room_for(torch.empty(1, 256)),
+    ):
+        raise errors.OutOfResources(181760, CONSUMER, "shared memory")
+
+
+def test_half_in_float32_is_refused_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.empty(1, 1, 1, 256)
+    assert kernel_obstacle(x, "half") is None
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
+    assert str(kernel_obstacle(x, "half")).endswith("this GPU has 99; modes turbo, int8 and fp16 run")
+    assert kernel_obstacle(x, "turbo") is None
+
+
+def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(1, 1, 1, 256, dtype=torch.float16)
+    assert check_step(q, 128, "fp16") is None
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
+    assert check_step(q, 128, "fp16") == "blocks of 128 tokens of 256 channels do not fit in float16; smaller ones do"
+    assert check_step(q, 64, "fp16") is None
+
+
+# --- what fits is right ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[CONSUMER, A100], ids=["99K", "163K"])
+def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: request.param)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("mode", ["fp16", "half", "turbo"])
+@pytest.mark.parametrize(("dim", "block"), [(64, 128), (128, 64), (256, 128)], ids=["d64", "d128", "d256"])
+def test_prefill_in_smaller_tiles(dim: int, block: int, mode: str, device: torch.device) -> None:
+    shape, dtype = (2, 2, 140, dim), torch.float16 if mode == "half" else torch.float32
+    k, v = (tokens(*shape, device=device) for _ in range(2))
+    past = make_store(k, v, [140, 70], groups=((4, 1), (8, 1)), block=block)
+    q = tokens(2, 4, 100, dim, device=device, dtype=dtype)
+    k, v = (tokens(2, 2, 100, dim, device=device, dtype=dtype) for _ in range(2))
+    if mode != "half" or dim <= 128:
+        check_prefill(q, k, v, mode, past=past, starts=[0, 30], window=150, backend="triton")
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("block", [64, 128])
+def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) -> None:
+    k, v = (tokens(1, 2, 200, 256, dtype=torch.float16, device=device) for _ in range(2))
+    past = make_store(k, v, [200], groups=((FULL, 2),), block=block)
+    q = tokens(1, 4, 40, 256, dtype=torch.float16, device=device)
+    check_prefill(q, k[:, :, :40], v[:, :, :40], "fp16", past=past, backend="triton")
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("bits", [16, 8, 4, 3])
+@pytest.mark.parametrize(("dim", "block"), [(64, 128), (128, 64), (256, 64)], ids=["d64", "d128", "d256"])
+def test_decode_in_smaller_tiles(dim: int, block: int, bits: int, device: torch.device) -> None:
+    k, v = (tokens(2, 2, 300, dim, dtype=torch.float16, device=device) for _ in range(2))
+    store = make_store(k, v, [300, 70], groups=((bits, 2),), block=block)
+    q = tokens(2, 4, 1, dim, dtype=torch.float16, device=device)
+    got, rows = decode(q, store, scaling=0.1, backend="triton"), store_codes(store)
+    if bits == FULL:
+        check_exact(got, q, [row.values() for row in rows], scaling=0.1)
+    else:
+        check_turbo(got, int8_queries(q, [0, 0], fused=device.type == "cuda"), q.dtype, rows, scaling=0.1)

@@ -1,0 +1,64 @@
+"""What a GPU is, as far as launches depend on it."""
+
+import importlib.util
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+TRITON_FOUND = importlib.util.find_spec("triton") is not None
+
+H200_SHARED = 227 << 10
+"""Bytes of shared memory that one program may have on an H200, and on other GPUs of capability 9.0 and 10.0."""
+
+OLDEST = (8, 0)
+"""Compute capability of Ampere: products in INT8 and copies that a kernel does not wait for."""
+
+
+@lru_cache(maxsize=8)
+def sms(device: torch.device) -> int:
+    """Streaming multiprocessors; without a GPU the number by which tests cut their small cases."""
+    return int(_properties(device).multi_processor_count) if device.type == "cuda" else 2
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have; without a GPU those of an H200, for which tiles are chosen."""
+    return _shared_memory(device)
+
+
+@lru_cache(maxsize=8)
+def _shared_memory(device: torch.device) -> int:
+    return int(_properties(device).shared_memory_per_block_optin) if device.type == "cuda" else H200_SHARED
+
+
+@lru_cache(maxsize=8)
+def early(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that may begin before the one ahead of it has ended: Hopper and later can."""
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def obstacle(device: torch.device) -> str | None:
+    """Why no kernel runs on this device, as the end of a sentence; None if they do, or it is no GPU."""
+    return _obstacle(device)
+
+
+@lru_cache(maxsize=8)
+def _obstacle(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    if not TRITON_FOUND:
+        return "the package triton is not installed"
+    if torch.version.hip is not None:
+        return "the kernels are written for NVIDIA GPUs, and this torch is built for ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST:
+        found, least = (".".join(map(str, x)) for x in (capability, OLDEST))
+        return f"{_properties(device).name} has compute capability {found}, and the kernels need {least}"
+    return None
+
+
+def _properties(device: torch.device) -> Any:
+    return torch.cuda.get_device_properties(device)
