@@ -1,12 +1,12 @@
-"""Compile the prefill, store, append, decode and sparse kernels for an H200 without one, through their launchers.
+"""Compile the prefill, store, append, decode and sparse kernels for a GPU without one, through their launchers.
 
 A program of its own: Triton decides at import whether it interprets, and the driver below is a stub that only names the
 target. One JSON line a launch: {"case", "kernel", "shared", "hash"}; launches of one hash share what is compiled.
-`--all` takes minutes.
+`--all` takes minutes; `--capability 8.9` compiles for another GPU what comes nearest to its shared memory.
 """
 
+import argparse
 import json
-import sys
 from typing import Any
 
 import torch
@@ -15,14 +15,20 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from turbo_hf.ops import launch, launch_decode, launch_sparse, launch_store
+from turbo_hf.ops import gpu, launch, launch_decode, launch_sparse, launch_store
+
+SHARED_KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
+"""KiB of shared memory that one program may have, by compute capability."""
 
 
 class Stub:
     """What compiling asks of a driver."""
 
+    def __init__(self, capability: str):
+        self.capability = int(capability.replace(".", ""))
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -34,13 +40,17 @@ class Stub:
         return torch.device("cpu")
 
 
-def compile_only(case: list[str]) -> None:
+def compile_only(case: list[str], capability: str) -> None:
     """From here on a launch compiles its kernel, prints, and runs nothing."""
-    driver.set_active(Stub())
+    stub = Stub(capability)
+    driver.set_active(stub)
+    room = SHARED_KIB[capability] << 10
+    gpu.shared_memory = lambda device: room
     run: Any = JITFunction.run
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        options |= {name: True for name in ("ASM", "EARLY") if name in options}  # as on a GPU
+        as_on_a_gpu = {"ASM": True, "EARLY": stub.capability >= 90}
+        options |= {name: value for name, value in as_on_a_gpu.items() if name in options}
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         facts = {"case": case[0], "kernel": self.__name__, "shared": kernel.metadata.shared, "hash": kernel.hash}
         print(json.dumps(facts), flush=True)  # noqa: T201
@@ -101,6 +111,26 @@ QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, tor
 """The cases that come nearest to the limit of shared memory. Each compiles the 16-bit mode too, for heads with NaN."""
 
 
+def nearest(capability: str) -> None:
+    """What comes nearest to the limit where shared memory is less than an H200's."""
+    case = [""]
+    compile_only(case, capability)
+    pasts = {}
+    for dim, groups in ((128, ((4, 2),)), (256, ((16, 2),))):
+        k, v = (torch.randn(2, 2, 80, dim).to(torch.bfloat16) for _ in range(2))
+        pasts[dim] = make_store(k, v, [80, 70], groups=groups)
+    for mode, dim, past in (("turbo", 128, pasts[128]), ("half", 256, None), ("fp16", 256, pasts[256])):
+        case[0] = f"{mode}, d = {dim}"
+        prefill(mode, dim, torch.bfloat16, past)
+    for bits, dim, block in ((16, 128, 64), (8, 128, 64), (4, 256, 64), (3, 64, 128)):
+        case[0] = f"decode, {bits} bit, d = {dim}, blocks of {block}"
+        k, v = (torch.zeros(1, 2, 2 * block, dim, dtype=torch.bfloat16) for _ in range(2))
+        store = make_store(k, v, [2 * block], groups=((bits, 2),), block=block)
+        launch_decode.decode(torch.zeros(1, 8, 1, dim, dtype=torch.bfloat16), store, scaling=0.1)
+    case[0] = "sparse, 8 bit, d = 128"
+    sparse(((8, 2),), 128, torch.bfloat16, 8)
+
+
 def main(everything: bool) -> None:
     """The quick cases, or every mode, head dim and type; every option once; each width of a page."""
     modes, types = ("turbo", "int8", "half", "fp8", "fp16"), (torch.bfloat16, torch.float32)
@@ -114,7 +144,7 @@ def main(everything: bool) -> None:
         k, v = (torch.randn(2, 2, 128, dim) for _ in range(2))
         stores[dim] = make_store(k, v, [128, 70], groups=groups, sealed=[1, 1])
     case = [""]
-    compile_only(case)
+    compile_only(case, "9.0")
     for dim, dtype, mode in cases:
         case[0] = f"{mode}, d = {dim}, {dtype}"
         prefill(mode, dim, dtype, pasts[dim])
@@ -175,4 +205,11 @@ def main(everything: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("--all" in sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--capability", choices=SHARED_KIB, default="9.0")
+    asked = parser.parse_args()
+    if asked.capability == "9.0":
+        main(asked.all)
+    else:
+        nearest(asked.capability)
