@@ -22,7 +22,7 @@ setup_environment() {
         echo "error: python3 -m venv failed; on Debian and Ubuntu: apt-get install python3-venv" >&2
         return 1
     }
-    echo "== installing turbo_hf${extra:+ with its extra \"$extra\"} (torch is a few hundred megabytes)"
+    echo "== installing turbo_hf${extra:+ with its extra \"$extra\"} (torch is 0.2 GB for a CPU, and 3 GB with CUDA)"
     "$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$root/constraints.txt" --editable "$target" || {
         echo "error: pip could not install the packages; see its message above." >&2

@@ -14,7 +14,7 @@ from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboCache, TurboConfig, patching, steps
+from turbo_hf import SparseConfig, TurboCache, TurboConfig, graphs, patching, steps
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import StepRunner, describe
 from turbo_hf.selectors import Reformer
@@ -301,7 +301,10 @@ def test_without_a_gpu_all_is_as_before() -> None:
         ),
     ],
 )
-def test_the_report_says_how_steps_run(config: TurboConfig, dense: list[int], known: bool, words: str) -> None:
+def test_the_report_says_how_steps_run(
+    config: TurboConfig, dense: list[int], known: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "gpu_obstacle", lambda device: None)
     text, reason = describe(config, dense, known, torch.device("cuda"))
     assert text.startswith(f"decode steps: {words}")
     assert (reason is None) == (not words.startswith("no") or config.cuda_graphs is False)

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from turbo_hf.ops import tuning
+from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.gpu import H200_SHARED
 from turbo_hf.ops.tuning import decode_tiles, describe_prefill, prefill_mode, prefill_tiles
-
-H200 = (9, 0)
 
 
 class OnGpu:
@@ -23,7 +21,8 @@ def mode(attention: str, tokens: int, dim: int, dtype: torch.dtype = torch.bfloa
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: H200)
+    monkeypatch.setattr(gpu, "hopper", lambda device: True)
+    monkeypatch.setattr(gpu, "obstacle", lambda device: None)
 
 
 @pytest.mark.usefixtures("h200")
@@ -34,9 +33,19 @@ def test_auto_computes_in_8_bit_where_that_was_measured_faster() -> None:
     assert mode("auto", 1 << 17, 128, torch.float32) == "fp16"
 
 
-def test_auto_keeps_the_models_precision_on_gpus_that_were_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert mode("auto", 1 << 17, 128) == "fp16"
+@pytest.mark.parametrize(
+    ("capability", "triton", "faster"), [((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((8, 9), "3.6.0", False)]
+)
+def test_the_kernel_for_hopper_runs_where_it_was_tried(
+    capability: tuple[int, int], triton: str, faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And elsewhere "auto" keeps the model's precision."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(gpu, "version_of", lambda package: triton)
+    gpu._hopper.cache_clear()
+    assert gpu.hopper(torch.device("cuda")) == faster
+    assert mode("auto", 1 << 17, 128) == ("turbo" if faster else "fp16")
+    gpu._hopper.cache_clear()
 
 
 def test_a_named_mode_is_itself_and_auto_without_a_gpu_is_turbo() -> None:
@@ -46,10 +55,10 @@ def test_a_named_mode_is_itself_and_auto_without_a_gpu_is_turbo() -> None:
 
 @pytest.mark.usefixtures("h200")
 def test_report_says_what_auto_does() -> None:
-    gpu = torch.device("cuda")
+    here = torch.device("cuda")
     text = "head dim 64: fp16 (8 bit was not measured faster here); head dim 128: fp16, from 4096 tokens up turbo"
-    assert describe_prefill("auto", gpu, {128, 64}) == f"prompts (auto): {text}"
-    assert describe_prefill("half", gpu, {64}) == "prompts: half"
+    assert describe_prefill("auto", here, {128, 64}) == f"prompts (auto): {text}"
+    assert describe_prefill("half", here, {64}) == "prompts: half"
     assert describe_prefill("auto", torch.device("cpu"), {64}) == "prompts: turbo (auto, without a GPU)"
 
 
@@ -88,5 +97,5 @@ def test_decode_tiles_fit_shared_memory(shared: int, block: int, dim: int, bits:
 
 
 def test_the_table_names_modes_that_there_are() -> None:
-    for by_dim in tuning.AUTO_PREFILL.values():
-        assert all(first > 0 and name in ("turbo", "int8", "half", "fp8") for first, name in by_dim.values())
+    chosen = tuning.AUTO_PREFILL.values()
+    assert all(first > 0 and name in ("turbo", "int8", "half", "fp8") for first, name in chosen)

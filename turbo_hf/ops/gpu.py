@@ -6,13 +6,22 @@ from typing import Any
 
 import torch
 
+from turbo_hf.versions import version_of
+
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
 H200_SHARED = 227 << 10
 """Bytes of shared memory that one program may have on an H200, and on other GPUs of capability 9.0 and 10.0."""
 
+HOPPER_TRITON = "3.6."
+"""Versions of Triton that the prompt kernel for Hopper was tried with. 3.7 renames `thread_barrier`, 3.9 its copies."""
+
 OLDEST = (8, 0)
 """Compute capability of Ampere: products in INT8 and copies that a kernel does not wait for."""
+
+
+FUSED = {"enable_fp_fusion": True}
+"""Option of launches whose products may be fused with sums: said, since Triton changes what it takes unsaid in 3.10."""
 
 
 @lru_cache(maxsize=8)
@@ -30,6 +39,18 @@ def shared_memory(device: torch.device) -> int:
 @lru_cache(maxsize=8)
 def _shared_memory(device: torch.device) -> int:
     return int(_properties(device).shared_memory_per_block_optin) if device.type == "cuda" else H200_SHARED
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def hopper(device: torch.device) -> bool:
+    """Whether the prompt kernel for Hopper runs. Gluon is new: only a version that was tried counts."""
+    return _hopper(device)
+
+
+@lru_cache(maxsize=8)
+def _hopper(device: torch.device) -> bool:
+    here = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return here and str(version_of("triton")).startswith(HOPPER_TRITON)
 
 
 @lru_cache(maxsize=8)

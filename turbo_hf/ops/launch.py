@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -66,6 +65,7 @@ def _quantize(
         k = launch_store.rotate(k, shift, torch.float32)
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
+    shape |= gpu.FUSED
     k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
     k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
     v_codes = ranges = v_block = v_log2 = None
@@ -116,7 +116,7 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
                     blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits,
+                    BITS=pages.bits, **gpu.FUSED,
                 )  # fmt: skip
             first += slots
     return k, v, scale
@@ -192,7 +192,7 @@ def prefill(
             ROTATED=rotated is not q, SOFTCAP=softcap is not None, SINKS=sinks is not None,
             SAS=sas_threshold is not None, STARTS=starts is not None, PAST=past is not None, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            num_stages=tiles.stages, **gpu.FUSED,
         )  # fmt: skip
 
     precise_parts = Operands(k, k)
@@ -225,11 +225,10 @@ def prefill(
 
 
 def _hopper_serves(q: torch.Tensor, parts: Operands, mode: str, block: int) -> bool:
-    """Whether the kernel for Hopper computes what `prefill_kernel` would. Gluon is new: only a tried version counts."""
-    here = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0) and triton.__version__.startswith("3.6.")
+    """Whether the kernel for Hopper computes what `prefill_kernel` would."""
     scales = mode in ("turbo", "fp8") and parts.v_scale is not None and parts.k_mean is None and block == 128
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
-    return here and scales and narrow
+    return gpu.hopper(q.device) and scales and narrow
 
 
 def _log2(softcap: float | None) -> float:

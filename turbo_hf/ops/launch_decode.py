@@ -239,5 +239,6 @@ def decode(
             **gpu.early(q.device),
             ASM=q.is_cuda,
             num_warps=warps,
+            **gpu.FUSED,
         )
     return AttentionOutput(out, lse)

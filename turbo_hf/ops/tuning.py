@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 
 from turbo_hf.layout import FULL
-from turbo_hf.ops.gpu import H200_SHARED, obstacle
+from turbo_hf.ops import gpu
+from turbo_hf.ops.gpu import H200_SHARED
 
 
 class PrefillTiles(NamedTuple):
@@ -49,16 +50,16 @@ def _small_tiles(mode: str, dim: int, itemsize: int, block: int) -> PrefillTiles
     return PrefillTiles(64, min(block, 64), 4, 2) if dim > 64 else PrefillTiles(128, min(block, 64), 8, 3)
 
 
-AUTO_PREFILL = {(9, 0): {128: (4096, "turbo")}}
-"""(tokens, mode) by compute capability and head dim: from so many tokens of a prompt on, that mode was measured faster
-than cuDNN in 16 bit, quantization included. Elsewhere "auto" keeps to the model's own precision.
+AUTO_PREFILL = {128: (4096, "turbo")}
+"""(tokens, mode) by head dim: from so many tokens of a prompt on, the kernel for Hopper was measured faster than cuDNN
+in 16 bit, quantization included. Where it does not run, "auto" keeps to the model's own precision.
 
 "fp8" is faster still (`eval/results/prefill-log.md`) and has twice the error of "turbo": a user's choice.
 """
 
 
 def _fast_from(device: torch.device, dim: int) -> tuple[int, str] | None:
-    return AUTO_PREFILL.get(torch.cuda.get_device_capability(device), {}).get(dim)
+    return AUTO_PREFILL.get(dim) if gpu.hopper(device) else None
 
 
 def prefill_mode(attention: str, q: torch.Tensor) -> str:
@@ -76,7 +77,7 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
     """One line on how prompts are computed by layers of these head dims, for reports."""
     if attention != "auto":
         return f"prompts: {attention}"
-    stands = obstacle(device)
+    stands = gpu.obstacle(device)
     if stands is not None:
         return f"prompts: fp16 (auto; {stands})"
     if device.type != "cuda":
