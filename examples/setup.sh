@@ -12,7 +12,8 @@ setup_environment() {
         echo "error: $python is $("$python" --version 2>&1); Python 3.11 or newer is needed." >&2
         return 1
     }
-    stamp=$(cat "$root/pyproject.toml" "$root/constraints.txt" | sha256sum | cut -c1-16)
+    stamp=$("$python" -c 'import sys, zlib; print(f"{zlib.crc32(sys.stdin.buffer.read()):08x}")' \
+        < <(cat "$root/pyproject.toml" "$root/constraints.txt"))
     if [ -f "$root/.venv/$stamp${extra:+-$extra}" ] && [ -x "$root/.venv/bin/python" ]; then
         echo "== using the environment in .venv"
         return 0
