@@ -26,7 +26,7 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("capability", "kib"), [("8.9", 99)])
+@pytest.mark.parametrize(("capability", "kib"), [("8.9", 99), ("12.0", 99)])
 def test_kernels_fit_gpus_with_less_shared_memory(capability: str, kib: int) -> None:
     kernels = compiled("--capability", capability)
     assert {kernel["kernel"] for kernel in kernels} >= {"prefill_kernel", "decode_kernel", "sparse_decode_kernel"}

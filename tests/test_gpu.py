@@ -1,7 +1,9 @@
 """What depends on the GPU: whether kernels run, and tiles that fit where there is less shared memory than an H200."""
 
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +12,14 @@ from prefill_support import check_prefill, int8_queries
 from support import check_exact, check_turbo, make_store, store_codes, tokens
 
 import turbo_hf
-from turbo_hf import doctor, graphs
+from turbo_hf import TurboConfig, doctor, graphs, patching
+from turbo_hf.errors import Strict
 from turbo_hf.layout import FULL
+from turbo_hf.ops import forecast as forecasts
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle, room_for
 from turbo_hf.ops.decode import check_step, decode
+from turbo_hf.ops.forecast import forecast
 
 CONSUMER = 99 << 10
 """Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""
@@ -45,7 +50,10 @@ TOO_OLD = "Tesla T4 has compute capability 7.5, and the kernels need 8.0"
 
 @pytest.mark.usefixtures("old")
 def test_a_gpu_that_is_too_old_is_told() -> None:
-    assert kernel_obstacle(OnGpu(64, torch.float16)) == TOO_OLD  # type: ignore[arg-type]
+    q: Any = OnGpu(256, torch.float16)
+    assert kernel_obstacle(q) == TOO_OLD
+    # of which nobody knows how much shared memory it has
+    assert check_step(q, 128, "fp16") == TOO_OLD
 
 
 @pytest.mark.usefixtures("old")
@@ -59,18 +67,52 @@ def test_what_else_stands_in_the_way(name: str, value: object, words: str, monke
     assert gpu.obstacle(torch.device("cpu")) is None
 
 
+def on_a_gpu(config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[int], strict: Strict) -> list[str]:
+    """`forecast` for a model that is on a GPU, which this machine may not have."""
+    return forecast(config, [torch.device("cuda", 0)], dtype, dims, strict)
+
+
 def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "obstacle", lambda device: TOO_OLD)
     monkeypatch.setattr(graphs, "gpu_obstacle", gpu.obstacle)
+    monkeypatch.setattr(patching, "forecast", on_a_gpu)
     model = tiny_llama()
     with pytest.warns(UserWarning, match=f"plain torch, which is slow: {TOO_OLD}"), turbo_hf.patch(model) as handle:
         report = str(handle.report())
     assert f"decode steps: no CUDA graphs ({TOO_OLD})" in report
     assert f"slow: {TOO_OLD}" in report
-    with pytest.raises(ValueError, match=f'backend "triton" cannot run here: {TOO_OLD}'):
+    with pytest.raises(turbo_hf.Unsupported, match=f'backend "triton": attention runs in plain torch.*{TOO_OLD}'):
         turbo_hf.patch(model, turbo_hf.TurboConfig(backend="triton"))
-    # who asked for plain torch is not told that he gets it
+    # who asked for plain torch, or for silence, is not told
     turbo_hf.patch(model, turbo_hf.TurboConfig(backend="reference")).remove()
+    turbo_hf.patch(model, strict="fallback").remove()
+
+
+@pytest.mark.parametrize(
+    ("attention", "bits", "block", "dtype", "said"),
+    [
+        ("auto", 4, 64, torch.bfloat16, []),
+        ("fp8", 4, 64, torch.bfloat16, ["prompts"]),
+        ("half", 4, 64, torch.float32, ["prompts"]),
+        ("fp16", 4, 128, torch.bfloat16, ["decode steps"]),
+        ("auto", 16, 128, torch.bfloat16, ["decode steps"]),
+        ("turbo", 4, 128, torch.bfloat16, []),
+    ],
+)
+def test_what_a_small_gpu_lacks_is_said_before(
+    attention: Any, bits: int, block: int, dtype: torch.dtype, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "obstacle", lambda device: None)
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
+    monkeypatch.setattr(forecasts, "_example", lambda dim, dtype, device: OnGpu(dim, dtype))
+    config = TurboConfig(attention=attention, bits=bits, block_size=block)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = forecast(config, [torch.device("cuda", n) for n in range(2)], dtype, {256}, "raise")
+    assert [line.split(" run in plain torch")[0] for line in found] == said
+    assert [str(warning.message) for warning in caught] == found
 
 
 @pytest.mark.usefixtures("old")
@@ -78,7 +120,10 @@ def test_the_doctor_and_auto_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_gpu", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "COMPILERS", ("python3",))
     assert doctor.machine().problems == (TOO_OLD,)
+    monkeypatch.setattr(doctor, "COMPILERS", ("no-such-compiler",))
+    assert "needs a C compiler" in doctor.machine().problems[1]
     said = tuning.describe_prefill("auto", torch.device("cuda", 0), {64})
     assert said == f"prompts: fp16 (auto; {TOO_OLD})"
 
@@ -128,8 +173,7 @@ def test_prefill_in_smaller_tiles(dim: int, block: int, mode: str, device: torch
     past = make_store(k, v, [140, 70], groups=((4, 1), (8, 1)), block=block)
     q = tokens(2, 4, 100, dim, device=device, dtype=dtype)
     k, v = (tokens(2, 2, 100, dim, device=device, dtype=dtype) for _ in range(2))
-    if mode != "half" or dim <= 128:
-        check_prefill(q, k, v, mode, past=past, starts=[0, 30], window=150, backend="triton")
+    check_prefill(q, k, v, mode, past=past, starts=[0, 30], window=150, backend="triton")
 
 
 @pytest.mark.usefixtures("small")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from turbo_hf.ops import gpu, tuning
+from turbo_hf.ops.backend import WIDE_HALF
 from turbo_hf.ops.gpu import H200_SHARED
 from turbo_hf.ops.tuning import decode_tiles, describe_prefill, prefill_mode, prefill_tiles
 
@@ -21,6 +22,7 @@ def mode(attention: str, tokens: int, dim: int, dtype: torch.dtype = torch.bfloa
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "hopper", lambda device: True)
     monkeypatch.setattr(gpu, "obstacle", lambda device: None)
 
@@ -40,12 +42,17 @@ def test_the_kernel_for_hopper_runs_where_it_was_tried(
     capability: tuple[int, int], triton: str, faster: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And elsewhere "auto" keeps the model's precision."""
+    pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(gpu, "version_of", lambda package: triton)
+    monkeypatch.setattr("triton.__version__", triton)
     gpu._hopper.cache_clear()
+    gpu._obstacle.cache_clear()
     assert gpu.hopper(torch.device("cuda")) == faster
     assert mode("auto", 1 << 17, 128) == ("turbo" if faster else "fp16")
+    said = describe_prefill("auto", torch.device("cuda"), {128})
+    assert ("needs triton 3.6.x" in said) == (capability == (9, 0) and not faster)
     gpu._hopper.cache_clear()
+    gpu._obstacle.cache_clear()
 
 
 def test_a_named_mode_is_itself_and_auto_without_a_gpu_is_turbo() -> None:
@@ -73,8 +80,8 @@ SHARED = [H200_SHARED, 163 << 10, 99 << 10]
 def test_tiles_fit_shared_memory(kind: str, dim: int, itemsize: int, shared: int) -> None:
     """Keys and values in flight. What the compiler adds was looked at when they were chosen."""
     tiles = prefill_tiles(kind, dim, itemsize, 128, shared)
-    if kind == "half" and itemsize == 4 and dim == 256 and shared < H200_SHARED:
-        return  # refused where it does not fit
+    if kind == "half" and itemsize == 4 and dim == 256 and shared < WIDE_HALF:
+        return  # refused
     wide = {"fp16": (itemsize, itemsize), "half": (1, itemsize)}.get(kind, (1, 1))
     # before Hopper the tile at work has left shared memory
     waiting = tiles.stages if shared == H200_SHARED else max(1, tiles.stages - 1)
@@ -84,16 +91,25 @@ def test_tiles_fit_shared_memory(kind: str, dim: int, itemsize: int, shared: int
 
 
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+@pytest.mark.parametrize("bits", [16, 8, 4, 3, 2])
 @pytest.mark.parametrize("dim", [32, 64, 128, 256])
 @pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize("shared", SHARED)
 def test_decode_tiles_fit_shared_memory(shared: int, block: int, dim: int, bits: int, many: bool) -> None:
     tiles = decode_tiles(block * dim, bits, False, many=many, shared=shared)
     assert tiles.blocks * tiles.occupancy * (tiles.stages - 1) * 2 * block * dim * bits // 8 <= shared
-    # what is unpacked passes through shared memory too
-    assert bits >= 8 or tiles.blocks * 2 * block * dim <= shared
+    # what is unpacked passes through shared memory too, at 3 bit beside what waits
+    unpacked = tiles.blocks * 2 * block * dim if bits < 8 else 0
+    assert unpacked <= shared
+    assert bits != 3 or unpacked + tiles.blocks * (tiles.stages - 1) * 2 * block * dim * bits // 8 <= shared
     assert tiles.blocks * tiles.occupancy <= 8  # warps of an SM that have 255 registers
+
+
+@pytest.mark.parametrize("shared", SHARED)
+@pytest.mark.parametrize("codes", [32 * 32, 64 * 64, 128 * 64])
+def test_float32_over_16_bit_has_room_for_both(codes: int, shared: int) -> None:
+    tiles = decode_tiles(codes, 16, False, itemsize=4, shared=shared)
+    assert (tiles.stages - 1) * codes * 4 + codes * 4.75 <= shared  # as compiled
 
 
 def test_the_table_names_modes_that_there_are() -> None:

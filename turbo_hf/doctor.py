@@ -1,6 +1,7 @@
 """What this machine and model can do, and why not otherwise."""
 
 import platform
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from turbo_hf.ops.gpu import obstacle as gpu_obstacle
 from turbo_hf.patching import patch
 from turbo_hf.selfcheck import SelfCheck, compare, probe
 from turbo_hf.versions import NEWEST, OLDEST, check_version, version_of
+
+COMPILERS = ("clang", "gcc")
+"""What Triton builds its launcher with, as it looks for them."""
 
 PACKAGES = ("turbo_hf", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
 
@@ -42,6 +46,10 @@ def machine() -> Machine:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_gpu(i) for i in range(count))
     problems = [check_version(), *{gpu_obstacle(torch.device("cuda", i)) for i in range(count)}]
+    if count and not (os.environ.get("CC") or any(map(shutil.which, COMPILERS))):
+        problems.append(
+            "no C compiler (gcc, clang, or what CC names): Triton needs one, and Python's headers, on a GPU"
+        )
     return Machine(
         versions, gpus, "Triton kernels on CUDA, plain torch elsewhere", tuple(x for x in problems if x is not None)
     )

@@ -19,7 +19,7 @@ from turbo_hf.errors import Strict, Unsupported, complain
 from turbo_hf.graphs import Door, StepRunner, cuda_device, describe, model_obstacle
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
 from turbo_hf.layer import TurboLayer
-from turbo_hf.ops.backend import warn_of_gpu
+from turbo_hf.ops.forecast import forecast
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches import AttentionLayer, attention_layers, family_of, lost_to_bias
 from turbo_hf.selfcheck import probe, require_agreement
@@ -105,11 +105,13 @@ def patch(
             f"{type(model).__name__} has no generate: pass handle.new_cache() to it, or patch the whole model."
         )
         warnings.warn(warned[-1], stacklevel=2)
-    warned += warn_of_gpu(chosen.backend, model.device)
     found = attention_layers(model)
     layers = [_choose(at, chosen) for at in found]
     modules = {at.index: at.module for at in found if at.module is not None}
-    warned += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict)
+    dims = {int(getattr(module, "head_dim", 0)) for module in modules.values()} - {0}
+    warned += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict) + forecast(
+        chosen, {x.device for x in model.parameters()}, model.dtype, dims, strict
+    )
     heads = choose_heads(model, chosen, calibration, strict, revision)
     warned += heads.warnings
     split = [at.groups for at in layers if at.groups and not at.kept_int8]
@@ -122,7 +124,7 @@ def patch(
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers))
     reference = probe(model) if check else None
-    report, no_graphs = _report(model, chosen, layers, modules, warned, heads.words, sparse)
+    report, no_graphs = _report(model, chosen, layers, dims, warned, heads.words, sparse)
     # the last that may be refused before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
         complain(strict, f"cuda_graphs=True: {no_graphs}.")
@@ -187,7 +189,7 @@ def _report(
     model: PreTrainedModel,
     config: TurboConfig,
     layers: list[LayerReport],
-    modules: Mapping[int, torch.nn.Module],
+    dims: set[int],
     warned: list[str],
     heads: str,
     sparse: Mapping[int, str],
@@ -195,7 +197,6 @@ def _report(
     """What the patch will do, in words; and why decode steps cannot be CUDA graphs, None if they can."""
     kind = model.config.get_text_config(decoder=True).model_type
     family = family_of(kind)
-    dims = {int(getattr(module, "head_dim", 0)) for module in modules.values()} - {0}
     dense = [at.index for at in layers if not at.groups]
     steps, no_graphs = describe(config, dense, family is not None, model.device)
     report = Report(

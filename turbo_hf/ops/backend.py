@@ -1,6 +1,5 @@
 """Which implementation of an op runs: the Triton kernel or the reference in plain torch."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -69,20 +68,6 @@ def kernel_obstacle(x: torch.Tensor, mode: str = "fp16") -> str | None:
             f"{gpu.shared_memory(x.device) >> 10}; modes turbo, int8 and fp16 run"
         )
     return None
-
-
-def warn_of_gpu(backend: str, device: torch.device) -> list[str]:
-    """Warn that plain torch takes the place of kernels on this GPU, and return the warning; [] where it does not.
-
-    ValueError: "triton" where no kernel runs.
-    """
-    stands = None if backend == "reference" else gpu.obstacle(device)
-    if stands is None:
-        return []
-    uses_triton(backend, device, stands)
-    warned = f"attention runs in plain torch, which is slow: {stands}."
-    warnings.warn(warned, stacklevel=3)
-    return [warned]
 
 
 @contextmanager

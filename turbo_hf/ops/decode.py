@@ -94,7 +94,10 @@ def check_lengths(store: KVStore) -> tuple[int, ...] | None:
 
 def check_step(q: torch.Tensor, block: int, mode: str) -> str | None:
     """Why no kernel can serve queries like q over blocks of so many tokens; None if one can."""
+    stands = kernel_obstacle(q)
+    if stands is not None:
+        return stands
     numbers, room = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
     if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > room):
         return f"blocks of {block} tokens of {q.shape[3]} channels do not fit in {str(q.dtype)[6:]}; smaller ones do"
-    return kernel_obstacle(q)
+    return None

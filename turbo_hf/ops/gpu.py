@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from turbo_hf.versions import version_of
-
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
 H200_SHARED = 227 << 10
@@ -49,8 +47,11 @@ def hopper(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def _hopper(device: torch.device) -> bool:
-    here = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return here and str(version_of("triton")).startswith(HOPPER_TRITON)
+    if device.type != "cuda" or _obstacle(device) is not None:
+        return False
+    import triton  # noqa: PLC0415 - may be missing
+
+    return torch.cuda.get_device_capability(device) == (9, 0) and triton.__version__.startswith(HOPPER_TRITON)
 
 
 @lru_cache(maxsize=8)

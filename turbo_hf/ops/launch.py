@@ -11,6 +11,7 @@ from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type, power_of_two
 from turbo_hf.ops import gpu, launch_store
+from turbo_hf.ops.backend import room_for
 from turbo_hf.ops.tuning import prefill_tiles
 from turbo_hf.reference.division import ratio
 from turbo_hf.reference.operands import align, key_mean
@@ -172,7 +173,7 @@ def prefill(
         tile = SAS_TILE if precise and sas_threshold is not None else block
         tiles = prefill_tiles(mode, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
         past_block = 64 if past is None else past.block
-        past_tile = min(past_block, tiles.block_n) if precise and sas_threshold is None else past_block
+        past_tile = min(past_block, tiles.block_n) if precise else past_block
         k_tiles = v_tiles = None
         if not precise:
             k_tiles = TensorDescriptor.from_tensor(parts.k.view(-1, dim), [block, padded_dim])
@@ -196,7 +197,7 @@ def prefill(
         )  # fmt: skip
 
     precise_parts = Operands(k, k)
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q), room_for(q):
         if mode == "fp16":
             run(precise_parts, None, q, None, mode, repair=False)
             return AttentionOutput(result, lse)

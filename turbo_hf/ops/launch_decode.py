@@ -11,6 +11,7 @@ from turbo_hf.kernels.decode import decode_kernel
 from turbo_hf.kernels.merge import STATS
 from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
 from turbo_hf.ops import gpu
+from turbo_hf.ops.backend import room_for
 from turbo_hf.ops.schedule import (
     LivePlan,
     Plan,
@@ -193,7 +194,7 @@ def decode(
     # only stream-K has a bound that holds at any length, which a replay needs
     plans = store.plans if plan == "stream-k" else None
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, plans, place)
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q), room_for(q):
         decode_kernel[(grid,)](
             q,
             out,

@@ -20,6 +20,7 @@ from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore, Rotary, power_of_two
 from turbo_hf.ops import gpu
+from turbo_hf.ops.backend import room_for
 from turbo_hf.ops.launch_decode import FILLED, MERGED, tiles_for
 from turbo_hf.ops.launch_store import pairs_of
 from turbo_hf.ops.schedule import Kept
@@ -280,7 +281,7 @@ def sparse_decode(
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
     known |= gpu.early(q.device)
     spanned = found if spans is None else spans.contiguous().view(torch.int32)
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q), room_for(q):
         list_kernel[(lists,)](
             spanned, flags, order, store.table, *places, listed, found, store.table.stride(0), queries, room,
             0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,

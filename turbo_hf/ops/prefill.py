@@ -7,7 +7,7 @@ import torch
 from turbo_hf.config import ATTENTION_MODES
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops import library
-from turbo_hf.ops.backend import kernel_obstacle, room_for, uses_triton
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.library import pack_past
 from turbo_hf.ops.operands import check_v_scale
 from turbo_hf.ops.quantize import check_block, check_float
@@ -104,8 +104,7 @@ def prefill(
         if not torch.compiler.is_compiling():
             from turbo_hf.ops import launch  # noqa: PLC0415 - needs Triton
 
-            with room_for(q):
-                return launch.prefill(q, k, v, **choices)
+            return launch.prefill(q, k, v, **choices)
         # torch.compile sees one operator
         tensors, numbers = pack_past(choices.pop("past"))
         return AttentionOutput(*library.prefill(q, k, v, tensors, numbers, **choices))

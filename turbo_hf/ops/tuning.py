@@ -52,7 +52,7 @@ def _small_tiles(mode: str, dim: int, itemsize: int, block: int) -> PrefillTiles
 
 AUTO_PREFILL = {128: (4096, "turbo")}
 """(tokens, mode) by head dim: from so many tokens of a prompt on, the kernel for Hopper was measured faster than cuDNN
-in 16 bit, quantization included. Where it does not run, "auto" keeps to the model's own precision.
+in 16 bit, quantization included. On GPUs where it does not run, "auto" keeps to the model's own precision.
 
 "fp8" is faster still (`eval/results/prefill-log.md`) and has twice the error of "turbo": a user's choice.
 """
@@ -85,11 +85,15 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
     parts = []
     for dim in sorted(dims):
         fast = _fast_from(device, dim)
-        how = (
-            "fp16 (8 bit was not measured faster here)" if fast is None else f"fp16, from {fast[0]} tokens up {fast[1]}"
-        )
+        how = f"fp16 ({_why_slow(device)})" if fast is None else f"fp16, from {fast[0]} tokens up {fast[1]}"
         parts.append(f"head dim {dim}: {how}")
     return "prompts (auto): " + "; ".join(parts)
+
+
+def _why_slow(device: torch.device) -> str:
+    if torch.cuda.get_device_capability(device) == (9, 0) and not gpu.hopper(device):
+        return f"the 8-bit kernel for Hopper needs triton {gpu.HOPPER_TRITON}x"
+    return "8 bit was not measured faster here"
 
 
 class DecodeTiles(NamedTuple):

@@ -47,9 +47,10 @@ def prefill(
     if hadamard:
         turned = _queries(rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
 
-    runs = [] if past is None else _past(past, plain, mode == "fp8")
+    sas_tile = SAS_TILE if precise and sas_threshold is not None else None
+    runs = [] if past is None else _past(past, plain, mode == "fp8", sas_tile or past.block)
     if precise:
-        block = block if sas_threshold is None else SAS_TILE
+        block = sas_tile or block
         keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
         bias = None
     else:
@@ -124,7 +125,7 @@ def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) ->
     return keys, Operand(values * parts.v_channel[:, :, None].to(wide), torch.ones_like(keys.scale), place)
 
 
-def _past(store: KVStore, q: Operand, fp8: bool) -> list[Run]:
+def _past(store: KVStore, q: Operand, fp8: bool, tile: int) -> list[Run]:
     """The sealed blocks, one scale a block, and the open tokens, one scale a token; their codes are what they are."""
     batch, _, cap, _ = store.k_open.shape
     wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
@@ -147,5 +148,5 @@ def _past(store: KVStore, q: Operand, fp8: bool) -> list[Run]:
         k_own, v_own = stored(k, place >= 0), stored(v, place >= 0)
         values = v_own.float().to(torch.float8_e4m3fn) if fp8 else v_own
         keys, items = Operand(k_own.to(wide), k_step, place), Operand(values.to(wide), v_step, place)
-        runs.append(Run(q, _whole(keys, store.block), _whole(items, store.block), store.block))
+        runs.append(Run(q, _whole(keys, tile), _whole(items, tile), tile))
     return runs
