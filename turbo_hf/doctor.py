@@ -46,10 +46,8 @@ def machine() -> Machine:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_gpu(i) for i in range(count))
     problems = [check_version(), *{gpu_obstacle(torch.device("cuda", i)) for i in range(count)}]
-    if count and not (os.environ.get("CC") or any(map(shutil.which, COMPILERS))):
-        problems.append(
-            "no C compiler (gcc, clang, or what CC names): Triton needs one, and Python's headers, on a GPU"
-        )
+    if count and not any(map(shutil.which, COMPILERS)):
+        problems.append("neither gcc nor clang found: on a GPU Triton needs a C compiler (or CC) and Python's headers")
     return Machine(
         versions, gpus, "Triton kernels on CUDA, plain torch elsewhere", tuple(x for x in problems if x is not None)
     )
