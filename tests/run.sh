@@ -7,5 +7,11 @@ setup_environment "$root" test
 cd "$root"
 # one process a core, one thread each; more than four would want memory, not time
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+run=("$root/.venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4)
+if [ $# -eq 0 ] && has_gpu; then
+    echo "== pytest, first without the GPU, then what needs it"
+    "${run[@]}"
+    exec "${run[@]}" -m gpu
+fi
 echo "== pytest $*"
-exec "$root/.venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4 "$@"
+exec "${run[@]}" "$@"
