@@ -49,9 +49,9 @@ def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: 
         x = _example(dim, dtype, device)
         prompts = None if config.prompt_attention == "auto" else kernel_obstacle(x, config.prompt_attention)
         steps = check_step(x, config.block_size, "fp16" if exact else "turbo")
-        for part, stands in (("prompts", prompts), ("decode steps", steps)):
-            if stands is not None:
-                yield f"{part} run in plain torch, which is slow: {stands}."
+        for part, why in (("prompts", prompts), ("decode steps", steps)):
+            if why is not None:
+                yield f"{part} run in plain torch, which is slow: {why}."
 
 
 def _example(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,6 @@ HOPPER_TRITON = "3.6."
 OLDEST = (8, 0)
 """Compute capability of Ampere: products in INT8 and copies that a kernel does not wait for."""
 
-
 FUSED = {"enable_fp_fusion": True}
 """Option of launches whose products may be fused with sums: said, since Triton changes what it takes unsaid in 3.10."""
 
