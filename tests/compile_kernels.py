@@ -122,6 +122,8 @@ def nearest(capability: str) -> None:
     for mode, dim, past in (("turbo", 128, pasts[128]), ("half", 256, None), ("fp16", 256, pasts[256])):
         case[0] = f"{mode}, d = {dim}"
         prefill(mode, dim, torch.bfloat16, past)
+    case[0] = "fp16 with SAS, d = 256"
+    prefill("fp16", 256, torch.bfloat16, pasts[256], sas_threshold=-6.0)
     for bits, dim, block in ((16, 128, 64), (8, 128, 64), (4, 256, 64), (3, 64, 128)):
         case[0] = f"decode, {bits} bit, d = {dim}, blocks of {block}"
         k, v = (torch.zeros(1, 2, 2 * block, dim, dtype=torch.bfloat16) for _ in range(2))
