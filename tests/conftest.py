@@ -60,7 +60,7 @@ def pytest_runtest_call() -> Iterator[None]:
     """Skip what asks for kernels on a CPU where there is no interpreter that works."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, AssertionError) as error:  # or that it is not the error that was waited for
         if INTERPRETED or 'backend "triton" cannot run here: tensors are on cpu' not in str(error):
             raise
         pytest.skip("kernels need a GPU, or the interpreter of Triton 3.9")
