@@ -108,7 +108,7 @@ def patch(
     found = attention_layers(model)
     layers = [_choose(at, chosen) for at in found]
     modules = {at.index: at.module for at in found if at.module is not None}
-    dims = {int(getattr(module, "head_dim", 0)) for module in modules.values()} - {0}
+    dims = {int(getattr(module, "head_dim", 0)) for n, module in modules.items() if layers[n].groups} - {0}
     warned += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict) + forecast(
         chosen, {x.device for x in model.parameters()}, model.dtype, dims, strict
     )
