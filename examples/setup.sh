@@ -18,8 +18,8 @@ setup_environment() {
     }
     pins=$(cat "$root/constraints.txt")
     if has_gpu; then
-        # what the kernels were measured with
-        pins=$(sed 's/^torch==.*/torch==2.11.0/; s/^triton.*/triton==3.6.0/' <<< "$pins")
+        # what the kernels were measured with, and a NumPy that the interpreter of that Triton knows
+        pins=$(sed 's/^torch==.*/torch==2.11.0/; s/^triton.*/triton==3.6.0/; s/^numpy==.*/numpy==2.3.5/' <<< "$pins")
     fi
     stamp=$(cat "$root/pyproject.toml" - <<< "$pins" | cksum | cut -d ' ' -f 1)
     if [ -f "$root/.venv/$stamp${extra:+-$extra}" ] && [ -x "$root/.venv/bin/python" ]; then

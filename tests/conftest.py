@@ -3,13 +3,11 @@
 import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from packaging.version import Version
 
 # before anything imports huggingface_hub: no test may need the network
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -20,23 +18,12 @@ def _marked() -> str:
     return " ".join(expression for flag, expression in zip(sys.argv, sys.argv[1:], strict=False) if flag == "-m")
 
 
-# before torch looks for a GPU: a run is about it or without it, so that kernels run there or in the interpreter; the
+# before torch looks for a GPU: a run is on it or without it, and without it kernels run in Triton's interpreter; the
 # processes of a run have what the first has chosen
 if "PYTEST_XDIST_WORKER" not in os.environ and ("gpu" not in _marked() or "not gpu" in _marked()):
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-
-
-def _interpreter_works() -> bool:
-    """Triton's interpreter, beside today's NumPy, overwrites memory that is not its own before 3.9."""
-    try:
-        return Version(version("triton")) >= Version("3.9")
-    except PackageNotFoundError:
-        return False
-
-
-# before anything imports triton: without a GPU its kernels run in the interpreter
-INTERPRETED = not torch.cuda.is_available() and _interpreter_works()
-if INTERPRETED:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# before anything imports triton
+if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile(
@@ -53,21 +40,6 @@ CUDA = pytest.param(
     "cuda",
     marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
 )
-
-
-NO_KERNELS = 'backend "triton" cannot run here: tensors are on cpu', "0 active drivers"
-"""What the package says, and Triton, where neither a GPU nor the interpreter runs a kernel."""
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
-    """Skip what asks for kernels on a CPU where there is no interpreter that works."""
-    try:
-        yield
-    except Exception as error:  # it may have been wrapped, or another have been waited for
-        if INTERPRETED or not any(words in str(error) for words in NO_KERNELS):
-            raise
-        pytest.skip("kernels need a GPU, or the interpreter of Triton 3.9")
 
 
 @pytest.fixture(params=["cpu", CUDA])

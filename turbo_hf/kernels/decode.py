@@ -239,7 +239,8 @@ def decode_kernel(
     row, slot, head, sealed, opened_len, first_cta, count = _row_of(
         output, True, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr
     )
-    while tl.condition(left > 0, disable_licm=True):
+    # to the interpreter before 3.9 every `tl.condition` is true
+    while tl.condition(left > 0, disable_licm=True) if ASM else left > 0:
         table = table_ptr + row * table_stride
         block = tile * NB + tl.arange(0, NB)
         page = entry(table + block, block < blocks, ASM)
