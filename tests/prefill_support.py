@@ -29,11 +29,6 @@ DEPTH = 2.0**-16
 """A tile's P is scaled by no less than this share of the largest P of its row."""
 
 
-def has_fp8(device: torch.device) -> bool:
-    """Whether FP8 can be tried: the interpreter rounds without carry, and GPUs before Ada have none."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True) -> Tensor:
     """q [B, H, M, D] rounded to INT8 and back, one scale a token and head, in float64; 0 at padding.
 

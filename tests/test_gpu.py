@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_support import OnGpu
 from models import tiny_llama
 from prefill_support import check_prefill, int8_queries
 from support import check_exact, check_turbo, make_store, store_codes, tokens
@@ -17,7 +18,7 @@ from turbo_hf.errors import Strict
 from turbo_hf.layout import FULL
 from turbo_hf.ops import forecast as forecasts
 from turbo_hf.ops import gpu, tuning
-from turbo_hf.ops.backend import kernel_obstacle, room_for
+from turbo_hf.ops.backend import kernel_obstacle
 from turbo_hf.ops.decode import check_step, decode
 from turbo_hf.ops.forecast import forecast
 
@@ -25,13 +26,6 @@ CONSUMER = 99 << 10
 """Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""
 
 A100 = 163 << 10
-
-
-class OnGpu:
-    """What `kernel_obstacle` looks at of a tensor on a GPU, which this machine may not have."""
-
-    def __init__(self, dim: int, dtype: torch.dtype):
-        self.device, self.shape, self.dtype = torch.device("cuda", 0), (1, 1, 1, dim), dtype
 
 
 @pytest.fixture
@@ -130,6 +124,8 @@ def test_the_doctor_and_auto_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_is_told() -> None:
     errors = pytest.importorskip("triton.runtime.errors")
+    from turbo_hf.ops.room import room_for  # noqa: PLC0415 - needs Triton
+
     with (
         pytest.raises(ValueError, match=r"head dim 256 .*181760.*smaller TurboConfig.block_size"),
         room_for(torch.empty(1, 256)),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from prefill_support import has_fp8
+from gpu_support import has_fp8
 from support import make_store, tokens
 
 from turbo_hf.layout import KVStore, PagedHeads, empty_pages

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from prefill_support import check_prefill, has_fp8
+from gpu_support import has_fp8
+from prefill_support import check_prefill
 from support import make_store, tokens
 
 from turbo_hf.config import ATTENTION_MODES

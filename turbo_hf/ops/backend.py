@@ -1,8 +1,5 @@
 """Which implementation of an op runs: the Triton kernel or the reference in plain torch."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from turbo_hf.config import BACKENDS
@@ -68,17 +65,3 @@ def kernel_obstacle(x: torch.Tensor, mode: str = "fp16") -> str | None:
             f"{gpu.shared_memory(x.device) >> 10}; modes turbo, int8 and fp16 run"
         )
     return None
-
-
-@contextmanager
-def room_for(x: torch.Tensor) -> Iterator[None]:
-    """ValueError that says what to do where a kernel for tensors like x needs more than this GPU has."""
-    from triton.runtime.errors import OutOfResources  # noqa: PLC0415 - needs Triton
-
-    try:
-        yield
-    except OutOfResources as error:
-        raise ValueError(
-            f"The kernel for head dim {x.shape[-1]} in {x.dtype} does not fit this GPU: {error} Take a smaller "
-            'TurboConfig.block_size, another TurboConfig.attention, or backend="reference" (plain torch, slow).'
-        ) from error

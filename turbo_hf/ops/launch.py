@@ -11,7 +11,7 @@ from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type, power_of_two
 from turbo_hf.ops import gpu, launch_store
-from turbo_hf.ops.backend import room_for
+from turbo_hf.ops.room import room_for
 from turbo_hf.ops.tuning import prefill_tiles
 from turbo_hf.reference.division import ratio
 from turbo_hf.reference.operands import align, key_mean

@@ -11,7 +11,7 @@ from turbo_hf.kernels.decode import decode_kernel
 from turbo_hf.kernels.merge import STATS
 from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import room_for
+from turbo_hf.ops.room import room_for
 from turbo_hf.ops.schedule import (
     LivePlan,
     Plan,

@@ -20,9 +20,9 @@ from turbo_hf.kernels.shares import list_kernel
 from turbo_hf.kernels.sparse import sparse_decode_kernel
 from turbo_hf.layout import AttentionOutput, KVStore, Rotary, power_of_two
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import room_for
 from turbo_hf.ops.launch_decode import FILLED, MERGED, tiles_for
 from turbo_hf.ops.launch_store import pairs_of
+from turbo_hf.ops.room import room_for
 from turbo_hf.ops.schedule import Kept
 from turbo_hf.reference.select import CLASSIFIER
 

@@ -1,0 +1,15 @@
+"""What tests of GPUs share, on machines that may have none."""
+
+import torch
+
+
+class OnGpu:
+    """What is looked at of a tensor on a GPU: queries [1, 8, tokens, dim]."""
+
+    def __init__(self, dim: int, dtype: torch.dtype = torch.bfloat16, tokens: int = 1):
+        self.device, self.shape, self.dtype = torch.device("cuda", 0), (1, 8, tokens, dim), dtype
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether FP8 can be tried: the interpreter rounds without carry, and GPUs before Ada have none."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

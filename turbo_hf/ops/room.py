@@ -1,0 +1,19 @@
+"""What is said where a kernel does not fit a GPU. Imported where one runs: it needs Triton."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+
+@contextmanager
+def room_for(x: torch.Tensor) -> Iterator[None]:
+    """ValueError that says what to do where a kernel for tensors like x needs more than this GPU has."""
+    try:
+        yield
+    except OutOfResources as error:
+        raise ValueError(
+            f"The kernel for head dim {x.shape[-1]} in {x.dtype} does not fit this GPU: {error} Take a smaller "
+            'TurboConfig.block_size, another TurboConfig.attention, or backend="reference" (plain torch, slow).'
+        ) from error
