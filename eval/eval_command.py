@@ -31,6 +31,7 @@ from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve_command import TRACE, Plan, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
 from turbo_hf.files import write_whole
+from turbo_hf.model_layers import kv_heads, layer_windows
 
 LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096, "serve": 4096}
 """Tokens of the longest prompt (serve: with its reply), where a suite does not go to 16384."""
@@ -192,11 +193,13 @@ def _run(
 
 def _alike(model: Any, wanted: list[str]) -> list[str]:
     text = model.config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    counts = {kv_heads(text, layer) for layer in range(len(layer_windows(text)))}
+    # layers of several head counts tell such methods apart
+    heads = counts.pop() if len(counts) == 1 else None
     return [
         f"One setting under {len(names)} names, for a layer of this model has {heads} KV heads: {', '.join(names)}. "
         "What differs between their rows is noise."
-        for names in same_settings(wanted, heads)
+        for names in (same_settings(wanted, heads) if heads else [])
     ]
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
-from turbo_hf.cache import layer_windows
 from turbo_hf.eval.simulate import Scheme
+from turbo_hf.model_layers import layer_windows
 from turbo_hf.rotary import unrotate
 
 SINKS = 4

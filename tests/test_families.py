@@ -73,11 +73,12 @@ SHARED = {
 
 
 class Case(NamedTuple):
-    """dense: layers that the patch leaves to Hugging Face."""
+    """dense: layers that the patch leaves to Hugging Face. variant: tells cases of one type apart."""
 
     model_type: str
     options: dict[str, Any]
     dense: tuple[int, ...] = ()
+    variant: str = ""
 
 
 FAMILY_CASES = (
@@ -91,6 +92,11 @@ FAMILY_CASES = (
     Case("gemma2", {**MIXED, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
     Case("gemma3_text", {**MIXED, "query_pre_attn_scalar": 16}),
     Case("gemma4_text", {**SHARED, "global_head_dim": 32}, dense=(2, 3, 4, 5)),
+    Case(
+        "gemma4_text",
+        {**MIXED, "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        variant="-heads",
+    ),
     Case("gpt_oss", {**MIXED, **EXPERTS}),
     Case("olmo2", {}),
     Case("granite", {"attention_multiplier": 0.2}),
@@ -126,9 +132,11 @@ GENERIC_CASES = (
         dense=(2, 3, 4, 5),
     ),
 )
-families = pytest.mark.parametrize("case", [pytest.param(case, id=case.model_type) for case in FAMILY_CASES])
+families = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.model_type + case.variant) for case in FAMILY_CASES]
+)
 everything = pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.model_type) for case in FAMILY_CASES + GENERIC_CASES]
+    "case", [pytest.param(case, id=case.model_type + case.variant) for case in FAMILY_CASES + GENERIC_CASES]
 )
 widths = pytest.mark.parametrize("bits", [8, 4])
 

@@ -5,32 +5,15 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
 
 from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import DEFAULT_PRESET, TurboConfig, at_8_bit, resolve_config
 from turbo_hf.crop import removable
 from turbo_hf.layer import TurboLayer
+from turbo_hf.model_layers import COMPRESSED_TYPES, layer_types
 from turbo_hf.selectors import Selector
 from turbo_hf.transfer import require_finite
-
-COMPRESSED_TYPES = ("full_attention", "sliding_attention")
-
-
-def layer_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
-    """(layer type, window or None) of each decoder layer, as Transformers' own caches see them."""
-    return [(kind, kwargs.get("sliding_window")) for kind, kwargs in _layer_types(config)]
-
-
-def _layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    types, kwargs = get_layer_types_and_kwargs(config)
-    # one dict for all layers up to transformers 5.17, one a layer from 5.23 on
-    each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
-    for kind, own in zip(types, each, strict=True):
-        if kind == "full_attention":
-            # that one dict holds the window of the other layers
-            own.pop("sliding_window", None)
-    return list(zip(types, each, strict=True))
 
 
 def _same_mask(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -78,7 +61,7 @@ class TurboCache(Cache):
         own = self.turbo_config.int8_layers
         int8 = {*int8_layers, *(() if isinstance(own, str) else own)}
         dense = {*dense_layers, *self.turbo_config.dense_layers}
-        types = _layer_types(text_config)
+        types = layer_types(text_config)
         orders, chosen_by = dict(head_orders or {}), dict(selectors or {})
         named = {"int8_layers": int8, "dense_layers": dense, "head_orders": set(orders), "selectors": set(chosen_by)}
         for name, chosen in named.items():

@@ -11,11 +11,12 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from turbo_hf.attention import NAME, turbo_attention
-from turbo_hf.cache import TurboCache, layer_windows
+from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.masks import turbo_mask
 from turbo_hf.memory import Memory, measure
+from turbo_hf.model_layers import layer_windows
 from turbo_hf.selectors import Selectivity, Selector
 
 

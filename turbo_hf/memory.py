@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from turbo_hf.cache import COMPRESSED_TYPES, layer_windows
 from turbo_hf.config import TurboConfig
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import HEAD_DIM_MULTIPLE, page_bytes
+from turbo_hf.model_layers import COMPRESSED_TYPES, head_dim, kv_heads, layer_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,7 @@ def layer_costs(model_config: PreTrainedConfig, config: TurboConfig | None, item
     for index, (kind, window) in enumerate(layer_windows(text)):
         if kind not in (*COMPRESSED_TYPES, "chunked_attention"):
             continue
-        layer = text.per_layer_config[index] if hasattr(text, "per_layer_config") else text
-        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
-        dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        heads, dim = kv_heads(text, index), head_dim(text, index)
         dense = (
             config is None or kind not in COMPRESSED_TYPES or dim % HEAD_DIM_MULTIPLE or index in config.dense_layers
         )

@@ -19,6 +19,7 @@ from turbo_hf.errors import Strict, Unsupported, complain
 from turbo_hf.graphs import Door, StepRunner, cuda_device, describe, model_obstacle
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
 from turbo_hf.layer import TurboLayer
+from turbo_hf.model_layers import kv_heads
 from turbo_hf.ops.forecast import forecast
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches import AttentionLayer, attention_layers, family_of, lost_to_bias
@@ -149,7 +150,7 @@ def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
         return dense("asked for by dense_layers")
     if at.obstacle:
         return dense(at.obstacle, refused=not at.by_design)
-    heads = getattr(at.module.config, "num_key_value_heads", None) or at.module.config.num_attention_heads
+    heads = kv_heads(at.module.config, at.index)
     int8 = functools.partial(LayerReport, at.index, ((heads, 8),), at.window, kept_int8=True)
     if config.int8_layers != "auto" and at.index in config.int8_layers:
         return int8("asked for by int8_layers")

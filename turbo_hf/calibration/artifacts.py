@@ -19,6 +19,7 @@ from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenize
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config import HEAD_METRICS, MOST_BUCKETS
 from turbo_hf.files import write_whole
+from turbo_hf.model_layers import shape_field
 from turbo_hf.ops.quantize import FLOATS
 from turbo_hf.reference.select import CLASSIFIER
 
@@ -87,7 +88,7 @@ def _shapes(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
     """The part of a fingerprint that must agree."""
     text = model.config.get_text_config(decoder=True)
     found: dict[str, Any] = {"model_type": text.model_type, "vocab_size": text.vocab_size}
-    found |= {field_name: getattr(text, field_name, None) for field_name in SHAPE_FIELDS}
+    found |= {field_name: shape_field(text, field_name) for field_name in SHAPE_FIELDS}
     return found | {"tokenizer": None if tokenizer is None else tokenizer_hash(tokenizer)}
 
 
@@ -275,7 +276,9 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
 
 def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
     """What of a layer's parts is missing or has a shape that the others, or the model's, contradict."""
-    heads, dim = made_for.get("num_key_value_heads"), made_for.get("head_dim")
+    # each one number for all layers, or a list of one for each
+    sizes = (made_for.get("num_key_value_heads"), made_for.get("head_dim"))
+    heads, dim = (n[layer.index] if isinstance(n, list) and layer.index < len(n) else n for n in sizes)
     for name, x in layer.tensors().items():
         part = name.partition(f"layers.{layer.index}.")[2]
         if x.dtype not in FLOATS or not x.dim():

@@ -1,0 +1,43 @@
+"""What a model's config says of each decoder layer: its kind, its window, its KV heads and head dim."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+COMPRESSED_TYPES = ("full_attention", "sliding_attention")
+
+
+def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """(layer type, keywords of the cache layer for it) of each decoder layer, as Transformers' own caches see them."""
+    types, kwargs = get_layer_types_and_kwargs(config)
+    # one dict for all layers up to transformers 5.17, one a layer from 5.23 on
+    each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
+    for kind, keywords in zip(types, each, strict=True):
+        if kind == "full_attention":
+            # that one dict holds the window of the other layers
+            keywords.pop("sliding_window", None)
+    return list(zip(types, each, strict=True))
+
+
+def layer_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
+    """(layer type, window or None) of each decoder layer."""
+    return [(kind, kwargs.get("sliding_window")) for kind, kwargs in layer_types(config)]
+
+
+def kv_heads(config: PreTrainedConfig, layer: int) -> int:
+    """KV heads of one layer: some models (Gemma 4) have another number in their full-attention layers."""
+    own = config.per_layer_config[layer]
+    return int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
+
+
+def head_dim(config: PreTrainedConfig, layer: int) -> int:
+    """Channels of one layer's heads."""
+    own = config.per_layer_config[layer]
+    return int(getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads)
+
+
+def shape_field(config: PreTrainedConfig, name: str) -> Any:
+    """A field of the config, None where it has none; a list, one value a layer, where layers differ in it."""
+    each = [getattr(own, name, None) for own in config.per_layer_config]
+    return each if any(value != each[0] for value in each) else each[0]
