@@ -300,6 +300,9 @@ def test_a_step_refuses_other_shapes() -> None:
     store = store._replace(block=128)
     with pytest.raises(ValueError, match="store must have room for 128 open tokens; it has 64"):
         append_step(k, k, store, broken=broken, arrived=arrived)
+    whole = store._replace(block=64, k_open=store.k_open.to(torch.float16), v_open=store.v_open.to(torch.float16))
+    with pytest.raises(ValueError, match=r"store must have INT8 open tokens; got torch.float16\. .* use append_tokens"):
+        append_step(k, k, whole, broken=broken, arrived=arrived)
 
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:

@@ -14,12 +14,12 @@ from support import check_exact, check_turbo, make_store, store_codes, tokens
 
 import turbo_hf
 from turbo_hf import TurboConfig, doctor, graphs, patching
-from turbo_hf.errors import Strict
+from turbo_hf.errors import Notices
 from turbo_hf.layout import FULL
 from turbo_hf.ops import forecast as forecasts
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
-from turbo_hf.ops.decode import check_step, decode
+from turbo_hf.ops.decode import decode, step_obstacle
 from turbo_hf.ops.forecast import forecast
 
 CONSUMER = 99 << 10
@@ -47,7 +47,7 @@ def test_a_gpu_that_is_too_old_is_told() -> None:
     q: Any = OnGpu(256, torch.float16)
     assert kernel_obstacle(q) == TOO_OLD
     # of which nobody knows how much shared memory it has
-    assert check_step(q, 128, "fp16") == TOO_OLD
+    assert step_obstacle(q, 128, "fp16") == TOO_OLD
 
 
 @pytest.mark.usefixtures("old")
@@ -61,9 +61,9 @@ def test_what_else_stands_in_the_way(name: str, value: object, words: str, monke
     assert gpu.obstacle(torch.device("cpu")) is None
 
 
-def on_a_gpu(config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[int], strict: Strict) -> list[str]:
+def on_a_gpu(config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[int], notices: Notices) -> None:
     """`forecast` for a model that is on a GPU, which this machine may not have."""
-    return forecast(config, [torch.device("cuda", 0)], dtype, dims, strict)
+    forecast(config, [torch.device("cuda", 0)], dtype, dims, notices)
 
 
 def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,9 +104,9 @@ def test_what_a_small_gpu_lacks_is_said_before(
     config = TurboConfig(attention=attention, bits=bits, block_size=block)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = forecast(config, [torch.device("cuda", n) for n in range(2)], dtype, {256}, "raise")
-    assert [line.split(" run in plain torch")[0] for line in found] == said
-    assert [str(warning.message) for warning in caught] == found
+        forecast(config, [torch.device("cuda", n) for n in range(2)], dtype, {256}, notices := Notices("raise"))
+    assert [line.split(" run in plain torch")[0] for line in notices.said] == said
+    assert [str(warning.message) for warning in caught] == notices.said
 
 
 @pytest.mark.usefixtures("old")
@@ -143,10 +143,12 @@ def test_half_in_float32_is_refused_where_it_does_not_fit(monkeypatch: pytest.Mo
 
 def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 256, dtype=torch.float16)
-    assert check_step(q, 128, "fp16") is None
+    assert step_obstacle(q, 128, "fp16") is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    assert check_step(q, 128, "fp16") == "blocks of 128 tokens of 256 channels do not fit in float16; smaller ones do"
-    assert check_step(q, 64, "fp16") is None
+    assert (
+        step_obstacle(q, 128, "fp16") == "blocks of 128 tokens of 256 channels do not fit in float16; smaller ones do"
+    )
+    assert step_obstacle(q, 64, "fp16") is None
 
 
 # --- what fits is right ---------------------------------------------------------------------------------------------

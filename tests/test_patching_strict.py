@@ -294,7 +294,7 @@ def test_a_version_outside_the_tested_range(
 
 
 def test_versions_inside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions.check_version() is None
+    assert versions.version_problem() is None
     for version in (f"{versions.OLDEST}.0", f"{versions.NEWEST}.7", f"{versions.NEWEST}.0.dev0"):
         monkeypatch.setattr("turbo_hf.versions.transformers.__version__", version)
-        assert versions.check_version() is None
+        assert versions.version_problem() is None

@@ -1,8 +1,7 @@
-"""The one attention function that a patched model calls, and the hook that brings it the cache layer."""
+"""The one attention function that a patched model calls."""
 
 import math
 import sys
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from turbo_hf.cache import TurboCache
+from turbo_hf.chunk import Chunk
 from turbo_hf.config import TurboConfig
-from turbo_hf.errors import Strict, Unsupported, complain
+from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import Rotary, narrowed
 from turbo_hf.masks import dense_mask
@@ -19,7 +19,7 @@ from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.ops.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import prefill_mode
-from turbo_hf.sparse import Source, attend_sparse, look_up, new_buckets
+from turbo_hf.sparse import Scores, Source, attend_sparse, look_up, new_buckets
 
 NAME = "turbo_hf"
 """What `config._attn_implementation` says on a patched model."""
@@ -59,7 +59,10 @@ NO_WEIGHTS = (
 
 
 class TurboCall(NamedTuple):
-    """What the hook adds to one call of an attention module, as the keyword `turbo`. rotary: this call's (cos, sin)."""
+    """What the hook adds to one call of an attention module, as the keyword `turbo`.
+
+    cache, layer: what the call stores to; both None where it is not compressed. rotary: this call's (cos, sin).
+    """
 
     cache: TurboCache | None
     layer: TurboLayer | None
@@ -91,29 +94,19 @@ def turbo_attention(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = turbo or TurboCall(None, None, sliding_window, "raise")
-    reason = _refusal(attention_mask, causal, kwargs) if call.layer is not None else None
-    if call.layer is not None and kwargs.get("output_attentions"):
-        warnings.warn(NO_WEIGHTS, stacklevel=2)
-    if call.layer is not None and call.cache is not None and reason is None:
-        query, key, value = _of_one_type(query, *_pending(call.layer, key, value))
-        source = Source(module, call.rotary)
-        out = _compressed(call.cache, call.layer, source, query, key, value, attention_mask, scale, softcap, s_aux)
-        return out.transpose(1, 2).contiguous(), None
-    if call.layer is not None:
-        complain(call.strict, f"layer {call.layer.index}: {reason}")
-        # asked of all layers by the first one, which has stored nothing yet
-        held = [layer for layer in (call.cache.turbo_layers() if call.cache else [call.layer]) if layer.seen]
-        by_bucket = next((layer for layer in held if any(layer.bucket_index.ordered)), None)
-        if by_bucket is not None and attention_mask is not None and attention_mask.dim() != 2:
-            raise Unsupported(
-                f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
-                "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
-            )
-        padding = call.layer.padding
-        if attention_mask is not None:
-            plain = attention_mask.dim() == 2
-            padding = attention_mask if plain else _seen_columns(attention_mask, call.layer.seen, query)
-        key, value = call.layer.update_dense(*_pending(call.layer, key, value), padding)
+    if call.cache is not None and call.layer is not None:
+        if kwargs.get("output_attentions"):
+            warn(NO_WEIGHTS)
+        reason = _refusal(attention_mask, causal, kwargs)
+        if reason is not None:
+            complain(call.strict, f"layer {call.layer.index}: {reason}")
+        key, value = _pending(call.layer, key, value)
+        if reason is None:
+            query, key, value = _of_one_type(query, key, value)
+            source, scores = Source(module, call.rotary), Scores(scale, softcap, s_aux)
+            out = _compressed(call.cache, call.layer, source, query, key, value, attention_mask, scores)
+            return out.transpose(1, 2).contiguous(), None
+        key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     return _dense(module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
 
@@ -134,6 +127,28 @@ def _refusal(mask: torch.Tensor | None, causal: bool, kwargs: dict[str, Any]) ->
             "or a 4D mask). Pass a 2D mask [batch, tokens], or run without the patch."
         )
     return None
+
+
+def _decompressed(
+    cache: TurboCache,
+    layer: TurboLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
+    # asked of all layers by the first one, which has stored nothing yet
+    by_bucket = next((held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.ordered)), None)
+    if by_bucket is not None and mask is not None and mask.dim() != 2:
+        raise Unsupported(
+            f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
+            "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
+        )
+    padding = layer.padding
+    if mask is not None:
+        padding = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
+    return layer.update_dense(key, value, padding)
 
 
 def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
@@ -183,10 +198,9 @@ def _compressed(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    scores: Scores,
 ) -> torch.Tensor:
+    """Attention over the compressed cache, which the new tokens join."""
     layer.check(key, defer=True)
     if mask is not None and len(mask) != len(query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(query)}. Pass one row for each.")
@@ -194,56 +208,10 @@ def _compressed(
         # a step that may be captured is held against its mask before
         _require_no_padding(layer, query.shape[2])
     chunk = cache.chunk(mask, layer, query.shape[2])
-    q, k, v = (chunk.align(x) for x in (query, key, value))
-    starts = chunk.begin(q.device)
-    mode, window = prefill_mode(layer.config.prompt_attention, q), layer.window
-    threshold = sas_threshold(layer.config, layer.seen + chunk.tokens)
+    scores = scores._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
+    attend = _step if layer.is_decoding(chunk.tokens) else _prompt
     with torch.no_grad():
-        decoding = layer.is_decoding(chunk.tokens)
-        buckets = None if decoding else new_buckets(layer, source, key, chunk)
-        if layer.selector is not None and decoding:
-            buckets, asked = look_up(layer, source, query, key, chunk)
-            layer.append(k, v, chunk, buckets, defer=True)
-            out = attend_sparse(layer, asked, query, chunk, starts, scaling, softcap, sinks, threshold).out
-        elif decoding:
-            layer.append(k, v, chunk, defer=True)
-            out = decode(
-                rotate_queries(q, layer.config.backend) if layer.config.rotates else q,
-                layer.store(),
-                scaling=scaling,
-                starts=starts,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                mode="fp16" if layer.config.attention == "fp16" else "turbo",
-                sas_threshold=threshold,
-                backend=layer.config.backend,
-            ).out
-        elif mode == "fp16" and layer.config.backend == "auto" and _is_plain(layer, q, starts, softcap, sinks):
-            out = _sdpa(q, k, v, scaling)
-            layer.append(k, v, chunk, buckets, defer=True)
-        else:
-            # over a past, the chunk's own keys stand as the stored ones do
-            turned = layer.seen > 0 and layer.config.rotates
-            out = prefill(
-                rotate_queries(q, layer.config.backend) if turned else q,
-                narrowed(rotate_keys(k, layer.config.backend), k.dtype) if turned else k,
-                v,
-                scaling=scaling,
-                past=layer.store() if layer.seen else None,
-                starts=starts,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                mode=mode,
-                sas_threshold=threshold,
-                v_scale=layer.config.v_scale,
-                # prepares keys for rounding, which this mode does not do
-                smooth_k=layer.config.smooth_k and mode != "fp16",
-                hadamard=layer.config.hadamard and mode != "fp16" and not turned,
-                backend=layer.config.backend,
-            ).out
-            layer.append(k, v, chunk, buckets, defer=True)
+        out = attend(layer, source, query, key, value, chunk, scores)
         layer.commit(defer=True)
         out = chunk.restore(out)
     if torch.is_grad_enabled() and query.requires_grad:
@@ -251,12 +219,76 @@ def _compressed(
     return out
 
 
-def _is_plain(
-    layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, softcap: float | None, sinks: torch.Tensor | None
-) -> bool:
+def _step(
+    layer: TurboLayer,
+    source: Source,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    chunk: Chunk,
+    scores: Scores,
+) -> torch.Tensor:
+    """The new tokens join the cache, then attention reads it."""
+    q, k, v = (chunk.align(x) for x in (query, key, value))
+    starts, config = chunk.begin(q.device), layer.config
+    if layer.selector is not None:
+        buckets, asked = look_up(layer, source, query, key, chunk)
+        layer.append(k, v, chunk, buckets, defer=True)
+        return attend_sparse(layer, asked, query, chunk, starts, scores).out
+    layer.append(k, v, chunk, defer=True)
+    return decode(
+        rotate_queries(q, config.backend) if config.rotates else q,
+        layer.store(),
+        **scores._asdict(),
+        starts=starts,
+        window=layer.window,
+        mode=config.decode_attention,
+        backend=config.backend,
+    ).out
+
+
+def _prompt(
+    layer: TurboLayer,
+    source: Source,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    chunk: Chunk,
+    scores: Scores,
+) -> torch.Tensor:
+    """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
+    q, k, v = (chunk.align(x) for x in (query, key, value))
+    starts, config = chunk.begin(q.device), layer.config
+    mode = prefill_mode(config.prompt_attention, q)
+    buckets = new_buckets(layer, source, key, chunk)
+    if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scores):
+        out = _sdpa(q, k, v, scores.scaling)
+    else:
+        # over a past, the chunk's own keys stand as the stored ones do
+        turned = layer.seen > 0 and config.rotates
+        out = prefill(
+            rotate_queries(q, config.backend) if turned else q,
+            narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
+            v,
+            **scores._asdict(),
+            past=layer.store() if layer.seen else None,
+            starts=starts,
+            window=layer.window,
+            mode=mode,
+            v_scale=config.v_scale,
+            # prepares keys for rounding, which this mode does not do
+            smooth_k=config.smooth_k and mode != "fp16",
+            hadamard=config.hadamard and mode != "fp16" and not turned,
+            backend=config.backend,
+        ).out
+    layer.append(k, v, chunk, buckets, defer=True)
+    return out
+
+
+def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scores: Scores) -> bool:
     """Whether a prompt on a GPU is causal attention and nothing more, which torch has kernels for."""
     short = layer.window is None or q.shape[2] <= layer.window
-    plain = starts is None and softcap is None and sinks is None and not layer.config.sas
+    plain = starts is None and scores.softcap is None and scores.sinks is None and scores.sas_threshold is None
     return q.is_cuda and not layer.seen and short and plain
 
 

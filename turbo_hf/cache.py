@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
 
 from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import DEFAULT_PRESET, TurboConfig, at_8_bit, resolve_config
-from turbo_hf.crop import removable
+from turbo_hf.crop import removable, require_recorded
 from turbo_hf.layer import TurboLayer
+from turbo_hf.memory import Memory, measure
 from turbo_hf.model_layers import COMPRESSED_TYPES, layer_types
 from turbo_hf.selectors import Selector
 from turbo_hf.transfer import require_finite
@@ -39,10 +40,12 @@ class TurboCache(Cache):
             them least (`Calibration.head_orders`); the last ones get the low bits. Other layers decide by a row's
             first block.
         selectors: for layers named here, what chooses the keys that decode steps read; other layers read all of them.
-            `Handle.new_cache` gives those of the patch: a cache made without them is not sparse.
+            A config with `sparse` needs them: `Handle.new_cache` gives those of the patch.
+
+    `patch` looks at the weights for layers that need 8 bit (`int8_layers="auto"`), a cache made here does not.
 
     Raises:
-        ValueError: an unknown preset, or a layer index that the model does not have.
+        ValueError: an unknown preset, a layer index that the model does not have, or a sparse config without selectors.
     """
 
     def __init__(
@@ -57,6 +60,11 @@ class TurboCache(Cache):
         selectors: Mapping[int, Selector] | None = None,
     ):
         self.turbo_config = resolve_config(config)
+        if self.turbo_config.sparse is not None and selectors is None:
+            raise ValueError(
+                "a sparse TurboCache needs what selects its keys: patch the model and take handle.new_cache(), or pass "
+                "selectors."
+            )
         text_config = model_config.get_text_config(decoder=True)
         own = self.turbo_config.int8_layers
         int8 = {*int8_layers, *(() if isinstance(own, str) else own)}
@@ -94,16 +102,10 @@ class TurboCache(Cache):
         """
         if layer.step is not None:
             return Chunk(tokens)
-        begins = layer is next(held for held in self.layers if isinstance(held, TurboLayer))
-        if begins:
+        if layer is next(held for held in self.layers if isinstance(held, TurboLayer)):
             # what an earlier pass planned may be about a mask that was changed in place
             self._planned = []
-            held = {other.seen for other in self.turbo_layers()}
-            if len(held) > 1:
-                raise ValueError(
-                    f"layers of this TurboCache hold {' and '.join(map(str, sorted(held)))} tokens: an earlier pass "
-                    "ended in an error midway. reset() it, or take a new one."
-                )
+            self._require_one_length(self.layers.index(layer), tokens)
         columns = layer.columns if layer.is_initialized else None
         if mask is None and columns is None:
             return Chunk(tokens)
@@ -113,6 +115,19 @@ class TurboCache(Cache):
             found = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
             self._planned.append(found)
         return found[3] if mask is None else found[3].on(mask.device)
+
+    def _require_one_length(self, first: int, tokens: int) -> None:
+        """ValueError unless all layers held one number of tokens before this pass, which has come to layer `first`."""
+        held = {layer.seen for layer in self.turbo_layers()}
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DynamicLayer) and layer.is_initialized:
+                # those before `first` have stored what this pass brings
+                held.add(layer.get_seq_length() - (tokens if index < first else 0))
+        if len(held) > 1:
+            raise ValueError(
+                f"layers of this TurboCache hold {' and '.join(map(str, sorted(held)))} tokens: an earlier pass "
+                "ended in an error midway. reset() it, or take a new one."
+            )
 
     def require_finite(self) -> None:
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read from each device."""
@@ -124,9 +139,16 @@ class TurboCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns of all layers or of none: ValueError as in `crop.removable`."""
-        for layer in self.turbo_layers():
-            removable(layer, int(tokens_to_remove))
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, TurboLayer):
+                removable(layer, int(tokens_to_remove))
+            else:
+                require_recorded(layer, index)
         super().crop(tokens_to_remove)
+
+    def memory(self) -> Memory:
+        """Bytes by layer and kind, as allocated now."""
+        return measure(self.layers)
 
     def stop_recording(self) -> None:
         """End what `activate_past_recording` began, and seal what waited for a `crop`."""

@@ -293,6 +293,11 @@ class TurboConfig:
         return "fp16" if self.bits == FULL else self.attention
 
     @property
+    def decode_attention(self) -> Literal["turbo", "fp16"]:
+        """`attention` as decode steps are computed, which know no other modes."""
+        return "fp16" if self.attention == "fp16" else "turbo"
+
+    @property
     def rotates(self) -> bool:
         """`rotate_keys`, where no head keeps its keys as they are."""
         return self.rotate_keys and self.bits != FULL

@@ -1,6 +1,8 @@
 """Which of its newest tokens a layer can give up."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 if TYPE_CHECKING:
     from turbo_hf.layer import TurboLayer
@@ -33,3 +35,15 @@ def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
             )
         layer.bucket_index.require(row, held - count, who)
     return counts
+
+
+def require_recorded(layer: Any, index: int) -> None:
+    """ValueError if one of Transformers' own layers has not kept what `crop` would bring back."""
+    if getattr(layer, "record_past", True):
+        return
+    if type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window:
+        return
+    raise ValueError(
+        f"layer {index}: a {type(layer).__name__} can be cropped only by what it has recorded. Call "
+        "activate_past_recording() before the pass to be rolled back."
+    )

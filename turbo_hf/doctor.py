@@ -12,7 +12,7 @@ from turbo_hf.handle import Report
 from turbo_hf.ops.gpu import obstacle as gpu_obstacle
 from turbo_hf.patching import patch
 from turbo_hf.selfcheck import SelfCheck, compare, probe
-from turbo_hf.versions import NEWEST, OLDEST, check_version, version_of
+from turbo_hf.versions import NEWEST, OLDEST, version_of, version_problem
 
 COMPILERS = ("clang", "gcc")
 """What Triton builds its launcher with, as it looks for them."""
@@ -45,7 +45,7 @@ def machine() -> Machine:
     versions |= {package: version_of(package) or "not installed" for package in PACKAGES}
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_gpu(i) for i in range(count))
-    problems = [check_version(), *{gpu_obstacle(torch.device("cuda", i)) for i in range(count)}]
+    problems = [version_problem(), *{gpu_obstacle(torch.device("cuda", i)) for i in range(count)}]
     if count and not any(map(shutil.which, COMPILERS)):
         problems.append("neither gcc nor clang found: on a GPU Triton needs a C compiler (or CC) and Python's headers")
     return Machine(

@@ -1,6 +1,7 @@
 """What cannot be done, and how the user chose to hear of it."""
 
 import logging
+import sys
 import warnings
 from typing import Literal
 
@@ -26,6 +27,33 @@ def complain(strict: Strict, message: str) -> None:
     if strict == "raise":
         raise Unsupported(message)
     if strict == "warn":
-        warnings.warn(message, stacklevel=3)
+        warn(message)
     else:
         logger.info(message)
+
+
+def warn(message: str) -> None:
+    """A warning at the line that called this package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("turbo_hf."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+class Notices:
+    """What there is to tell of one patch: said as the user chose, and kept in `said` for the report."""
+
+    def __init__(self, strict: Strict):
+        self.strict = strict
+        self.said: list[str] = []
+
+    def note(self, message: str) -> None:
+        """Something that the user should know: a warning; under "fallback" a line in the log."""
+        complain("fallback" if self.strict == "fallback" else "warn", message)
+        self.said.append(message)
+
+    def refuse(self, message: str, remedy: str = "") -> None:
+        """Something that cannot be done: under "raise" an error, which names the remedy; otherwise as `note`."""
+        if self.strict == "raise":
+            raise Unsupported(f"{message} {remedy}".rstrip())
+        self.note(message)

@@ -9,7 +9,7 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -313,7 +313,9 @@ def _capturing(x: torch.Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def describe(config: TurboConfig, dense: list[int], known_family: bool, device: torch.device) -> tuple[str, str | None]:
+def describe(
+    config: TurboConfig, dense: Sequence[int], known_family: bool, device: torch.device
+) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
     reason = config_obstacle(config) or gpu_obstacle(device)
     if reason is None:

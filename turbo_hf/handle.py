@@ -125,8 +125,9 @@ class Report:
 
 @dataclass(slots=True)
 class CacheMaker:
-    """Makes the caches of a patched model, and remembers the newest for `Handle.memory`."""
+    """Makes the caches of a patched model of so many `layers`, and remembers the newest for `Handle.memory`."""
 
+    layers: int
     config: TurboConfig
     int8_layers: tuple[int, ...]
     dense_layers: tuple[int, ...]
@@ -151,10 +152,12 @@ class CacheMaker:
             head_orders={index: order for index, order in self.head_orders.items() if index < count},
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
-        self.made += 1
-        self.newest = weakref.ref(cache)
-        # the layers outlive the cache for one call, so that its last state can be measured
-        weakref.finalize(cache, self._measure, self.made, cache.layers).atexit = False
+        # a draft by the first layers alone is not what the user asks about
+        if count == self.layers:
+            self.made += 1
+            self.newest = weakref.ref(cache)
+            # the layers outlive the cache for one call, so that its last state can be measured
+            weakref.finalize(cache, self._measure, self.made, cache.layers).atexit = False
         return cache
 
     def _measure(self, number: int, layers: list[Any]) -> None:
@@ -165,16 +168,17 @@ class CacheMaker:
         """Bytes of the newest cache: as it is, or as it was when it was given up."""
         cache = self.newest() if self.newest is not None else None
         if cache is not None:
-            return measure(cache.layers)
+            return cache.memory()
         return self.measured or Memory((), 0, 0)
 
     def __reduce__(self) -> Any:
         # a copied or pickled model makes caches of its own, and needs the names that its config says
         kept = (dict(self.head_orders), dict(self.selectors))
-        return _maker_of_a_copy, (self.config, self.int8_layers, self.dense_layers, *kept)
+        return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.dense_layers, *kept)
 
 
 def _maker_of_a_copy(
+    layers: int,
     config: TurboConfig,
     int8_layers: tuple[int, ...],
     dense_layers: tuple[int, ...],
@@ -182,7 +186,7 @@ def _maker_of_a_copy(
     selectors: dict[int, Selector],
 ) -> CacheMaker:
     register()
-    return CacheMaker(config, int8_layers, dense_layers, head_orders, selectors)
+    return CacheMaker(layers, config, int8_layers, dense_layers, head_orders, selectors)
 
 
 @dataclass(slots=True, repr=False, eq=False)
@@ -227,7 +231,8 @@ class Handle:
         return replace(self._report, selectivity=read) if read else self._report
 
     def memory(self) -> Memory:
-        """Bytes by layer and kind of the newest cache: as it is, or as it was when it was given up."""
+        """Bytes by layer and kind of the newest cache that `generate` or `new_cache` made: as it is, or as it was when
+        it was given up. Another one tells by its own `memory()`."""
         return self._maker.memory()
 
     def new_cache(self) -> TurboCache:

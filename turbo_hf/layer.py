@@ -95,7 +95,7 @@ class TurboLayer(CacheLayerMixin):
         if self.is_initialized:
             del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ordered
             del self.dropped, self.fixed, self.shown, self.universal, self.broken
-        self.is_initialized = self.claimed = self.due = self.decoded = False
+        self.is_initialized = self.claimed = self.due = self.decoded = self.record_past = False
         self.seen, self.pending, self.padding = 0, None, None
 
     def lengths(self) -> list[int]:

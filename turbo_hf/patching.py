@@ -15,7 +15,7 @@ from turbo_hf.cache import TurboCache
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_heads, choose_selectors
 from turbo_hf.config import DEFAULT_PRESET, TurboConfig, resolve_config
-from turbo_hf.errors import Strict, Unsupported, complain
+from turbo_hf.errors import Notices, Strict, Unsupported
 from turbo_hf.graphs import Door, StepRunner, cuda_device, describe, model_obstacle
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
 from turbo_hf.layer import TurboLayer
@@ -24,7 +24,7 @@ from turbo_hf.ops.forecast import forecast
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches import AttentionLayer, attention_layers, family_of, lost_to_bias
 from turbo_hf.selfcheck import probe, require_agreement
-from turbo_hf.versions import check_version
+from turbo_hf.versions import version_problem
 
 PREPARE = "_prepare_cache_for_generation"
 MAY_COMPILE, COMPILED = "_valid_auto_compile_criteria", "get_compiled_call"
@@ -82,56 +82,48 @@ def patch(
         raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
     chosen = resolve_config(config)
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel; got {type(model).__name__}.")
-    text = model.config.get_text_config(decoder=True)
-    if text._attn_implementation == NAME:
-        raise ValueError(
-            "This model, or another that shares its config object, is patched already. Call remove() on the first "
-            "handle, then patch again. A copy of a patched model has no handle: copy it before it is patched."
+        raise TypeError(
+            f"model must be a transformers.PreTrainedModel; got {type(model).__name__}. Of a model that another "
+            "library has wrapped, patch the one inside (PEFT: model.get_base_model())."
         )
-    warned: list[str] = []
-    outdated = check_version()
-    if outdated is not None:
-        complain(strict, outdated)
-        warned.append(outdated)
-    if model.config.is_encoder_decoder:
-        raise Unsupported(f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported.")
-    if text is not model.config and text_key(model.config) is None:
-        raise Unsupported(
-            f"the language model of {type(model).__name__} lies inside another of its parts. Patch that part "
-            "(for Qwen2.5-Omni: model.thinker)."
-        )
-    if not hasattr(type(model), PREPARE):
-        warned.append(
-            f"{type(model).__name__} has no generate: pass handle.new_cache() to it, or patch the whole model."
-        )
-        warnings.warn(warned[-1], stacklevel=2)
+    notices = Notices(strict)
+    _check_model(model, notices)
     found = attention_layers(model)
     layers = [_choose(at, chosen) for at in found]
     modules = {at.index: at.module for at in found if at.module is not None}
     dims = {int(getattr(module, "head_dim", 0)) for n, module in modules.items() if layers[n].groups} - {0}
-    warned += _judge(layers, f"{type(model).__name__} ({text.model_type})", chosen, strict) + forecast(
-        chosen, {x.device for x in model.parameters()}, model.dtype, dims, strict
-    )
-    heads = choose_heads(model, chosen, calibration, strict, revision)
-    warned += heads.warnings
+    _judge(layers, f"{type(model).__name__} ({_text_type(model)})", chosen, notices)
+    forecast(chosen, {x.device for x in model.parameters()}, model.dtype, dims, notices)
+    heads = choose_heads(model, chosen, calibration, notices, revision)
     split = [at.groups for at in layers if at.groups and not at.kept_int8]
     if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for _, bits in groups):
-        warned.append(
+        notices.note(
             f"low_heads={chosen.low_heads:g} is less than one KV head of each layer: all keep {chosen.bits} bit."
         )
-        warnings.warn(warned[-1], stacklevel=2)
         heads = heads._replace(words="")
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers))
     reference = probe(model) if check else None
-    report, no_graphs = _report(model, chosen, layers, dims, warned, heads.words, sparse)
+    family = family_of(_text_type(model))
+    dense = tuple(at.index for at in layers if not at.groups)
+    steps, no_graphs = describe(chosen, dense, family is not None, model.device)
     # the last that may be refused before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
-        complain(strict, f"cuda_graphs=True: {no_graphs}.")
+        notices.refuse(f"cuda_graphs=True: {no_graphs}.")
+    report = Report(
+        model=type(model).__name__,
+        family=family.name if family else f"{_text_type(model)}: generic path, no test of its own",
+        notes=family.notes if family else "",
+        config=chosen,
+        layers=tuple(layers),
+        prompts=describe_prefill(chosen.prompt_attention, model.device, dims),
+        steps=steps,
+        warnings=tuple(notices.said),
+        heads=heads.words,
+        sparse=sparse,
+    )
     int8 = tuple(at.index for at in layers if at.kept_int8)
-    dense = tuple(at.index for at in layers if not at.groups)
-    maker = CacheMaker(chosen, int8, dense, heads.orders, selectors)
+    maker = CacheMaker(len(layers), chosen, int8, dense, heads.orders, selectors)
     door = Door(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
     handle = _apply(model, report, modules, maker, door, strict)
     if reference is not None:
@@ -141,6 +133,32 @@ def patch(
             handle.remove()
             raise
     return handle
+
+
+def _check_model(model: PreTrainedModel, notices: Notices) -> None:
+    """Refuse models, and versions of Transformers, that cannot be patched at all."""
+    kind, text = type(model).__name__, model.config.get_text_config(decoder=True)
+    if text._attn_implementation == NAME:
+        raise ValueError(
+            "This model, or another that shares its config object, is patched already. Call remove() on the first "
+            "handle, then patch again. A copy of a patched model has no handle: copy it before it is patched."
+        )
+    outdated = version_problem()
+    if outdated is not None:
+        notices.refuse(outdated)
+    if model.config.is_encoder_decoder:
+        raise Unsupported(f"{kind} is an encoder-decoder; only decoder-only models are supported.")
+    if text is not model.config and text_key(model.config) is None:
+        raise Unsupported(
+            f"the language model of {kind} lies inside another of its parts. Patch that part "
+            "(for Qwen2.5-Omni: model.thinker)."
+        )
+    if not hasattr(type(model), PREPARE):
+        notices.note(f"{kind} has no generate: pass handle.new_cache() to it, or patch the whole model.")
+
+
+def _text_type(model: PreTrainedModel) -> str:
+    return str(model.config.get_text_config(decoder=True).model_type)
 
 
 def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
@@ -161,8 +179,8 @@ def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
     return LayerReport(at.index, tuple((n, bits) for bits, n in config.head_groups(heads)), at.window, "")
 
 
-def _judge(layers: list[LayerReport], model: str, config: TurboConfig, strict: Strict) -> list[str]:
-    """Refuse what cannot be done; say the rest as warnings, and return them."""
+def _judge(layers: list[LayerReport], model: str, config: TurboConfig, notices: Notices) -> None:
+    """Refuse what cannot be done with these layers, and note what the user should know of them."""
     named = (*config.dense_layers, *(config.int8_layers if config.int8_layers != "auto" else ()))
     outside = [index for index in named if index >= len(layers)]
     if outside:
@@ -171,48 +189,18 @@ def _judge(layers: list[LayerReport], model: str, config: TurboConfig, strict: S
     if not any(at.groups for at in layers):
         why = layers[refused[0] if refused else 0].reason if layers else "it has no attention layer"
         raise Unsupported(f"no layer of {model} can be compressed: {why}.")
-    warned = []
     if refused:
-        warned.append(f"layers {', '.join(map(str, refused))} cannot be compressed: {layers[refused[0]].reason}.")
-        complain(strict, f'{warned[0]} Pass strict="warn" or TurboConfig(dense_layers={refused}) to leave them dense.')
+        notices.refuse(
+            f"layers {', '.join(map(str, refused))} cannot be compressed: {layers[refused[0]].reason}.",
+            f'Pass strict="warn" or TurboConfig(dense_layers={refused}) to leave them dense.',
+        )
     for at in layers:
         if at.bias_step:
-            warned.append(
+            notices.note(
                 f"layer {at.index}: its key bias alone makes an INT8 step of {at.bias_step:.1f} standard deviations of "
                 "a key channel; it is kept at 8 bit, and may still lose accuracy. Evaluate, or leave it dense "
                 "(TurboConfig.dense_layers)."
             )
-            warnings.warn(warned[-1], stacklevel=3)
-    return warned
-
-
-def _report(
-    model: PreTrainedModel,
-    config: TurboConfig,
-    layers: list[LayerReport],
-    dims: set[int],
-    warned: list[str],
-    heads: str,
-    sparse: Mapping[int, str],
-) -> tuple[Report, str | None]:
-    """What the patch will do, in words; and why decode steps cannot be CUDA graphs, None if they can."""
-    kind = model.config.get_text_config(decoder=True).model_type
-    family = family_of(kind)
-    dense = [at.index for at in layers if not at.groups]
-    steps, no_graphs = describe(config, dense, family is not None, model.device)
-    report = Report(
-        model=type(model).__name__,
-        family=family.name if family else f"{kind}: generic path, no test of its own",
-        notes=family.notes if family else "",
-        config=config,
-        layers=tuple(layers),
-        prompts=describe_prefill(config.prompt_attention, model.device, dims),
-        steps=steps,
-        warnings=tuple(warned),
-        heads=heads,
-        sparse=sparse,
-    )
-    return report, no_graphs
 
 
 def _apply(
@@ -258,7 +246,7 @@ def _replace_methods(
             (model, name, functools.partial(replacement, door, model.__dict__.get(name)))
             for name, replacement in ((MAY_COMPILE, _may_replay), (COMPILED, _compiled_call))
         ]
-    family = family_of(model.config.get_text_config(decoder=True).model_type)
+    family = family_of(_text_type(model))
     if family is not None:
         methods += [(module, name, method) for module in model.modules() for name, method in family.methods.items()]
     # a model without a head generates nothing, and has no method to replace

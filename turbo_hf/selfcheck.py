@@ -65,6 +65,11 @@ def compare(logits: torch.Tensor, reference: torch.Tensor) -> SelfCheck:
 
 def require_agreement(logits: torch.Tensor, reference: torch.Tensor) -> None:
     """`Unsupported` where the check of a patch has failed."""
+    if not reference.isfinite().all():
+        raise Unsupported(
+            "self-check: the unpatched model's own logits hold NaN or Inf, so that nothing can be compared. Check its "
+            "weights and dtype, or patch without check=True."
+        )
     found = compare(logits, reference)
     if not found.passed:
         raise Unsupported(

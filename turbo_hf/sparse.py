@@ -15,6 +15,15 @@ PART = 8192
 """Keys whose rotation is undone at a time: bounds the float32 temporaries of a long prompt."""
 
 
+class Scores(NamedTuple):
+    """What is done to q k^T before and in the softmax, as the ops take it. sinks: one a query head, or None."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    sas_threshold: float | None = None
+
+
 class Source(NamedTuple):
     """Where queries and keys come from. module: the attention module. rotary: this call's (cos, sin), if it has any."""
 
@@ -80,15 +89,11 @@ def attend_sparse(
     query: torch.Tensor,
     chunk: Chunk,
     starts: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    threshold: float | None,
+    scores: Scores,
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
-    The layer holds the new tokens already. asked: what `look_up` says of the queries. threshold: of SAS, None without
-    it.
+    The layer holds the new tokens already. asked: what `look_up` says of the queries.
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
@@ -106,16 +111,13 @@ def attend_sparse(
         layer.store(),
         None if visited is None else index.buckets,
         visited,
-        scaling=scaling,
+        **scores._asdict(),
         sink_tokens=sink,
         window_tokens=window,
         spans=None if visited is None else index.spans,
         meetings=selector.meetings,
         starts=starts,
-        softcap=softcap,
-        sinks=sinks,
-        mode="fp16" if layer.config.attention == "fp16" else "turbo",
-        sas_threshold=threshold,
+        mode=layer.config.decode_attention,
         read=selector.tally.counter(query.device),
         backend=layer.config.backend,
     )

@@ -18,7 +18,7 @@ from turbo_hf.chunk import Step
 from turbo_hf.config import TurboConfig
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import FULL
-from turbo_hf.ops.decode import check_step
+from turbo_hf.ops.decode import step_obstacle
 from turbo_hf.selectors import selector_obstacle
 from turbo_hf.transfer import require_finite
 
@@ -85,10 +85,8 @@ def lasting_obstacle(cache: TurboCache) -> str | None:
             continue
         if not layer.appends_in_place():
             return f"layer {index} runs without kernels"
-        mode = "fp16" if layer.config.attention == "fp16" else "turbo"
-        limit = check_step(
-            torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype, device=layer.device), layer.config.block_size, mode
-        )
+        q = torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype, device=layer.device)
+        limit = step_obstacle(q, layer.config.block_size, layer.config.decode_attention)
         if limit is not None:
             return limit
     return None

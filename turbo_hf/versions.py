@@ -16,7 +16,7 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def check_version() -> str | None:
+def version_problem() -> str | None:
     """What is wrong with the installed Transformers version; None: it is in the tested range."""
     here = Version(transformers.__version__)
     if OLDEST <= Version(f"{here.major}.{here.minor}") <= NEWEST:

@@ -1,6 +1,5 @@
 """What a patch takes from a calibration: which heads get the low bits, and what sparse decoding selects keys by."""
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -10,18 +9,17 @@ from transformers import PreTrainedModel
 from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, find
 from turbo_hf.calibration.checkpoint import TOKENIZER_FILES, checkpoint_of, own_tokenizer
 from turbo_hf.config import CALIBRATED, TurboConfig
-from turbo_hf.errors import Strict, complain
+from turbo_hf.errors import Notices
 from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 
 class HeadChoice(NamedTuple):
     """orders: KV heads by need of bits, for each layer that a calibration covers. words: what decided, for the report;
-    "" where all heads have one width. warnings: for the report. found: the calibration, if one was wanted.
-    refused: why the one that "auto" found is not used."""
+    "" where all heads have one width. found: the calibration, if one was wanted. refused: why the one that "auto" found
+    is not used."""
 
     orders: Mapping[int, tuple[int, ...]]
     words: str
-    warnings: tuple[str, ...]
     found: Calibration | None = None
     refused: str = ""
 
@@ -35,7 +33,7 @@ def choose_heads(
     model: PreTrainedModel,
     config: TurboConfig,
     calibration: Calibration | str | Path | None,
-    strict: Strict,
+    notices: Notices,
     revision: str | None = None,
 ) -> HeadChoice:
     """What `patch(calibration=..., revision=...)` says, looked up and held against the model.
@@ -51,14 +49,14 @@ def choose_heads(
     wanted = uses_calibration(config)
     beside = checkpoint_of(model, revision) if revision is not None else None
     if calibration is None or (calibration == "auto" and not wanted):
-        return HeadChoice({}, by_prompt, ())
+        return HeadChoice({}, by_prompt)
     beside = beside or checkpoint_of(model)
     compared = (*TOKENIZER_FILES, *((FACTS,) if calibration == "auto" else ()))
-    warned = _told(strict, beside.doubt(*compared))
+    _note(notices, beside.doubt(*compared))
     try:
         found = find(beside) if calibration == "auto" else _named(calibration)
         if found is None:
-            return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "", tuple(warned))
+            return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "")
         # made with the tokenizer beside the checkpoint, or with one of which nothing can be said here
         wrong = found.mismatch(model, own_tokenizer(beside) if found.fingerprint.get("tokenizer") else None)
         if wrong is not None:
@@ -67,27 +65,23 @@ def choose_heads(
     except (ValueError, OSError) as error:
         if calibration != "auto":
             raise
-        message = f"{error} To go without it, pass calibration=None."
-        complain(strict, message)
-        return HeadChoice({}, by_prompt, (*warned, message), refused=str(error))
-    warned += _told(strict, found.other_revision(beside), _nearer(config, found))
+        notices.refuse(str(error), "To go without it, pass calibration=None.")
+        return HeadChoice({}, by_prompt, refused=str(error))
+    _note(notices, found.other_revision(beside), _nearer(config, found))
     if not low:
         unused = "" if wanted else "calibration: not used, for all heads of this config have the same bits"
-        return HeadChoice({}, unused, tuple(warned), found)
+        return HeadChoice({}, unused, found)
     orders = found.head_orders(config.head_metric)
     missing = [layer.index for layer in found.layers if layer.index not in orders]
     rest = f"; layers {', '.join(map(str, missing))} by each row's first block" if missing else ""
     words = f"{low}: by calibration over {found.tokens:,} tokens ({found.source or 'this process'}){rest}"
-    return HeadChoice(orders, words, tuple(warned), found)
+    return HeadChoice(orders, words, found)
 
 
-def _told(strict: Strict, *sentences: str | None) -> list[str]:
-    """What there is to say, said as a warning; under "fallback" in the report alone."""
-    said = [each for each in sentences if each]
-    if strict != "fallback":
-        for each in said:
-            warnings.warn(each, stacklevel=4)
-    return said
+def _note(notices: Notices, *sentences: str | None) -> None:
+    for each in sentences:
+        if each:
+            notices.note(each)
 
 
 def _named(calibration: object) -> Calibration:

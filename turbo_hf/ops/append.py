@@ -100,7 +100,8 @@ def append_step(
         None.
 
     Raises:
-        ValueError: shapes or devices that do not agree with the store's, or room for less than a block.
+        ValueError: shapes or devices that do not agree with the store's, room for less than a block, or a store with
+            16-bit pages.
 
     Source: TurboAttention alg. 2 (decode: quantize, and compress the buffer once it is full).
     """
@@ -110,6 +111,11 @@ def append_step(
             raise ValueError(f"{name} must be [{batch}, {heads}, 1, {dim}] like the store; got {tuple(x.shape)}.")
     if room < store.block:
         raise ValueError(f"store must have room for {store.block} open tokens; it has {room}.")
+    if store.k_open.dtype != torch.int8:
+        raise ValueError(
+            f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
+            "use append_tokens and seal_open."
+        )
     _check_beside(store, given=(given, (batch, heads, 2)), broken=(broken, (1,)), arrived=(arrived, (batch,)))
     if noted is not None and (noted[0].shape[:2] != (batch, heads) or noted[1].shape != (*noted[0].shape[:3], 1)):
         raise ValueError(

@@ -56,7 +56,7 @@ def decode(
     check_lengths(store)
     run = reference.decode
     exact = mode == "fp16" or any(pages.bits == FULL for pages in store.heads)
-    if uses_triton(backend, q.device, check_step(q, store.block, "fp16" if exact else mode)):
+    if uses_triton(backend, q.device, step_obstacle(q, store.block, "fp16" if exact else mode)):
         from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
 
         run = launch_decode.decode
@@ -92,7 +92,7 @@ def check_lengths(store: KVStore) -> tuple[int, ...] | None:
     return known
 
 
-def check_step(q: torch.Tensor, block: int, mode: str) -> str | None:
+def step_obstacle(q: torch.Tensor, block: int, mode: str) -> str | None:
     """Why no kernel can serve queries like q over blocks of so many tokens; None if one can."""
     stands = kernel_obstacle(q)
     if stands is not None:

@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.layout import FULL, AttentionOutput, KVStore
 from turbo_hf.ops.backend import uses_triton
-from turbo_hf.ops.decode import check_lengths, check_step
+from turbo_hf.ops.decode import check_lengths, step_obstacle
 from turbo_hf.ops.prefill import check_queries, check_scores
 from turbo_hf.reference import sparse as reference
 
@@ -137,4 +137,4 @@ def _obstacle(
     if buckets is not None and buckets.shape[2] > 1:
         return "several hash tables have no kernel"
     exact = mode == "fp16" or any(pages.bits == FULL for pages in store.heads)
-    return check_step(q, store.block, "fp16" if exact else mode)
+    return step_obstacle(q, store.block, "fp16" if exact else mode)

@@ -1,0 +1,130 @@
+"""The life of a whole cache: a pass that breaks off, what is cropped, what is forgotten, what it takes."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import prompts, tiny_llama, tiny_mistral
+
+import turbo_hf
+from turbo_hf import TurboCache, TurboConfig
+
+
+@torch.no_grad()
+def feed(model: Any, tokens: int, cache: TurboCache) -> None:
+    """A pass over new tokens."""
+    model(prompts(2, tokens), past_key_values=cache)
+
+
+def lengths(cache: TurboCache) -> list[int]:
+    """Tokens that each layer has seen."""
+    return [layer.get_seq_length() for layer in cache.layers]
+
+
+@pytest.mark.parametrize("dense", [(), (0,), (1,), (2,)])
+def test_a_cache_whose_last_pass_broke_off_is_refused(dense: tuple[int, ...]) -> None:
+    model = tiny_llama(num_hidden_layers=3)
+    cache = turbo_hf.patch(model, TurboConfig(dense_layers=dense)).new_cache()
+    feed(model, 100, cache)
+
+    def fail(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with model.model.layers[1].mlp.register_forward_hook(fail), pytest.raises(KeyboardInterrupt):
+        feed(model, 1, cache)
+    assert lengths(cache) == [101, 101, 100]
+    with pytest.raises(ValueError, match="hold 100 and 101 tokens: an earlier pass ended in an error midway"):
+        feed(model, 1, cache)
+    cache.reset()
+    feed(model, 3, cache)
+    feed(model, 1, cache)
+    assert lengths(cache) == [4] * 3
+
+
+def test_all_layers_are_cropped_or_none() -> None:
+    model = tiny_mistral(32)
+    with turbo_hf.patch(model, TurboConfig(dense_layers=(1,))) as handle:
+        cache = handle.new_cache()
+        feed(model, 20, cache)
+        cache.crop(-2)
+        assert lengths(cache) == [18, 18]
+        feed(model, 40, cache)
+        # the compressed layer holds them still, the other one does not
+        with pytest.raises(ValueError, match=r"layer 1: a DynamicSlidingWindowLayer .* activate_past_recording\(\)"):
+            cache.crop(-2)
+        assert lengths(cache) == [58, 58]
+        feed(model, 1, cache)
+        cache.activate_past_recording()
+        feed(model, 5, cache)
+        cache.crop(-4)
+        assert lengths(cache) == [60, 60]
+
+
+def test_a_reset_ends_the_recording() -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model) as handle:
+        cache = handle.new_cache()
+        cache.activate_past_recording()
+        feed(model, 200, cache)
+        assert cache.turbo_layers()[0].pool.sealed == [0, 0]
+        cache.reset()
+        feed(model, 200, cache)
+    assert cache.turbo_layers()[0].pool.sealed == [3, 3]
+
+
+def test_memory_is_that_of_the_whole_model_and_of_any_cache() -> None:
+    model = tiny_llama(num_hidden_layers=4)
+    with turbo_hf.patch(model) as handle:
+        assert handle.memory().layers == ()
+        model.generate(prompts(1, 50), max_new_tokens=12, do_sample=False, assistant_early_exit=2)
+        assert len(handle.memory().layers) == 4
+        own = TurboCache(model.config)
+        feed(model, 70, own)
+    assert own.memory().tokens == 140
+    assert own.memory().total == sum(sum(layer.nbytes().values()) for layer in own.turbo_layers())
+
+
+def test_a_sparse_cache_needs_what_selects_its_keys() -> None:
+    with pytest.raises(ValueError, match=r"a sparse TurboCache needs .* handle.new_cache\(\)"):
+        TurboCache(tiny_llama().config, "saap")
+    TurboCache(tiny_llama().config, "saap", selectors={})
+
+
+def test_fallback_is_silent_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="turbo_hf.errors")
+    config = TurboConfig(bits=4, low_bits=2, low_heads=0.1, dense_layers=(0,), cuda_graphs=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with turbo_hf.patch(tiny_llama(), config, strict="fallback") as handle:
+            said = handle.report().warnings
+    assert [line.partition(":")[0] for line in said] == [
+        "low_heads=0.1 is less than one KV head of each layer",
+        "cuda_graphs=True",
+    ]
+    assert [record.message for record in caplog.records] == list(said)
+
+
+def test_a_patch_warns_where_it_is_called() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        turbo_hf.patch(tiny_llama(), TurboConfig(bits=4, low_bits=2, low_heads=0.1)).remove()
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_a_check_of_a_model_that_gives_nan_blames_the_model() -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(turbo_hf.Unsupported, match="the unpatched model's own logits hold NaN or Inf"):
+        turbo_hf.patch(model, check=True)
+    turbo_hf.patch(model).remove()
+
+
+def test_a_wrapped_model_is_told_which_one_to_patch() -> None:
+    class Wrapper(torch.nn.Module):
+        """As PEFT wraps one."""
+
+    wrapper: Any = Wrapper()
+    with pytest.raises(TypeError, match=r"got Wrapper. .* patch the one inside \(PEFT: model.get_base_model\(\)\)"):
+        turbo_hf.patch(wrapper)
