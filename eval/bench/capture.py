@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from turbo_hf.attention import NAME, TurboCall, turbo_attention
-from turbo_hf.patching import patch
+from turbo_hf.calibration.capture import Seen, capturing, run_window
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +39,25 @@ def capture(model: Any, ids: torch.Tensor) -> list[Captured]:
     """What each attention layer of `model` was given for ids [1, N], in the model's precision and without a cache.
 
     Raises:
-        ValueError: a model that cannot be patched, or a prompt longer than its positions.
+        ValueError: a model that is patched, one without a layer that can be compressed, or a prompt longer than its
+            positions.
     """
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and ids.shape[1] > positions:
         raise ValueError(f"the model was made for {positions} positions; got {ids.shape[1]} tokens.")
     held: list[Captured] = []
 
-    def record(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **given: Any
-    ) -> Any:
-        call: TurboCall | None = given.get("turbo")
+    def record(seen: Seen) -> None:
         about = {
-            "scaling": given.get("scaling") or query.shape[-1] ** -0.5,
-            "window": None if call is None else call.window,
-            "softcap": given.get("softcap"),
-            "sinks": given.get("s_aux"),
+            "scaling": seen.scaling,
+            "window": seen.source.window,
+            "softcap": seen.softcap,
+            "sinks": seen.sinks,
         }
-        held.append(Captured(module.layer_idx, query, key, value, about))
-        return turbo_attention(module, query, key, value, mask, **given)
+        held.append(Captured(seen.source.index, seen.query, seen.key, seen.value, about))
 
-    # the patch brings every family's attention to one function; without a cache it computes Hugging Face's own
-    with patch(model, strict="fallback"):
-        ALL_ATTENTION_FUNCTIONS[NAME] = record
-        try:
-            model(ids.to(model.device), use_cache=False)
-        finally:
-            del ALL_ATTENTION_FUNCTIONS[NAME]
+    with capturing(model, record):
+        run_window(model, ids)
+    if not held:
+        raise ValueError(f"no layer of {type(model).__name__} can be compressed.")
     return held

@@ -40,6 +40,7 @@ class Seen:
     rotary: Rotary | None
     scaling: float
     softcap: float | None
+    sinks: torch.Tensor | None
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def _attention(
         source, receive, rotary = turbo_capture
         window = source.window
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        receive(Seen(source, query, key, value, rotary, scaling, kwargs.get("softcap")))
+        receive(Seen(source, query, key, value, rotary, scaling, kwargs.get("softcap"), kwargs.get("s_aux")))
     kwargs["turbo"] = TurboCall(None, None, window, "raise")
     return turbo_attention(module, query, key, value, mask, **kwargs)
 
