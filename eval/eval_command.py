@@ -58,7 +58,7 @@ def eval_command(
     data: Annotated[Path | None, typer.Option(help="A folder of local data sets; default: the Hub.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items a task; marks the table as no result.")] = None,
     longest: Annotated[int | None, typer.Option(min=64, help="Tokens of the longest prompt.")] = None,
-    shortest: Annotated[int, typer.Option(min=0, help="Of the shortest, where a task has several lengths.")] = 0,
+    shortest: Annotated[int, typer.Option(min=0, help="Tokens of the shortest, where a task has several lengths.")] = 0,
     task: Annotated[list[str] | None, typer.Option(help="Only this task of the suite; may be repeated.")] = None,
     calibration: Annotated[
         str, typer.Option(help="For methods that need one: a folder or Hub id; auto: beside the checkpoint.")

@@ -25,7 +25,7 @@ def worst(cells: Cells) -> tuple[tuple[int, float], float]:
 
 def needle_map(base: Cells, other: Cells, name: str, path: Path) -> None:
     """Write a PNG of three heat maps with one colour bar: the baseline, a method, and their difference."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only who draws needs it
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
 
     lengths, depths = sorted({length for length, _ in base}), sorted({depth for _, depth in base})
     panels = {BASELINE: base, name: other, f"{name} - {BASELINE}": {cell: other[cell] - base[cell] for cell in base}}

@@ -39,7 +39,7 @@ def _own_task(name: str, docs: list[dict[str, Any]], judge: Any, until: list[str
     """A generate_until task over `docs`, which have "prompt" and "answer"; `judge(doc, reply)` says what is right."""
 
     def rows(**_: Any) -> dict[str, Any]:
-        from datasets import Dataset  # noqa: PLC0415  an extra: only who evaluates needs it
+        from datasets import Dataset  # noqa: PLC0415  an extra: only evaluations need it
 
         return {"test": Dataset.from_list(docs)}
 

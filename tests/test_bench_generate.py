@@ -127,7 +127,7 @@ def test_a_patched_model_that_fails_is_named_and_the_others_stay(monkeypatch: py
         (["generate", "--batch", "all"], "expected a batch like 8, or largest; got 'all'."),
         (["generate", "--batch", "0"], "expected a batch like 8, or largest; got '0'."),
         (["generate", "--preset", "turbo9"], "turbo9"),
-        (["generate", "--paper", "--new", "5"], "--paper sets --context, --batch and --new; leave them away."),
+        (["generate", "--paper", "--new", "5"], "--paper sets --context, --batch and --new; omit them."),
         (["generate", "--paper", "--device", "cpu"], "--batch largest needs a GPU"),
         (["generate", "--device", "nowhere"], "no device 'nowhere'"),
     ],

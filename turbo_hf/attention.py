@@ -309,7 +309,11 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
 
 
 def sas_threshold(config: TurboConfig, tokens: int) -> float | None:
-    """SAS threshold for a context of `tokens`; None without SAS. The default keeps the dropped mass at e^-6 a 1024."""
+    """SAS threshold for a context of `tokens`; None without SAS.
+
+    The default falls with the length, so that all that is dropped stays below what it may be at 1,024 tokens: 1024 e^-6
+    of the largest weight.
+    """
     if not config.sas or config.sas_threshold is not None:
         return config.sas_threshold
     return -(6 + math.log(max(tokens, 1024) / 1024))

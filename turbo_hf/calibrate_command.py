@@ -49,13 +49,11 @@ def calibrate_command(
     steps: Annotated[int | None, typer.Option(help="Training steps, instead of the preset's.")] = None,
     local: Annotated[int | None, typer.Option(help="Tokens that decoding reads densely; default 2047.")] = None,
     far: Annotated[int | None, typer.Option(help="Tokens to a long-range query's best key; default 1024.")] = None,
-    architecture: Annotated[
-        str | None, typer.Option(help="Of the query classifier: mlp (default) or residual.")
-    ] = None,
+    architecture: Annotated[str | None, typer.Option(help="The query classifier: mlp (default) or residual.")] = None,
     long_range: Annotated[
         bool, typer.Option("--long-range", help="Train on long-range queries alone, as SAAP does.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hub, instead of main.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the layers that an interrupted run has finished.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace the calibration in --out, at the end.")] = False,

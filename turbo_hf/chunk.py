@@ -13,7 +13,7 @@ DIFFERS = (
 
 
 class Step(NamedTuple):
-    """A pass of one token a row that may be replayed: what the host counts is counted by who runs it (`steps.Steps`).
+    """A pass of one token a row that may be replayed: `steps.Steps` counts for it what the host counts.
 
     sealed: blocks of each row once the step has sealed those that are full. plans: as in `KVStore`. arrived: int32 [B],
     zeros, as in `ops.append.append_step`.

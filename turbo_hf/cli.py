@@ -39,7 +39,7 @@ def demo_command(
     longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt, at most.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Prompts a batch.")] = 8,
     method: Annotated[list[str] | None, typer.Option(help="A preset; may be repeated. Default: all.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:

@@ -14,9 +14,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON last.
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the first GPU, if there is one.")]
 
 
-def fail(message: str) -> typer.Exit:
-    """Print the message in red on stderr; raise what is returned, which ends the command with status 1."""
+def print_error(message: str) -> None:
+    """The message in red on stderr."""
     err.print(f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+
+
+def fail(message: str) -> typer.Exit:
+    """Print the message as an error; raise what is returned, which ends the command with status 1."""
+    print_error(message)
     return typer.Exit(1)
 
 

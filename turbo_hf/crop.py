@@ -19,7 +19,7 @@ def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
         raise ValueError(f"crop takes the number of tokens to remove as a negative number; got {tokens_to_remove}.")
     if not (layer.is_initialized and tokens_to_remove):
         return []
-    who = f"layer {layer.index}: crop({tokens_to_remove})"
+    call = f"layer {layer.index}: crop({tokens_to_remove})"
     if -tokens_to_remove > layer.seen:
         raise ValueError(
             f"crop({tokens_to_remove}): the cache holds only {layer.seen} columns. Remove at most so many, or reset()."
@@ -30,10 +30,10 @@ def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
     for row, (count, held) in enumerate(zip(counts, layer.lengths(), strict=True)):
         if held - count < min(held + layer.dropped[row] - count, (layer.window or 1) - 1):
             raise ValueError(
-                f"{who} needs tokens that have left the sliding window of {layer.window}. Call "
+                f"{call} needs tokens that have left the sliding window of {layer.window}. Call "
                 "activate_past_recording() before the pass to be rolled back."
             )
-        layer.bucket_index.require(row, held - count, who)
+        layer.bucket_index.require(row, held - count, call)
     return counts
 
 

@@ -144,8 +144,8 @@ class StepRunner:
 
     The first steady step runs as it is, the second is captured, further ones are replayed; and so again when pages have
     been reserved or a plan has moved, every few hundred steps. A change from outside between two steps (another pass, a
-    crop, rows reordered) starts this anew, and each time one more step runs as it is: who interferes in every step
-    loses little.
+    crop, rows reordered) starts this anew, and each time one more step runs as it is: a change in every step
+    costs little.
 
     Args:
         model: the model, patched.
@@ -229,7 +229,7 @@ class StepRunner:
         return not (busy or _capturing(ids))
 
     def _confirmed(self, steps: Steps, mask: torch.Tensor | None) -> bool:
-        """Whether the mask says what the cache holds, and that the new tokens are some. One read from the device.
+        """Whether the mask says what the cache holds, and that no new token is padding. One read from the device.
 
         Raises:
             ValueError: a block that is about to be sealed may hold NaN or Inf.
@@ -290,13 +290,13 @@ class StepRunner:
                 return None
             self.captures += 1
         out = self._replay()
-        # an object of its own: who takes something out of the model's output must not take it from the next one
+        # an object of its own: what a caller takes out of the model's output must not be missing in the next one
         return type(out)(**out)
 
     def _step(self) -> Any:
         assert self._steps is not None
         with self._steps.running():
-            # no mask: all new tokens are some, and what the cache holds it knows
+            # no mask: no new token is padding, and what the cache holds it knows
             return self._model(attention_mask=None, **self._inputs)
 
     def _drop(self) -> None:

@@ -117,8 +117,8 @@ class BucketIndex:
         self.ordered[row] = [*self.ordered[row], blocks]
         return order
 
-    def require(self, row: int, tokens: int, who: str) -> None:
-        """ValueError, which begins with `who`, unless the first `tokens` of a row can be all that is left of it.
+    def require(self, row: int, tokens: int, call: str) -> None:
+        """ValueError, which begins with `call`, unless the first `tokens` of a row can be all that is left of it.
 
         Not so where that would be a part of what stands in order, or where the newest of them, that are always read,
         would not be in the order of time.
@@ -128,7 +128,7 @@ class BucketIndex:
             begin, end = blocks.start * self.block, blocks.stop * self.block
             if begin < tokens < end + window - 1:
                 raise ValueError(
-                    f"{who} leaves {tokens} tokens of row {row}. Its tokens {begin} to {end} stand in the order of "
+                    f"{call} leaves {tokens} tokens of row {row}. Its tokens {begin} to {end} stand in the order of "
                     f"their buckets: leave at most {begin} tokens or at least {end + window - 1}, or use a new cache."
                 )
 

@@ -201,7 +201,7 @@ class TurboLayer(CacheLayerMixin):
         return uses_triton(self.config.backend, self.device, self.obstacle)
 
     def _listen(self, defer: bool) -> None:
-        """ValueError if kernels have noted NaN or Inf; defer: who reads all layers at once will ask."""
+        """ValueError if kernels have noted NaN or Inf; defer: left to `TurboCache.require_finite`."""
         self.due = True
         if not defer:
             require_finite({self.index: self.broken})

@@ -318,7 +318,7 @@ def _odd(count: int, seed: int, device: torch.device) -> torch.Tensor:
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """int64 whose every bit hangs on every bit of x (the finaliser of splitmix64; overflow wraps around)."""
+    """int64 whose every bit depends on every bit of x (the finaliser of splitmix64; overflow wraps around)."""
     x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
     return x ^ (x >> 31)

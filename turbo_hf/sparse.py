@@ -99,7 +99,7 @@ def attend_sparse(
     assert selector is not None
     sink, window = selector.config.sink_tokens, selector.window
     if layer.step is None:
-        # who runs a step counts it: a replay would not
+        # `steps.Steps` counts its own: a replay would not
         new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
         selector.count(layer.lengths(), new, layer.heads)
     q = chunk.align(query)

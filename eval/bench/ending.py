@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from turbo_hf.console import fail, out
+from turbo_hf.console import out, print_error
 from turbo_hf.eval.bench.generate import Row as GenerateRow
 from turbo_hf.eval.bench.options import as_json, figure
 from turbo_hf.eval.bench.rivals import BASELINES
@@ -65,7 +65,7 @@ def untimed(rows: Sequence[Row]) -> list[str]:
 def finish(result: dict[str, Any], json_line: bool, failures: Sequence[str] = ()) -> None:
     """Say what failed, print the JSON if it was asked for, and end with status 1 if anything failed."""
     for failure in failures:
-        fail(failure)
+        print_error(failure)
     if json_line:
         print(as_json(result))  # noqa: T201
     if failures:

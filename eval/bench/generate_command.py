@@ -56,7 +56,7 @@ def generate_command(
     """
     try:
         if paper and (context or batch or new):
-            raise ValueError("--paper sets --context, --batch and --new; leave them away.")
+            raise ValueError("--paper sets --context, --batch and --new; omit them.")
         own = PAPER if paper else ("1k", "1", 128)
         shapes = [one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
         contexts = [parse_tokens(text) for text in context or (own[0],)]

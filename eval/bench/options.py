@@ -19,7 +19,7 @@ SmoothK = Annotated[bool, typer.Option("--smooth-k", help="Take the keys' channe
 Hadamard = Annotated[bool, typer.Option("--hadamard", help="Rotate queries and keys before they are rounded.")]
 Backend = Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}.")]
 Dtype = Annotated[str, typer.Option(help=f"Of random inputs: {', '.join(DTYPES)}.")]
-Seed = Annotated[int, typer.Option(help="Of random inputs.")]
+Seed = Annotated[int, typer.Option(help="Random seed of the inputs.")]
 Folder = Annotated[Path | None, typer.Option("--out", help="A folder for the JSON (and the plot); made if missing.")]
 
 

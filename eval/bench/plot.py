@@ -12,12 +12,12 @@ from turbo_hf.eval.bench.shapes import tokens_label
 def require_matplotlib() -> None:
     """ValueError that says how to install it, unless matplotlib is there."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('the plot needs matplotlib: pip install "turbo_hf[bench]", or leave --out away.')
+        raise ValueError('the plot needs matplotlib: pip install "turbo_hf[bench]", or omit --out.')
 
 
 def plot(rows: list[PrefillRow], title: str, path: Path) -> None:
     """Write a PNG with a panel for each model shape (down) and mask (across); rows without a time are left out."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only who draws needs it
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
 
     timed = [row for row in rows if row.tflops is not None]
     if not timed:
@@ -48,7 +48,7 @@ def plot(rows: list[PrefillRow], title: str, path: Path) -> None:
 
 def plot_decode(rows: list[DecodeRow], title: str, path: Path) -> None:
     """Write a PNG with a panel for each model shape, microseconds by case; rows without a time are left out."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only who draws needs it
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
 
     timed = [row for row in rows if row.us is not None]
     if not timed:

@@ -222,7 +222,7 @@ def run_case(
 def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
     """Bytes that a step must read: codes and bucket numbers of what is kept, all spans, the weights of the selection.
 
-    Steps, zeros and scales of blocks are not counted, nor what else lies in them: that hangs on the buckets.
+    Steps, zeros and scales of blocks are not counted, nor what else lies in them: that depends on the buckets.
     """
     heads = case.heads
     line = sum(slots * 2 * heads.dim * bits // 8 for bits, slots in groups_of(width, heads.kv))

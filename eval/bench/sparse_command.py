@@ -21,14 +21,14 @@ SHARES = (0.01, 0.02, 0.04, 0.08)
 
 
 def sparse_command(
-    shape: Annotated[str, typer.Option(help=f"Of {', '.join(DECODE_SHAPES)}.")] = "llama3-8b",
+    shape: Annotated[str, typer.Option(help=f"Heads of {', '.join(DECODE_SHAPES)}.")] = "llama3-8b",
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 1x131k; may be repeated.")] = None,
     width: Annotated[str, typer.Option(help=f"Bits: {', '.join(WIDTHS)}.")] = "4",
     share: Annotated[
-        list[float] | None, typer.Option(help="Of the buckets that are visited, 0 to 1; may be repeated.")
+        list[float] | None, typer.Option(help="Share of the buckets that is visited, 0 to 1; may be repeated.")
     ] = None,
-    selector: Annotated[str, typer.Option(help=f"Of {', '.join(SELECTORS)}.")] = "saap",
-    buckets: Annotated[int, typer.Option(min=2, max=8192, help="Of each KV head.")] = 1024,
+    selector: Annotated[str, typer.Option(help=f"One of {', '.join(SELECTORS)}.")] = "saap",
+    buckets: Annotated[int, typer.Option(min=2, max=8192, help="Buckets of each KV head.")] = 1024,
     hidden: Annotated[int, typer.Option(min=1, help="Units of the query classifier.")] = 1024,
     window: Annotated[int, typer.Option(min=1, help="Newest tokens, always read.")] = 2047,
     backend: Backend = "auto",

@@ -117,7 +117,7 @@ def _until(u, p, live, mass):
 def _sum_of(at, c, group, buckets, G: tl.constexpr):
     """Of buckets c the logits' sum over a group, float32.
 
-    Added one after the other: the order of a reduction hangs on the shape, and a bucket must have one sum.
+    Added one after the other: the order of a reduction depends on the shape, and a bucket must have one sum.
     """
     x = tl.zeros(c.shape, tl.float32)
     for g in tl.static_range(G):

@@ -44,7 +44,7 @@ LEAST = 2
 
 
 class Shape(NamedTuple):
-    """What a plan hangs on beside the lengths.
+    """What a plan depends on, beside the lengths.
 
     groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
     few tiles. blocks: of a tile. warps: of a CTA. kind: "stream-k", "whole" or "split".

@@ -174,4 +174,4 @@ class Kept:
         self.words = words
 
     def update(self, sealed: Sequence[int]) -> None:
-        """Nothing hangs on the lengths."""
+        """Nothing depends on the lengths."""
