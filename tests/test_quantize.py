@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from fractions import Fraction
 from types import ModuleType
 
@@ -39,9 +40,9 @@ METRICS = [pytest.param(metric, id=metric) for metric in HEAD_METRICS]
 
 
 def public(module: ModuleType) -> dict[str, inspect.Signature]:
-    """The ops of a module with their signatures; the shared checks of arguments are none."""
+    """The ops of a module with their signatures; what only checks arguments is none."""
     here = [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
-    names = getattr(module, "__all__", [name for name in here if not name.startswith(("_", "check_"))])
+    names = getattr(module, "__all__", [name for name in here if not re.match("_|check_|.*_obstacle$", name)])
     return {name: inspect.signature(getattr(module, name)) for name in sorted(names)}
 
 

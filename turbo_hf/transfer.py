@@ -7,6 +7,8 @@ from functools import lru_cache
 import torch
 from transformers import PreTrainedModel
 
+from turbo_hf.ops import gpu
+
 
 def send(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """int64 [n] on `device`, to write to. The host does not wait for the device, as it does in `torch.tensor`."""
@@ -21,8 +23,7 @@ def shared(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch
     numbers: or an int64 tensor on the host, in any shape.
     """
     plain = numbers.numpy() if isinstance(numbers, torch.Tensor) else array("q", numbers)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _sent(plain.tobytes(), device, stream)
+    return _sent(plain.tobytes(), device, gpu.stream(device))
 
 
 @lru_cache(maxsize=16)

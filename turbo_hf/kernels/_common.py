@@ -6,17 +6,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from turbo_hf import layout
+
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
+CODE_MAX = tl.constexpr(float(layout.CODE_MAX))
+SCORE_LIMIT = tl.constexpr(layout.SCORE_LIMIT)
+ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2^23: added to a number below 2^22, it leaves the nearest integer in the low bits, ties to even."""
 
 
 @triton.jit
 def as_int8(x):
-    """Round to the nearest integer without the conversion unit: |x| < 2^22; x must fit int8.
-
-    Adding 1.5 * 2^23 leaves the integer in the low bits. The conversion instruction shares its unit with exp2.
-    """
-    return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    """Round to the nearest integer without the conversion unit, which is that of exp2: |x| < 2^22; x must fit int8."""
+    return (x + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit

@@ -3,11 +3,9 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import as_int8
+from turbo_hf.kernels._common import CODE_MAX, as_int8
 from turbo_hf.kernels.rotate import rotated
 from turbo_hf.kernels.store import copy_block, seal_block
-
-CODE_MAX = tl.constexpr(119.0)
 
 
 @triton.jit

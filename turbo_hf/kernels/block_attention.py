@@ -3,13 +3,12 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import LN_2, sas
+from turbo_hf.kernels._common import LN_2, ROUND, sas
 from turbo_hf.kernels.unpack import digits
 
 INT8_MAX = tl.constexpr(127)
-ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2^23: added to a number below 2^22, it leaves the nearest integer in the low bits, ties to even."""
 ROUND_BITS = tl.constexpr(0x4B400000)
+"""Those of `ROUND`."""
 
 
 @triton.jit

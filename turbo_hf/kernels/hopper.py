@@ -23,13 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from turbo_hf.kernels._common import LN_2
+from turbo_hf.kernels._common import LN_2, ROUND, SCORE_LIMIT
 
 _GUARD = gl.constexpr(16.0)  # the reference of a tile may lie at most this far (log2) under the running maximum
-_MAGIC = gl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer in the low bits
 _LOG2_448 = gl.constexpr(math.log2(448))
 _LOG2_127 = gl.constexpr(6.98868468677217)  # rounded to 15 digits, the same float32
-_SCORE_LIMIT = gl.constexpr(45_000.0)  # as in `layout`
 
 
 @gluon.jit
@@ -97,7 +95,7 @@ def _quantize_q(x, q_smem, broken):
     unfit = gl.sum(xf * 0.0, 1) != 0.0
     gl.store(broken + gl.where(unfit, 0, 0), gl.where(unfit, 1, 0), mask=unfit)
     top = gl.maximum(gl.max(gl.abs(xf), 1), 1e-20)
-    q_smem.store((xf * gl.div_rn(127.0, top)[:, None] + _MAGIC).to(gl.int32, bitcast=True).to(gl.int8))
+    q_smem.store((xf * gl.div_rn(127.0, top)[:, None] + ROUND).to(gl.int32, bitcast=True).to(gl.int8))
     fence_async_shared()
     gl.thread_barrier()
     return top
@@ -115,7 +113,7 @@ def _store_out(o, out, row, som, M, D: gl.constexpr, layout: gl.constexpr):
 def _store_lse(lse, found, rows, broken, M):
     """The natural log of the sums; a head whose scores are too large for INT8 is reported."""
     gl.store(lse + rows, found, mask=rows < M)
-    gl.store(broken + rows * 0, rows * 0 + 1, mask=(rows < M) & (gl.abs(found) > _SCORE_LIMIT))
+    gl.store(broken + rows * 0, rows * 0 + 1, mask=(rows < M) & (gl.abs(found) > SCORE_LIMIT))
 
 
 @gluon.jit
@@ -201,7 +199,7 @@ def _pack(P, FP8: gl.constexpr):
     else:
         packed = gl.inline_asm_elementwise(
             "{.reg .b32 l, h; prmt.b32 l, $1, $2, 0x0040; prmt.b32 h, $3, $4, 0x0040; prmt.b32 $0, l, h, 0x5410;}",
-            "=r,f,f,f,f", [a + _MAGIC, b + _MAGIC, c + _MAGIC, d + _MAGIC], dtype=gl.int32, is_pure=True, pack=1)
+            "=r,f,f,f,f", [a + ROUND, b + ROUND, c + ROUND, d + ROUND], dtype=gl.int32, is_pure=True, pack=1)
     return packed
 
 

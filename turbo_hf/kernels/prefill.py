@@ -12,9 +12,8 @@ is the rescaling that flash attention does anyway.
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import LN_2, LOG2_E, as_int8, in_value_order, sas, tanh, value_order
+from turbo_hf.kernels._common import LN_2, LOG2_E, SCORE_LIMIT, as_int8, in_value_order, sas, tanh, value_order
 
-SCORE_LIMIT = tl.constexpr(45_000.0)  # as in `layout`
 DEPTH = tl.constexpr(16.0)  # a tile further below the running maximum, in log2, is scaled by what lies this far below
 
 

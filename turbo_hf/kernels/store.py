@@ -3,15 +3,13 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.kernels._common import as_int8, value_order
-
-CODE_MAX = tl.constexpr(119.0)
+from turbo_hf.kernels._common import CODE_MAX, ROUND, as_int8, value_order
 
 
 @triton.jit
 def _rounded(x):
     """The nearest integer, as a number; |x| < 2^22."""
-    return (x + 12582912.0) - 12582912.0
+    return (x + ROUND) - ROUND
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from functools import lru_cache
 import torch
 
 from turbo_hf.layout import KVStore
+from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.quantize import check_float
 from turbo_hf.ops.rotate import rotate_keys
@@ -59,8 +60,7 @@ def append_tokens(
     if uses_triton(backend, k.device, kernel_obstacle(k)):
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
 
-        stream = torch.cuda.current_stream(k.device).cuda_stream if k.is_cuda else 0
-        counters = _counters(batch, k.device, stream)
+        counters = _counters(batch, k.device, gpu.stream(k.device))
         launch_store.append_tokens(k, v, store, starts, given, span, broken, counters, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k

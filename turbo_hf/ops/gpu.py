@@ -27,6 +27,11 @@ def sms(device: torch.device) -> int:
     return int(_properties(device).multi_processor_count) if device.type == "cuda" else 2
 
 
+def stream(device: torch.device) -> int:
+    """The number of the stream that launches on a device go to now: what one uses, others on it may use after it."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have; without a GPU those of an H200, for which tiles are chosen."""

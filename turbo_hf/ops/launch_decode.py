@@ -186,11 +186,10 @@ def decode(
     tune = shared or tune
     warps = FULL_WARPS if shared else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
     shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
     outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
-    place = Place(q.device, stream, get_ident(), ctas, outputs, floats)
+    place = Place(q.device, gpu.stream(q.device), get_ident(), ctas, outputs, floats)
     # only stream-K has a bound that holds at any length, which a replay needs
     plans = store.plans if plan == "stream-k" else None
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, plans, place)

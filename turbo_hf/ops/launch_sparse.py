@@ -93,7 +93,10 @@ class New(NamedTuple):
 
 @cache
 def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What programs compare the best centroids of chunks by, and their counters: as each launch leaves them."""
+    """What programs compare the best centroids of chunks by, and their counters: as each launch leaves them.
+
+    Never given up, for launches that are replayed refer to it: 132 bytes a chunk.
+    """
     with torch.inference_mode(False):
         least = torch.full((chunks, KEYS), torch.iinfo(torch.int64).min, dtype=torch.int64, device=device)
         return least, torch.zeros(chunks, dtype=torch.int32, device=device)
@@ -168,7 +171,7 @@ def _layer(
     buckets = 0
     if new is not None:
         buckets, strides = new.centroids.shape[1], new.keys.stride()
-        stream = torch.cuda.current_stream(queries.device).cuda_stream if queries.is_cuda else 0
+        stream = gpu.stream(queries.device)
         known = (*new, *_bests(queries.device, stream, get_ident(), heads * triton.cdiv(batch * tokens, KEYS)))
         tiles += triton.cdiv(buckets, NEAR)
         chunks = max(chunks, triton.cdiv(batch * tokens, KEYS))
@@ -261,8 +264,8 @@ def sparse_decode(
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
     # workspace behind at each step
     room = power_of_two(max(1, store.table.shape[1]))
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
-    shape = (q.device, stream, get_ident(), lists, room, lists * chunks, shares, per_output * (padded + STATS.value))
+    floats = per_output * (padded + STATS.value)
+    shape = (q.device, gpu.stream(q.device), get_ident(), lists, room, lists * chunks, shares, floats)
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
