@@ -9,6 +9,7 @@ import pytest
 import torch
 from calibration_support import PROSE
 from models import lab_model, prompts, tiny_llama
+from patching_support import tiny
 from sparse_cache_support import ANY, TRAINED, answers, ragged, small, sparse
 from torch import Tensor
 
@@ -41,6 +42,35 @@ def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reading_everything_is_dense_decode(llama: Any, choice: dict[str, Any], options: dict[str, Any]) -> None:
     config = replace(sparse(choice["selector"], **small(**choice)), **options)
     assert torch.equal(answers(llama, config, **ragged()), answers(llama, replace(config, sparse=None), **ragged()))
+
+
+@pytest.mark.parametrize("choice", [{"selector": "full"}, {"selector": "random", "buckets": 4, "probes": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 2}, id="sinks"),
+        # far below the largest scores
+        pytest.param("gemma2", {"attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 16}, id="cap"),
+    ],
+)
+def test_sinks_and_a_cap_of_scores_are_those_of_dense_decode(
+    family: str, options: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    model: Any = tiny(family, layer_types=["full_attention"] * 2, **options)
+    for layer in model.model.layers if family == "gpt_oss" else []:
+        # so much that heads give most of their attention to them
+        layer.self_attn.sinks.data.fill_(5.0)
+    config = sparse(choice["selector"], **small(**choice))
+    found = []
+    for each in (config, replace(config, sparse=None)):
+        with turbo_hf.patch(model, each):
+            found.append(
+                model.generate(
+                    **ragged(), max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+                )
+            )
+    for got, want in zip(*(answer.logits for answer in found), strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables", "window"])
