@@ -8,6 +8,7 @@ class OnGpu:
 
     def __init__(self, dim: int, dtype: torch.dtype = torch.bfloat16, tokens: int = 1):
         self.device, self.shape, self.dtype = torch.device("cuda", 0), (1, 8, tokens, dim), dtype
+        self.is_cuda = True
 
 
 def has_fp8(device: torch.device) -> bool:

@@ -14,13 +14,16 @@ from support import check_exact, check_turbo, make_store, store_codes, tokens
 
 import turbo_hf
 from turbo_hf import TurboConfig, doctor, graphs, patching
+from turbo_hf.attention import _is_plain, sas_threshold
 from turbo_hf.errors import Notices
+from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import FULL
 from turbo_hf.ops import forecast as forecasts
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
 from turbo_hf.ops.decode import decode, step_obstacle
 from turbo_hf.ops.forecast import forecast
+from turbo_hf.sparse import Scores
 
 CONSUMER = 99 << 10
 """Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""
@@ -145,10 +148,32 @@ def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: p
     q = torch.empty(1, 1, 1, 256, dtype=torch.float16)
     assert step_obstacle(q, 128, "fp16") is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    assert (
-        step_obstacle(q, 128, "fp16") == "blocks of 128 tokens of 256 channels do not fit in float16; smaller ones do"
-    )
+    told = step_obstacle(q, 128, "fp16")
+    assert told == "blocks of 128 tokens of 256 channels do not fit in float16; smaller ones do"
     assert step_obstacle(q, 64, "fp16") is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "plain"),
+    [
+        pytest.param({}, True, id="plain"),
+        pytest.param({"window": 40}, True, id="window-of-the-prompt"),
+        pytest.param({"window": 39}, False, id="window"),
+        pytest.param({"starts": torch.zeros(1, dtype=torch.int64)}, False, id="padding"),
+        pytest.param({"softcap": 30.0}, False, id="softcap"),
+        pytest.param({"sinks": torch.zeros(8)}, False, id="sinks"),
+        pytest.param({"sas": True}, False, id="sas"),
+        pytest.param({"seen": 1}, False, id="past"),
+    ],
+)
+def test_torch_computes_prompts_that_are_causal_attention_and_no_more(changed: dict[str, Any], plain: bool) -> None:
+    layer = TurboLayer(TurboConfig(sas=changed.get("sas", False)), window=changed.get("window"))
+    layer.seen = changed.get("seen", 0)
+    starts, softcap, sinks = (changed.get(name) for name in ("starts", "softcap", "sinks"))
+    scores = Scores(1.0, softcap, sinks, sas_threshold(layer.config, 40))
+    q: Any = OnGpu(128, tokens=40)
+    assert _is_plain(layer, q, starts, scores) is plain
+    assert not _is_plain(layer, torch.empty(1, 8, 40, 128), starts, scores)
 
 
 # --- what fits is right ---------------------------------------------------------------------------------------------

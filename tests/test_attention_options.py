@@ -1,0 +1,58 @@
+"""Options of a `TurboConfig` that are for the ops: what the attention function hands on to them."""
+
+from typing import Any
+
+import pytest
+import torch
+from models import prompts, tiny_llama
+
+import turbo_hf
+from turbo_hf import TurboConfig, attention
+from turbo_hf.layer import DECODE_TOKENS
+
+CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True, "hadamard": True}
+THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
+ROUNDING: dict[str, Any] = {**THRESHOLD, "v_scale": "channel", "smooth_k": True}
+PROMPT, CHUNK = 40, DECODE_TOKENS + 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "op", "said"),
+    [
+        pytest.param("int8", [PROMPT], "prefill", {**ROUNDING, "mode": "int8", "hadamard": True}, id="prompt"),
+        # over a past queries are rotated already
+        pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8", "hadamard": False}, id="chunk"),
+        pytest.param("int8", [PROMPT, 1], "decode", {**THRESHOLD, "mode": "turbo"}, id="step"),
+        # a GPU's "auto", where prompts are not rounded
+        pytest.param(
+            "auto", [PROMPT], "prefill", {**ROUNDING, "mode": "fp16", "smooth_k": False, "hadamard": False}, id="exact"
+        ),
+    ],
+)
+@torch.no_grad()
+def test_options_reach_the_ops(
+    mode: Any, tokens: list[int], op: str, said: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def spied(name: str) -> Any:
+        real = getattr(attention, name)
+
+        def spy(*args: Any, **options: Any) -> Any:
+            asked.append((name, options))
+            return real(*args, **options)
+
+        return spy
+
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(attention, name, spied(name))
+    if mode == "auto":
+        monkeypatch.setattr(attention, "prefill_mode", lambda *_: "fp16")
+    model = tiny_llama(num_hidden_layers=1)
+    with turbo_hf.patch(model, TurboConfig(attention=mode, block_size=32, **CHOSEN)) as handle:
+        cache = handle.new_cache()
+        for count in tokens:
+            asked.clear()
+            model(prompts(1, count), past_key_values=cache)
+    assert [name for name, _ in asked] == [op]
+    assert {name: asked[0][1][name] for name in said} == said
