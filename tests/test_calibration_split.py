@@ -14,7 +14,7 @@ from turbo_hf.calibration.samples import Samples
 KeysOfLayers = list[list[Tensor]]
 
 
-@pytest.mark.parametrize(("windows", "learned"), [(3, 2), (10, 8)])
+@pytest.mark.parametrize(("windows", "learned"), [(3, 2), (14, 12)])
 def test_an_index_is_judged_on_windows_that_it_was_not_learned_from(
     windows: int, learned: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

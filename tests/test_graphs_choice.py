@@ -21,28 +21,32 @@ from turbo_hf.ops import launch_decode, launch_sparse, launch_store
 
 
 class Bench:
-    """A patched model, a cache with a prompt in it, and a runner over a stand-in."""
+    """A patched model, a cache with a prompt in it, and a runner over a stand-in.
 
-    def __init__(self, **options: Any):
+    padding: columns before the second row's prompt that are none of it.
+    """
+
+    def __init__(self, padding: int = 0, **options: Any):
         self.model = tiny_llama()
         self.handle = turbo_hf.patch(self.model, SMALL)
         self.cache = self.handle.new_cache()
         self.device = Again(**options)
         self.runner = StepRunner(self.model, None, self.device)
-        self.mask = torch.ones(2, 40, dtype=torch.long)
+        self.padding = padding
         self.pass_(prompts(2, 40))
 
     @torch.no_grad()
     def pass_(self, ids: Tensor, call: Any = None, **options: Any) -> Any:
         """One pass, of which the runner or the model is told what `generate` tells."""
         at = self.cache.get_seq_length() + torch.arange(ids.shape[1]).expand(len(ids), -1)
-        self.mask = torch.ones(len(ids), self.cache.get_seq_length() + ids.shape[1], dtype=torch.long)
-        known = {"input_ids": ids, "position_ids": at, "attention_mask": self.mask, "use_cache": True}
+        mask = torch.ones(len(ids), self.cache.get_seq_length() + ids.shape[1], dtype=torch.long)
+        mask[1, : self.padding] = 0
+        known = {"input_ids": ids, "position_ids": at, "attention_mask": mask, "use_cache": True}
         return (call or self.model)(**{**known, "past_key_values": self.cache, "return_dict": True, **options})
 
-    def step(self, **options: Any) -> Any:
+    def step(self, dtype: torch.dtype = torch.int64, **options: Any) -> Any:
         """One new token a row, through the runner."""
-        return self.pass_(torch.full((2, 1), 5), self.runner, **options)
+        return self.pass_(torch.full((2, 1), 5, dtype=dtype), self.runner, **options)
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -130,6 +134,33 @@ def test_a_changed_mask_is_refused_as_ever(bench: Bench) -> None:
     changed[0, 3] = 0
     with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
         bench.step(attention_mask=changed)
+
+
+def test_padding_that_changes_is_refused_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    bench = Bench(padding=9)
+    for _ in range(3):
+        bench.step()
+    assert bench.counts == (1, 1, 2)
+    # one column of the padding, which the cache does not hold
+    bench.padding = 8
+    with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
+        bench.step()
+
+
+def test_training_mode_is_refused_and_not_replayed(bench: Bench) -> None:
+    for _ in range(3):
+        bench.step()
+    bench.model.train()
+    with pytest.raises(Unsupported, match="the model is in training mode"):
+        bench.step()
+    assert bench.counts == (1, 1, 2)
+
+
+def test_ids_of_another_type_are_captured_anew(bench: Bench) -> None:
+    for dtype in [torch.int64] * 3 + [torch.int32] * 3:
+        bench.step(dtype)
+    assert bench.counts == (2, 2, 4)
 
 
 def test_nan_is_told_before_its_block_is_sealed(bench: Bench) -> None:
