@@ -1,6 +1,7 @@
 """Steps that can be replayed store, bit by bit, what the host's own path stores, and leave a cache that goes on."""
 
 import copy
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -259,6 +260,28 @@ def test_a_reset_ends_the_steps() -> None:
     assert "holds no tokens" in str(obstacle(cache))
 
 
+def test_recording_of_the_past_ends_the_steps() -> None:
+    cache = filled(TurboConfig(block_size=32))
+    run = Steps(cache, None)
+    assert run.intact()
+    cache.activate_past_recording()
+    assert not run.intact()
+
+
+@pytest.mark.parametrize(
+    "name", ["order", "universal", "broken", "buffer.k", "pool.heads", "bucket_index.buckets", "bucket_index.spans"]
+)
+def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
+    cache = filled(TurboConfig(bits=2, block_size=32, buffer_scale="universal", sparse=KMEANS))
+    run = Steps(cache, None)
+    before = run.tensors()
+    assert all(map(operator.is_, before, run.tensors()))
+    *path, last = name.split(".")
+    owner = operator.attrgetter(*path)(cache.turbo_layers()[1]) if path else cache.turbo_layers()[1]
+    setattr(owner, last, copy.deepcopy(getattr(owner, last)))
+    assert not all(map(operator.is_, before, run.tensors()))
+
+
 def test_layers_that_hold_the_same_share_one_count() -> None:
     cache = filled(TurboConfig(block_size=32))
     run = Steps(cache, None)
@@ -392,3 +415,18 @@ def test_slack_is_bounded() -> None:
     cache = filled(TurboConfig(block_size=32), lengths=[320])
     Steps(cache, 100)
     assert all(layer.pool.pages == 10 + steps.AHEAD for layer in cache.turbo_layers())
+    # of many rows a twentieth of the pages in use, where that is more than a block a row
+    rows, blocks = steps.SLACK + 1, 40
+    cache = filled(TurboConfig(block_size=32), lengths=[32 * blocks] * rows)
+    Steps(cache, None)
+    assert all(layer.pool.pages == rows * (blocks + blocks // 20) for layer in cache.turbo_layers())
+
+
+def test_pages_that_are_reserved_again_and_again_are_the_same() -> None:
+    pool = filled(TurboConfig(block_size=32)).turbo_layers()[0].pool
+    assert pool.sealed == [2, 1, 0]
+    for _ in range(50):
+        pool.reserve([8] * len(LENGTHS))
+        assert pool.pages == sum(pool.given) == sum(pool.sealed) + 8 * len(LENGTHS)
+        owned = [page for row, count in enumerate(pool.given) for page in pool.table[row, :count].tolist()]
+        assert sorted(owned) == list(range(pool.pages))
