@@ -1,5 +1,6 @@
 """Tokens in the order of their buckets: what a layer seals is what it was given, sorted, and nothing else changes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,9 +127,11 @@ def test_what_stands_in_order_cannot_be_cut() -> None:
     with pytest.raises(ValueError, match=message):
         layer.crop(-100)
     assert layer.lengths() == [300, 300]
-    layer.crop(-SPARE)
-    assert layer.lengths() == [236, 236]
-    layer.crop(-204)
+    with pytest.raises(ValueError, match=r"crop\(-70\) leaves 230 tokens"):
+        layer.crop(-70)
+    layer.crop(-69)
+    assert layer.lengths() == [231, 231]
+    layer.crop(-199)
     assert layer.lengths() == [32, 32]
     assert layer.bucket_index.ordered == [[], []]
     assert bool((layer.bucket_index.spans == -1).all())
@@ -179,6 +182,43 @@ def test_rows_of_different_length_and_what_becomes_of_them() -> None:
     check(layer, plain, [runs[1], runs[0], runs[1]])
     feed([layer, plain], 1, 3)
     check(layer, plain, [runs[1], runs[0], runs[1]])
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        pytest.param(lambda layer: layer.reorder_cache(torch.tensor([1, 0])), [1, 0], id="reorder"),
+        pytest.param(lambda layer: layer.batch_select_indices(torch.tensor([1])), [1], id="select"),
+        pytest.param(lambda layer: layer.batch_repeat_interleave(2), [0, 0, 1, 1], id="repeat"),
+    ],
+)
+def test_rows_that_change_places_keep_where_their_turn_began(
+    change: Callable[[TurboLayer], None], rows: list[int]
+) -> None:
+    layer, plain = layer_of(), layer_of(sorts=False)
+    feed([layer, plain], 400, starts=[0, 150])
+    feed([layer, plain], 1)
+    # the turn begins behind 401 and 251 tokens, and is too short as yet to be put in order
+    feed([layer, plain], 100)
+    first = [[range(1, 9)], [range(1, 4)]]
+    check(layer, plain, first)
+    for x in (layer, plain):
+        change(x)
+    feed([layer, plain], 300, len(rows))
+    runs = [[*first[0], range(13, 21)], [*first[1], range(8, 17)]]
+    check(layer, plain, [runs[row] for row in rows])
+
+
+def test_what_follows_a_crop_is_sorted_as_in_a_new_cache() -> None:
+    layer, plain, new = layer_of(), layer_of(sorts=False), layer_of()
+    for tokens in (300, 1, 300):
+        feed([layer, plain], tokens)
+    for x in (layer, plain):
+        x.crop(32 - 601)
+    feed([new], 32)
+    feed([layer, plain, new], 300)
+    check(layer, plain, [[range(1, 7)]] * 2)
+    assert new.bucket_index.ordered == layer.bucket_index.ordered
 
 
 @pytest.mark.parametrize("chunk", [None, 150])
