@@ -23,6 +23,7 @@ from turbo_hf.layer import TurboLayer
 from turbo_hf.ops.select import assign
 from turbo_hf.rotary import turns_by_halves
 from turbo_hf.selectors import UNTRAINED, Centroids, Hash, Reformer
+from turbo_hf.sparse import PART
 
 
 @pytest.fixture
@@ -103,6 +104,29 @@ def test_the_index_follows_every_operation(selector: str) -> None:
     check_index(layer, rows)
 
 
+def test_buckets_side_by_side_in_gray_order_differ_in_one_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turbo_hf.selectors._directions", lambda shape, *_: torch.eye(*shape))
+    bits = 6
+    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * bits)
+    buckets = Hash(SparseConfig(selector="lsh-gray", buckets=2**bits, probes=3), 0).buckets(signs[None, None])
+    assert buckets is not None
+    assert buckets.flatten().sort().values.tolist() == list(range(2**bits))
+    in_order = signs[buckets.flatten().long().argsort()]
+    assert (in_order.diff(dim=0) != 0).sum(1).tolist() == [1] * (2**bits - 1)
+
+
+@pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables", "random"])
+def test_each_layer_draws_numbers_of_its_own(selector: str) -> None:
+    config, keys = sparse(selector, **small(selector)).sparse, torch.randn(1, 1, 200, 16)
+    assert config is not None
+    first, again, second = (UNTRAINED[selector](config, layer).buckets(keys) for layer in (0, 0, 1))
+    assert first is not None
+    assert again is not None
+    assert second is not None
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.usefixtures("in_time")
 def test_the_index_of_ragged_rows() -> None:
     layer, rows = layer_of(), [[], [], []]  # type: ignore[var-annotated]
@@ -136,7 +160,11 @@ def test_tokens_without_a_bucket_are_always_read(llama: Any) -> None:
 
 
 @pytest.mark.usefixtures("in_time")
-def test_buckets_are_those_of_the_keys_before_rotary_embedding(indexed: Calibration) -> None:
+@pytest.mark.parametrize("part", [PART, 64])
+def test_buckets_are_those_of_the_keys_before_rotary_embedding(
+    indexed: Calibration, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turbo_hf.sparse.PART", part)
     model, tokenizer = lab_model()
     inputs = tokenizer([PROSE[:600], PROSE[:200]], return_tensors="pt", padding=True)
     truth: list[Tensor] = []
@@ -224,11 +252,16 @@ def test_visits_are_those_that_the_calibration_judges(
 
     monkeypatch.setattr(Centroids, "visited", spy)
     truth: dict[int, Tensor] = {}
-    for index, layer in enumerate(model.model.layers):
+    hooks = [
         layer.self_attn.q_proj.register_forward_hook(lambda module, args, out, at=index: truth.update({at: out}))
+        for index, layer in enumerate(model.model.layers)
+    ]
     inputs = tokenizer([PROSE[:900], PROSE[:200]], return_tensors="pt", padding=True)
     with turbo_hf.patch(model, sparse(selector, **TRAINED), calibration=indexed):
         model.generate(**inputs, do_sample=False, max_new_tokens=3)
+    # the model is that of other tests too
+    for hook in hooks:
+        hook.remove()
     assert list(seen) == [1, 2, 3, 4, 5]
     compared = 0
     for index, found in seen.items():
@@ -272,6 +305,24 @@ def test_the_report_counts_keys(llama: Any) -> None:
     assert "layer 0: 2 x 4 bit; reads every key: by dense_layers" in text
     assert "layer 1: 2 x 4 bit; window" in text
     assert "of the keys read, 0.00% of those beyond the dense part" in text
+
+
+def test_rows_without_a_key_beyond_the_dense_part_are_counted_as_they_are(llama: Any) -> None:
+    config = sparse("window", **small("window"))
+    reports = []
+    for lengths in ((12, 9), (40, 9)):
+        with turbo_hf.patch(llama, config) as handle:
+            llama.generate(**ragged(lengths), max_new_tokens=4, do_sample=False)
+            reports.append(handle.report())
+    # 3 steps after the prompt, 2 KV heads; a sink and 20 tokens are always read
+    dense = [
+        2 * sum(min(21, length + step) for length in lengths for step in (1, 2, 3)) for lengths in ((12, 9), (40, 9))
+    ]
+    there = [dense[0], 2 * (41 + 42 + 43 + 10 + 11 + 12)]
+    for report, always, all_keys in zip(reports, dense, there, strict=True):
+        assert {(read.there, read.dense, read.read) for read in report.selectivity} == {(all_keys, always, always)}
+    assert "every key read: none was beyond the dense part" in str(reports[0])
+    assert "every key read" not in str(reports[1])
 
 
 def test_the_index_is_part_of_the_memory(llama: Any) -> None:
