@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 import turbo_hf
 import turbo_hf.cache
 import turbo_hf.chunk
-from turbo_hf import TurboCache, TurboConfig
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.config import PRESETS
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import page_bytes
@@ -136,14 +136,20 @@ def test_padding_that_only_the_cache_was_told_of_is_refused_by_a_patched_model(l
         cache = TurboCache(llama.config, attention_mask=batch["attention_mask"])
         with pytest.raises(ValueError, match="given an attention_mask with padding, this patched model none"):
             llama(batch["input_ids"], past_key_values=cache)
-        cache.reset()
-        cache = TurboCache(llama.config, attention_mask=torch.ones(2, 70))
-        forward(llama, batch["input_ids"], cache)
-        told = TurboCache(llama.config, attention_mask=batch["attention_mask"])
-        llama(**batch, past_key_values=told)
-        assert [layer.lengths() for layer in (*cache.turbo_layers(), *told.turbo_layers())] == [[70, 70]] * 2 + [
-            [70, 9]
-        ] * 2
+        assert [layer.seen for layer in cache.turbo_layers()] == [0, 0]
+        llama(**batch, past_key_values=cache)
+        assert [layer.lengths() for layer in cache.turbo_layers()] == [[70, 9]] * 2
+        without = TurboCache(llama.config, attention_mask=torch.ones(2, 70))
+        forward(llama, batch["input_ids"], without)
+        assert [layer.lengths() for layer in without.turbo_layers()] == [[70, 70]] * 2
+        # padding in a later pass is noticed in that pass
+        mask = torch.ones(2, 90)
+        mask[0, 75] = 0
+        later = TurboCache(llama.config, attention_mask=mask)
+        forward(llama, prompts(2, 70), later)
+        with pytest.raises(ValueError, match="given an attention_mask with padding, this patched model none"):
+            forward(llama, prompts(2, 20), later)
+        assert [layer.seen for layer in later.turbo_layers()] == [70, 70]
 
 
 def test_padding_that_was_cropped_is_forgotten(llama: Any) -> None:
@@ -253,6 +259,10 @@ def test_recording_reaches_every_layer(llama: Any) -> None:
     assert [layer.pool.sealed for layer in cache.turbo_layers()] == [[0], [0]]
     cache.crop(0)
     assert [layer.pool.sealed for layer in cache.turbo_layers()] == [[2], [2]]
+    forward(llama, prompts(1, 130), cache)
+    cache.stop_recording()
+    assert [layer.pool.sealed for layer in cache.turbo_layers()] == [[4], [4]]
+    assert not any(layer.record_past for layer in cache.turbo_layers())
 
 
 def test_a_reset_cache_takes_another_batch(llama: Any) -> None:
@@ -348,6 +358,15 @@ def test_heads_of_16_bit_are_counted_as_what_they_take(llama: Any) -> None:
     assert full == dense + scales
     mixed = cache_bytes(layer_costs(llama.config, TurboConfig(bits=16, low_bits=4, low_heads=0.5)), 640)
     assert mixed == full / 2 + 2 * 10 * page_bytes(16, 4)
+
+
+def test_the_index_is_counted_where_there_is_one(llama: Any) -> None:
+    chosen = SparseConfig(selector="lsh-reformer", buckets=8, probes=2, dense_layers=(0,))
+    plain = layer_costs(llama.config, TurboConfig())
+    sparse = layer_costs(llama.config, TurboConfig(sparse=chosen))
+    assert sparse[0] == plain[0]
+    # int16 for each of 2 heads
+    assert sparse[1].per_token == plain[1].per_token + 2 * 2
 
 
 def test_padding_takes_no_memory(llama: Any) -> None:

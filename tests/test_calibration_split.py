@@ -1,4 +1,4 @@
-"""Which keys and windows an index is learned from, and which ones judge it."""
+"""Which windows and keys a calibration is made from, and which windows judge it."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 from calibration_support import SMALL, lab
+from support import tokens
 from torch import Tensor
 
 from turbo_hf.calibration import run
+from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.samples import Samples
 
 KeysOfLayers = list[list[Tensor]]
@@ -65,3 +67,15 @@ def test_sinks_take_no_part_in_the_clusters(monkeypatch: pytest.MonkeyPatch) -> 
     # by layer and head, all keys of all windows but the first of each
     want = number[..., 1:].transpose(1, 2).reshape(2 * heads, windows * (length - 1))
     assert torch.equal(given[0][..., 0].long(), want)
+
+
+def test_priorities_are_the_mean_over_the_blocks_of_all_windows() -> None:
+    parts, whole = HeadPriorities(), HeadPriorities()
+    k, v = tokens(1, 3, 192, 16), tokens(1, 3, 192, 16)
+    # the second part has one block more
+    for at in (slice(64), slice(64, 192)):
+        parts.add(k[:, :, at], v[:, :, at])
+    whole.add(k, v)
+    assert parts.scores().keys() == whole.scores().keys()
+    for metric, score in whole.scores().items():
+        torch.testing.assert_close(parts.scores()[metric], score)

@@ -210,6 +210,14 @@ def test_check_passes_and_leaves_the_patch_on() -> None:
         assert model.config._attn_implementation == NAME
 
 
+def test_check_of_a_model_with_few_positions() -> None:
+    # learned positions: one more would be none
+    model = tiny("gpt2", n_embd=64, n_layer=2, n_head=4, max_position_embeddings=100)
+    assert model.config.n_positions == 100 < selfcheck.PROMPT
+    with turbo_hf.patch(model, "int8", check=True):
+        assert model.config._attn_implementation == NAME
+
+
 def test_check_that_fails_takes_the_patch_off(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     before = snapshot(model)
