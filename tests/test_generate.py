@@ -256,7 +256,7 @@ def test_training_on_a_compressed_cache_is_refused(llama: Any) -> None:
         for mine, other in zip(model.parameters(), want.parameters(), strict=True):
             assert mine.grad is not None
             assert other.grad is not None
-            assert bool(mine.grad.abs().sum() > 0) == bool(other.grad.abs().sum() > 0)
+            torch.testing.assert_close(mine.grad, other.grad)
         model.eval()
         loss = model(ids, labels=ids, past_key_values=handle.new_cache()).loss
         with pytest.raises(RuntimeError, match="attention over a compressed cache has no gradient"):

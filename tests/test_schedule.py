@@ -33,6 +33,9 @@ def check(plan: Plan, tiles: list[int]) -> list[list[tuple[int, int]]]:
     return found
 
 
+MOST_PARTS = 128
+"""As in FlashAttention's heuristic."""
+
 some_tiles = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
@@ -82,14 +85,24 @@ def test_tiles_of_rows_count_the_open_tokens_as_one() -> None:
 @given(outputs=st.integers(1, 300), tiles=st.integers(1, 500), ctas=st.integers(1, 264))
 def test_splits_fill_the_waves(outputs: int, tiles: int, ctas: int) -> None:
     parts = split_count(outputs, tiles, ctas)
-    assert 1 <= parts <= max(1, tiles)
-    if parts > 1:
-        assert outputs < 0.8 * ctas
-        assert parts * outputs / ctas / -(-parts * outputs // ctas) >= 0.85 * outputs / ctas
+    if outputs >= 0.8 * ctas:
+        assert parts == 1
+        return
+
+    def filled(count: int) -> float:
+        """Of the waves that so many parts take, the share that has work."""
+        return count * outputs / ctas / -(-count * outputs // ctas)
+
+    enough = 0.85 * max(filled(count) for count in range(1, min(tiles, ctas, MOST_PARTS) + 1))
+    assert 1 <= parts <= min(tiles, ctas, MOST_PARTS)
+    assert filled(parts) >= enough
+    assert all(filled(count) < enough for count in range(1, parts))
 
 
 def test_outputs_that_nearly_fill_the_ctas_are_not_split() -> None:
     assert split_count(110, 100, 132) == 1
+    assert split_count(80, 100, 100) == 1
+    assert split_count(79, 100, 100) == 5
     assert split_count(8, 100, 132) == 15
 
 
