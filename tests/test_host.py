@@ -21,7 +21,7 @@ from turbo_hf import SparseConfig, TurboCache, TurboConfig, attention
 from turbo_hf.chunk import Chunk, chunk_of
 from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.index import BucketIndex
-from turbo_hf.layer import TurboLayer
+from turbo_hf.layer import DECODE_TOKENS, TurboLayer
 from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
 from turbo_hf.ops.select import classify, visit
 from turbo_hf.selectors import Reformer
@@ -309,7 +309,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     # of a model over several GPUs most layers are not on the current one
-    model = tiny_llama().to(device)
+    model = tiny_llama(num_hidden_layers=1).to(device)
     chosen = SparseConfig(selector="lsh-reformer", buckets=16, probes=3, window_tokens=20, dense_layers=())
     configs = [
         TurboConfig(attention="turbo", block_size=32, cuda_graphs=False, **KERNELS),
@@ -340,8 +340,9 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
             patched.setattr(kind, "run", noted(kind.run))
         for config in configs:
             with turbo_hf.patch(model, config):
-                ids = prompts(1, 70).to(device)
-                model.generate(ids, max_new_tokens=4, do_sample=False, prefill_chunk_size=40)
+                # a block to seal, a chunk over it that is no decoding, and one step
+                ids = prompts(1, 33 + DECODE_TOKENS + 1).to(device)
+                model.generate(ids, max_new_tokens=2, do_sample=False, prefill_chunk_size=33)
         shapes = {"weight_1": (2, 16, 8), "bias_1": (2, 8), "weight_2": (2, 8, 4), "bias_2": (2, 4)}
         weights = {name: torch.zeros(shape, device=device) for name, shape in shapes.items()}
         logits = classify(torch.zeros(1, 2, 1, 2, 16, device=device), weights, **KERNELS)
