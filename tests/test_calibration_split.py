@@ -11,6 +11,8 @@ from torch import Tensor
 
 from turbo_hf.calibration import run
 from turbo_hf.calibration.heads import HeadPriorities
+from turbo_hf.calibration.quality import evaluate
+from turbo_hf.calibration.query_model import train
 from turbo_hf.calibration.samples import Samples
 
 KeysOfLayers = list[list[Tensor]]
@@ -23,7 +25,7 @@ def test_an_index_is_judged_on_windows_that_it_was_not_learned_from(
     clustered: list[KeysOfLayers] = []
     trained: list[tuple[list[Samples], int]] = []
     judged: list[list[int]] = []
-    centroids, train, evaluate = run._centroids, run.train, run.evaluate
+    centroids = run._centroids
 
     def spy_on_centroids(layers: KeysOfLayers, *rest: Any) -> Any:
         clustered.append(layers)

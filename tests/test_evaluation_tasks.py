@@ -1,9 +1,10 @@
 """Tasks and scorers of the evaluation: right answers score 1, wrong ones 0, and what is missing is told."""
 
+import functools
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("datasets", reason='datasets is not installed: pip install -
 
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
 
 from turbo_hf.eval import infinitebench, ruler
 from turbo_hf.eval.evaluate import load_tasks, quiet
@@ -32,6 +34,14 @@ LIMITS = Limits(context=8192, longest=512, limit=3)
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return lab_model()[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_index() -> Iterator[None]:
+    """The harness' index of its stock tasks, read once: it takes ten seconds each time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("turbo_hf.eval.evaluate.TaskManager", functools.cache(TaskManager))
+        yield
 
 
 @pytest.fixture
