@@ -48,6 +48,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(params=["reference", "triton"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each implementation; kernels run on CUDA, and elsewhere in Triton's interpreter."""
+    return str(request.param)
+
+
 @pytest.fixture(autouse=True)
 def seed() -> None:
     """The same random numbers whichever tests run."""

@@ -132,6 +132,13 @@ def check(name: str, got: Tensor, want: Tensor, budget: float | Tensor) -> None:
     assert bool((error <= budget).all()), f"{name}: error {float(error.max()):.3e} exceeds its budget by {worst:.3e}"
 
 
+def check_same(got: AttentionOutput, want: AttentionOutput, values: float) -> None:
+    """Assert that two results are equal but for the order in which float32 sums are taken. values: the largest one."""
+    eps = torch.finfo(torch.float32).eps
+    check("out", got.out, want.out.double().cpu(), SLACK * eps * values)
+    check("lse", got.lse, want.lse.double().cpu(), SLACK * eps * (1 + largest(want.lse)))
+
+
 def _score_size(q: Tensor, rows: Sequence[KeyValue], scaling: float) -> float:
     """Size of the numbers that are summed to a score: a bound of |q| . |k| * scaling."""
     k_norm = max((largest(k.double().norm(dim=-1)) for k, _ in rows), default=0.0)

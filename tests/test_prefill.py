@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_support import check_prefill, int8_queries
-from support import SLACK, check, largest, make_store, oracle, tokens
+from support import SLACK, check, check_same, largest, make_store, oracle, tokens
 
 from turbo_hf.config import ATTENTION_MODES
 from turbo_hf.layout import BITS, SCORE_LIMIT, AttentionOutput, KVStore
@@ -257,13 +257,6 @@ def test_any_prefill(data: st.DataObject) -> None:
 # --- what is the same must come out the same ------------------------------------------------------------------------
 
 
-def same(got: AttentionOutput, want: AttentionOutput, values: float) -> None:
-    """Equal but for the order in which float32 sums are taken."""
-    eps = torch.finfo(torch.float32).eps
-    check("out", got.out, want.out.double().cpu(), SLACK * eps * values)
-    check("lse", got.lse, want.lse.double().cpu(), SLACK * eps * (1 + largest(want.lse)))
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_row_is_the_same_alone_and_in_a_batch(mode: str, device: torch.device) -> None:
     """Padding is cut off before blocks are formed, so that it moves no block's edge and no scale."""
@@ -277,7 +270,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(mode: str, device: torch.device)
         one = slice(row, row + 1)
         alone_past = make_store(old_k[one], old_v[one], [lengths[row]]) if lengths[row] else None
         alone = prefill(*(x[one, :, start:] for x in (q, k, v)), past=alone_past, **options)
-        same(AttentionOutput(batch.out[one, :, start:], batch.lse[one, :, start:]), alone, largest(v))
+        check_same(AttentionOutput(batch.out[one, :, start:], batch.lse[one, :, start:]), alone, largest(v))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -286,7 +279,7 @@ def test_later_tokens_do_not_change_earlier_ones(mode: str, device: torch.device
     q, k, v = inputs(2, 190, device)
     long = prefill(q, k, v, scaling=0.125, mode=mode)
     short = prefill(*(x[:, :, :128] for x in (q, k, v)), scaling=0.125, mode=mode)
-    same(AttentionOutput(long.out[:, :, :128], long.lse[:, :, :128]), short, largest(v))
+    check_same(AttentionOutput(long.out[:, :, :128], long.lse[:, :, :128]), short, largest(v))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -309,7 +302,7 @@ def test_query_tiles_do_not_change_the_result(causal: bool, mode: str, monkeypat
     whole = prefill(q, k, v, **options)
     # 3 rows x 4 heads x (128 past + 192 new) keys: 7 queries at a time
     monkeypatch.setitem(flash.TILE_ELEMENTS, "cpu", 7 * 3 * 4 * 320)
-    same(prefill(q, k, v, **options), whole, largest(v))
+    check_same(prefill(q, k, v, **options), whole, largest(v))
 
 
 def test_a_chunk_in_8_bit_misses_no_more_than_its_rounding(device: torch.device) -> None:

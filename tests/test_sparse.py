@@ -15,12 +15,6 @@ from turbo_hf.ops.select import assign, classify, look_up, score, visit
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.fixture(params=["reference", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each implementation; kernels run on CUDA, and elsewhere in Triton's interpreter."""
-    return str(request.param)
-
-
 # --- buckets of keys ------------------------------------------------------------------------------------------------
 
 

@@ -22,12 +22,6 @@ pytestmark = pytest.mark.usefixtures("poison")
 CHOICE: dict[str, Any] = {"scaling": 0.125, "sink_tokens": 1, "window_tokens": 20}
 
 
-@pytest.fixture(params=["reference", "triton"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """Each implementation; kernels run on CUDA, and elsewhere in Triton's interpreter."""
-    return str(request.param)
-
-
 def sparse_store(lengths: Sequence[int], heads: int, dim: int, device: torch.device, **how: Any) -> KVStore:
     """A cache of random tokens."""
     k, v = (tokens(len(lengths), heads, max(lengths), dim, device=device) for _ in range(2))

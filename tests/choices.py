@@ -1,0 +1,25 @@
+"""Types, options and modes that several tests of attention go through."""
+
+import pytest
+import torch
+
+from turbo_hf.config import ATTENTION_MODES
+
+MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
+TWO_MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
+"""Nothing rounded but what the cache holds, and all of it in INT8."""
+
+DTYPES = [
+    pytest.param(dtype, id=str(dtype).removeprefix("torch."))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+]
+OPTIONS = [
+    pytest.param({"window": 1}, id="window1"),
+    pytest.param({"window": 20}, id="window20"),
+    pytest.param({"window": 64}, id="window64"),
+    pytest.param({"window": 100}, id="window100"),
+    pytest.param({"window": 1000}, id="window1000"),
+    pytest.param({"softcap": 2.0}, id="softcap"),
+    pytest.param({"sinks": True}, id="sinks"),
+    pytest.param({"window": 70, "softcap": 5.0, "sinks": True}, id="all"),
+]

@@ -1,0 +1,61 @@
+"""`decode`: any plan of the launch gives the same, and launches that are replayed keep their workspace."""
+
+from typing import Any
+
+import pytest
+import torch
+from choices import TWO_MODES
+from support import check_same, largest, make_store, tokens
+
+from turbo_hf.ops.decode import decode
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@pytest.mark.parametrize("mode", TWO_MODES)
+@pytest.mark.parametrize("sms", [1, 3, 132])
+def test_a_plan_for_any_gpu_gives_the_same(sms: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan made for another GPU covers every tile once, and so differs in the order of float32 sums alone."""
+    pytest.importorskip("triton")
+    from turbo_hf.ops import gpu, launch_decode  # noqa: PLC0415 - needs Triton
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    k, v = tokens(2, 2, 400, 64, device=device), tokens(2, 2, 400, 64, device=device)
+    store, q = make_store(k, v, [400, 90], groups=((4, 1), (2, 1)), block=32), tokens(2, 4, 1, 64, device=device)
+    own = decode(q, store, scaling=0.125, mode=mode, backend="triton")
+    launch_decode._workspace.cache_clear()
+    monkeypatch.setattr(gpu, "sms", lambda device: sms)
+    check_same(decode(q, store, scaling=0.125, mode=mode, backend="triton"), own, largest(v))
+    launch_decode._workspace.cache_clear()
+
+
+def test_launches_that_are_replayed_keep_their_workspace() -> None:
+    pytest.importorskip("triton")
+    from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    k, v = tokens(2, 1, 400, 64, device=device), tokens(2, 1, 400, 64, device=device)
+    plans: dict[Any, Any] = {}
+    store, q = make_store(k, v, [400, 90], block=32)._replace(plans=plans), tokens(2, 4, 1, 64, device=device)
+    want = decode(q, store, scaling=0.125, backend="triton")
+    (made,) = plans.values()
+    # others have come between, and theirs is the one that is remembered
+    launch_decode._workspace.cache_clear()
+    got = decode(q, store, scaling=0.125, backend="triton")
+    assert torch.equal(got.out, want.out)
+    assert list(plans.values()) == [made]
+    assert launch_decode._workspace.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize("plan", ["whole", "split"])
+def test_plans_of_other_papers_give_the_same(plan: str) -> None:
+    pytest.importorskip("triton")
+    from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    k, v = tokens(2, 1, 400, 64, device=device), tokens(2, 1, 400, 64, device=device)
+    store, q = make_store(k, v, [400, 90], block=32), tokens(2, 4, 1, 64, device=device)
+    expected = decode(q, store, scaling=0.125, backend="triton")
+    replayed: dict[Any, Any] = {}
+    for at in (store, store._replace(plans=replayed)):
+        check_same(launch_decode.decode(q, at, scaling=0.125, plan=plan), expected, largest(v))
