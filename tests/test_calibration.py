@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
 from calibration_support import HEADS, NARROW, PROSE, SMALL, TEXTS, lab, same
+from families_support import FAMILY_CASES, Case, build
 from models import LAB_MODEL, lab_model, prompts, tiny_llama, tiny_mistral
-from test_families import FAMILY_CASES, Case, build
 from torch import Tensor
 from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, T5Config, T5Model
 
