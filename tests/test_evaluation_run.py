@@ -1,0 +1,205 @@
+"""Evaluation: a run and what it leaves, a killed one that goes on, and the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import LAB_MODEL, lab_model
+from typer.testing import CliRunner
+
+pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
+pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
+
+from turbo_hf.cli import app
+from turbo_hf.eval.evaluate import Outcome, load_tasks, quiet, run_method
+from turbo_hf.eval.methods import AGAIN, BASELINE
+from turbo_hf.eval.model import TurboLM
+from turbo_hf.eval.output import Report, markdown
+from turbo_hf.eval.prompts import Prompts
+from turbo_hf.eval.record import META
+from turbo_hf.eval.report import noise, report, stamps, tables
+from turbo_hf.eval.report_plots import accuracy_plot, memory_plot, needle_cells, needle_map, worst
+from turbo_hf.eval.suites import Limits
+from turbo_hf.eval.tasks import Spec, carried_prose, needle_task, prose_task
+
+LIMITS = Limits(context=2048, longest=512)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Spec], dict[str, Outcome]]:
+    """A small suite on the carried model: needles and perplexity, the baseline twice and one preset."""
+    model, tokenizer = lab_model()
+    quiet()
+    folder = tmp_path_factory.mktemp("run")
+    specs = [needle_task(tokenizer, [200, 300], [0.0, 1.0], [0]), prose_task("prose", carried_prose(1, 8))]
+    tasks, notes = load_tasks(specs, Prompts(tokenizer), LIMITS)
+    assert not notes
+    outcomes = {
+        label: run_method(label, method, model, Prompts(tokenizer), tasks, folder, batch=4, limits=LIMITS)
+        for label, method in ((BASELINE, BASELINE), (AGAIN, BASELINE), ("turbo4", "turbo4"))
+    }
+    return folder, specs, outcomes
+
+
+def test_a_run_keeps_samples_results_and_sizes(run: tuple[Path, list[Spec], dict[str, Outcome]]) -> None:
+    folder, _, outcomes = run
+    for label, outcome in outcomes.items():
+        own = folder / label.replace(" ", "-")
+        kept = [json.loads(line) for line in (own / "samples_needle.jsonl").read_text().splitlines()]
+        assert kept == outcome.samples["needle"]
+        assert len(kept) == 4
+        # prompts are kept once, and known to be the same
+        assert all(("prompt" in sample["doc"]) == (label == BASELINE) for sample in kept)
+        prompts = [json.dumps(sample["doc"]["prompt"]) for sample in outcomes[BASELINE].samples["needle"]]
+        arguments = [json.dumps(sample["arguments"]) for sample in kept]
+        assert not any(prompt in own for prompt, own in zip(prompts, arguments, strict=True))
+        assert [s["prompt_hash"] for s in kept] == [s["prompt_hash"] for s in outcomes[BASELINE].samples["needle"]]
+        assert sum(batch.rows for batch in outcome.batches) == 4
+        assert {"results", "configs", "versions", "n-samples"} <= set(json.loads((own / "results.json").read_text()))
+
+
+def test_the_report_pairs_methods_and_measures_bytes(run: tuple[Path, list[Spec], dict[str, Outcome]]) -> None:
+    _, specs, outcomes = run
+    found = report(specs, outcomes)
+    (row,) = found["accuracy"]
+    assert (row["task"], row["items"], row["headline"], row["stock"]) == ("needle", 4, True, True)
+    again, turbo4 = row["methods"][AGAIN], row["methods"]["turbo4"]
+    assert (again["lost"], again["gained"], again["p"]) == (0, 0, 1.0)
+    assert turbo4["kept"] + turbo4["gained"] == turbo4["right"]
+    assert row["methods"][BASELINE]["right"] >= 3
+    base, ours = found["serving"][BASELINE], found["serving"]["turbo4"]
+    # 6 layers, 2 KV heads of 64, keys and values, float32
+    assert base["kv_bytes_per_token"] == 6 * 2 * 64 * 2 * 4
+    assert base["compression"] == 1.0
+    assert ours["compression"] == pytest.approx(base["kv_bytes_per_token"] / ours["kv_bytes_per_token"])
+    assert ours["compression"] > 4
+    perplexity = {row["metric"]: row["methods"] for row in found["perplexity"]}
+    words = perplexity["word_perplexity"]
+    assert words[BASELINE] == words[AGAIN] != words["turbo4"]
+    assert words["turbo4"] == pytest.approx(words[BASELINE], rel=0.05)
+    assert noise(found) == "Noise floor: 0 of 4 items differ between two baseline runs."
+
+
+def test_tables_and_pictures(run: tuple[Path, list[Spec], dict[str, Outcome]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    _, specs, outcomes = run
+    found = report(specs, outcomes)
+    versions = {"lm_eval": "a", "transformers": "b", "torch": "c"}
+    about = {"model": "m", "model_fingerprint": "f", "dtype": "float32", "device": "cpu", "suite": "s", "batch": 4}
+    about |= {"seed": 1, "limit": 3, "versions": versions}
+    text = markdown(Report("a title", stamps(about), tables(found), ["a note"], {}, []))
+    assert "LIMITED to 3 items a task" in text
+    assert "- a note" in text
+    assert "LIMITED" not in " ".join(stamps({**about, "limit": None}))
+    for title, headings, rows in tables(found):
+        assert title in text
+        assert all(len(row) == len(headings) for row in rows)
+    base, ours = (needle_cells(outcomes[label].samples["needle"]) for label in (BASELINE, "turbo4"))
+    assert set(base) == {(length, depth) for length in (200, 300) for depth in (0.0, 1.0)}
+    assert {(cell["length"], cell["depth"]): cell["share"] for cell in found["needles"]["turbo4"]["cells"]} == ours
+    assert found["needles"]["turbo4"]["mean"] == sum(ours.values()) / 4
+    (length, depth), share = worst(ours)
+    assert found["needles"]["turbo4"]["worst"] == {"length": length, "depth": depth, "share": share}
+    assert f"| turbo4 | {sum(ours.values()) / 4:.3f} | {share:.2f} | {length} | {depth:.0%} |" in text
+    assert worst({(1, 0.5): 0.5, (2, 0.0): 0.0, (2, 1.0): 0.0}) == ((2, 0.0), 0.0)
+    needle_map(base, ours, "turbo4", tmp_path / "needle.png")
+    assert accuracy_plot(found, "title", tmp_path / "accuracy.png")
+    assert memory_plot(found, "title", tmp_path / "memory.png")
+    assert not memory_plot({**found, "memory": {BASELINE: []}}, "title", tmp_path / "none.png")
+    assert not accuracy_plot({**found, "means": []}, "title", tmp_path / "none.png")
+    for name in ("needle", "accuracy", "memory"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = lab_model()
+    specs = [needle_task(tokenizer, [150], [0.0, 0.5, 1.0], [0])]
+    tasks, _ = load_tasks(specs, Prompts(tokenizer), LIMITS)
+    asked: list[int] = []
+    original = TurboLM._model_generate
+
+    def dies(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TurboLM, "_model_generate", dies)
+
+    def go() -> Outcome:
+        return run_method("int8", "int8", model, Prompts(tokenizer), tasks, tmp_path, batch=1, limits=LIMITS)
+
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    assert model.config._attn_implementation == "eager"
+    assert not (tmp_path / "int8" / "results.json").exists()
+    outcome = go()
+    # two answered, one lost; only that one is asked again
+    assert len(asked) == 4
+    assert sum(batch.rows for batch in outcome.batches) == 3
+    again = go()
+    assert len(asked) == 4
+    assert again == outcome
+
+
+def test_a_task_that_does_not_fit_is_skipped_and_told() -> None:
+    _, tokenizer = lab_model()
+    specs = [needle_task(tokenizer, [400], [0.5], [0]), prose_task("prose", carried_prose(1, 40))]
+    tasks, notes = load_tasks(specs, Prompts(tokenizer), Limits(context=300, longest=300))
+    # text is read in windows, so that it always fits
+    assert list(tasks) == ["prose"]
+    assert len(notes) == 1
+    assert notes[0].startswith("needle: skipped; it takes ")
+    with pytest.raises(ValueError, match=r"no task of this suite is left to run. needle: skipped"):
+        load_tasks(specs[:1], Prompts(tokenizer), Limits(context=300, longest=300))
+
+
+def test_the_command_runs_a_suite_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+
+    def command(*more: str, code: int = 0, methods: str = "turbo4") -> Any:
+        words = ["eval", str(LAB_MODEL), "--methods", methods, "--limit", "1", "--longest", "512", "--device", "cpu"]
+        result = CliRunner().invoke(app, [*words, "--out", str(tmp_path), *more])
+        assert result.exit_code == code, result.output
+        return result
+
+    result = command("--json")
+    found = json.loads(result.stdout.strip().splitlines()[-1])
+    assert "LIMITED to 1 items a task: a smoke test, not a result." in result.stdout
+    assert list(found["serving"]) == [BASELINE, AGAIN, "turbo4"]
+    assert found["serving"]["turbo4"]["compression"] > 1.5
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {
+        "report.html",
+        "report.md",
+        "report.json",
+        META,
+        "accuracy.png",
+        "memory.png",
+        "needle-turbo4.png",
+        "turbo4",
+        "fp16-again",
+    } <= names
+    assert json.loads((tmp_path / "report.json").read_text())["accuracy"] == found["accuracy"]
+    whole = (tmp_path / "report.html").read_text()
+    assert whole.count("data:image/png;base64,") == 3
+    assert whole.count("<table>") == whole.count("</table>") == 6
+    # everything that the page shows is inside it
+    assert "http" not in whole
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("everything was answered before")
+
+    monkeypatch.setattr(TurboLM, "_model_generate", never)
+    again = json.loads(command("--json").stdout.strip().splitlines()[-1])
+    assert again["accuracy"] == found["accuracy"]
+    stopped = command(methods="turbo4,turbo4+low_heads=0.25", code=1)
+    assert isinstance(stopped.exception, AssertionError)
+    partial = json.loads((tmp_path / "report.json").read_text())
+    assert partial["notes"][0] == "UNFINISHED: turbo4+low_heads=0.25 still to run; the same command goes on."
+    assert any("this model has 2 KV heads: turbo4, turbo4+low_heads=0.25." in note for note in partial["notes"])
+    assert partial["accuracy"] == found["accuracy"]
+    assert "UNFINISHED" in (tmp_path / "report.md").read_text()
+    refused = command("--batch", "2", code=1)
+    assert "batch was 8, now 2" in " ".join(refused.output.split())
