@@ -23,3 +23,9 @@ OPTIONS = [
     pytest.param({"sinks": True}, id="sinks"),
     pytest.param({"window": 70, "softcap": 5.0, "sinks": True}, id="all"),
 ]
+PROMPT_OPTIONS = [
+    *OPTIONS,
+    pytest.param({"causal": False}, id="full"),
+    pytest.param({"causal": False, "window": 20}, id="full-window20"),
+]
+LENGTHS = [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 130)]

@@ -1,23 +1,14 @@
-"""What tests of `decode` share: random caches, and the check against the oracle over what they hold."""
+"""What tests of `decode` share: the check against the oracle over what they hold."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from prefill_support import int8_queries
-from support import check_exact, check_turbo, make_store, store_codes, tokens
+from support import check_exact, check_turbo, store_codes
 
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.decode import decode
-
-
-def random_store(
-    lengths: Sequence[int], heads: int, dim: int, device: torch.device, *, dtype: torch.dtype | None = None, **how: Any
-) -> KVStore:
-    """A cache of random tokens, of rows of these lengths."""
-    shape, dtype = (len(lengths), heads, max(lengths), dim), dtype or torch.float32
-    k, v = (tokens(*shape, dtype=dtype, device=device) for _ in range(2))
-    return make_store(k, v, lengths, **how)
 
 
 def check_decode(

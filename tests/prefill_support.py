@@ -1,10 +1,11 @@
-"""What tests of prefill share: what each mode rounds, and what that may cost."""
+"""What tests of prefill share: random inputs, what each mode rounds, and what that may cost."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from support import (
+    INT8_MAX,
     Codes,
     KeyValue,
     _score_size,
@@ -15,8 +16,10 @@ from support import (
     largest,
     no_past,
     oracle,
+    random_store,
     score_noise,
     store_codes,
+    tokens,
 )
 from torch import Tensor
 
@@ -24,9 +27,23 @@ from turbo_hf.layout import VALUE_ORDER, AttentionOutput, KVStore, Operands, hal
 from turbo_hf.ops.operands import quantize_operands
 from turbo_hf.ops.prefill import prefill
 
-INT8_MAX = 127
+Inputs = tuple[Tensor, Tensor, Tensor]
 DEPTH = 2.0**-16
 """A tile's P is scaled by no less than this share of the largest P of its row."""
+
+
+def inputs(
+    batch: int, m: int, device: torch.device, *, heads: int = 4, kv_heads: int = 2, dim: int = 64, **how: Any
+) -> Inputs:
+    """Random q, k, v of rows of m tokens."""
+    q = tokens(batch, heads, m, dim, device=device, **how)
+    k, v = (tokens(batch, kv_heads, m, dim, device=device, **how) for _ in range(2))
+    return q, k, v
+
+
+def random_past(lengths: Sequence[int], like: Tensor, **how: Any) -> KVStore:
+    """A cache of rows of these lengths, of the heads and head dim of k."""
+    return random_store(lengths, like.shape[1], like.shape[3], like.device, **how)
 
 
 def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True) -> Tensor:

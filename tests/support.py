@@ -363,6 +363,21 @@ def make_store(
     )
 
 
+def random_store(
+    lengths: Sequence[int],
+    heads: int,
+    dim: int,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **how: Any,
+) -> KVStore:
+    """A cache of random tokens, of rows of these lengths."""
+    shape = (len(lengths), heads, max(1, *lengths), dim)
+    k, v = (tokens(*shape, dtype=dtype, device=device) for _ in range(2))
+    return make_store(k, v, lengths, **how)
+
+
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Codes of the last dimension, one after the other as `turbo_hf.layout` draws them; int64."""
     packed = packed.cpu().long()

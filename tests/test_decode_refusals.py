@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_support import random_store
-from support import make_store
+from support import make_store, random_store
 
 from turbo_hf.layout import KVStore
 from turbo_hf.ops.decode import decode

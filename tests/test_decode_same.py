@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from choices import TWO_MODES
-from decode_support import check_decode, random_store
+from decode_support import check_decode
 from prefill_support import int8_queries
-from support import check, check_same, largest, make_store, oracle, store_codes, tokens
+from support import check, check_same, largest, make_store, oracle, random_store, store_codes, tokens
 
 from turbo_hf.layout import BITS, AttentionOutput
 from turbo_hf.ops.decode import decode

@@ -4,17 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from choices import MODES
 from gpu_support import has_fp8
-from prefill_support import check_prefill
-from support import make_store, tokens
+from prefill_support import Inputs, check_prefill, random_past
+from support import tokens
 
-from turbo_hf.config import ATTENTION_MODES
-from turbo_hf.layout import BITS, KVStore
+from turbo_hf.layout import BITS
 from turbo_hf.ops.prefill import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
 WRONG_IN_THE_INTERPRETER = (
     "the interpreter rounds to e4m3 without carry (GPUs before Ada have none), and multiplies bfloat16 as integers"
 )
@@ -28,8 +27,6 @@ OPTIONS = [
     pytest.param({"sinks": True}, id="sinks"),
     pytest.param({"window": 70, "softcap": 5.0, "sinks": True}, id="all"),
 ]
-
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def inputs(
@@ -45,12 +42,6 @@ def inputs(
     return q, k, v
 
 
-def past_of(lengths: list[int], like: torch.Tensor, **how: Any) -> KVStore:
-    shape = (len(lengths), like.shape[1], max(1, *lengths), like.shape[3])
-    k, v = (tokens(*shape, device=like.device) for _ in range(2))
-    return make_store(k, v, lengths, **how)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options(options: dict[str, Any], mode: str, device: torch.device) -> None:
@@ -62,7 +53,7 @@ def test_options(options: dict[str, Any], mode: str, device: torch.device) -> No
 @pytest.mark.parametrize("options", OPTIONS)
 def test_over_a_ragged_past(options: dict[str, Any], mode: str, device: torch.device) -> None:
     q, k, v = inputs(40, device, mode, batch=3)
-    past = past_of([130, 0, 70], k, groups=((4, 1), (2, 1)))
+    past = random_past([130, 0, 70], k, groups=((4, 1), (2, 1)))
     check_prefill(q, k, v, mode, past=past, block=32, starts=[0, 39, 3], backend="triton", **options)
 
 
@@ -70,7 +61,7 @@ def test_over_a_ragged_past(options: dict[str, Any], mode: str, device: torch.de
 @pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
 def test_a_past_of_any_bits_and_blocks(block: int, bits: int, device: torch.device) -> None:
     q, k, v = inputs(20, device, "turbo", batch=1, kv_heads=2)
-    past = past_of([block + 40], k, groups=((bits, 2),), block=block, order=torch.tensor([[1, 0]]))
+    past = random_past([block + 40], k, groups=((bits, 2),), block=block, order=torch.tensor([[1, 0]]))
     check_prefill(q, k, v, "turbo", past=past, block=64, backend="triton")
 
 
@@ -78,7 +69,7 @@ def test_a_past_of_any_bits_and_blocks(block: int, bits: int, device: torch.devi
 @pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128, 256)])
 def test_head_dims(dim: int, mode: str, device: torch.device) -> None:
     q, k, v = inputs(70, device, mode, batch=1, heads=2, kv_heads=1, dim=dim)
-    check_prefill(q, k, v, mode, backend="triton", past=past_of([40], k))
+    check_prefill(q, k, v, mode, backend="triton", past=random_past([40], k))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -94,14 +85,14 @@ def test_dtypes(dtype: torch.dtype, mode: str, device: torch.device) -> None:
     if device.type == "cpu" and (dtype == torch.bfloat16 or mode == "half") and dtype != torch.float16:
         pytest.skip(WRONG_IN_THE_INTERPRETER)
     q, k, v = inputs(70, device, mode, batch=1, dim=64, dtype=dtype)
-    check_prefill(q, k, v, mode, backend="triton", past=past_of([70], k))
+    check_prefill(q, k, v, mode, backend="triton", past=random_past([70], k))
 
 
 @pytest.mark.parametrize("mode", ["turbo", "int8", "fp8"])
 @pytest.mark.parametrize("v_scale", ["channel", "tensor"])
 def test_scales_of_v(v_scale: str, mode: str, device: torch.device) -> None:
     q, k, v = inputs(70, device, mode)
-    check_prefill(q, k, v, mode, v_scale=v_scale, backend="triton", past=past_of([70, 33], k), starts=[0, 20])
+    check_prefill(q, k, v, mode, v_scale=v_scale, backend="triton", past=random_past([70, 33], k), starts=[0, 20])
 
 
 @pytest.mark.parametrize("length", [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 128, 129)])
@@ -138,7 +129,7 @@ def test_smoothing_and_rotation_change_nothing_but_the_rounding(choice: str, dev
     k = k + 30.0 if choice == "smooth_k" else k
     if choice == "hadamard":
         k[..., 3], q[..., 3] = k[..., 3] * 60, q[..., 3] / 60
-    past = past_of([70, 40], k)
+    past = random_past([70, 40], k)
     options: dict[str, Any] = {"scaling": 0.2, "past": past, "softcap": 50.0, "sinks": torch.ones(4, device=device)}
     truth = prefill(q.double(), k.double(), v.double(), mode="fp16", backend="reference", **options)
     error = {}
@@ -191,7 +182,7 @@ def test_sas_swallows_no_nan(which: str, mode: str, device: torch.device) -> Non
 @pytest.mark.parametrize("mode", ["turbo", "fp16"])
 def test_sas_is_the_references(mode: str, device: torch.device) -> None:
     q, k, v = inputs(100, device, mode)
-    options: dict[str, Any] = {"scaling": 0.2, "mode": mode, "sas_threshold": -6.0, "past": past_of([70, 40], k)}
+    options: dict[str, Any] = {"scaling": 0.2, "mode": mode, "sas_threshold": -6.0, "past": random_past([70, 40], k)}
     got, want = (prefill(q, k, v, backend=b, **options) for b in ("triton", "reference"))
     # a score on the threshold may fall on either side, and a code on the edge between two
     assert float((got.out - want.out).norm() / want.out.norm()) < 2e-3
@@ -200,7 +191,7 @@ def test_sas_is_the_references(mode: str, device: torch.device) -> None:
 
 def test_is_one_operator_under_compile(device: torch.device) -> None:
     q, k, v = inputs(70, device, "turbo")
-    past = past_of([70, 40], k)
+    past = random_past([70, 40], k)
 
     def call(q: torch.Tensor) -> torch.Tensor:
         return prefill(q * 2, k, v, scaling=0.2, past=past, backend="triton").out + 1
