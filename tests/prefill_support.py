@@ -8,7 +8,6 @@ from support import (
     INT8_MAX,
     Codes,
     KeyValue,
-    _score_size,
     check,
     check_exact,
     check_padding,
@@ -18,6 +17,7 @@ from support import (
     oracle,
     random_store,
     score_noise,
+    score_size,
     store_codes,
     tokens,
 )
@@ -141,7 +141,7 @@ def check_rounded(
     want = oracle(q, values, starts=starts, **options)
     eager = oracle(q, values, starts=starts, dtype=torch.float32, **options)
     size = max((largest(v) for _, v in values), default=0.0)
-    scores = _score_size(q, values, options["scaling"]) + largest(want.lse)
+    scores = score_size(q, values, options["scaling"]) + largest(want.lse)
     noise = float_budget(want.out, eager.out, size, torch.float32) + score_noise(want, values, scores)
     bound, square = torch.zeros_like(want.out), torch.zeros_like(want.out)
     for i, (probs, row) in enumerate(zip(want.probs, rows, strict=True)):

@@ -35,7 +35,7 @@ tests=(
   "test_sparse.py::test_visits_are_the_best_buckets[cuda-triton-mass0.01-most2-256-4]"
   "test_sparse_attention.py::test_mixed_widths_and_blocks[cuda-triton-128]"
   "test_sparse.py::test_visits_are_the_best_buckets[cuda-triton-probes2-256-4]"
-  "test_sparse_attention.py::test_many_shares[cuda-16-1-1]"
+  "test_sparse_attention_shares.py::test_many_shares[cuda-16-1-1]"
   "test_prefill_kernel.py::test_head_groups[cuda-gqa7:1-turbo]"
   "test_prefill_kernel.py::test_head_groups[cuda-gqa7:1-int8]"
   "test_prefill_kernel.py::test_head_groups[cuda-gqa7:1-half]"

@@ -139,7 +139,7 @@ def check_same(got: AttentionOutput, want: AttentionOutput, values: float) -> No
     check("lse", got.lse, want.lse.double().cpu(), SLACK * eps * (1 + largest(want.lse)))
 
 
-def _score_size(q: Tensor, rows: Sequence[KeyValue], scaling: float) -> float:
+def score_size(q: Tensor, rows: Sequence[KeyValue], scaling: float) -> float:
     """Size of the numbers that are summed to a score: a bound of |q| . |k| * scaling."""
     k_norm = max((largest(k.double().norm(dim=-1)) for k, _ in rows), default=0.0)
     return largest(q.detach().double().norm(dim=-1)) * k_norm * scaling
@@ -191,7 +191,7 @@ def check_exact(
         # the oracle's own precision: channels summed in another order show its error
         eager = oracle(q.flip(-1), [(k.flip(-1), v) for k, v in rows], starts=starts, **options)
     values = max((largest(v) for _, v in rows), default=0.0)
-    scores = _score_size(q, rows, options["scaling"]) + largest(want.lse)
+    scores = score_size(q, rows, options["scaling"]) + largest(want.lse)
     noise = score_noise(want, rows, scores) if q.dtype == torch.float32 else torch.zeros(())
     carried = SLACK * torch.finfo(torch.float32).eps * units * want.out.double().abs()
     check("out", got.out, want.out, float_budget(want.out, eager.out, values, q.dtype) + noise + carried)
@@ -280,7 +280,7 @@ def check_turbo(
     values = [row.values() for row in rows]
     want = oracle(q, values, starts=starts, **options)
     eager = oracle(q, values, starts=starts, dtype=torch.float32, **options)
-    scores = _score_size(q, values, options["scaling"]) + largest(want.lse)
+    scores = score_size(q, values, options["scaling"]) + largest(want.lse)
     size = max((largest(v) for _, v in values), default=0.0)
     noise = float_budget(want.out, eager.out, size, torch.float32) + score_noise(want, values, scores)
     bound, square = torch.zeros_like(want.out), torch.zeros_like(want.out)

@@ -1,27 +1,16 @@
 """SAS, the softmax exponential by table and cubic: its error, and what its threshold drops."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
+from choices import TWO_MODES
 from hypothesis import given
 from hypothesis import strategies as st
 from prefill_support import chunk_codes, int8_queries
-from support import (
-    SLACK,
-    Codes,
-    Exact,
-    check,
-    largest,
-    make_store,
-    oracle,
-    store_codes,
-    tokens,
-    turbo_budget,
-)
+from sas_support import CUBIC, EPS, check_sas, cubic_error
+from support import SLACK, Codes, check, largest, make_store, store_codes, tokens
 
-from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.operands import quantize_operands
 from turbo_hf.ops.prefill import prefill
@@ -29,23 +18,7 @@ from turbo_hf.reference.softmax import sas_exp
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-CUBIC = (-0.1025, 0.4626, -0.9922, 0.9996)
-"""TurboAttention sec. 4, eq. 15: e^-f for f in [0, 1)."""
-
-MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 THRESHOLDS = [pytest.param(t, id=f"t{-t:g}") for t in (-1.0, -2.5, -6.0, -12.0)]
-FINE = torch.linspace(0, 1, 100_001, dtype=torch.float64)
-EPS = torch.finfo(torch.float32).eps
-
-
-def cubic_error() -> float:
-    """Largest relative error of the published cubic, found on a dense grid."""
-    a, b, c, d = CUBIC
-    cubic = a * FINE**3 + b * FINE**2 + c * FINE + d
-    return float((cubic * FINE.exp() - 1).abs().max())
-
-
-# --- the exponential ------------------------------------------------------------------------------------------------
 
 
 def test_error_is_the_cubics(device: torch.device) -> None:
@@ -85,46 +58,7 @@ def test_any_argument(x: float, threshold: float) -> None:
         assert abs(got / math.exp(x) - 1) <= cubic_error() + 100 * torch.finfo(torch.float64).eps
 
 
-# --- attention with it ----------------------------------------------------------------------------------------------
-
-
-def sas_share(exact: Exact, threshold: float) -> float:
-    """By how much the weights may differ from the softmax's, as a share of their sum.
-
-    The cubic's error on those that are kept, and all of those further than the threshold below the maximum. SAS
-    compares with the running maximum, which is no larger, so it drops no more than these.
-    """
-    dropped = 0.0
-    for probs in exact.probs:
-        if probs.numel():
-            top = probs.amax(-1, keepdim=True)
-            mass = torch.where(probs < top * math.exp(threshold) * (1 + SLACK * EPS), probs, 0.0).sum(-1)
-            # TurboAttention drops N keys at most, each worth e^threshold of the largest
-            assert bool((mass <= probs.shape[-1] * math.exp(threshold) * top[..., 0] * (1 + SLACK * EPS)).all())
-            dropped = max(dropped, float(mass.max()))
-    return cubic_error() + dropped
-
-
-def check_sas(
-    got: AttentionOutput, q: torch.Tensor, rows: list[Codes], threshold: float, *, rounds_p: bool, **options: Any
-) -> None:
-    """Assert that attention with SAS differs from the softmax's by what the cubic and the threshold allow."""
-    values = [row.values() for row in rows]
-    want = oracle(q, values, **options)
-    share = sas_share(want, threshold)
-    assert share < 1, "everything may be dropped: the test shows nothing"
-    size = max(largest(v) for _, v in values)
-    bound = torch.full_like(want.out, 2 * share / (1 - share) * size)
-    if rounds_p:
-        # P's steps, of weights that are larger by what is missing in their sum
-        for i, (probs, row) in enumerate(zip(want.probs, rows, strict=True)):
-            bound[i] += turbo_budget(probs, row)[0] * (1 + share) / (1 - share)
-    noise = SLACK * EPS * size * (1 + largest(want.lse))
-    check("out", got.out, want.out, bound + noise)
-    check("lse", got.lse, want.lse, -math.log1p(-share) + SLACK * EPS * (1 + largest(want.lse)))
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TWO_MODES)
 @pytest.mark.parametrize("threshold", [pytest.param(t, id=f"t{-t:g}") for t in (-4.0, -6.0, -9.0, -20.0)])
 def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: str, device: torch.device) -> None:
     k, v = (tokens(2, 2, 200, 64, device=device) for _ in range(2))
@@ -134,7 +68,7 @@ def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: st
     check_sas(got, fake, store_codes(store), threshold, rounds_p=mode == "turbo", scaling=0.05)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TWO_MODES)
 @pytest.mark.parametrize("threshold", [pytest.param(t, id=f"t{-t:g}") for t in (-4.0, -6.0, -9.0, -20.0)])
 def test_prefill_drops_no_more_than_the_threshold_says(threshold: float, mode: str, device: torch.device) -> None:
     q, k, v = tokens(1, 4, 130, 64, device=device), *(tokens(1, 2, 130, 64, device=device) for _ in range(2))
@@ -158,7 +92,7 @@ def peaked(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return q, k, torch.randn(1, 1, 200, 16, device=device)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TWO_MODES)
 def test_a_peak_above_the_threshold_drops_the_rest(mode: str, device: torch.device) -> None:
     """At least its own block's other keys; those of a block that is computed before the peak is known may stay."""
     q, k, v = peaked(device)
@@ -174,7 +108,7 @@ def test_a_peak_above_the_threshold_drops_the_rest(mode: str, device: torch.devi
     check("out", got.out[0, 0], value, (2 * share + share / 119 / 2) * largest(v) + noise * largest(v))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", TWO_MODES)
 def test_a_threshold_below_the_peak_keeps_the_rest(mode: str, device: torch.device) -> None:
     q, k, v = peaked(device)
     store = make_store(k, v, [200], groups=((8, 1),))
