@@ -1,0 +1,125 @@
+"""`turbo-hf bench prefill` and `first-token` at toy size: what is wrong is not timed, the rest has figures."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bench_support import CPU, check_refused, complaint, last_json, run
+
+from turbo_hf.eval.bench.check import Sample, verify
+from turbo_hf.eval.bench.error import METHODS
+from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.prefill import inputs
+from turbo_hf.eval.bench.shapes import SHAPES, Case
+from turbo_hf.layout import AttentionOutput
+from turbo_hf.ops import prefill as op
+
+TOY = ["--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "1x70", "--seconds", "0"]
+
+
+def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
+    modes = [word for mode in ("turbo", "int8", "half", "fp8", "fp16") for word in ("--mode", mode)]
+    result = run("prefill", *TOY, *modes, "--out", str(tmp_path / "new"), "--json")
+    report = last_json(result)
+    assert report == json.loads((tmp_path / "new" / "prefill.json").read_text())
+    assert (tmp_path / "new" / "prefill.png").read_bytes().startswith(b"\x89PNG")
+    assert report["options"]["seed"] == 0
+    assert report["facts"]["versions"]["torch"]
+    assert report["ceilings"]["copy"] > 0
+    rows = {(row["method"], row["causal"]): row for row in report["rows"]}
+    assert set(rows) == {(m, c) for m in ("SDPA math", "turbo", "int8", "half", "fp8", "fp16") for c in (True, False)}
+    for (method, causal), row in rows.items():
+        flops = Case("", SHAPES["qwen2.5-0.5b"], 1, 70, causal).flops
+        assert row["tflops"] == pytest.approx(flops / 1e9 / row["ms"])
+        assert row["roofline"] == pytest.approx(row["floor_ms"] / row["ms"])
+        assert row["rounds"] >= 5
+        assert (row["quantize_ms"] is not None) == (method in ("turbo", "int8", "half", "fp8"))
+        if row["ours"]:
+            assert row["check"]["worst"] <= row["check"]["budget"]
+            assert set(row["speedup"]) == {"SDPA math"}
+    assert "On a CPU" in result.stdout
+
+
+def broken(how: str) -> Any:
+    """`ops.prefill` with one thing wrong."""
+    right = op.prefill
+
+    def prefill(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> AttentionOutput:
+        if how == "mask":
+            options["causal"] = False
+        if how == "scale":
+            options["scaling"] *= 1.2
+        if how == "raises":
+            raise RuntimeError("out of registers")
+        if how == "refuses":
+            raise ValueError('mode "turbo" needs another GPU.')
+        out, lse = right(q, k, v, **options)
+        if how == "row":
+            out[0, -1, -1] = out[0, -1, -2]
+        if how == "unwritten":
+            out[0, 3, 20:30] = torch.empty_like(out[0, 3, 20:30])
+        if how == "lse":
+            lse = lse / 0.6931
+        return AttentionOutput(out, lse)
+
+    return prefill
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("mask", "wrong: a query is off by"),
+        ("scale", "wrong: a query is off by"),
+        ("row", "wrong: a query is off by"),
+        ("unwritten", "wrong: the result has elements that are NaN or infinite, or that nothing wrote"),
+        ("lse", "wrong: an lse is off by"),
+        ("raises", "failed: RuntimeError: out of registers"),
+        ("refuses", 'refused: mode "turbo" needs another GPU.'),
+    ],
+)
+def test_what_is_wrong_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "prefill", broken(how))
+    result = run("prefill", *TOY, "--causal", "--mode", "turbo", "--json", code=1)
+    baseline, turbo = last_json(result)["rows"]
+    assert turbo["ms"] is None
+    assert message in turbo["note"]
+    assert message in complaint(result)
+    # the others keep their figures
+    assert baseline["ms"] > 0
+
+
+@pytest.mark.parametrize("mode", [method.options["mode"] for method in METHODS[:3]])
+def test_the_budget_is_what_the_mode_costs_and_little_more(mode: str) -> None:
+    """A result right in itself passes, and would not if its error were three times as large."""
+    case = Case("", SHAPES["qwen2.5-0.5b"], 2, 150, True)
+    q, k, v = inputs(case, torch.float16, CPU, 0)
+    options: dict[str, Any] = {"scaling": 0.125, "causal": True, "mode": mode}
+    sample = Sample(q, k, v, scaling=0.125, causal=True, seed=0)
+    got = op.prefill(q, k, v, **options)
+    passed = verify(got, sample, options)
+    assert not passed.problem
+    exact = torch.stack([attend(q[b], k[b], v[b], scaling=0.125, causal=True).out for b in range(2)])
+    worse = exact + (passed.budget / passed.worst) * 1.5 * (got.out - exact)
+    assert "a query is off by" in verify(AttentionOutput(worse, got.lse), sample, options).problem
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("prefill", *TOY, "--out", str(tmp_path), code=1)
+    assert 'pip install "turbo_hf[bench]"' in complaint(result)
+
+
+def test_first_token_of_a_tiny_model() -> None:
+    words = ["first-token", "--tiny", "--layers", "2", "--length", "100", "--seconds", "0", "--device", "cpu"]
+    rows = last_json(run(*words, "--mode", "auto", "--mode", "fp16", "--json"))["rows"]
+    assert [row["method"] for row in rows] == ["SDPA", "auto", "fp16"]
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_first_token_refuses_an_unknown_mode() -> None:
+    check_refused("unknown mode fast", "first-token", "--tiny", "--mode", "fast", "--device", "cpu")
