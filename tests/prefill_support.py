@@ -8,16 +8,11 @@ from support import (
     INT8_MAX,
     Codes,
     KeyValue,
-    check,
     check_exact,
-    check_padding,
-    float_budget,
+    check_rounded,
     largest,
     no_past,
-    oracle,
     random_store,
-    score_noise,
-    score_size,
     store_codes,
     tokens,
 )
@@ -91,80 +86,6 @@ def join(past: Codes, new: Codes) -> Codes:
     return Codes(k, k_scale, v, v_scale, torch.cat((past.tile, first + new.tile)))
 
 
-def p_error(weight: Tensor, least: Tensor, p_type: str) -> tuple[Tensor, Tensor]:
-    """How far rounding moves each weight of a tile: at most, and in the mean square."""
-    peak = torch.maximum(weight.amax(-1, keepdim=True), least)
-    seen = (weight > 0).double()
-    if p_type == "int8":
-        step = peak / INT8_MAX * seen
-        return step / 2, step**2 / 12
-    # half the distance of two neighbours, and of the smallest numbers there are (a share of the tile's largest)
-    share, smallest = {"fp8": (2.0**-4, 2.0**-18), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 0.0)}[p_type]
-    bound = (weight * share + peak * smallest) * seen
-    return bound, bound**2 / 3
-
-
-def p_budget(probs: Tensor, row: Codes, p_type: str) -> tuple[Tensor, Tensor]:
-    """What rounding P may do to out [Hq, m, D]: the largest error, and the expected mean square."""
-    group = probs.shape[0] // row.v.shape[0]
-    v, v_scale = row.v.repeat_interleave(group, 0), row.v_scale.repeat_interleave(group, 0)
-    bound = torch.zeros(*probs.shape[:2], v.shape[-1], dtype=torch.float64)
-    square = bound.clone()
-    top = probs.amax(-1, keepdim=True)
-    for tile in row.tile.unique():
-        inside = row.tile == tile
-        scale = v_scale[:, None, inside]
-        most, mean_square = p_error(probs[..., inside] * scale, DEPTH * top * scale.amax(-1, keepdim=True), p_type)
-        bound += most @ v[:, inside].abs()
-        square += mean_square @ v[:, inside] ** 2
-    return bound, square
-
-
-def check_rounded(
-    got: AttentionOutput,
-    q: Tensor,
-    dtype: torch.dtype,
-    rows: Sequence[Codes],
-    p_type: str,
-    *,
-    starts: Sequence[int] | None = None,
-    **options: Any,
-) -> None:
-    """Assert that an op is attention of q (float64, fake-quantized) over `rows`, with P rounded to `p_type`.
-
-    The only errors left are P's rounding, float32 arithmetic, and the rounding of the output to `dtype`. Where there
-    are enough outputs for a mean, their mean square must be that of P's rounding too, which is far below its bound.
-    """
-    assert got.out.dtype == dtype
-    assert got.lse.dtype == torch.float32
-    values = [row.values() for row in rows]
-    want = oracle(q, values, starts=starts, **options)
-    eager = oracle(q, values, starts=starts, dtype=torch.float32, **options)
-    size = max((largest(v) for _, v in values), default=0.0)
-    scores = score_size(q, values, options["scaling"]) + largest(want.lse)
-    noise = float_budget(want.out, eager.out, size, torch.float32) + score_noise(want, values, scores)
-    bound, square = torch.zeros_like(want.out), torch.zeros_like(want.out)
-    for i, (probs, row) in enumerate(zip(want.probs, rows, strict=True)):
-        if probs.shape[1]:
-            m = probs.shape[1]
-            bound[i, :, -m:], square[i, :, -m:] = p_budget(probs, row, p_type)
-    # in FP8 the sum of P may be that of the rounded P, which is off by their largest relative error at most
-    of_sum = 2.0**-4 if p_type == "fp8" else 0.0
-    bound = bound + of_sum * want.out.abs()
-    rounding = torch.finfo(dtype).eps * (want.out.abs() + bound)
-    # scores that are off by float32's rounding move P by as much as the lse, and may move it over one more step
-    lse_budget = float_budget(want.lse, eager.lse, scores, torch.float32)
-    check("out", got.out, want.out, bound * (1 + lse_budget) + noise + rounding)
-    check_padding(got, want)
-    if want.out.numel() >= 512:
-        error = (got.out.detach().to("cpu", torch.float64) - want.out).square().mean().sqrt()
-        # all values of a tile at half a step, the worst case, are sqrt(3) times the mean square of a uniform error
-        expected = 2 * square.mean().sqrt() + noise.max() + rounding.max()
-        expected += of_sum / 2 * want.out.square().mean().sqrt()
-        assert bool(error <= expected), f"out: rms error {error:.3e} exceeds {expected:.3e}"
-    check("lse", got.lse, want.lse, lse_budget + of_sum)
-
-
 def check_prefill(
     q: Tensor,
     k: Tensor,
@@ -210,5 +131,7 @@ def check_prefill(
     wide = "int8" if mode in ("turbo", "int8") else mode
     p_type = str(half_type(q.dtype)).removeprefix("torch.") if mode == "half" else wide
     fused = backend != "triton" or q.device.type == "cuda"
-    check_rounded(got, int8_queries(q, first, fused=fused), q.dtype, codes, p_type, starts=first, **options)
+    check_rounded(
+        got, int8_queries(q, first, fused=fused), q.dtype, codes, p_type, starts=first, depth=DEPTH, **options
+    )
     return got

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from support import SLACK, Codes, Exact, check, largest, oracle, turbo_budget
+from support import SLACK, Codes, Exact, check, largest, oracle, p_budget
 
 from turbo_hf.layout import AttentionOutput
 
@@ -51,7 +51,7 @@ def check_sas(
     if rounds_p:
         # P's steps, of weights that are larger by what is missing in their sum
         for i, (probs, row) in enumerate(zip(want.probs, rows, strict=True)):
-            bound[i] += turbo_budget(probs, row)[0] * (1 + share) / (1 - share)
+            bound[i] += p_budget(probs, row)[0] * (1 + share) / (1 - share)
     noise = SLACK * EPS * size * (1 + largest(want.lse))
     check("out", got.out, want.out, bound + noise)
     check("lse", got.lse, want.lse, -math.log1p(-share) + SLACK * EPS * (1 + largest(want.lse)))

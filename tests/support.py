@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from turbo_hf.layout import FULL, VALUE_ORDER, AttentionOutput, KVStore, PagedHeads, empty_pages, full_type
-from turbo_hf.ops.quantize import quantize_blocks, quantize_tokens, seal_blocks
+from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
 
 SLACK = 3
 """How many times the error of plain low-precision attention an op may have."""
@@ -218,59 +218,52 @@ class Codes(NamedTuple):
         return self.k * self.k_scale[..., None], self.v * self.v_scale[..., None]
 
 
-def quantized(x: Tensor, run: int) -> tuple[Tensor, Tensor]:
-    """INT8 of x [H, T, D] with one scale a head and `run` tokens: float64 codes [H, T, D], scales [H, T].
-
-    Made by the quantizer, which has tests of its own: one code that a tie rounds the other way is more than float32
-    arithmetic may miss.
-    """
-    if not x.shape[1]:
-        return torch.zeros(x.shape, dtype=torch.float64), torch.zeros(x.shape[:2], dtype=torch.float64)
-    codes, scale = quantize_tokens(x[None]) if run == 1 else quantize_blocks(x[None], run)
-    scale = scale.repeat_interleave(run, -1)[..., : x.shape[1]]
-    return codes[0].double().cpu(), scale[0].double().cpu()
-
-
-def as_int8(x: Tensor, run: int, starts: Sequence[int] | None = None) -> Tensor:
-    """x [B, H, M, D] rounded to INT8 and back, each row's runs counted from its first real column; 0 at padding."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for row in range(x.shape[0]):
-        start = 0 if starts is None else starts[row]
-        codes, scale = quantized(x[row, :, start:], run)
-        out[row, :, start:] = codes * scale[..., None]
-    return out
+def p_error(weight: Tensor, least: Tensor, p_type: str) -> tuple[Tensor, Tensor]:
+    """How far rounding moves each weight of a tile: at most, and in the mean square."""
+    peak = torch.maximum(weight.amax(-1, keepdim=True), least)
+    seen = (weight > 0).double()
+    if p_type == "int8":
+        step = peak / INT8_MAX * seen
+        return step / 2, step**2 / 12
+    # half the distance of two neighbours, and of the smallest numbers there are (a share of the tile's largest)
+    share, smallest = {"fp8": (2.0**-4, 2.0**-18), "float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 0.0)}[p_type]
+    bound = (weight * share + peak * smallest) * seen
+    return bound, bound**2 / 3
 
 
-def turbo_budget(probs: Tensor, row: Codes) -> tuple[Tensor, Tensor]:
-    """What rounding P to INT8 may do to out [Hq, m, D]: the largest error, and the expected mean square.
+def p_budget(probs: Tensor, row: Codes, p_type: str = "int8", depth: float = 0.0) -> tuple[Tensor, Tensor]:
+    """What rounding P may do to out [Hq, m, D]: the largest error, and the expected mean square.
 
     A tile's P (times the scale of V) is rounded to steps of its maximum / 127, so each of its values is off by half a
-    step at most, and by step**2 / 12 in the mean square.
+    step at most, and by step**2 / 12 in the mean square. depth: a tile's P is scaled by no less than this share of the
+    largest P of its row.
     """
     group = probs.shape[0] // row.v.shape[0]
     v, v_scale = row.v.repeat_interleave(group, 0), row.v_scale.repeat_interleave(group, 0)
     bound = torch.zeros(*probs.shape[:2], v.shape[-1], dtype=torch.float64)
     square = bound.clone()
+    top = probs.amax(-1, keepdim=True)
     for tile in row.tile.unique():
         inside = row.tile == tile
-        weight = probs[..., inside] * v_scale[:, None, inside]
-        step = weight.amax(-1, keepdim=True) / INT8_MAX
-        seen = (weight > 0).double()
-        bound += step / 2 * (seen @ v[:, inside].abs())
-        square += step**2 / 12 * (seen @ v[:, inside] ** 2)
+        scale = v_scale[:, None, inside]
+        most, mean_square = p_error(probs[..., inside] * scale, depth * top * scale.amax(-1, keepdim=True), p_type)
+        bound += most @ v[:, inside].abs()
+        square += mean_square @ v[:, inside] ** 2
     return bound, square
 
 
-def check_turbo(
+def check_rounded(
     got: AttentionOutput,
     q: Tensor,
     dtype: torch.dtype,
     rows: Sequence[Codes],
+    p_type: str = "int8",
     *,
     starts: Sequence[int] | None = None,
+    depth: float = 0.0,
     **options: Any,
 ) -> None:
-    """Assert that an op in mode "turbo" is attention of INT8 q (float64, fake-quantized) over INT8 rows, P in INT8.
+    """Assert that an op is attention of q (float64, fake-quantized) over `rows`, with P rounded to `p_type`.
 
     The only errors left are P's rounding, float32 arithmetic, and the rounding of the output to `dtype`. Where there
     are enough outputs for a mean, their mean square must be that of P's rounding too, which is far below its bound.
@@ -280,22 +273,36 @@ def check_turbo(
     values = [row.values() for row in rows]
     want = oracle(q, values, starts=starts, **options)
     eager = oracle(q, values, starts=starts, dtype=torch.float32, **options)
-    scores = score_size(q, values, options["scaling"]) + largest(want.lse)
     size = max((largest(v) for _, v in values), default=0.0)
+    scores = score_size(q, values, options["scaling"]) + largest(want.lse)
     noise = float_budget(want.out, eager.out, size, torch.float32) + score_noise(want, values, scores)
     bound, square = torch.zeros_like(want.out), torch.zeros_like(want.out)
     for i, (probs, row) in enumerate(zip(want.probs, rows, strict=True)):
         if probs.shape[1]:
-            bound[i, :, -probs.shape[1] :], square[i, :, -probs.shape[1] :] = turbo_budget(probs, row)
+            m = probs.shape[1]
+            bound[i, :, -m:], square[i, :, -m:] = p_budget(probs, row, p_type, depth)
+    # in FP8 the sum of P may be that of the rounded P, which is off by their largest relative error at most
+    of_sum = 2.0**-4 if p_type == "fp8" else 0.0
+    bound = bound + of_sum * want.out.abs()
     rounding = torch.finfo(dtype).eps * (want.out.abs() + bound)
-    check("out", got.out, want.out, bound + noise + rounding)
+    lse_budget = float_budget(want.lse, eager.lse, scores, torch.float32)
+    # where P has a least scale, scores that are off by float32's rounding move it by as much as the lse, and may move
+    # it over one more step
+    moved = lse_budget if depth else 0.0
+    check("out", got.out, want.out, bound * (1 + moved) + noise + rounding)
     check_padding(got, want)
     if want.out.numel() >= 512:
         error = (got.out.detach().to("cpu", torch.float64) - want.out).square().mean().sqrt()
         # all values of a tile at half a step, the worst case, are sqrt(3) times the mean square of a uniform error
         expected = 2 * square.mean().sqrt() + noise.max() + rounding.max()
+        expected += of_sum / 2 * want.out.square().mean().sqrt()
         assert bool(error <= expected), f"out: rms error {error:.3e} exceeds {expected:.3e}"
-    check("lse", got.lse, want.lse, float_budget(want.lse, eager.lse, scores, torch.float32))
+    check("lse", got.lse, want.lse, lse_budget + of_sum)
+
+
+def check_turbo(got: AttentionOutput, q: Tensor, dtype: torch.dtype, rows: Sequence[Codes], **options: Any) -> None:
+    """`check_rounded` of mode "turbo" over a cache: P in INT8, each tile's in steps of its own largest."""
+    check_rounded(got, q, dtype, rows, **options)
 
 
 # --- compressed caches ---------------------------------------------------------------------------------------------
