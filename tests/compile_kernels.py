@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 import torch
-from support import make_store
+from stores import make_store
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from budgets import check_exact, check_turbo
 from prefill_support import int8_queries
-from support import check_exact, check_turbo, store_codes
+from stores import store_codes
 
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.decode import decode

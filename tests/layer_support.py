@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support import page_codes
+from stores import page_codes
 from torch import Tensor
 
 from turbo_hf.chunk import Chunk, chunk_of

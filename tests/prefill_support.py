@@ -4,18 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support import (
-    INT8_MAX,
-    Codes,
-    KeyValue,
-    check_exact,
-    check_rounded,
-    largest,
-    no_past,
-    random_store,
-    store_codes,
-    tokens,
-)
+from budgets import INT8_MAX, check_exact, check_rounded, largest
+from oracle import Codes, KeyValue
+from stores import no_past, random_store, store_codes, tokens
 from torch import Tensor
 
 from turbo_hf.layout import VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type

@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 import torch
-from support import SLACK, Codes, Exact, check, largest, oracle, p_budget
+from budgets import SLACK, check, largest, p_budget
+from oracle import Codes, Exact, oracle
 
 from turbo_hf.layout import AttentionOutput
 

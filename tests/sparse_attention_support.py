@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from support import check, float_budget, largest, random_store, score_size, store_codes
+from budgets import check, float_budget, largest, score_size
+from stores import random_store, store_codes
 from torch import Tensor
 
 from turbo_hf.layout import AttentionOutput, KVStore

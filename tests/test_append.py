@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import make_store, tokens
+from stores import make_store, tokens
 from torch import Tensor
 
 from turbo_hf.chunk import Chunk

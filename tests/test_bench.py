@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from bench_support import CPU, check_refused
+from budgets import check, float_budget, largest
 from models import LAB_MODEL
-from support import attend as dense
-from support import check, float_budget, largest, tokens
+from oracle import attend as dense
+from stores import tokens
 
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.oracle import attend, errors, to_e4m3

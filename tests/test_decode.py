@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import largest
 from choices import DTYPES, OPTIONS, TWO_MODES
 from decode_support import check_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import largest, make_store, random_store, tokens
+from stores import make_store, random_store, tokens
 
 from turbo_hf.layout import BITS
 from turbo_hf.ops.decode import decode

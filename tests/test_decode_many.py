@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import check_exact, check_turbo
 from prefill_support import int8_queries
-from support import check_exact, check_turbo, make_store, store_codes, tokens
+from stores import make_store, store_codes, tokens
 
 from turbo_hf.layout import FULL
 from turbo_hf.ops.decode import decode

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import check_same, largest
 from choices import TWO_MODES
-from support import check_same, largest, make_store, tokens
+from stores import make_store, tokens
 
 from turbo_hf.ops.decode import decode
 

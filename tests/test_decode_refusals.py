@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import make_store, random_store
+from stores import make_store, random_store
 
 from turbo_hf.layout import KVStore
 from turbo_hf.ops.decode import decode

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import check, check_same, largest
 from choices import TWO_MODES
 from decode_support import check_decode
+from oracle import oracle
 from prefill_support import int8_queries
-from support import check, check_same, largest, make_store, oracle, random_store, store_codes, tokens
+from stores import make_store, random_store, store_codes, tokens
 
 from turbo_hf.layout import BITS, AttentionOutput
 from turbo_hf.ops.decode import decode

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
-from support import make_store, store_codes, tokens
+from stores import make_store, store_codes, tokens
 
 from turbo_hf.layout import BITS, KVStore
 from turbo_hf.ops.quantize import (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import check, float_budget, largest
 from families_support import (
     FAMILY_CASES,
     FULL,
@@ -30,7 +31,6 @@ from families_support import (
     widths,
 )
 from models import prompts
-from support import check, float_budget, largest
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from budgets import SLACK
 from families_support import LENGTHS, NEW, Case, alone, build, exact, families, logits, padded, renamed
 from models import prompts
-from support import SLACK
 from torch import Tensor
 
 import turbo_hf

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import check, check_exact, check_turbo, float_budget, largest
+from oracle import oracle
 from prefill_support import int8_queries
-from support import check, check_exact, check_turbo, float_budget, largest, make_store, oracle, store_codes, tokens
+from stores import make_store, store_codes, tokens
 from transformers import AutoModelForCausalLM
 
 import turbo_hf

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
 from prefill_support import check_prefill, int8_queries
-from support import check_exact, check_turbo, make_store, store_codes, tokens
+from stores import make_store, store_codes, tokens
 
 import turbo_hf
 from turbo_hf import TurboConfig, doctor, graphs, patching

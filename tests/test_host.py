@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import check, float_budget, largest
 from models import left_padded, prompts, tiny_llama
-from support import attend, check, float_budget, largest, tokens
+from oracle import attend
+from stores import tokens
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import has_fp8
-from support import make_store, tokens
+from stores import make_store, tokens
 
 from turbo_hf.layout import KVStore, PagedHeads, empty_pages
 from turbo_hf.ops.append import append_step

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import check_exact, check_turbo, largest
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_support import HEADS, assert_same_rows, feed, filled, random_kv
 from prefill_support import int8_queries
-from support import check_exact, check_turbo, largest, store_codes
+from stores import store_codes
 
 from turbo_hf.chunk import Chunk, chunk_from_mask, chunk_of
 from turbo_hf.config import TurboConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import unpack
+from stores import unpack
 
 from turbo_hf.layout import (
     BITS,

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import has_fp8
-from support import tokens
+from stores import tokens
 
 from turbo_hf.config import V_SCALES
 from turbo_hf.layout import V_TOP, VALUE_ORDER, Operands

@@ -7,7 +7,7 @@ import torch
 from choices import MODES
 from gpu_support import has_fp8
 from prefill_support import Inputs, check_prefill, random_past
-from support import tokens
+from stores import tokens
 
 from turbo_hf.layout import BITS
 from turbo_hf.ops.prefill import prefill

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import make_store
+from stores import make_store
 
 from turbo_hf.ops.prefill import prefill
 

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import SLACK, check, check_same, largest
 from choices import MODES
+from oracle import oracle
 from prefill_support import inputs, int8_queries, random_past
-from support import SLACK, check, check_same, largest, make_store, oracle, tokens
+from stores import make_store, tokens
 
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.operands import quantize_operands

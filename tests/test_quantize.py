@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
-from support import CODE_MAX, page_codes, tokens, unpack
+from stores import CODE_MAX, page_codes, tokens, unpack
 
 import turbo_hf.ops.decode
 import turbo_hf.ops.operands

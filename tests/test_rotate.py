@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from budgets import float_budget, largest
 from hypothesis import given
 from hypothesis import strategies as st
-from support import float_budget, largest, tokens
+from stores import tokens
 
 from turbo_hf.ops.rotate import rotate_keys, rotate_queries, unrotate_keys
 

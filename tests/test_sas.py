@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from budgets import SLACK, check, largest
 from choices import TWO_MODES
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import Codes
 from prefill_support import chunk_codes, int8_queries
 from sas_support import CUBIC, EPS, check_sas, cubic_error
-from support import SLACK, Codes, check, largest, make_store, store_codes, tokens
+from stores import make_store, store_codes, tokens
 
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.operands import quantize_operands

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import check, float_budget, largest
+from budgets import check, float_budget, largest
 from torch import Tensor
 
 from turbo_hf.ops.select import assign, classify, look_up, score, visit

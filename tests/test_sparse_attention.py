@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from budgets import check_turbo
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import Codes
 from prefill_support import int8_queries
 from sas_support import check_sas
 from sparse_attention_support import CHOICE, check_sparse, kept_keys, random_index, spans_of, sparse_store
-from support import Codes, check_turbo, store_codes, tokens
+from stores import store_codes, tokens
 
 from turbo_hf.layout import BITS, AttentionOutput
 from turbo_hf.ops.select import visit

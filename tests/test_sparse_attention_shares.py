@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from sparse_attention_support import CHOICE, check_sparse, random_index, spans_of, sparse_store
-from support import tokens
+from stores import tokens
 
 from turbo_hf.ops import gpu
 from turbo_hf.ops.sparse import sparse_decode

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import SHAPE
-from support import tokens
+from stores import tokens
 from torch import Tensor
 from transformers import LlamaConfig
 
