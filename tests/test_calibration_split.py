@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from calibration_support import SMALL, lab
-from support import tokens
+from stores import tokens
 from torch import Tensor
 
 from turbo_hf.calibration import run
