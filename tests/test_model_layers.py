@@ -51,7 +51,7 @@ def test_what_the_config_says() -> None:
 
 def test_each_layer_is_stored_as_it_is(model: PreTrainedModel) -> None:
     with turbo_hf.patch(model, TurboConfig(bits=4, low_bits=2, low_heads=0.5)) as handle:
-        assert [layer.groups for layer in handle.report().layers] == [((1, 4), (1, 2))] * 2 + [((1, 4),)]
+        assert [layer.groups for layer in handle.report().layers] == [((4, 1), (2, 1))] * 2 + [((4, 1),)]
 
 
 def test_a_calibration_fits_and_is_read_back(model: PreTrainedModel, tmp_path: Path) -> None:

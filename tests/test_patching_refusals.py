@@ -61,7 +61,7 @@ def test_a_layer_with_a_huge_key_bias_is_kept_at_8_bit(kind: str) -> None:
     assert handle.report().layers[1].bias_step == pytest.approx(step, rel=PROBE_ERROR)
     assert [record.filename for record in caught] == [__file__]
     assert [layer.storage for layer in handle.report().layers] == ["2 x 4 bit", "8 bit"]
-    assert [layer.groups for layer in handle.report().layers] == [((2, 4),), ((2, 8),)]
+    assert [layer.groups for layer in handle.report().layers] == [((4, 2),), ((8, 2),)]
     assert handle.report().layers[1].reason == "key bias"
     assert len(handle.report().warnings) == 1
     assert "note: layer 1: its key bias alone" in str(handle.report())

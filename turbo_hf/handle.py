@@ -55,7 +55,7 @@ class LayerReport:
 
     Args:
         index: its number.
-        groups: (heads, bits) of its KV heads, widest first; () where it is dense.
+        groups: (bits, number of KV heads) as `TurboConfig.head_groups`, widest first; () where it is dense.
         window: tokens that a query sees; None: all.
         reason: why it is stored otherwise than the config's widths say; "" where it is not.
         refused: it is dense because it cannot be compressed.
@@ -77,7 +77,7 @@ class LayerReport:
         """The groups as people say them: "2 x 4 bit", "8 bit" of a layer that is kept there, "dense"."""
         if self.kept_int8:
             return "8 bit"
-        return " + ".join(f"{heads} x {bits} bit" for heads, bits in self.groups) or "dense"
+        return " + ".join(f"{heads} x {bits} bit" for bits, heads in self.groups) or "dense"
 
 
 @dataclass(frozen=True, slots=True)

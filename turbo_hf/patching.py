@@ -96,7 +96,7 @@ def patch(
     forecast(chosen, {x.device for x in model.parameters()}, model.dtype, dims, notices)
     heads = choose_heads(model, chosen, calibration, notices, revision)
     split = [at.groups for at in layers if at.groups and not at.kept_int8]
-    if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for _, bits in groups):
+    if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for bits, _ in groups):
         notices.note(
             f"low_heads={chosen.low_heads:g} is less than one KV head of each layer: all keep {chosen.bits} bit."
         )
@@ -169,14 +169,14 @@ def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
     if at.obstacle:
         return dense(at.obstacle, refused=not at.by_design)
     heads = kv_heads(at.module.config, at.index)
-    int8 = functools.partial(LayerReport, at.index, ((heads, 8),), at.window, kept_int8=True)
+    int8 = functools.partial(LayerReport, at.index, ((8, heads),), at.window, kept_int8=True)
     if config.int8_layers != "auto" and at.index in config.int8_layers:
         return int8("asked for by int8_layers")
     guarded = config.int8_layers == "auto" and config.bits < 8
     step = lost_to_bias(at.module, config.rotates) if guarded else 0.0
     if step > BIAS_STEP:
         return int8("key bias", bias_step=step)
-    return LayerReport(at.index, tuple((n, bits) for bits, n in config.head_groups(heads)), at.window, "")
+    return LayerReport(at.index, config.head_groups(heads), at.window, "")
 
 
 def _judge(layers: list[LayerReport], model: str, config: TurboConfig, notices: Notices) -> None:
