@@ -126,5 +126,5 @@ def test_a_wrapped_model_is_told_which_one_to_patch() -> None:
         """As PEFT wraps one."""
 
     wrapper: Any = Wrapper()
-    with pytest.raises(TypeError, match=r"got Wrapper. .* patch the one inside \(PEFT: model.get_base_model\(\)\)"):
+    with pytest.raises(TypeError, match=r"got Wrapper. .* pass the one inside \(PEFT: model.get_base_model\(\)\)"):
         turbo_hf.patch(wrapper)

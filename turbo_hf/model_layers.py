@@ -1,11 +1,20 @@
-"""What a model's config says of each decoder layer: its kind, its window, its KV heads and head dim."""
+"""What a model is, and what its config says of each layer: its kind, its window, its KV heads and head dim."""
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 COMPRESSED_TYPES = ("full_attention", "sliding_attention")
+
+
+def require_model(model: object) -> None:
+    """TypeError unless it is a Transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers.PreTrainedModel; got {type(model).__name__}. Of a model that another "
+            "library has wrapped, pass the one inside (PEFT: model.get_base_model())."
+        )
 
 
 def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:

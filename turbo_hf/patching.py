@@ -19,7 +19,7 @@ from turbo_hf.errors import Notices, Strict, Unsupported
 from turbo_hf.graphs import Door, StepRunner, cuda_device, describe, model_obstacle
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
 from turbo_hf.layer import TurboLayer
-from turbo_hf.model_layers import kv_heads
+from turbo_hf.model_layers import kv_heads, require_model
 from turbo_hf.ops.forecast import forecast
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches import AttentionLayer, attention_layers, family_of, lost_to_bias
@@ -81,11 +81,7 @@ def patch(
     if strict not in get_args(Strict):
         raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
     chosen = resolve_config(config)
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"model must be a transformers.PreTrainedModel; got {type(model).__name__}. Of a model that another "
-            "library has wrapped, patch the one inside (PEFT: model.get_base_model())."
-        )
+    require_model(model)
     notices = Notices(strict)
     _check_model(model, notices)
     found = attention_layers(model)

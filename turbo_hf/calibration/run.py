@@ -26,6 +26,7 @@ from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.unfinished import Unfinished
 from turbo_hf.layout import power_of_two
+from turbo_hf.model_layers import require_model
 from turbo_hf.patches import attention_layers
 
 Progress = Callable[[str, float], None]
@@ -76,8 +77,7 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan
         ValueError: unknown or unfit settings, or a model of which nothing can be captured, or that is in training mode.
         TypeError: no Transformers model.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers.PreTrainedModel; got {type(model).__name__}.")
+    require_model(model)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoder-only models can be calibrated.")
     if model.training:
