@@ -128,7 +128,7 @@ class Life(RuleBasedStateMachine):
         self.layer.reset()
         assert not tensors_of(self.layer)
         assert self.layer.get_seq_length() == 0
-        self.naive = [NaiveRow(self.layer.config, self.window) for _ in range(rows)]
+        self.naive, self.recording = [NaiveRow(self.layer.config, self.window) for _ in range(rows)], False
 
     @invariant()
     def the_layer_is_the_naive_rows(self) -> None:

@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from turbo_hf import layout
+from turbo_hf.layout import CODE_MAX as LARGEST_CODE
+from turbo_hf.layout import SCORE_LIMIT as LARGEST_SCORE
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
-CODE_MAX = tl.constexpr(float(layout.CODE_MAX))
-SCORE_LIMIT = tl.constexpr(layout.SCORE_LIMIT)
+CODE_MAX = tl.constexpr(float(LARGEST_CODE))
+SCORE_LIMIT = tl.constexpr(LARGEST_SCORE)
 ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: added to a number below 2^22, it leaves the nearest integer in the low bits, ties to even."""
 
