@@ -34,10 +34,10 @@ from turbo_hf.files import write_whole
 from turbo_hf.model_layers import kv_heads, layer_windows
 
 LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096, "serve": 4096}
-"""Tokens of the longest prompt (serve: with its reply), where a suite does not go to 16384."""
+"""Tokens of the longest prompt (serve: with its reply) for suites that do not go to 16384."""
 
 SMOKE_ITEMS = 8
-"""Items a task of the suite smoke, which exists to be quick."""
+"""Items per task of the suite smoke, which is meant to be quick."""
 
 SIMULATION = (
     "Simulated methods are there for accuracy only: plain torch rounds keys and values as they do, attention on them "
@@ -53,37 +53,37 @@ def eval_command(
     suite: Annotated[str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in SUITES.items()))] = "smoke",
     methods: Annotated[
         list[str] | None,
-        typer.Option(help=f"Commas, or repeated; {known_methods()}. fp16 runs always, twice."),
+        typer.Option(help=f"Comma-separated or repeated; {known_methods()}. fp16 always runs, twice."),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="A folder of local data sets; default: the Hub.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Items a task; marks the table as no result.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A folder of local datasets; default: the Hub.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Items per task; marks the table as not a result.")] = None,
     longest: Annotated[int | None, typer.Option(min=64, help="Tokens of the longest prompt.")] = None,
     shortest: Annotated[int, typer.Option(min=0, help="Tokens of the shortest, where a task has several lengths.")] = 0,
     task: Annotated[list[str] | None, typer.Option(help="Only this task of the suite; may be repeated.")] = None,
     calibration: Annotated[
         str, typer.Option(help="For methods that need one: a folder or Hub id; auto: beside the checkpoint.")
     ] = "auto",
-    batch: Annotated[int | None, typer.Option(min=1, help="Rows a batch, at most: 8; on a GPU 512.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Maximum rows per batch; default: 8, on a GPU 512.")] = None,
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a batch with replies, at most: no bound; on a GPU 262144.")
+        int | None, typer.Option(min=1, help="Maximum tokens per batch with replies; default: none, on a GPU 262144.")
     ] = None,
     context: Annotated[
-        list[str] | None, typer.Option(help="serve: tokens of a prompt, such as 1k; may be repeated.")
+        list[str] | None, typer.Option(help="serve: tokens per prompt, such as 1k; may be repeated.")
     ] = None,
-    new: Annotated[int, typer.Option(min=2, help="serve: tokens of a reply.")] = 128,
+    new: Annotated[int, typer.Option(min=2, help="serve: tokens per reply.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="serve: timed rounds; medians are shown.")] = 3,
     trace: Annotated[
-        Path | None, typer.Option(help=f"serve: a length trace in Azure's form; default: {TRACE} of --data.")
+        Path | None, typer.Option(help=f"serve: a length trace in Azure's format; default: {TRACE} of --data.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="serve: of the trace.")] = 256,
-    folder: Annotated[Path | None, typer.Option("--out", help="Kept there: samples, JSON, Markdown, pictures.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="serve: requests taken from the trace.")] = 256,
+    folder: Annotated[Path | None, typer.Option("--out", help="Folder for samples, JSON, Markdown, plots.")] = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
     """Accuracy, perplexity, KV bytes and speed of each method, paired item by item with the unpatched model.
 
-    Tasks run through lm-evaluation-harness. A run that was killed goes on where it was when the same command is given
-    again; the folder of another model, version, or choice is refused.
+    Tasks run through lm-evaluation-harness. Repeating the command resumes a killed run where it stopped; the folder of
+    another model, version, or option is refused.
     """
     for package in ("matplotlib",) if suite == "serve" else ("lm_eval", "datasets", "matplotlib"):
         if importlib.util.find_spec(package) is None:
@@ -179,7 +179,7 @@ def _run(
         left = list(runs)[number:]
         if left and number < 3:
             continue
-        # after each method: a run that is cut short leaves the table of what it has
+        # after each method: an interrupted run leaves a table of what it has so far
         unfinished = [f"UNFINISHED: {', '.join(left)} still to run; the same command goes on."] if left else []
         found = report([spec for spec in specs if spec.name in tasks], outcomes)
         result = {"meta": meta, "notes": [*unfinished, *notes], **found}
@@ -209,7 +209,7 @@ def _uses_calibration(name: str) -> bool:
 
 
 def _calibration(model: Any, wanted: list[str], named: str) -> Calibration | None:
-    """The calibration, where one decides anything. All methods are tried: what is wrong must not wait for others."""
+    """The calibration, if one is used. It is tried with all methods first, so that errors appear early."""
     used = any(map(_uses_calibration, wanted))
     if named != "auto" and not used:
         raise ValueError(f"--calibration {named}: none of these methods takes anything from a calibration.")

@@ -1,4 +1,4 @@
-"""`turbo-hf eval --suite serve`: measure, keep what is done, print and write."""
+"""`turbo-hf eval --suite serve`: measure, store what is done, print and write."""
 
 import json
 from collections.abc import Sequence
@@ -32,8 +32,8 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured. contexts: tokens of the prompts; batch: of both parts; new, rounds: of the first part; trace:
-    None without a replay; requests: of it, the first that have `longest` tokens at most."""
+    """What is measured. contexts: tokens per prompt; batch: for both parts; new, rounds: for the first part; trace:
+    None without a replay; requests: how many to take from it, the first ones with at most `longest` tokens."""
 
     contexts: tuple[int, ...]
     batch: int
@@ -45,7 +45,7 @@ class Plan:
 
 
 def serve(name: str, wanted: Sequence[str], plan: Plan, folder: Path, device: str) -> dict[str, Any]:
-    """Run the suite on a model; what an earlier run left in `folder` is not measured again.
+    """Run the suite on a model; what an earlier run stored in `folder` is not measured again.
 
     Raises:
         ValueError: a simulated method, an unknown shape, a trace that cannot be read, or a folder of another run.
@@ -117,7 +117,7 @@ def _levels(model: Any, runs: dict[str, str], plan: Plan, folder: Path) -> list[
 
 
 def _replay(model: Any, label: str, method: str, taken: list[Request], batch: int, folder: Path) -> dict[str, Any]:
-    """The summary; {} where a batch does not fit. Every request's times are kept beside it."""
+    """The summary; {} if a batch does not fit. Every request's times are stored beside it."""
     kept = folder / f"replay_{label.replace(' ', '-').replace('/', '-')}.json"
     if not kept.is_file():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

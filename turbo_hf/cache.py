@@ -25,24 +25,25 @@ def _same_mask(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 class TurboCache(Cache):
-    """A KV cache in INT8, 4, 3 or 2 bit. `turbo_hf.patch` makes one a `generate`; make one for a loop of your own.
+    """A KV cache in INT8, 4, 3 or 2 bit. `turbo_hf.patch` makes one for each `generate`; make one yourself for your own
+    loop.
 
-    On a patched model attention reads the compressed values. On any other model the cache works too: it returns
-    dequantised keys and values, which is correct and slower. Such a model does not show it the padding: pass
-    `attention_mask` here, or padding is stored as tokens.
+    On a patched model, attention reads the compressed values. The cache also works on any other model: it then returns
+    dequantized keys and values, which is correct but slower. An unpatched model does not show the cache its padding:
+    pass `attention_mask` here, or padding is stored as tokens.
 
     Args:
         model_config: the model's config (`model.config`).
         config: a preset's name or a `TurboConfig`.
-        attention_mask: [B, columns], nonzero at real tokens; only for models that are not patched.
-        int8_layers, dense_layers: layers at 8 bit and layers in full precision, besides those that `config` names.
-        head_orders: for layers named here, the KV heads from the one that needs its bits most to the one that needs
-            them least (`Calibration.head_orders`); the last ones get the low bits. Other layers decide by a row's
-            first block.
-        selectors: for layers named here, what chooses the keys that decode steps read; other layers read all of them.
-            A config with `sparse` needs them: `Handle.new_cache` gives those of the patch.
+        attention_mask: [B, columns], nonzero at real tokens; only for unpatched models.
+        int8_layers, dense_layers: layers kept at 8 bit and in full precision, in addition to those that `config` names.
+        head_orders: for the layers named here, the KV heads in order, from the one that needs its bits most to the one
+            that needs them least (`Calibration.head_orders`); the last ones get the low bits. In other layers, a row's
+            first block decides.
+        selectors: for the layers named here, what chooses the keys that decode steps read; other layers read all keys.
+            A config with `sparse` needs them: `Handle.new_cache` passes those of the patch.
 
-    `patch` looks at the weights for layers that need 8 bit (`int8_layers="auto"`), a cache made here does not.
+    `patch` checks the weights for layers that need 8 bit (`int8_layers="auto"`); a cache made here does not.
 
     Raises:
         ValueError: an unknown preset, a layer index that the model does not have, or a sparse config without selectors.
@@ -95,15 +96,15 @@ class TurboCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, TurboLayer)]
 
     def chunk(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> Chunk:
-        """How the new columns of this pass are aligned. Planned once for each mask of a pass: layers share them.
+        """How the new columns of this pass are aligned, planned once per mask and pass and shared by the layers.
 
         Raises:
-            ValueError: an earlier pass ended midway, so that layers hold different numbers of tokens.
+            ValueError: an earlier pass was interrupted, so that layers hold different numbers of tokens.
         """
         if layer.step is not None:
             return Chunk(tokens)
         if layer is next(held for held in self.layers if isinstance(held, TurboLayer)):
-            # what an earlier pass planned may be about a mask that was changed in place
+            # plans of an earlier pass may be for a mask that has been changed in place since
             self._planned = []
             self._require_one_length(self.layers.index(layer), tokens)
         columns = layer.columns if layer.is_initialized else None
@@ -117,11 +118,11 @@ class TurboCache(Cache):
         return found[3] if mask is None else found[3].on(mask.device)
 
     def _require_one_length(self, first: int, tokens: int) -> None:
-        """ValueError unless all layers held one number of tokens before this pass, which has come to layer `first`."""
+        """ValueError unless all layers held equally many tokens before this pass, which has reached layer `first`."""
         held = {layer.seen for layer in self.turbo_layers()}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DynamicLayer) and layer.is_initialized:
-                # those before `first` have stored what this pass brings
+                # layers before `first` have already stored this pass's tokens
                 held.add(layer.get_seq_length() - (tokens if index < first else 0))
         if len(held) > 1:
             raise ValueError(
@@ -130,7 +131,7 @@ class TurboCache(Cache):
             )
 
     def require_finite(self) -> None:
-        """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read from each device."""
+        """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""
         layers = [layer for layer in self.turbo_layers() if layer.due]
         if layers:
             require_finite({layer.index: layer.broken for layer in layers})
@@ -138,7 +139,7 @@ class TurboCache(Cache):
             layer.due = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` columns of all layers or of none: ValueError as in `crop.removable`."""
+        """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, TurboLayer):
                 removable(layer, int(tokens_to_remove))
@@ -147,11 +148,11 @@ class TurboCache(Cache):
         super().crop(tokens_to_remove)
 
     def memory(self) -> Memory:
-        """Bytes by layer and kind, as allocated now."""
+        """Bytes by layer and kind, as currently allocated."""
         return measure(self.layers)
 
     def stop_recording(self) -> None:
-        """End what `activate_past_recording` began, and seal what waited for a `crop`."""
+        """End the recording that `activate_past_recording` began, and seal blocks that were kept open for a `crop`."""
         for layer in self.turbo_layers():
             layer.record_past = False
             if layer.is_initialized:

@@ -22,11 +22,11 @@ from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.transfer import input_device
 
 TRIAL = {"cuda": 8192}
-"""Side of the matrices whose product tells how fast a device is; elsewhere 1024."""
+"""Size of the matrices whose product measures a device's speed; elsewhere 1024."""
 PASSES = 0.8
-"""Share of that speed that passes in the model's dtype are taken to reach."""
+"""Share of that speed that passes in the model's dtype are assumed to reach."""
 INDEX = {"cuda": 0.11}
-"""The same of everything else, in float32: on an H200 bound by memory; elsewhere 0.25 (two CPU cores)."""
+"""The same for everything else, in float32: on an H200, memory-bound; elsewhere 0.25 (two CPU cores)."""
 
 
 def calibrate_command(
@@ -35,16 +35,16 @@ def calibrate_command(
         str,
         typer.Option(
             help="A .txt or .jsonl file, a folder of them, or a Hub dataset (owner/name, owner/name:configuration), "
-            "whose column text is streamed; long texts, such as books."
+            "whose `text` column is streamed; preferably long texts, such as books."
         ),
     ],
-    out_folder: Annotated[Path, typer.Option("--out", help="For the result; the checkpoint's own folder is found.")],
+    out_folder: Annotated[Path, typer.Option("--out", help="For the result; patch finds the checkpoint's folder.")],
     preset: Annotated[str, typer.Option(help="fast or full.")] = "fast",
-    heads_only: Annotated[bool, typer.Option(help="Head priorities alone, without an index: seconds.")] = False,
-    window: Annotated[int | None, typer.Option(help="Tokens of a window, instead of the preset's.")] = None,
-    windows: Annotated[int | None, typer.Option(help="Windows at most, instead of the preset's.")] = None,
+    heads_only: Annotated[bool, typer.Option(help="Head priorities alone, without an index: takes seconds.")] = False,
+    window: Annotated[int | None, typer.Option(help="Tokens per window, instead of the preset's.")] = None,
+    windows: Annotated[int | None, typer.Option(help="Maximum number of windows, instead of the preset's.")] = None,
     clusters: Annotated[
-        int | None, typer.Option(help="Centroids of a KV head; default: 1024, fewer on few keys.")
+        int | None, typer.Option(help="Centroids per KV head; default: 1024, or fewer if there are few keys.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps, instead of the preset's.")] = None,
     local: Annotated[int | None, typer.Option(help="Tokens that decoding reads densely; default 2047.")] = None,
@@ -54,23 +54,23 @@ def calibrate_command(
         bool, typer.Option("--long-range", help="Train on long-range queries alone, as SAAP does.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the Hub, instead of main.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on with the layers that an interrupted run has finished.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace the calibration in --out, at the end.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub, instead of main.")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue from the layers finished by an interrupted run.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the calibration in --out at the end.")] = False,
     dry_run: Annotated[
-        bool, typer.Option(help="Print memory and time that it would take, and what each layer gets.")
+        bool, typer.Option(help="Print the memory and time it would take, and what each layer gets.")
     ] = False,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Learn from a model's own keys and queries which heads need their bits, and an index for sparse decoding."""
+    """Learn from a model's own keys and queries which heads need their bits, and build an index for sparse decoding."""
     own = {"window": window, "windows": windows, "seed": seed}
     of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far, "architecture": architecture}
     of_index |= {"long_range": long_range or None}
     try:
         chosen = _settings(preset, own, of_index, heads_only)
         if not dry_run:
-            Unfinished(out_folder, resume, overwrite)  # refuses what the run would, before the model is loaded
+            Unfinished(out_folder, resume, overwrite)  # refuses what the run would, but before loading the model
         loaded, tokenizer = load(model, device, revision)
         plan = make_plan(loaded, _cut(chosen, loaded, window))
         if dry_run:
@@ -204,7 +204,7 @@ def _time(seconds: float) -> str:
 
 
 def _speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a matrix product on this device."""
+    """Operations per second of a matrix product on this device."""
     size = TRIAL.get(device.type, 1024)
     x = torch.randn(size, size, device=device, dtype=dtype)
     float((x @ x)[0, 0])  # the first one loads what it needs

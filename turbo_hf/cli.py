@@ -31,13 +31,13 @@ CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"
 
 @app.command("demo")
 def demo_command(
-    model: Annotated[str | None, typer.Option(help="A folder or a Hub id; default: the carried model.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="How many needles to look for.")] = 40,
+    model: Annotated[str | None, typer.Option(help="A folder or a Hub id; default: the included model.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of needles to look for.")] = 40,
     shortest: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the shortest prompt, at most; default: 256, or the longest.")
+        int | None, typer.Option(min=1, help="Maximum tokens of the shortest prompt; default: 256, or the longest.")
     ] = None,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt, at most.")] = 2048,
-    batch: Annotated[int, typer.Option(min=1, help="Prompts a batch.")] = 8,
+    longest: Annotated[int, typer.Option(min=1, help="Maximum tokens of the longest prompt.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 8,
     method: Annotated[list[str] | None, typer.Option(help="A preset; may be repeated. Default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
     device: Device = "auto",
@@ -122,12 +122,12 @@ def _print_demo(rows: list[Row], name: str, asked: list[Needle]) -> None:
 @app.command("plan")
 def plan_command(
     model: Annotated[str, typer.Argument(help="A folder, a config.json or a Hub id; weights are not loaded.")],
-    context: Annotated[str, typer.Option(help="Tokens of a row, such as 128k or 131072.")] = "128k",
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
+    context: Annotated[str, typer.Option(help="Tokens per row, such as 128k or 131072.")] = "128k",
+    batch: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 1,
     gpu_memory: Annotated[str, typer.Option(help="Memory of the GPU, such as 80GB or 24GiB.")] = "80GB",
     json_line: Json = False,
 ) -> None:
-    """Cache memory before and after, from a config alone: bytes a token, longest context, largest batch."""
+    """Cache memory before and after, from the config alone: bytes per token, longest context, largest batch."""
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -173,7 +173,8 @@ def doctor_command(
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """What this machine and model can do, why not otherwise, and whether the logits agree. Exit 1 on a problem."""
+    """What this machine and model can do, why not otherwise, and whether the logits agree. Exits with 1 on a
+    problem."""
     found = machine()
     _print_machine(found)
     diagnosis = None
@@ -196,7 +197,7 @@ def doctor_command(
 
 
 def _finite(figures: dict[str, float]) -> dict[str, float | None]:
-    """NaN is no JSON."""
+    """NaN is not valid JSON."""
     return {name: value if value == value else None for name, value in figures.items()}  # noqa: PLR0124
 
 

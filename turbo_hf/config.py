@@ -1,4 +1,4 @@
-"""What a user may choose: `TurboConfig` and its presets."""
+"""The options: `SparseConfig`, `TurboConfig` and its presets."""
 
 import warnings
 from dataclasses import dataclass, fields, replace
@@ -12,12 +12,12 @@ BACKENDS = ("auto", "triton", "reference")
 V_SCALES = ("block", "channel", "tensor")
 BUFFER_SCALES = ("token", "universal")
 CALIBRATED = ("saap", "kmeans", "kmeans-rotated")
-"""Selectors that need what a calibration has learned."""
+"""Selectors that need a calibration."""
 SELECTORS = (*CALIBRATED, "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full")
 MOST_BUCKETS = 1 << 15
-"""Buckets of a KV head, at most: a token's bucket is stored in 16 bits."""
+"""Maximum number of buckets per KV head: a token's bucket is stored in 16 bits."""
 LARGEST_SEED = (1 << 32) - 1
-"""Layers and windows add to a seed, or multiply it, and torch takes 64 bits."""
+"""Layers and windows are added to a seed or multiply it, and torch accepts 64 bits."""
 NO_BUCKETS = ("window", "full")
 """Selectors that choose no buckets."""
 USED_BY = {
@@ -26,52 +26,55 @@ USED_BY = {
     "probes": tuple(name for name in SELECTORS if name not in ("lsh-tables", *NO_BUCKETS)),
     "independent": tuple(name for name in SELECTORS if name not in NO_BUCKETS),
 }
-"""Fields of `SparseConfig` that only these selectors look at."""
+"""Fields of `SparseConfig` that only these selectors use."""
 
 
 def _one_of(field: str, value: object, allowed: tuple[object, ...], owner: str = "TurboConfig") -> None:
-    # type, too: True == 1 and 4.0 == 4 would pass a plain membership test
+    # check the type, too: True == 1 and 4.0 == 4 would pass a plain membership test
     if not any(value == a and type(value) is type(a) for a in allowed):
         raise ValueError(f"{owner}.{field} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
 
 
 def at_least(field: str, value: object, least: int, owner: str) -> None:
-    """ValueError unless the value is a whole number, and no bool, of at least `least`."""
+    """ValueError unless the value is a whole number (not a bool) of at least `least`."""
     if type(value) is not int or value < least:
         raise ValueError(f"{owner}.{field} must be a whole number of at least {least}; got {value!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseConfig:
-    """Which of the cached keys a decode step attends to (SAAP): all, or some buckets of them and the dense part.
+    """Which cached keys a decode step attends to (SAAP): all of them, or the dense part and some buckets of the rest.
 
-    Prompts, and chunks of more than 16 tokens, attend to everything. Of the tokens of a shorter chunk each chooses for
-    itself, as if it had come alone. Layers with a sliding window are not made sparse.
+    Prompts, and chunks of more than 16 tokens, attend to everything. In shorter chunks each token chooses for itself,
+    as if it had come alone. Layers with a sliding window are not made sparse.
 
     Args:
-        selector: what puts keys into buckets and chooses those that a query visits. "saap": buckets by centroids of
-            keys before rotary embedding, visits by the query classifier. "kmeans": visits by inner product of the
-            un-rotated query and centroids. "kmeans-rotated": centroids of keys after rotary embedding. These three
-            need a calibration. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants of SAAP appendix B.
-            "random": buckets by chance. "window": the dense part alone (StreamingLLM). "full": every key. `probes`,
-            `buckets`, `tables` and `independent` are refused, unless as by default, where it does not look at them.
-        probes: buckets that a step visits for each KV head; None: 32 (SAAP: l = 32). Not with "lsh-tables", whose
-            queries visit one bucket of each table, nor with "window" and "full", which have none.
-        mass: visit buckets until the classifier leaves less than this share of the attention beyond the dense part to
-            the others, instead of a fixed number; between 0 and 1, selector "saap" only, not together with `probes`.
-            Each step then counts the buckets of all keys, in plain torch.
-        most_probes: buckets visited at most under `mass`; None: no limit.
-        buckets: of each KV head, for the selectors without a calibration; "lsh-tables": of each of its tables.
-        tables: hash tables of "lsh-tables"; a key counts where it meets the query in two of them. They take 2 bytes a
-            token and table, and run in plain torch.
+        selector: how keys are assigned to buckets, and how the buckets that a query visits are chosen. "saap": buckets
+            by centroids of keys before rotary embedding, visits by the query classifier. "kmeans": visits by the inner
+            product of the un-rotated query and the centroids. "kmeans-rotated": centroids of keys after rotary
+            embedding. These three need a calibration. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants
+            of SAAP appendix B. "random": random buckets. "window": the dense part alone (StreamingLLM). "full": every
+            key. `probes`, `buckets`, `tables` and `independent` are refused for selectors that do not use them, unless
+            left at their defaults.
+        probes: how many buckets a step visits for each KV head; None: 32 (SAAP: l = 32). Not for "lsh-tables", whose
+            queries visit one bucket of each table, nor for "window" and "full", which have no buckets.
+        mass: instead of visiting a fixed number of buckets, visit them until the classifier leaves less than this share
+            of the attention beyond the dense part to the remaining ones. Between 0 and 1, only for selector "saap", and
+            not together with `probes`. Each step then counts the buckets of all keys, in plain torch.
+        most_probes: the maximum number of buckets visited under `mass`; None: no limit.
+        buckets: number of buckets per KV head, for the selectors without a calibration; for "lsh-tables", per hash
+            table.
+        tables: number of hash tables of "lsh-tables"; a key is attended to if it meets the query in two of them. They
+            take 2 bytes per token and table, and run in plain torch.
         independent: True: each query head visits `probes` buckets (or those of `mass`) by its own scores, and attends
-            to keys of those alone (SAAP appendix E.3); a key that several of them read is counted once for their KV
-            head. In plain torch, without CUDA graphs. False: the query heads of a KV head choose together, by the sum
-            of their scores, and read the same keys. Not with "window" and "full", which choose nothing.
-        sink_tokens, window_tokens: the first and the newest tokens of a row, which are always read (SAAP: 1 + 2047).
-        dense_layers: layers whose steps read every key (SAAP: the first). They stay compressed, unlike those of
+            only to keys of those (SAAP appendix E.3); a key that several heads read is counted once for their KV head.
+            Runs in plain torch, without CUDA graphs. False: the query heads of a KV head choose together, by the sum of
+            their scores, and read the same keys. Not for "window" and "full", which choose nothing.
+        sink_tokens, window_tokens: how many of the first and of the newest tokens of a row are always read (SAAP: 1 +
+            2047).
+        dense_layers: layers whose steps read every key (SAAP: the first). They remain compressed, unlike those of
             `TurboConfig.dense_layers`.
-        seed: of the random selectors; below 2^32.
+        seed: seed of the random selectors; below 2^32.
     """
 
     selector: Literal[
@@ -119,7 +122,7 @@ class SparseConfig:
         _layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
 
     def _refuse_unused(self) -> None:
-        """ValueError for a choice that the selector does not look at."""
+        """ValueError for an option that the selector does not use."""
         for field, selectors in USED_BY.items():
             if self.selector not in selectors and getattr(self, field) != DEFAULTS[field]:
                 raise ValueError(
@@ -129,25 +132,25 @@ class SparseConfig:
 
     @property
     def kernel_obstacle(self) -> str | None:
-        """Why decode steps run in plain torch on any device, of grouped heads at least; None: they do not."""
+        """Why decode steps run in plain torch on any device, at least with grouped heads; None: they do not."""
         if self.independent:
             return "SparseConfig.independent has no kernel"
         return 'selector "lsh-tables" has no kernel' if self.selector == "lsh-tables" else None
 
     @property
     def count(self) -> int | None:
-        """Buckets visited, as `ops.select.visit` takes them: `probes`, 32 by default; None under `mass`."""
+        """Number of buckets visited, for `ops.select.visit`: `probes`, 32 by default; None under `mass`."""
         return None if self.mass is not None else (self.probes or 32)
 
     @property
     def index_bytes(self) -> int:
-        """Bytes that the index takes a token and KV head: 2 for each bucket that a key has."""
+        """Bytes of the index per token and KV head: 2 for each bucket that a key has."""
         if self.selector in NO_BUCKETS:
             return 0
         return 2 * (self.tables if self.selector == "lsh-tables" else 1)
 
     def check_buckets(self, buckets: int) -> None:
-        """ValueError if more buckets are to be visited than there are, a warning if it is half of them or more."""
+        """ValueError if more buckets are to be visited than exist, a warning if it is half of them or more."""
         for field, wanted in (("probes", self.count), ("most_probes", self.most_probes)):
             if wanted is not None and wanted > buckets:
                 came = f"got {wanted}" if getattr(self, field) else f"it is {wanted} unless it is given"
@@ -168,40 +171,42 @@ class TurboConfig:
     """How keys and values are stored, and how attention is computed on them.
 
     Args:
-        bits: width of a stored code: 8, 4, 3 or 2 (TurboAttention sec. 3.1; 8 is stage 1 alone), or 16: the model's own
-            numbers as they are (a float32 model's in float16), in pages, read by the same kernel (LeanAttention). A
-            layer with heads of 16 bit keeps its open tokens so too, and its prompts' attention is not rounded.
-        low_bits: width of the heads of lowest priority, where `low_heads` is not 0.
-        low_heads: share of each layer's KV heads stored at `low_bits`, 0 to 1, rounded down (TurboAttention sec. 3.2,
-            n_h / Hkv).
-        head_metric: what ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority", "entropy",
-            "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first block, or
-            taken from a calibration.
-        block_size: tokens in a block: 32, 64 or 128.
-        buffer_scale: scale of the INT8 decode buffer: "token", one a token and head, or "universal", one a row and
-            head from the prompt's range, clamped to it (TurboAttention sec. 3.3): feed the prompt in one pass, or in
-            passes of more than 16 tokens, or later tokens are clamped to what the first one spans. With "token"
-            what a layer stores depends only on the keys and values, not on the passes that brought them (but for
-            sparse layers: each pass of a prompt is put in order by itself).
+        bits: bits per stored code: 8, 4, 3 or 2 (TurboAttention sec. 3.1; 8 is stage 1 alone), or 16: the model's own
+            numbers unquantized (float16 for a float32 model), in pages, read by the same kernel (LeanAttention). A
+            layer with 16-bit heads also keeps its open tokens unquantized, and its prompt attention is not rounded.
+        low_bits: bits of the lowest-priority heads, if `low_heads` is not 0.
+        low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
+            sec. 3.2, n_h / Hkv).
+        head_metric: the metric that ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority",
+            "entropy", "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first
+            block, or taken from a calibration.
+        block_size: tokens per block: 32, 64 or 128.
+        buffer_scale: scale of the INT8 decode buffer. "token": one per token and head. "universal": one per row and
+            head, from the prompt's range, with later tokens clamped to it (TurboAttention sec. 3.3); feed the prompt in
+            one pass, or in passes of more than 16 tokens, or later tokens are clamped to the range of the first one.
+            With "token", what a layer stores depends only on the keys and values, not on how they were split into
+            passes (except in sparse layers, where each pass of a prompt is sorted separately).
         rotate_keys: store keys rotated by a Hadamard matrix, which spreads outlier channels over the others, and rotate
-            the queries that meet them: scores stay, and less is lost by rounding (`eval/results`). Not with bits=16.
-        attention: how a prompt's attention is computed. "turbo": INT8 Q, K, P and V, one scale a block
-            (TurboAttention alg. 1). "int8": the same with one scale of K a token (INT-FlashAttention alg. 1). "half":
-            INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that has it. "fp16": the
-            model's precision. "auto": "turbo" where it was measured faster on this GPU for the prompt's length, else
-            "fp16"; without a GPU "turbo". Decoding computes on the stored integers in each but "fp16", which
-            dequantises them.
-        v_scale: in "turbo", "int8" and "fp8", V has one scale a "block", a "channel" of a row, or a row ("tensor").
-        smooth_k: take the prompt's mean key from its keys before they are rounded, and add its score back.
-        hadamard: rotate the prompt's queries and keys by a Hadamard matrix before they are rounded.
+            the queries accordingly: scores are unchanged, and less is lost to rounding (`eval/results`). Not with
+            bits=16.
+        attention: how the attention of a prompt is computed. "turbo": INT8 Q, K, P and V, one scale per block
+            (TurboAttention alg. 1). "int8": the same with one K scale per token (INT-FlashAttention alg. 1). "half":
+            INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that supports it. "fp16":
+            the model's precision. "auto": "turbo" where it was measured to be faster on this GPU for the prompt's
+            length, else "fp16"; without a GPU, "turbo". Decoding computes on the stored integers in every mode but
+            "fp16", which dequantizes them.
+        v_scale: in "turbo", "int8" and "fp8", V has one scale per "block", per "channel" of a row, or per row
+            ("tensor").
+        smooth_k: subtract the prompt's mean key from its keys before rounding, and add its score back.
+        hadamard: rotate the prompt's queries and keys by a Hadamard matrix before rounding.
         backend: "triton" kernels, the "reference" in plain torch, or "auto": kernels on CUDA, the reference elsewhere.
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
-        sas_threshold: scores further than this below the maximum of their tile are dropped by SAS; a negative number.
-            None lowers it with the length N: -(6 + ln(max(N, 1024) / 1024)).
-        cuda_graphs: replay the decode steps of `generate` as CUDA graphs. "auto": on a GPU, for the families that are
-            tested, where nothing stands in the way (`report()` says what does; hooks on modules, dense layers, hashing
-            and random selectors, independent query heads, and generation other than greedy and sampling run without).
-            True: for any family, and a step that cannot be captured is an error. False: never.
+        sas_threshold: SAS drops scores further than this below the maximum of their tile; a negative number. None: a
+            default that falls with the length N: -(6 + ln(max(N, 1024) / 1024)).
+        cuda_graphs: replay the decode steps of `generate` as CUDA graphs. "auto": on a GPU, for the tested families,
+            where nothing prevents it (`report()` says what does; hooks on modules, dense layers, hashing and random
+            selectors, independent query heads, and generation other than greedy and sampling run without). True: for
+            any family, and a step that cannot be captured is an error. False: never.
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
         dense_layers: layers left to Hugging Face, in full precision.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
@@ -273,7 +278,7 @@ class TurboConfig:
             raise ValueError(f'TurboConfig.backend "triton" cannot run here: {lacking}. Choose "auto" or "reference".')
 
     def _check_full(self) -> None:
-        """ValueError for choices that round what heads of 16 bit keep as it is."""
+        """ValueError for options that round what 16-bit heads keep unrounded."""
         if self.attention not in ("auto", "fp16"):
             raise ValueError(
                 f'TurboConfig.attention must be "auto" or "fp16" with bits=16, which rounds nothing; '
@@ -289,22 +294,22 @@ class TurboConfig:
 
     @property
     def prompt_attention(self) -> str:
-        """`attention` as prompts are computed: what is stored as it is was not rounded before either."""
+        """The `attention` of prompts: what is stored unrounded is not rounded before, either."""
         return "fp16" if self.bits == FULL else self.attention
 
     @property
     def decode_attention(self) -> Literal["turbo", "fp16"]:
-        """`attention` as decode steps are computed, which know no other modes."""
+        """The `attention` of decode steps, which have only these two modes."""
         return "fp16" if self.attention == "fp16" else "turbo"
 
     @property
     def rotates(self) -> bool:
-        """`rotate_keys`, where no head keeps its keys as they are."""
+        """`rotate_keys`, unless heads keep their keys unquantized."""
         return self.rotate_keys and self.bits != FULL
 
     def head_groups(self, kv_heads: int) -> tuple[tuple[int, int], ...]:
-        """(bits, number of heads) of each group of a layer's `kv_heads` heads, widest first."""
-        low = int(self.low_heads * kv_heads)  # rounded down: an odd head keeps its bits
+        """(bits, number of heads) for each group of a layer's `kv_heads` heads, widest first."""
+        low = int(self.low_heads * kv_heads)  # rounded down: an odd head keeps the higher width
         groups = ((self.bits, kv_heads - low), (self.low_bits, low))
         return tuple((bits, heads) for bits, heads in groups if heads)
 
@@ -324,8 +329,8 @@ PRESETS: dict[str, TurboConfig] = {
     "turbo2": TurboConfig(bits=2),
     "saap": TurboConfig(bits=4, sparse=SparseConfig()),
 }
-"""By intent: INT8; 4 bit (the default); 4 bit with half of the heads at 2 bit; 2 bit (experimental); sparse decode over
-4 bit, which needs a calibration."""
+"""INT8; 4 bit (the default); 4 bit with half of the heads at 2 bit; 2 bit (experimental); sparse decoding over 4 bit,
+which needs a calibration."""
 
 
 def resolve_config(config: "str | TurboConfig") -> TurboConfig:
@@ -338,5 +343,5 @@ def resolve_config(config: "str | TurboConfig") -> TurboConfig:
 
 
 def at_8_bit(config: TurboConfig) -> TurboConfig:
-    """The same choices for a layer that is kept at 8 bit."""
+    """The same options for a layer that is kept at 8 bit."""
     return replace(config, bits=8, low_heads=0.0)

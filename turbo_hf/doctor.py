@@ -1,4 +1,4 @@
-"""What this machine and model can do, and why not otherwise."""
+"""What this machine and model can do, and if not, why."""
 
 import platform
 import shutil
@@ -15,14 +15,14 @@ from turbo_hf.selfcheck import SelfCheck, compare, probe
 from turbo_hf.versions import NEWEST, OLDEST, version_of, version_problem
 
 COMPILERS = ("clang", "gcc")
-"""What Triton builds its launcher with, as it looks for them."""
+"""What Triton builds its launcher with, in the order in which it looks for them."""
 
 PACKAGES = ("turbo_hf", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Versions by package ("not installed" where it is), GPUs by name, and what stands in the way."""
+    """Versions by package (or "not installed"), GPUs by name, and any problems."""
 
     versions: dict[str, str]
     gpus: tuple[str, ...]
@@ -32,7 +32,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What patching a model with the default did, each preset's self-check; `refusal` where it cannot be patched."""
+    """What patching with the default preset did, and each preset's self-check; `refusal` if the model cannot be
+    patched."""
 
     report: Report | None
     checks: dict[str, SelfCheck]
@@ -40,7 +41,7 @@ class Diagnosis:
 
 
 def machine() -> Machine:
-    """Look at this machine."""
+    """Inspect this machine."""
     versions = {"python": platform.python_version()}
     versions |= {package: version_of(package) or "not installed" for package in PACKAGES}
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -64,7 +65,7 @@ def tested_range() -> str:
 
 
 def diagnose(model: Any) -> Diagnosis:
-    """Patch a loaded model with each preset, compare its logits with the unpatched model's, take the patch off."""
+    """Patch a loaded model with each preset, compare its logits with the unpatched model's, and remove the patch."""
     try:
         reference = probe(model)
         checks, report = {}, None

@@ -1,4 +1,4 @@
-"""What cannot be done, and how the user chose to hear of it."""
+"""Errors and warnings about what cannot be done, as the user chose to be informed."""
 
 import logging
 import sys
@@ -16,14 +16,14 @@ class Unsupported(ValueError):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that a GPU's memory is full: torch has a class for it, CUDA and cuBLAS have words."""
+    """Whether an error means that a GPU's memory is full: torch has a class for it, CUDA and cuBLAS only messages."""
     return isinstance(error, torch.OutOfMemoryError) or any(
         words in str(error) for words in ("out of memory", "ALLOC_FAILED")
     )
 
 
 def complain(strict: Strict, message: str) -> None:
-    """Raise, warn, or (fallback) note in the log, as the user chose."""
+    """Raise, warn, or (fallback) write to the log, as the user chose."""
     if strict == "raise":
         raise Unsupported(message)
     if strict == "warn":
@@ -33,7 +33,7 @@ def complain(strict: Strict, message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """A warning at the line that called this package."""
+    """Issue a warning at the line that called this package."""
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("turbo_hf."):
         frame, level = frame.f_back, level + 1
@@ -41,19 +41,19 @@ def warn(message: str) -> None:
 
 
 class Notices:
-    """What there is to tell of one patch: said as the user chose, and kept in `said` for the report."""
+    """The messages of one patch: issued as the user chose, and kept in `said` for the report."""
 
     def __init__(self, strict: Strict):
         self.strict = strict
         self.said: list[str] = []
 
     def note(self, message: str) -> None:
-        """Something that the user should know: a warning; under "fallback" a line in the log."""
+        """Something that the user should know: a warning, or with "fallback" a log message."""
         complain("fallback" if self.strict == "fallback" else "warn", message)
         self.said.append(message)
 
     def refuse(self, message: str, remedy: str = "") -> None:
-        """Something that cannot be done: under "raise" an error, which names the remedy; otherwise as `note`."""
+        """Something that cannot be done: with "raise" an error that names the remedy; otherwise as `note`."""
         if self.strict == "raise":
             raise Unsupported(f"{message} {remedy}".rstrip())
         self.note(message)

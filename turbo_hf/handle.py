@@ -1,4 +1,4 @@
-"""What `patch()` gives back: the patch itself, what it did, and the caches that it makes."""
+"""What `patch()` returns: the handle of the patch, a report of what it did, and the caches that it makes."""
 
 import weakref
 from collections.abc import Mapping
@@ -21,21 +21,22 @@ from turbo_hf.selectors import Selectivity, Selector
 
 
 def register() -> None:
-    """Make the attention and its masks known to Transformers under `NAME`. A second call changes nothing."""
+    """Register the attention and its masks with Transformers under `NAME`. A second call changes nothing."""
     AttentionInterface.register(NAME, turbo_attention)
     AttentionMaskInterface.register(NAME, turbo_mask)
 
 
 def text_key(config: PreTrainedConfig) -> str | None:
-    """Under which name a multimodal config holds its text config; None: it is none, or holds it deeper inside."""
+    """The name under which a multimodal config holds its text config; None: not multimodal, or nested deeper."""
     text = config.get_text_config(decoder=True)
     return next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
 
 
 def switch_attention(model: PreTrainedModel, name: str) -> str | dict[str, str]:
-    """Choose the attention implementation of the language model; returns what `set_attn_implementation` takes back.
+    """Set the attention implementation of the language model; returns the argument for `set_attn_implementation` that
+    restores the previous one.
 
-    Raises `Unsupported` where the model does not let it be chosen.
+    Raises `Unsupported` if the model does not let it be set.
     """
     text, key = model.config.get_text_config(decoder=True), text_key(model.config)
     # a plain string would also switch the vision tower of a multimodal model
@@ -54,14 +55,14 @@ class LayerReport:
     """What was done with one layer.
 
     Args:
-        index: its number.
-        groups: (bits, number of KV heads) as `TurboConfig.head_groups`, widest first; () where it is dense.
-        window: tokens that a query sees; None: all.
-        reason: why it is stored otherwise than the config's widths say; "" where it is not.
-        refused: it is dense because it cannot be compressed.
-        kept_int8: it is at 8 bit although the config may say less.
-        bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, where that is why it
-            is kept at 8 bit; else 0.
+        index: the layer's number.
+        groups: (bits, number of KV heads) as in `TurboConfig.head_groups`, widest first; () for a dense layer.
+        window: how many tokens a query sees; None: all.
+        reason: why it is not stored at the config's widths; "" if it is.
+        refused: whether it is dense because it cannot be compressed.
+        kept_int8: whether it is kept at 8 bit although the config may ask for less.
+        bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, if that is why it is
+            kept at 8 bit; else 0.
     """
 
     index: int
@@ -74,7 +75,7 @@ class LayerReport:
 
     @property
     def storage(self) -> str:
-        """The groups as people say them: "2 x 4 bit", "8 bit" of a layer that is kept there, "dense"."""
+        """The groups in words: "2 x 4 bit", "8 bit" for a layer kept at 8 bit, or "dense"."""
         if self.kept_int8:
             return "8 bit"
         return " + ".join(f"{heads} x {bits} bit" for bits, heads in self.groups) or "dense"
@@ -85,18 +86,18 @@ class Report:
     """What `patch` did, as a table under `str()`.
 
     Args:
-        model: the class of the model.
-        family: its family, as people say it; or that it runs on the generic path.
+        model: the class name of the model.
+        family: the name of its family, or a note that it runs on the generic path.
         notes: what is special about the family's attention.
-        config: what was asked for.
+        config: the config that was asked for.
         layers: what was done with each layer, in order.
         prompts: how the attention of prompts is computed.
         steps: how decode steps run.
-        warnings: what the user was warned of, or was spared by strict "fallback".
-        heads: what decided which heads get the low bits; "" where all have the same.
-        sparse: by layer, what chooses the keys that decode steps read, or why they read all of them; {} without
+        warnings: the warnings that were issued, or that strict "fallback" only logged.
+        heads: what decided which heads get the low bits; "" if all heads have the same width.
+        sparse: for each layer, what chooses the keys that decode steps read, or why they read all of them; {} without
             `TurboConfig.sparse`.
-        selectivity: of each sparse layer, what its steps have read since the patch.
+        selectivity: for each sparse layer, what its steps have read since the patch was applied.
     """
 
     model: str
@@ -125,7 +126,7 @@ class Report:
 
 @dataclass(slots=True)
 class CacheMaker:
-    """Makes the caches of a patched model of so many `layers`, and remembers the newest for `Handle.memory`."""
+    """Makes the caches of a patched model with `layers` layers, and remembers the newest for `Handle.memory`."""
 
     layers: int
     config: TurboConfig
@@ -138,11 +139,11 @@ class CacheMaker:
     measured: Memory | None = None
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
-        """A cache with the choices of this patch; of the first layers alone, where the config has fewer of them."""
+        """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
         count = len(layer_windows(model_config.get_text_config(decoder=True)))
         config = self.config
         if any(index >= count for index in (*self.int8_layers, *self.dense_layers)):
-            # what the config names is in the patch's own lists
+            # the layers that the config names are in the patch's own lists
             config = replace(config, dense_layers=(), int8_layers=())
         cache = TurboCache(
             model_config,
@@ -152,7 +153,7 @@ class CacheMaker:
             head_orders={index: order for index, order in self.head_orders.items() if index < count},
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
-        # a draft by the first layers alone is not what the user asks about
+        # `memory()` is not about a draft by the first layers alone
         if count == self.layers:
             self.made += 1
             self.newest = weakref.ref(cache)
@@ -165,14 +166,14 @@ class CacheMaker:
             self.measured = measure(layers)
 
     def memory(self) -> Memory:
-        """Bytes of the newest cache: as it is, or as it was when it was given up."""
+        """Bytes of the newest cache: as it is now, or as it was when it was released."""
         cache = self.newest() if self.newest is not None else None
         if cache is not None:
             return cache.memory()
         return self.measured or Memory((), 0, 0)
 
     def __reduce__(self) -> Any:
-        # a copied or pickled model makes caches of its own, and needs the names that its config says
+        # a copied or pickled model makes its own caches, and needs the names in its config to be registered
         kept = (dict(self.head_orders), dict(self.selectors))
         return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.dense_layers, *kept)
 
@@ -191,7 +192,7 @@ def _maker_of_a_copy(
 
 @dataclass(slots=True, repr=False, eq=False)
 class Handle:
-    """A patch that is on. `remove()` takes it off; leaving a `with` block does too."""
+    """A patch that is on. `remove()` takes it off, as does leaving a `with` block."""
 
     _model: PreTrainedModel
     _report: Report
@@ -212,7 +213,7 @@ class Handle:
         self.remove()
 
     def remove(self) -> None:
-        """Take the patch off: hooks gone, attributes the objects they were. A second call does nothing."""
+        """Remove the patch: hooks are removed, attributes restored to the same objects. A second call does nothing."""
         if not self._active:
             return
         self._active = False
@@ -226,17 +227,17 @@ class Handle:
         self._model.set_attn_implementation(self._previous)
 
     def report(self) -> Report:
-        """What was patched, what was left, and why; and what sparse layers have read so far."""
+        """What was patched, what was left alone and why, and what sparse layers have read so far."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
         return replace(self._report, selectivity=read) if read else self._report
 
     def memory(self) -> Memory:
-        """Bytes by layer and kind of the newest cache that `generate` or `new_cache` made: as it is, or as it was when
-        it was given up. Another one tells by its own `memory()`."""
+        """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was
+        when it was released. For any other cache, call its own `memory()`."""
         return self._maker.memory()
 
     def new_cache(self) -> TurboCache:
-        """An empty cache like those of `generate`, for a loop of your own: `model(ids, past_key_values=cache)`.
+        """An empty cache like those that `generate` gets, for your own loop: `model(ids, past_key_values=cache)`.
 
         Raises:
             ValueError: the patch has been removed.

@@ -1,4 +1,4 @@
-"""Bytes of a cache: measured on one that exists, or computed for one that a config would make."""
+"""Bytes of a cache: measured on an existing one, or computed for the one that a config would make."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +16,10 @@ from turbo_hf.model_layers import COMPRESSED_TYPES, head_dim, kv_heads, layer_wi
 class Memory:
     """Bytes of one cache.
 
-    layers: bytes of each layer by kind: "codes", "scales", "open" (tokens that fill no block yet), "index" (the
+    layers: bytes of each layer by kind: "codes", "scales", "open" (tokens that do not fill a block yet), "index" (the
     buckets of a sparse layer's tokens), or "dense".
-    tokens: tokens of all rows, padding not counted. full_precision: what the compressed layers' tokens would take in
-    the model's dtype.
+    tokens: tokens of all rows, not counting padding. full_precision: bytes that the compressed layers' tokens would
+    take in the model's dtype.
     """
 
     layers: tuple[dict[str, int], ...]
@@ -45,7 +45,7 @@ class Memory:
 
 
 def measure(layers: list[Any]) -> Memory:
-    """What the layers of a `TurboCache` have allocated now."""
+    """What the layers of a `TurboCache` currently have allocated."""
     turbo = [layer for layer in layers if isinstance(layer, TurboLayer) and layer.is_initialized]
     return Memory(
         tuple(_layer_bytes(layer) for layer in layers),
@@ -55,7 +55,7 @@ def measure(layers: list[Any]) -> Memory:
 
 
 def _layer_bytes(layer: Any) -> dict[str, int]:
-    """Allocated bytes of a layer by kind; "dense" for one that is not compressed."""
+    """Allocated bytes of a layer by kind; "dense" if it is not compressed."""
     if isinstance(layer, TurboLayer):
         return layer.nbytes()
     held = list(vars(layer).values())
@@ -66,17 +66,17 @@ def _layer_bytes(layer: Any) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Bytes that one layer's cache takes: `per_token` for each token, up to `window` tokens; None: no limit."""
+    """Bytes that one layer's cache takes: `per_token` for each token, up to `window` tokens (None: no limit)."""
 
     per_token: float
     window: int | None
 
 
 def layer_costs(model_config: PreTrainedConfig, config: TurboConfig | None, itemsize: int = 2) -> list[LayerCost]:
-    """Cost of each attention layer, sealed blocks only; `config` None: full precision of `itemsize` bytes a number.
+    """Cost of each attention layer, sealed blocks only; `config` None: full precision at `itemsize` bytes per number.
 
-    Layers that keep no keys (linear attention, convolutions) and head dims that stay dense are counted as what they
-    are: nothing, or full precision.
+    Layers without keys (linear attention, convolutions) cost nothing; head dims that stay dense count in full
+    precision.
     """
     text = model_config.get_text_config(decoder=True)
     costs = []

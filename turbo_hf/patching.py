@@ -1,4 +1,4 @@
-"""`patch()`: put a model on the compressed cache, and take it off again."""
+"""`patch()`: put a model on a compressed KV cache, with a handle that undoes it."""
 
 import functools
 import warnings
@@ -35,7 +35,7 @@ BIAS_STEP = 0.5
 
 
 class _Spec(NamedTuple):
-    """What the hook of one attention module knows."""
+    """What the hook of one attention module needs to know."""
 
     layer: int
     layers: int
@@ -53,30 +53,32 @@ def patch(
     strict: Strict = "raise",
     check: bool = False,
 ) -> Handle:
-    """Put `model.generate` on a compressed KV cache. Nothing else of the model changes, and `remove()` undoes it.
+    """Put `model.generate` on a compressed KV cache. Nothing else in the model changes, and `remove()` undoes the
+    patch.
 
     Args:
-        model: a decoder-only Transformers model, loaded.
+        model: a loaded decoder-only Transformers model.
         config: a preset ("int8", "turbo4", "turbo-mixed", "turbo2", "saap") or a `TurboConfig`.
-        calibration: what tells which heads get the low bits, where the config has heads of two widths, and what sparse
-            decoding selects keys by: a `Calibration`, a folder or Hub id that holds one, None for none (each row's
-            first block tells), or "auto": the one beside the checkpoint (its folder, or the Hub's cache), if any.
-        revision: of the Hub that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
+        calibration: decides which heads get the low bits, if the config has heads of two widths, and provides what
+            sparse decoding selects keys by. A `Calibration`, a folder or Hub id that holds one, None for no calibration
+            (heads are then ranked by each row's first block), or "auto": the one stored with the checkpoint (in its
+            folder or the Hub cache), if any.
+        revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
         strict: what happens with a layer, version or call that compressed attention cannot serve, and with a
-            calibration that "auto" found and that is damaged or of another model: "raise" an error, "warn" and leave
-            that part to Hugging Face, or "fallback" to it with no more than a line in the log.
-        check: compare the logits of a short random text before and after; an error takes the patch off again.
+            calibration found by "auto" that is damaged or belongs to another model: "raise" an error, "warn" and leave
+            that part to Hugging Face, or "fallback" to Hugging Face with only a log message.
+        check: compare the logits of a short random text before and after patching; an error removes the patch.
 
     Returns:
-        Handle: `remove()`, `report()`, `memory()`, `new_cache()`; a context manager.
+        Handle: has `remove()`, `report()`, `memory()` and `new_cache()`, and is a context manager.
 
     Raises:
-        Unsupported: a ValueError: a model that cannot be compressed, or (strict "raise") a part of it; a check that
-            failed. So do later calls that ask for what a compressed cache cannot do.
-        ValueError: unknown preset or strict; a model that is patched already; a calibration that is damaged or of
-            another model; a revision that is not the model's.
-        OSError: no calibration where one was named.
-        TypeError: no Transformers model.
+        Unsupported (a ValueError): the model, or with strict "raise" a part of it, cannot be compressed, or the check
+            failed. Later calls that ask for what a compressed cache cannot do raise it too.
+        ValueError: unknown preset or strict; the model is already patched; the calibration is damaged or belongs to
+            another model; the revision is not the model's.
+        OSError: there is no calibration in the named place.
+        TypeError: not a Transformers model.
     """
     if strict not in get_args(Strict):
         raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
@@ -103,7 +105,7 @@ def patch(
     family = family_of(_text_type(model))
     dense = tuple(at.index for at in layers if not at.groups)
     steps, no_graphs = describe(chosen, dense, family is not None, model.device)
-    # the last that may be refused before anything is changed
+    # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
     report = Report(
@@ -176,7 +178,7 @@ def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
 
 
 def _judge(layers: list[LayerReport], model: str, config: TurboConfig, notices: Notices) -> None:
-    """Refuse what cannot be done with these layers, and note what the user should know of them."""
+    """Refuse what cannot be done with these layers, and note what the user should know about them."""
     named = (*config.dense_layers, *(config.int8_layers if config.int8_layers != "auto" else ()))
     outside = [index for index in named if index >= len(layers)]
     if outside:
@@ -207,7 +209,7 @@ def _apply(
     door: Door | None,
     strict: Strict,
 ) -> Handle:
-    """Change the model. door: what brings runners of CUDA graphs to `generate`, if they are wanted."""
+    """Change the model. door: passes CUDA graph runners to `generate`, if they are wanted."""
     register()
     previous = switch_attention(model, NAME)
     hooks = _add_hooks(modules, report.layers, strict)
@@ -224,7 +226,7 @@ def _add_hooks(
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
-    # the last attention of a pass: what the layers before it have noted is read at once, before any token is chosen
+    # the last attention of a pass: what earlier layers have noted is read here all at once, before any token is chosen
     hooks.append(modules[max(modules)].register_forward_hook(_end_pass, with_kwargs=True))
     return hooks
 
@@ -232,7 +234,7 @@ def _add_hooks(
 def _replace_methods(
     model: PreTrainedModel, maker: CacheMaker, door: Door | None
 ) -> list[tuple[torch.nn.Module, str, Any]]:
-    """Put the patch's methods on the instances; returns (module, name, what stood there) of each."""
+    """Put the patch's methods on the instances; returns (module, name, previous attribute) for each."""
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
         (model, "init_continuous_batching", _refuse_continuous_batching),
@@ -249,7 +251,7 @@ def _replace_methods(
     methods = [(module, name, method) for module, name, method in methods if hasattr(type(module), name)]
     replaced = [(module, name, module.__dict__.get(name)) for module, name, _ in methods]
     for module, name, method in methods:
-        # not a bound method: a deep copy of the model takes a partial along with its maker of caches
+        # not a bound method: a deep copy of the model copies a partial along with its cache maker
         module.__dict__[name] = functools.partial(method, module)
     return replaced
 
@@ -257,12 +259,12 @@ def _replace_methods(
 def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of an attention module: claim the cache layer, and send it to the attention function."""
+    """Forward pre-hook of an attention module: claim the cache layer and pass it to the attention function."""
     if module.config._attn_implementation != NAME:
         return None
     cache = kwargs.get("past_key_values")
     count = len(cache.layers) if isinstance(cache, TurboCache) else spec.layers
-    # a draft by the first layers alone (assistant_early_exit) tells so in the config meanwhile
+    # a draft by the first layers alone (assistant_early_exit) changes the config accordingly in the meantime
     if count != spec.layers and count != module.config.num_hidden_layers:  # noqa: PLR1714  the config is slow to ask
         raise Unsupported(f"this TurboCache has {count} layers, the model {spec.layers}. {OTHER_MODEL}")
     held = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
@@ -285,14 +287,14 @@ def _bring_layer(
 
 
 def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook, run after an error too: a claim that this call did not use must not meet a later one."""
+    """Forward hook, also run after an error: a claim that this call did not use must not carry over to a later one."""
     call = kwargs.get("turbo")
     if call is not None and call.layer is not None:
         call.layer.claimed, call.layer.pending = False, None
 
 
 def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of the last attention module: hear of NaN and Inf in what the pass has stored."""
+    """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
     cache = kwargs.get("past_key_values")
     if isinstance(cache, TurboCache):
         cache.require_finite()
@@ -312,7 +314,7 @@ def _prepare_cache(
     named = generation_config.cache_implementation
     original: Callable[..., Any] = before or functools.partial(type(model)._prepare_cache_for_generation, model)
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
-        # a shallow copy of the model that outlived the patch, or another implementation chosen since
+        # a shallow copy of the model that outlived the patch, or another implementation has been chosen since
         return original(generation_config, model_kwargs, *args, **kwargs)
     if given is None and generation_config.use_cache is not False and named is None:
         _check_rows(model_kwargs.get("attention_mask"))
@@ -335,7 +337,7 @@ def _prepare_cache(
 
 
 def _may_replay(door: Door, before: Any, model: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
-    """In place of `_valid_auto_compile_criteria`: whether the forward pass that `generate` calls shall be a runner."""
+    """In place of `_valid_auto_compile_criteria`: whether `generate` shall call a runner as its forward pass."""
     door.offer(None)
     wanted = not (
         generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant

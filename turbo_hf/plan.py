@@ -1,4 +1,4 @@
-"""Memory before and after, from a config alone: bytes a token, the longest context, the largest batch."""
+"""Memory before and after, from the config alone: bytes per token, the longest context, the largest batch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ KEPT_FREE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One method: bytes of a token, of the whole cache asked for, and what fits beside the weights."""
+    """One method: bytes per token and of the whole requested cache, and what fits beside the weights."""
 
     method: str
     bytes_per_token: float
@@ -36,13 +36,13 @@ def weight_bytes(config: PreTrainedConfig) -> int:
 
 
 def plan(config: PreTrainedConfig, *, context: int, batch: int, gpu_bytes: float, weights: int) -> list[PlanRow]:
-    """Rows for full precision (2 bytes a number) and for each preset.
+    """Rows for full precision (2 bytes per number) and for each preset.
 
     Args:
-        config: of the model.
-        context, batch: tokens of a row and rows, as planned.
+        config: the model's config.
+        context, batch: planned tokens per row, and number of rows.
         gpu_bytes: the GPU's memory; a tenth of it is left for activations.
-        weights: bytes that the weights take of it.
+        weights: bytes of it that the weights take.
 
     Raises:
         ValueError: context or batch below 1, or a model without a KV cache.
@@ -73,7 +73,7 @@ def plan(config: PreTrainedConfig, *, context: int, batch: int, gpu_bytes: float
 
 
 def longest_context(costs: list[LayerCost], room: float) -> int:
-    """Most tokens of one row that `room` bytes hold; -1: no limit (every layer has a window)."""
+    """Maximum tokens of one row that fit in `room` bytes; -1: no limit (every layer has a window)."""
     if room < 0:
         return 0
     if all(cost.window is not None for cost in costs):

@@ -17,27 +17,27 @@ from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
 
 def decode_command(
-    shape: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(DECODE_SHAPES)}; may be repeated.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(DECODE_SHAPES)}; may be repeated.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 16x4k or 1x1M; may be repeated.")] = (
         None
     ),
     width: Annotated[list[str] | None, typer.Option(help=f"Bits: {', '.join(WIDTHS)}; may be repeated.")] = None,
-    ragged: Annotated[bool, typer.Option("--ragged", help="Rows of 1/8 of the tokens to all of them.")] = False,
+    ragged: Annotated[bool, typer.Option("--ragged", help="Rows with 1/8 to all of the tokens.")] = False,
     plan: Annotated[
         list[str] | None, typer.Option(help=f"Shares of work: {', '.join(PLANS)}; may be repeated.")
     ] = None,
     occupancy: Annotated[bool, typer.Option("--occupancy", help="Only batches around a full wave of SMs.")] = False,
     backend: Backend = "auto",
-    seconds: Annotated[float, typer.Option(min=0, help="About how long a case is timed, in 5 to 100 rounds.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 1.0,
     seed: Seed = 0,
     folder: Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """One decode step over a compressed cache, beside cuDNN and FlashAttention-2 over FP16: checked first, then timed.
+    """One decode step over a compressed cache, against cuDNN and FlashAttention-2 over FP16: checked first, then timed.
 
-    Default: 40 cases at 4 bit. Times are of CUDA graphs that rotate over more caches than L2 holds; a launch without a
-    graph is shown apart. Exit 1 where a result is wrong, which is then not timed, or a launch fails.
+    Default: 40 cases at 4 bit. Times are of CUDA graphs that rotate over more caches than fit in L2; a launch without a
+    graph is shown separately. Exits with 1 if a result is wrong, which is then not timed, or a launch fails.
     """
     try:
         widths = [one_of("width", name, WIDTHS) for name in width or ("4",)]
@@ -71,7 +71,7 @@ def decode_command(
         rows += own
         keep(result, own, folder)
         free_memory()
-    if folder is not None:  # once: a picture takes longer than a case
+    if folder is not None:  # once: a plot takes longer than a case
         plot_decode(rows, headline(about), folder / "decode.png")
     _print_steps(rows)
     if stopwatch.device.type != "cuda":
@@ -99,7 +99,7 @@ def _print_steps(rows: list[DecodeRow]) -> None:
 
 
 def steps(rows: list[DecodeRow]) -> Iterator[str]:
-    """A line for each method that ran batches of three or more sizes at one length, each against the smallest."""
+    """A line for each method that ran three or more batch sizes at one length, each relative to the smallest."""
     groups: dict[tuple[str, int, str], list[DecodeRow]] = {}
     for row in rows:
         if row.us is not None and not row.ragged:

@@ -45,10 +45,10 @@ def error_command(
         list[str] | None,
         typer.Option(help="Tokens, such as 4k; may be repeated. Default: 1k to 16k; on a CPU 1k to 4k; of a model 2k."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A folder or a Hub id: its queries, keys and values.")] = None,
-    text: Annotated[Path | None, typer.Option(help="What the model reads; default: the carried prose.")] = None,
+    model: Annotated[str | None, typer.Option(help="A folder or a Hub id: use its queries, keys and values.")] = None,
+    text: Annotated[Path | None, typer.Option(help="What the model reads; default: the included prose.")] = None,
     heads: Annotated[
-        int, typer.Option(min=1, help="Heads of random numbers. The papers have one, which a few rows decide.")
+        int, typer.Option(min=1, help="Heads of random numbers. The papers use one, where a few rows decide.")
     ] = 8,
     dim: Annotated[int, typer.Option(min=16, help="Channels of a head of random numbers.")] = 128,
     causal: Annotated[bool, typer.Option("--causal/--full", help="Mask over random numbers; a model's is its own.")] = (
@@ -64,10 +64,10 @@ def error_command(
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Errors of every mode against float64: on N(0,1) and U(-0.5,0.5), or on what a trained model's attention is given.
+    """Errors of every mode against float64: on N(0,1) and U(-0.5,0.5), or on the attention inputs of a trained model.
 
-    Beside the modes stands FlashAttention in FP8 with tensor-level scales, simulated. With --model the tables go layer
-    by layer.
+    FlashAttention in FP8 with tensor-level scales, simulated, is shown for comparison. With --model, the tables go
+    layer by layer.
     """
     options = {"block": block, "smooth_k": smooth_k, "hadamard": hadamard, "backend": backend}
     try:
@@ -126,7 +126,7 @@ def _collect(runs: Iterator[Iterator[Row]]) -> list[Row]:
 
 
 def _print_errors(rows: list[Row], means: list[Row], given: dict[str, Any]) -> None:
-    """Of random numbers: methods by length, a table for each metric. Of a model: layers by method, then the means."""
+    """For random numbers: methods by length, one table per metric. For a model: layers by method, then the means."""
     for tokens in dict.fromkeys(row.tokens for row in means):
         layers = [row for row in rows if row.tokens == tokens]
         title = f"{given['model']}, {tokens} tokens"

@@ -18,20 +18,18 @@ from turbo_hf.eval.bench.timing import Stopwatch
 
 
 def first_token_command(
-    mode: Annotated[
-        list[str] | None, typer.Option("--mode", help="auto or a mode of prefill; may be repeated.")
-    ] = None,
+    mode: Annotated[list[str] | None, typer.Option("--mode", help="auto or a prefill mode; may be repeated.")] = None,
     length: Annotated[str, typer.Option(help="Tokens of the prompt, such as 32k.")] = "32k",
     batch: Annotated[int, typer.Option(min=1, help="Prompts.")] = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model; default: 32, those of 8B.")] = None,
-    preset: Annotated[str, typer.Option(help="How the cache is stored.")] = DEFAULT_PRESET,
-    tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model: tries the command, measures nothing.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.0, help="About how long the clock runs.")] = 5.0,
+    preset: Annotated[str, typer.Option(help="Preset that stores the cache.")] = DEFAULT_PRESET,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model: tests the command, measures nothing.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Approximate seconds of timing.")] = 5.0,
     folder: Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Time to the first token of a model of Llama-3-8B's shape with random weights, against the unpatched model."""
+    """Time to first token of a model of Llama-3-8B's shape with random weights, against the unpatched model."""
     try:
         names = [one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ("auto",)]
         # checked above: one of the names that the field allows

@@ -18,11 +18,11 @@ from turbo_hf.eval.bench.timing import free_memory
 LARGEST = "largest"
 
 PAPER = ("1k", LARGEST, 125)
-"""Context, batch and new tokens of TurboAttention's maximum throughput."""
+"""Context, batch and new tokens of TurboAttention's maximum-throughput experiment."""
 
 
 def generate_command(
-    shape: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(KINDS)}; may be repeated.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; may be repeated.")] = None,
     context: Annotated[list[str] | None, typer.Option(help="Tokens of the prompts, such as 1k; may be repeated.")] = (
         None
     ),
@@ -30,29 +30,29 @@ def generate_command(
         list[str] | None, typer.Option(help=f"Prompts, or {LARGEST}: about all that fit; may be repeated.")
     ] = None,
     new: Annotated[int | None, typer.Option(min=2, help="Tokens to generate; default 128.")] = None,
-    preset: Annotated[list[str] | None, typer.Option(help="How the patch stores the cache; may be repeated.")] = None,
+    preset: Annotated[list[str] | None, typer.Option(help="Preset of the patch; may be repeated.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
     chunk: Annotated[
-        int | None, typer.Option("--prefill-chunk", min=1, help="Tokens of a prompt at a time; default: all.")
+        int | None, typer.Option("--prefill-chunk", min=1, help="Prompt tokens per pass; default: all.")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the table shows their medians.")] = 3,
-    most: Annotated[int, typer.Option(min=1, help=f"No larger batch is tried under {LARGEST}.")] = 4096,
+    most: Annotated[int, typer.Option(min=1, help=f"Largest batch tried under {LARGEST}.")] = 4096,
     paper: Annotated[
         bool, typer.Option("--paper", help="1k prompts, 125 new tokens, about the largest batch that fits.")
     ] = False,
-    cuda_graphs: Annotated[
-        bool, typer.Option(help="Replay patched decode steps as CUDA graphs, where they can be.")
-    ] = (True),
-    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny models: tries the command, measures nothing.")] = False,
+    cuda_graphs: Annotated[bool, typer.Option(help="Replay patched decode steps as CUDA graphs, where possible.")] = (
+        True
+    ),
+    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny models: tests the command, measures nothing.")] = False,
     seed: Seed = 0,
     folder: Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Tokens a second and peak memory of models with random weights: patched, unpatched, and Hugging Face's caches.
+    """Tokens per second and peak memory of models with random weights: patched, unpatched, and Hugging Face's caches.
 
-    Default: Llama-3-8B's shape, 1k prompts, batch 1. Exit 1 where a patched model fails; what does not fit the memory,
-    or is not installed, is a line in the table.
+    Default: Llama-3-8B's shape, 1k prompts, batch 1. Exits with 1 if a patched model fails; methods that do not fit in
+    memory, or are not installed, get a line in the table.
     """
     try:
         if paper and (context or batch or new):

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they make of a user's words and of their own results."""
+"""Options shared by several commands, and helpers for parsing them and printing results."""
 
 import json
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from turbo_hf.console import choose_device
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
-Modes = Annotated[list[str] | None, typer.Option("--mode", help=f"Of {', '.join(ATTENTION_MODES)}; may be repeated.")]
+Modes = Annotated[list[str] | None, typer.Option("--mode", help=f"{', '.join(ATTENTION_MODES)}; may be repeated.")]
 Block = Annotated[int, typer.Option(help="Tokens in a block of keys and values: 32, 64 or 128.")]
-SmoothK = Annotated[bool, typer.Option("--smooth-k", help="Take the keys' channel means off before they are rounded.")]
-Hadamard = Annotated[bool, typer.Option("--hadamard", help="Rotate queries and keys before they are rounded.")]
-Backend = Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}.")]
-Dtype = Annotated[str, typer.Option(help=f"Of random inputs: {', '.join(DTYPES)}.")]
+SmoothK = Annotated[bool, typer.Option("--smooth-k", help="Subtract the keys' channel means before rounding.")]
+Hadamard = Annotated[bool, typer.Option("--hadamard", help="Rotate queries and keys before rounding.")]
+Backend = Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")]
+Dtype = Annotated[str, typer.Option(help=f"Dtype of random inputs: {', '.join(DTYPES)}.")]
 Seed = Annotated[int, typer.Option(help="Random seed of the inputs.")]
-Folder = Annotated[Path | None, typer.Option("--out", help="A folder for the JSON (and the plot); made if missing.")]
+Folder = Annotated[Path | None, typer.Option("--out", help="A folder for the JSON (and the plot); created if missing.")]
 
 
 def one_of(what: str, value: str, allowed: Iterable[str]) -> str:
@@ -31,12 +31,12 @@ def one_of(what: str, value: str, allowed: Iterable[str]) -> str:
 
 
 def figure(value: float | None, form: str) -> str:
-    """`value` in a table, "-" where there is none."""
+    """`value` as a table cell, "-" if there is none."""
     return "-" if value is None else format(value, form)
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name, tried out. ValueError where there is none."""
+    """The device of that name, checked to work. ValueError if there is none."""
     try:
         return torch.zeros((), device=choose_device(name)).device
     except (RuntimeError, AssertionError) as error:
@@ -44,13 +44,13 @@ def find_device(name: str) -> torch.device:
 
 
 def require_choice(device: torch.device, chosen: bool, options: str) -> None:
-    """ValueError where a CPU would run the defaults, which are a GPU's."""
+    """ValueError if a CPU would run the defaults, which are meant for a GPU."""
     if device.type == "cpu" and not chosen:
         raise ValueError(f"the defaults are sized for a GPU, and this is a CPU. Choose what it shall run: {options}.")
 
 
 def as_json(result: Any, indent: int | None = None) -> str:
-    """JSON of dicts, lists and numbers; a number that is not finite, which JSON cannot say, becomes null."""
+    """JSON of dicts, lists and numbers; non-finite numbers, which JSON cannot represent, become null."""
 
     def finite(x: Any) -> Any:
         if isinstance(x, dict):

@@ -30,29 +30,29 @@ from turbo_hf.eval.bench.timing import Ceilings, Stopwatch, ceilings
 
 DEFAULT_MODES = ("turbo", "int8", "half", "fp8")
 HALVES = ("float16", "bfloat16")
-"""What the rivals have kernels for."""
+"""What the other methods have kernels for."""
 
 
 def prefill_command(
     mode: Modes = None,
-    shape: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SHAPES)}; may be repeated.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.")] = None,
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 4x16k; may be repeated.")] = None,
     causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
     block: Block = 128,
-    v_scale: Annotated[str, typer.Option(help=f"Scales of V: by {', '.join(V_SCALES)}.")] = "block",
+    v_scale: Annotated[str, typer.Option(help=f"Scales of V: per {', '.join(V_SCALES)}.")] = "block",
     smooth_k: SmoothK = False,
     hadamard: Hadamard = False,
     backend: Backend = "auto",
-    dtype: Annotated[str, typer.Option(help=f"Of the inputs: {', '.join(HALVES)}.")] = "float16",
-    seconds: Annotated[float, typer.Option(min=0, help="About how long a case is timed, in 5 to 100 rounds.")] = 3.0,
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the inputs: {', '.join(HALVES)}.")] = "float16",
+    seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 3.0,
     seed: Seed = 0,
     folder: Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """Attention of a prompt beside cuDNN, FlashAttention-2 and SageAttention: checked first, then timed in turn.
+    """Attention of a prompt against cuDNN, FlashAttention-2 and SageAttention: checked first, then timed in turn.
 
-    Default: every shape and size, causal and full, in the modes that quantize. Exit 1 where a result is wrong, which
+    Default: every shape and size, causal and full, in the modes that quantize. Exits with 1 if a result is wrong, which
     is then not timed, or a mode refuses.
     """
     try:

@@ -25,23 +25,23 @@ def sparse_command(
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 1x131k; may be repeated.")] = None,
     width: Annotated[str, typer.Option(help=f"Bits: {', '.join(WIDTHS)}.")] = "4",
     share: Annotated[
-        list[float] | None, typer.Option(help="Share of the buckets that is visited, 0 to 1; may be repeated.")
+        list[float] | None, typer.Option(help="Share of the buckets that are visited, 0 to 1; may be repeated.")
     ] = None,
     selector: Annotated[str, typer.Option(help=f"One of {', '.join(SELECTORS)}.")] = "saap",
-    buckets: Annotated[int, typer.Option(min=2, max=8192, help="Buckets of each KV head.")] = 1024,
+    buckets: Annotated[int, typer.Option(min=2, max=8192, help="Buckets per KV head.")] = 1024,
     hidden: Annotated[int, typer.Option(min=1, help="Units of the query classifier.")] = 1024,
-    window: Annotated[int, typer.Option(min=1, help="Newest tokens, always read.")] = 2047,
+    window: Annotated[int, typer.Option(min=1, help="Newest tokens, which are always read.")] = 2047,
     backend: Backend = "auto",
-    seconds: Annotated[float, typer.Option(min=0, help="About how long a case is timed, in 5 to 100 rounds.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 1.0,
     seed: Seed = 0,
     folder: Folder = None,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
-    """One sparse decode step beside a dense one and FP16: index, selection and attention, checked first, then timed.
+    """One sparse decode step against a dense one and FP16: index, selection and attention, checked first, then timed.
 
-    Keys fall into buckets by chance, and stand in their order as those of a prompt do. Exit 1 where a result is wrong,
-    which is not timed.
+    Keys are assigned to buckets at random, and stored in bucket order as those of a prompt are. Exits with 1 if a
+    result is wrong, which is then not timed.
     """
     try:
         one_of("width", width, WIDTHS)
@@ -81,7 +81,7 @@ def sparse_command(
 
 
 def index_shares(rows: list[DecodeRow]) -> list[str]:
-    """What finding the bucket of the new token takes of each sparse step."""
+    """The share of each sparse step that finding the bucket of the new token takes."""
     us = {row.method: row.us for row in rows}
     lines = []
     for method, whole in us.items():

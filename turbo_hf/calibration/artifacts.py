@@ -1,4 +1,4 @@
-"""`Calibration`: what a calibration run found, and the two files and the card that keep it."""
+"""`Calibration`: the result of a calibration run, and the two files and the card that store it."""
 
 import hashlib
 import json
@@ -27,19 +27,19 @@ SCHEMA = 2
 FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
 NO_INDEX = "no index: "
-"""How the note of a layer begins that has head priorities alone, before why."""
+"""Start of the note of a layer that has head priorities alone; the reason follows."""
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCalibration:
-    """One layer's part.
+    """One layer's part of a calibration.
 
-    index: the layer's number. scores: float32 [Hkv] for each head metric; empty where nothing could be captured.
-    centroids: [Hkv, C, D], of unit length; None without an index. classifier: the query classifier of
+    index: the layer's number. scores: float32 [Hkv] for each head metric; empty if nothing could be captured.
+    centroids: [Hkv, C, D], of unit length; None without an index. classifier: the query classifier for
     `query_model.classify`, weight_1 [Hkv, D, hidden], bias_1 [Hkv, hidden], weight_2 [Hkv, hidden, C], bias_2 [Hkv, C];
-    empty without an index. rotated_centroids: the same as centroids, of keys after rotary embedding, for comparison.
-    note: why it has less than others. quality: figures of `quality.evaluate`, as JSON.
+    empty without an index. rotated_centroids: like centroids, but of keys after rotary embedding, for comparison. note:
+    why it has less than other layers. quality: the figures of `quality.evaluate`, as JSON.
     """
 
     index: int
@@ -77,8 +77,8 @@ def layer_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
 
 
 def fingerprint(model: PreTrainedModel, checkpoint: Checkpoint, tokenizer: Any = None) -> dict[str, Any]:
-    """What tells models apart without reading weights: type, shapes, vocabulary, and, where known, the commit and a
-    hash of the tokenizer's vocabulary."""
+    """Identifies a model without reading weights: type, shapes, vocabulary, and, where known, the commit and a hash of
+    the tokenizer's vocabulary."""
     name = checkpoint.name
     found = {"model": Path(name).name if os.path.isdir(name) else name, "revision": checkpoint.told}
     return _shapes(model, tokenizer) | found
@@ -94,10 +94,11 @@ def _shapes(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """What `turbo_hf.calibrate` found of a model. `turbo_hf.patch(model, config, calibration=...)` uses it.
+    """What `turbo_hf.calibrate` found for a model. `turbo_hf.patch(model, config, calibration=...)` uses it.
 
-    fingerprint: of the model it was made for. settings: of the run. layers: one for each layer of the model. tokens:
-    that were run. source: the folder or repository it was read from; "" for one made in this process.
+    fingerprint: of the model it was made for. settings: those of the run. layers: one for each layer of the model.
+    tokens: number of tokens that were run. source: the folder or repository it was read from; "" if made in this
+    process.
     """
 
     fingerprint: Mapping[str, Any]
@@ -116,9 +117,9 @@ class Calibration:
         return {layer.index: head_order(layer.scores[metric]) for layer in self.layers if layer.scores}
 
     def mismatch(self, model: PreTrainedModel, tokenizer: Any = None) -> str | None:
-        """Why this calibration is not for `model` (and `tokenizer`); None: it fits as far as can be told.
+        """Why this calibration does not fit `model` (and `tokenizer`); None: it fits, as far as can be determined.
 
-        A fine-tuned model of the same shape fits: its heads are much like those it began with.
+        A fine-tuned model of the same shape fits: its heads are much like those of its base model.
         """
         count = self.fingerprint.get("num_hidden_layers")
         if count is not None and [layer.index for layer in self.layers] != list(range(count)):
@@ -131,7 +132,7 @@ class Calibration:
         return None
 
     def other_revision(self, checkpoint: Checkpoint) -> str | None:
-        """A sentence about a commit of the checkpoint other than the one calibrated; None: none is known."""
+        """A sentence if the checkpoint's commit differs from the calibrated one; None: no difference is known."""
         made, here = self.fingerprint.get("revision"), checkpoint.commit
         if made is None or here is None or made == here:
             return None
@@ -139,11 +140,11 @@ class Calibration:
         return f"the calibration was made for revision {made[:12]} of the checkpoint; this model {this}."
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, beside what is there.
+        """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, which may hold other files.
 
         Raises:
             ValueError: `folder` is a file.
-            OSError: it cannot be made or written.
+            OSError: it cannot be created or written.
         """
         path = Path(folder)
         if path.exists() and not path.is_dir():
@@ -153,7 +154,7 @@ class Calibration:
             write_whole(path / name, content)
 
     def digest(self) -> str:
-        """What tells calibrations apart: the start of a SHA-256 of the files in which this one is kept."""
+        """Identifies a calibration: the start of a SHA-256 of the files that store it."""
         return hashlib.sha256(b"".join(self._files().values())).hexdigest()[:16]
 
     def _files(self) -> dict[str, bytes]:
@@ -191,7 +192,7 @@ class Calibration:
         return "\n".join(lines) + "\n"
 
     def push_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str:
-        """Upload the three files to a Hub repository, made if need be; returns the commit's address."""
+        """Upload the three files to a Hub repository, created if needed; returns the URL of the commit."""
         api = HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
         files = [CommitOperationAdd(name, content) for name, content in self._files().items()]
@@ -209,7 +210,7 @@ class Calibration:
         """Read a calibration from a folder or a Hub repository.
 
         Raises:
-            ValueError: it is damaged, or of another schema.
+            ValueError: it is damaged, or has another schema.
             OSError: there is none.
         """
         folder = Path(name)
@@ -231,7 +232,7 @@ class Calibration:
 
 
 def facts_hash(facts: Mapping[str, Any]) -> str:
-    """SHA-256 of all facts but this."""
+    """SHA-256 of all facts except this one."""
     told = {name: value for name, value in facts.items() if name != "facts_sha256"}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
@@ -275,8 +276,8 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
 
 
 def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
-    """What of a layer's parts is missing or has a shape that the others, or the model's, contradict."""
-    # each one number for all layers, or a list of one for each
+    """Which of a layer's parts is missing, or has a shape that contradicts the other parts or the model."""
+    # each is one number for all layers, or a list with one per layer
     sizes = (made_for.get("num_key_value_heads"), made_for.get("head_dim"))
     heads, dim = (n[layer.index] if isinstance(n, list) and layer.index < len(n) else n for n in sizes)
     for name, x in layer.tensors().items():
@@ -313,7 +314,7 @@ def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
 
 
 def find(checkpoint: Checkpoint) -> Calibration | None:
-    """The calibration beside a checkpoint; None: there is none. Errors as of `Calibration.from_pretrained`."""
+    """The calibration stored with a checkpoint; None: there is none. Errors as in `Calibration.from_pretrained`."""
     if checkpoint.file(FACTS) is None:
         return None
     return Calibration.from_pretrained(checkpoint.name, revision=checkpoint.commit, local_files_only=True)

@@ -1,4 +1,4 @@
-"""`calibrate()`: the run itself, a group of layers at a time."""
+"""`calibrate()`: the run itself, one group of layers at a time."""
 
 import functools
 import hashlib
@@ -30,7 +30,7 @@ from turbo_hf.model_layers import require_model
 from turbo_hf.patches import attention_layers
 
 Progress = Callable[[str, float], None]
-"""Called with what is going on, and the share of the whole work done since the last call."""
+"""Called with a description of the current work, and the share of all work done since the last call."""
 
 
 P = ParamSpec("P")
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 def _on_cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
-    """Seeded numbers, and all that names no device, come from the CPU, whatever `torch.set_default_device` says."""
+    """Seeded numbers, and tensors made without a device, are on the CPU, whatever `torch.set_default_device` says."""
 
     @functools.wraps(run)
     def runs(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -50,7 +50,7 @@ def _on_cpu_by_default(run: Callable[P, R]) -> Callable[P, R]:
 
 
 class Enough(Exception):
-    """Ends a pass behind the last layer that it is for."""
+    """Ends a pass after the last layer that needs it."""
 
 
 class Group(NamedTuple):
@@ -62,7 +62,7 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a run will do. notes: why a layer gets less than others, by layer."""
+    """What a run will do. notes: by layer, why it gets less than others."""
 
     settings: Settings
     groups: tuple[Group, ...]
@@ -71,11 +71,11 @@ class Plan(NamedTuple):
 
 
 def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan:
-    """Probe the model and arrange its layers.
+    """Probe the model and group its layers.
 
     Raises:
-        ValueError: unknown or unfit settings, or a model of which nothing can be captured, or that is in training mode.
-        TypeError: no Transformers model.
+        ValueError: unknown or unsuitable settings, a model of which nothing can be captured, or one in training mode.
+        TypeError: not a Transformers model.
     """
     require_model(model)
     if model.config.is_encoder_decoder:
@@ -126,33 +126,33 @@ def calibrate(
     """Run a model over texts and learn from its keys, values and queries. The model is not changed.
 
     It ranks the KV heads of every layer for mixed precision (TurboAttention eq. 11, 12), which `turbo_hf.patch` uses,
-    and makes the index for sparse decoding (SAAP sec. 4): centroids of keys and query classifiers, judged on text held
-    out. The same seed gives the same result on the same machine. Samples of a model on a GPU lie in pinned memory of
-    the host, which the process keeps where torch has no `torch.accelerator.empty_host_cache`.
+    and makes the index for sparse decoding (SAAP sec. 4): centroids of keys and query classifiers, evaluated on
+    held-out text. The same seed gives the same result on the same machine. Samples of a model on a GPU are held in
+    pinned host memory, which the process keeps if torch has no `torch.accelerator.empty_host_cache`.
 
     Args:
-        model: a decoder-only Transformers model, loaded, not patched.
-        tokenizer: the model's own.
-        texts: a .txt or .jsonl file, a folder of them, a Hub dataset ("owner/name"), or strings; long ones, such as
-            books.
+        model: a loaded decoder-only Transformers model, not patched.
+        tokenizer: the model's tokenizer.
+        texts: a .txt or .jsonl file, a folder of them, a Hub dataset ("owner/name"), or strings; preferably long texts,
+            such as books.
         settings: "fast", "full", or `turbo_hf.calibration.settings.Settings`.
-        out: where to write the result, and to keep finished layers meanwhile; None: nowhere.
-        resume: go on with the layers that an interrupted run with the same `out`, settings and texts has finished;
-            False where there are any is an error.
-        overwrite: replace the calibration in `out`, once this one is done; False where there is one is an error.
-        progress: called with a word and the share of the whole work done since the last call.
-        revision: of the Hub that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
+        out: where to write the result, and to keep finished layers in the meantime; None: nowhere.
+        resume: continue from the layers finished by an interrupted run with the same `out`, settings and texts; if
+            False, the presence of any is an error.
+        overwrite: replace the calibration in `out` once this one is done; if False, the presence of one is an error.
+        progress: called with a description and the share of all work done since the last call.
+        revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
 
     Returns:
         Calibration, with `save_pretrained`, `push_to_hub` and quality figures.
 
     Raises:
-        ValueError: unfit settings; texts too short for the long-range filter or for so many clusters; NaN or Inf in the
-            model; a model in training mode; `resume` without `out`, or after a run of other settings, texts or model;
-            an interrupted run in `out` without `resume`, a calibration there without `overwrite`; a revision that is
-            not the model's.
+        ValueError: unsuitable settings; texts too short for the long-range filter or for that many clusters; NaN or Inf
+            in the model; a model in training mode; `resume` without `out`, or after a run with other settings, texts or
+            model; an interrupted run in `out` without `resume`, or a calibration there without `overwrite`; a revision
+            that is not the model's.
         OSError: `out` cannot be written.
-        TypeError: no Transformers model.
+        TypeError: not a Transformers model.
     """
     unfinished = Unfinished(out, resume, overwrite)
     plan = make_plan(model, settings)
@@ -175,7 +175,7 @@ def calibrate(
         done |= {layer.index: layer for layer in layers}
     release = getattr(torch.accelerator, "empty_host_cache", None)
     if model.device.type == "cuda" and release is not None:
-        # pinned memory would be kept until the process ends
+        # otherwise pinned memory would be kept until the process ends
         release()
     rest = {
         index: LayerCalibration(index, {}, note=plan.notes[index]) for index in range(plan.layers) if index not in done
@@ -188,7 +188,7 @@ def calibrate(
 def read_windows(
     model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: Plan, beside: Checkpoint
 ) -> tuple[torch.Tensor, Any]:
-    """Windows of tokens, and the tokenizer that they are of: what cannot work is told before passes that take hours.
+    """Windows of tokens, and their tokenizer: errors are reported here, before passes that take hours.
 
     Raises:
         ValueError: as `calibrate`.
@@ -221,12 +221,12 @@ def _advance(progress: Progress | None, word: str, share: float) -> Callable[[fl
 
 
 def _depth(group: Group, plan: Plan) -> float:
-    """What a pass that ends behind a group's last layer costs, as a share of a whole one."""
+    """Cost of a pass that ends after a group's last layer, as a share of a whole pass."""
     return (max(group.layers) + 1) / plan.layers
 
 
 def _work(group: Group, plan: Plan, windows: int) -> float:
-    """What a group costs, in passes over a window: training and judging are as dear as many passes."""
+    """Cost of a group, in passes over a window: training and evaluation cost as much as many passes."""
     return windows * _depth(group, plan) + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
@@ -277,7 +277,7 @@ def _index(
     windows: int,
     step: Callable[[float], None],
 ) -> Iterator[LayerCalibration]:
-    """Centroids, classifiers and their quality for a group of layers of one shape."""
+    """Centroids, classifiers and their quality for a group of layers of the same shape."""
     learned = _learned(windows)
     heads = group.shape[0]
     layers = [samples[index] for index in group.layers]
@@ -308,18 +308,18 @@ def _index(
 
 
 def _learned(windows: int) -> int:
-    """How many of the windows are learned from; the others judge."""
+    """Number of windows to learn from; the others are for evaluation."""
     return windows - max(1, windows // 5)
 
 
 def _clusters(settings: Settings, windows: int) -> int:
-    """Centroids of a KV head. ValueError: too few keys for them."""
-    # the sink is read always, and has no bucket to find
+    """Number of centroids per KV head. ValueError: too few keys for them."""
+    # the sink is always read, and has no bucket to find
     return choose_clusters(settings.clusters, _learned(windows) * (settings.window - 1))
 
 
 def _untrained(layer: Samples, learned: int) -> str:
-    """Which KV heads have no long-range query in the windows that are learned from; "" if each has one."""
+    """Which KV heads have no long-range query in the training windows; "" if each has one."""
     asking = torch.stack([far.flatten(1).any(1) for far in layer.far[:learned]]).any(0)
     heads = ", ".join(str(head) for head, any_far in enumerate(asking.tolist()) if not any_far)
     return f"no long-range query to train heads {heads} with" if heads else ""
@@ -328,7 +328,7 @@ def _untrained(layer: Samples, learned: int) -> str:
 def _centroids(
     layers: list[list[torch.Tensor]], clusters: int, settings: Settings, first: int, device: torch.device
 ) -> torch.Tensor:
-    """Centroids [layers x Hkv, C, D] of the keys [Hkv, L, D] of each layer's windows, but the first token's."""
+    """Centroids [layers x Hkv, C, D] of the keys [Hkv, L, D] of each layer's windows, except the first token."""
     seeded = torch.Generator().manual_seed(settings.seed + first)
     size = layers[0][0].shape[1] - 1
     looked_at = sample_keys(size * len(layers[0]), clusters, seeded)
@@ -341,11 +341,11 @@ def _centroids(
 
 
 def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
-    """Bytes and floating-point operations that a run of `plan.settings.windows` windows would take.
+    """Bytes and floating-point operations that a run with `plan.settings.windows` windows would take.
 
     "host_bytes": keys and queries of a group of layers. "device_bytes": what making their index takes at once, besides
-    the model and one pass. "pass_flops": of all passes, in the model's dtype. "index_flops": of k-means, training and
-    the search for long-range queries. "file_bytes": of the result.
+    the model and one pass. "pass_flops": all passes, in the model's dtype. "index_flops": k-means, training and the
+    search for long-range queries. "file_bytes": size of the result.
 
     Raises:
         ValueError: too few keys for the clusters.
@@ -363,7 +363,7 @@ def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
             continue
         clusters, count = _clusters(settings, windows), len(group.layers) * heads
         kept = [2 * n * heads * dim * itemsize for n in (settings.window, groups * settings.queries)]
-        # torch gives out pinned memory by powers of two
+        # torch allocates pinned memory in powers of two
         kept = [power_of_two(n) if pinned else n for n in kept]
         host = max(host, windows * len(group.layers) * sum(kept))
         one = (dim + clusters) * settings.hidden

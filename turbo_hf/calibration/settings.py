@@ -1,4 +1,4 @@
-"""What a calibration run may choose: `Settings` and its presets."""
+"""Options of a calibration run: `Settings` and its presets."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -7,7 +7,7 @@ from turbo_hf.calibration.heads import BLOCK
 from turbo_hf.config import LARGEST_SEED, MOST_BUCKETS, at_least
 
 MIN_KEYS = 32
-"""Keys for each centroid, at least, where the number of centroids is left to the data."""
+"""Minimum number of keys per centroid, if the number of centroids depends on the data."""
 
 ARCHITECTURES = ("mlp", "residual")
 DEFAULT_CLUSTERS = 1024
@@ -19,31 +19,30 @@ class Settings:
     """How a model is calibrated.
 
     Args:
-        window: tokens of a window of text, fed to the model in one pass; 64 at least.
-        windows: windows at most; fewer where the texts are shorter, 2 at least. One in five is held out.
-        index: make centroids and query classifiers too; False: head priorities only, in a fraction of the time.
-        clusters: centroids of each KV head (C), 32,768 at most; None: 1024, or fewer where there are under 32 keys for
-            each.
-        iterations: of k-means (SAAP appendix A: 10).
-        queries: positions of a window whose queries are kept.
-        architecture: of the query classifier. "mlp": D -> hidden -> C (SAAP sec. 5). "residual" (SAAP appendix E.1): a
-            linear layer on the sum of the query and what an MLP D -> width -> D makes of it, width such that there are
-            as many weights as in the MLP of `hidden`. It is stored as an MLP of width + 2 D units, so that a step
-            costs more: with D = 128 and C = 1024 4,327 units instead of 1,024.
+        window: tokens per window of text, fed to the model in one pass; at least 64.
+        windows: maximum number of windows; fewer if the texts are shorter, at least 2. One in five is held out.
+        index: also make centroids and query classifiers; False: head priorities only, in a fraction of the time.
+        clusters: centroids per KV head (C), at most 32,768; None: 1024, or fewer if there are under 32 keys for each.
+        iterations: k-means iterations (SAAP appendix A: 10).
+        queries: number of positions per window whose queries are kept.
+        architecture: architecture of the query classifier. "mlp": D -> hidden -> C (SAAP sec. 5). "residual" (SAAP
+            appendix E.1): a linear layer on the sum of the query and the output of an MLP D -> width -> D, with the
+            width chosen such that there are as many weights as in the MLP of `hidden`. It is stored as an MLP of width
+            + 2 D units, so a step costs more: with D = 128 and C = 1024, 4,327 units instead of 1,024.
         hidden: width of the query classifier's hidden layer (SAAP sec. 5: 1024). From twice the head dim on training
             of an MLP starts at k-means; below that, at random. "residual" always starts there.
         steps: training steps (SAAP appendix A: 40,000 at a learning rate of 1e-5).
-        batch: queries of a step, for each KV head (SAAP appendix A: 1000).
-        learning_rate: Adam's at the start; it falls to 0 along a cosine. 1e-3 is no better on texts like those of the
-            calibration, and forgets more of k-means for others (measured: `eval/README.md`).
+        batch: queries per step, for each KV head (SAAP appendix A: 1000).
+        learning_rate: Adam's initial learning rate; it decays to 0 along a cosine. 1e-3 is no better on texts like
+            those of the calibration, and forgets more of k-means on others (measured: `eval/README.md`).
         local: only pairs further apart than this many tokens count (SAAP sec. 4: 2047, the dense part).
-        far: only queries whose best key is further away than this many tokens are judged, the long-range ones (SAAP
+        far: evaluation covers only long-range queries, those whose best key is further away than this many tokens (SAAP
             sec. 5: 1024).
         long_range: train on long-range queries alone (SAAP sec. 5); False: on all (its "short-range" variant, appendix
             E.1), which is better here (measured: `eval/results`). From a window in which a KV head has none that head
             learns nothing; one in which no head has any is an error.
-        layers_at_once: layers captured and trained together. More is faster, and takes memory.
-        seed: of every random choice; below 2^32.
+        layers_at_once: layers captured and trained together. More is faster, and takes more memory.
+        seed: seed of every random choice; below 2^32.
     """
 
     window: int = 8192
@@ -66,7 +65,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("iterations", "queries", "hidden", "steps", "batch", "layers_at_once"):
             at_least(name, getattr(self, name), 1, "Settings")
-        # head priorities look at whole blocks
+        # head priorities are computed over whole blocks
         at_least("window", self.window, BLOCK, "Settings")
         at_least("windows", self.windows, 2, "Settings")
         for name in ("local", "far", "seed"):
@@ -93,7 +92,7 @@ class Settings:
 
     @property
     def shortest_window(self) -> int:
-        """Tokens that a window must have for long-range queries to exist in it."""
+        """Number of tokens that a window must have to contain long-range queries."""
         return 2 * self.first_query
 
     @property
@@ -117,7 +116,7 @@ def resolve_settings(settings: str | Settings, positions: int | None = None) -> 
     """A preset's name or `Settings` -> `Settings` for a model made for `positions` tokens (None: any).
 
     A preset's windows are cut to what the model was made for. Raises ValueError for an unknown preset, and for windows
-    of one's own that are longer than that.
+    of your own that are longer than that.
     """
     if isinstance(settings, str) and settings in PRESETS:
         preset = PRESETS[settings]

@@ -1,4 +1,4 @@
-"""New tokens into the open buffer of a cache, and whole blocks of them out of it."""
+"""Append new tokens to the open buffer of a cache, and seal whole blocks of them."""
 
 from functools import lru_cache
 
@@ -24,26 +24,27 @@ def append_tokens(
     rotate: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Quantize new tokens to INT8 behind the open ones of `store`, in place; on a GPU one launch, and no wait.
+    """Quantize new tokens to INT8 after the open ones of `store`, in place; on a GPU in one launch, without waiting.
 
-    In a store with heads of 16 bit they join the open ones as they are, with scale 1.
+    In a store with 16-bit heads, they are appended unquantized, with scale 1.
 
     Args:
         k, v: float [B, Hkv, M, D].
-        store: one layer's cache, with room for M more open tokens a row; k_open, v_open, their scales, open_len change.
+        store: one layer's cache, with room for M more open tokens per row; k_open, v_open, their scales and open_len
+            change.
         starts: int64 [B], the first column that holds a token of the row; None: all do.
-        given: float32 [B, Hkv, 2], scales of K and of V to use where they are above 0; codes are clamped to +-119.
-        span: float32 [B, Hkv, 2], raised to the largest scales of K and of V among the new tokens.
-        broken: int32 [1], set to 1 if a token holds NaN or Inf, else left alone.
-        rotate: keys are rotated on the way, as by `ops.rotate.rotate_keys`.
+        given: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
+        span: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
+        broken: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+        rotate: rotate keys on the way, as `ops.rotate.rotate_keys` does.
         backend: "auto", "triton" or "reference".
 
     Returns:
         None.
 
     Raises:
-        ValueError: shapes or devices that do not agree with the store's; without `starts`, more tokens than there is
-            room for.
+        ValueError: shapes or devices that do not match the store's; without `starts`, more tokens than there is room
+            for.
 
     Source: TurboAttention sec. 3.3 (decode buffer); INT-FlashAttention alg. 1 (token-level scales).
     """
@@ -79,20 +80,20 @@ def append_step(
     rotate: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Seal the open block of each row where it is full, then append one token to each row; on a GPU one launch.
+    """Seal each row's open block if it is full, then append one token to each row; on a GPU in one launch.
 
-    Nothing but the tensors says what there is to do, so that the launch can be replayed: the host only has to enter in
+    What there is to do is determined by the tensors alone, so the launch can be replayed: the host only has to enter in
     the table which page a row's next block takes.
 
     Args:
         k, v: float [B, Hkv, 1, D].
-        store: one layer's cache. A row has at most `block` open tokens; where it has so many, `table[row, sealed[row]]`
+        store: one layer's cache. A row has at most `block` open tokens; if it has that many, `table[row, sealed[row]]`
             is a page of its own. The pages, the open tokens, their scales, sealed and open_len change.
         given: float32 [B, Hkv, 2], as in `append_tokens`.
         noted: the index int16 [B, Hkv, L, places], with a place for every token of a row, and the buckets of the new
-            tokens int16 [B, Hkv, L, 1], written to their place in it. None: tokens have no buckets.
-        broken: int32 [1], set to 1 if a token holds NaN or Inf, else left alone.
-        arrived: int32 [B], zeros before and after: for this launch's own use.
+            tokens int16 [B, Hkv, L, 1], which are written to their place in it. None: tokens have no buckets.
+        broken: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+        arrived: int32 [B], zeros before and after: scratch space of this launch.
         rotate: as in `append_tokens`.
         backend: "auto", "triton" or "reference".
 
@@ -132,13 +133,14 @@ def append_step(
 
 
 def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
-    """Seal the whole blocks of open tokens to the pages that the table names; on a GPU one launch, and no wait.
+    """Seal the whole blocks of open tokens into the pages that the table names; on a GPU in one launch, without
+    waiting.
 
     Args:
-        store: one layer's cache, whose table and `sealed` count these blocks already: the `open_len // block` of row r
+        store: one layer's cache, whose table and `sealed` already count these blocks: the `open_len // block` of row r
             end at entry `sealed[r]` of its part of the table; those that would begin before entry 0 are left out. The
             pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
-        blocks: the most that a row has.
+        blocks: the maximum that any row has.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -147,7 +149,7 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
     Raises:
         ValueError: a backend that cannot run.
 
-    Source: as for `ops.quantize.seal_blocks`, whose bits these are.
+    Source: as for `ops.quantize.seal_blocks`, which gives the same bits.
     """
     if uses_triton(backend, store.k_open.device, kernel_obstacle(store.k_open)):
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
@@ -158,7 +160,7 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
 
 
 def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
-    """ValueError unless each tensor has its shape and lies where the store does; None: not given."""
+    """ValueError unless each tensor has its shape and is on the store's device; None: not given."""
     device = store.k_open.device
     for name, (x, shape) in tensors.items():
         if x is not None and (x.shape != shape or x.device != device):
@@ -167,5 +169,5 @@ def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[in
 
 @lru_cache(maxsize=32)
 def _counters(rows: int, device: torch.device, stream: int) -> torch.Tensor:
-    """int32 [B], zeros before and after each launch. Launches on one stream follow one another."""
+    """int32 [B], zeros before and after each launch. Launches on one stream run one after another."""
     return torch.zeros(rows, dtype=torch.int32, device=device)

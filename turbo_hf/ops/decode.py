@@ -26,27 +26,27 @@ def decode(
 
     Args:
         q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified); rotated
-            (`ops.rotate`) where the stored keys are.
-        store: one layer's cache, the M tokens included; Hq a multiple of its Hkv.
+            (`ops.rotate`) if the stored keys are.
+        store: one layer's cache, including the M tokens; Hq is a multiple of its Hkv.
         scaling: factor on q . k.
         starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.
-        window: tokens that a query sees, itself included; None: all.
+        window: how many tokens a query sees, including itself; None: all.
         softcap: scores become softcap * tanh(score / softcap).
-        sinks: float [Hq], one more logit a head in the denominator, without a value.
-        mode: "turbo" computes on the INT8 values with q in INT8, one scale a token and head; "fp16" on the
-            dequantised ones. What is stored in 16 bit is computed so in both.
-        sas_threshold: SAS softmax that drops scores this far below their block's maximum; None: the exponential.
+        sinks: float [Hq], one additional logit per head in the softmax denominator, without a value.
+        mode: "turbo" computes on the INT8 values with q in INT8, one scale per token and head; "fp16" on the
+            dequantized ones. What is stored in 16 bit is computed in 16 bit in both.
+        sas_threshold: SAS softmax, which drops scores this far below their block's maximum; None: the exponential.
         backend: "auto", "triton" or "reference".
 
     Returns:
-        out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, sinks
-        included, -inf where a row has no token.
+        out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, including
+        sinks, -inf where a row has no token.
 
     Raises:
         ValueError: shapes, lengths or devices that do not agree, an unknown mode, a window below 1, a softcap or
             sas_threshold of the wrong sign.
 
-    Source: TurboAttention alg. 2 (P with one scale a query row and key block; exact exponential for the rescaling).
+    Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the rescaling).
     """
     batch, kv_heads, _, dim = store.k_open.shape
     check_queries(q, kv_heads, dim, mode, starts, sinks)
@@ -74,7 +74,7 @@ def decode(
 
 
 def check_lengths(store: KVStore) -> tuple[int, ...] | None:
-    """Sealed blocks of each row, as far as the host knows them without waiting. ValueError: of other rows."""
+    """Sealed blocks of each row, as far as the host knows them without waiting. ValueError if rows do not match."""
     batch, known = store.k_open.shape[0], store.sealed_host
     for name, x in (("sealed", store.sealed), ("open_len", store.open_len)):
         if x.shape != (batch,):
@@ -93,7 +93,7 @@ def check_lengths(store: KVStore) -> tuple[int, ...] | None:
 
 
 def step_obstacle(q: torch.Tensor, block: int, mode: str) -> str | None:
-    """Why no kernel can serve queries like q over blocks of so many tokens; None if one can."""
+    """Why no kernel can serve queries like q over blocks of `block` tokens; None if one can."""
     stands = kernel_obstacle(q)
     if stands is not None:
         return stands

@@ -29,17 +29,17 @@ def quantize_operands(
 
     Args:
         k, v: float [B, Hkv, M, D].
-        mode: "turbo" (a key scale a block, INT8 values), "int8" (a key scale a token, INT8 values), "half" (a key
-            scale a token, values left alone) or "fp8" (a key scale a block, FP8 e4m3 values).
-        block: tokens in a block.
-        v_scale: scales of V: one a "block", one a "channel" of a row, or one for the whole row and head ("tensor").
-        smooth_k: take each row's mean key from its keys.
+        mode: "turbo" (one key scale per block, INT8 values), "int8" (one key scale per token, INT8 values), "half" (one
+            key scale per token, values unchanged) or "fp8" (one key scale per block, FP8 e4m3 values).
+        block: tokens per block.
+        v_scale: scales of V: one per "block", one per "channel" of a row, or one for the whole row and head ("tensor").
+        smooth_k: subtract each row's mean key from its keys.
         hadamard: rotate keys as `ops.rotate.rotate_keys` does; queries must be rotated too.
         starts: int64 [B], the first real column of each row.
         backend: "auto", "triton" or "reference".
 
     Returns:
-        Operands, T = M rounded up to whole blocks.
+        Operands, with T = M rounded up to whole blocks.
 
     Raises:
         ValueError: wrong dtype, rank, head dim, mode, block or v_scale, or a backend that cannot run.
@@ -67,6 +67,6 @@ def quantize_operands(
 
 
 def check_v_scale(v_scale: str) -> None:
-    """ValueError unless there is such a scale."""
+    """ValueError unless `v_scale` exists."""
     if v_scale not in V_SCALES:
         raise ValueError(f"v_scale must be one of {', '.join(V_SCALES)}; got {v_scale!r}.")

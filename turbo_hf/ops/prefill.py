@@ -34,39 +34,42 @@ def prefill(
     hadamard: bool = False,
     backend: str = "auto",
 ) -> AttentionOutput:
-    """Attention of M new tokens over a compressed past, which may be missing, and over themselves.
+    """Attention of M new tokens over themselves and, optionally, over a compressed past.
 
     Args:
-        q: float [B, Hq, M, D]. k, v: float [B, Hkv, M, D], not yet in the cache; Hq a multiple of Hkv.
+        q: float [B, Hq, M, D]. k, v: float [B, Hkv, M, D], not yet in the cache; Hq is a multiple of Hkv.
         scaling: factor on q . k.
-        past: the cache of the tokens before these.
+        past: the cache of the preceding tokens.
         starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
-        causal: query i sees no key after it; its own place follows the past.
-        window: tokens that a query sees, itself included; None: all.
+        causal: query i sees no key after its own; its position follows the past.
+        window: how many tokens a query sees, including itself; None: all.
         softcap: scores become softcap * tanh(score / softcap).
-        sinks: float [Hq], one more logit a head in the denominator, without a value.
-        mode: "turbo": INT8 Q, K, P and V, K and V with one scale a block. "int8": the same, K with one scale a token.
+        sinks: float [Hq], one additional logit per head in the softmax denominator, without a value.
+        mode: "turbo": INT8 Q, K, P and V, K and V with one scale per block. "int8": the same, K with one per token.
             "half": INT8 Q and K as in "int8", P and V in 16 bit. "fp8": INT8 Q and K as in "turbo", P and V in FP8
-            (e4m3), each tile's product added in float32. "fp16": everything in q's dtype, as are heads with scores
-            beyond `layout.SCORE_LIMIT`. Q has one scale a token in each; P one scale a query and key tile.
-        sas_threshold: SAS softmax that drops scores this far below the maximum of their block (of 32 keys in "fp16");
+            (e4m3), each tile's product accumulated in float32. "fp16": all in q's dtype, as are heads with scores
+            beyond `layout.SCORE_LIMIT`. Q has one scale per token in each; P one per query and key tile.
+        sas_threshold: SAS softmax, which drops scores this far below the maximum of their block (of 32 keys in "fp16");
             None: the exponential.
-        block: tokens in a block of K and V, and in a tile of P. Over the past these are the past's own blocks.
-        v_scale: scales of V in "turbo", "int8" and "fp8": one a "block", a "channel" of a row, or a row ("tensor").
-        smooth_k: take the row's mean key from its keys before they are rounded, and add it back to the scores.
-        hadamard: rotate Q and K by a Hadamard matrix before they are rounded.
+        block: tokens per block of K and V, and per tile of P. Over the past, these are the past's own blocks.
+        v_scale: scales of V in "turbo", "int8" and "fp8": one per "block", per "channel" of a row, or per row
+            ("tensor").
+        smooth_k: subtract the row's mean key from its keys before rounding, and add its contribution back to the
+            scores.
+        hadamard: rotate Q and K by a Hadamard matrix before rounding.
         backend: "auto", "triton" or "reference".
 
     Returns:
-        out [B, Hq, M, D] in q's dtype, 0 at padding; lse float32 [B, Hq, M], natural log, sinks included,
-        -inf at padding.
+        out [B, Hq, M, D] in q's dtype, 0 at padding; lse float32 [B, Hq, M], natural log, including sinks, -inf at
+        padding.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a softcap
             or sas_threshold of the wrong sign.
 
     Source: TurboAttention alg. 1 ("turbo"; exact exponential for the rescaling), INT-FlashAttention alg. 1 ("int8",
-    "half"; P scaled by tile instead of by 127 of the running maximum), SageAttention2 (FP8 products added in float32).
+    "half"; P scaled by tile instead of by 127 of the running maximum), SageAttention2 (FP8 products accumulated in
+    float32).
     """
     check_float("k", k)
     check_float("v", v)
@@ -112,7 +115,7 @@ def prefill(
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
-    """ValueError unless the cache holds rows and heads like k's, and in a form that this mode reads."""
+    """ValueError unless the cache has the same rows and heads as k, in a form that this mode can read."""
     held = past.k_open
     if (held.shape[:2], held.shape[3], held.device) != (k.shape[:2], k.shape[3], k.device):
         raise ValueError(
@@ -139,7 +142,7 @@ def check_queries(
 
 
 def check_scores(window: int | None, softcap: float | None, sas_threshold: float | None) -> None:
-    """ValueError unless each that is given leaves something to attend to."""
+    """ValueError unless each given option leaves something to attend to."""
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, the query itself; got {window}.")
     if softcap is not None and not softcap > 0:

@@ -11,7 +11,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_float(name: str, x: torch.Tensor) -> None:
-    """ValueError unless x is a floating tensor [B, H, M, D] whose D the layout can hold."""
+    """ValueError unless x is a floating-point tensor [B, H, M, D] whose D the layout supports."""
     if x.dtype not in FLOATS:
         raise ValueError(f"{name} must be float16, bfloat16, float32 or float64; got {x.dtype}.")
     if x.dim() != 4:
@@ -24,7 +24,7 @@ def check_float(name: str, x: torch.Tensor) -> None:
 
 
 def check_block(block: int) -> None:
-    """ValueError unless the layout has blocks of this many tokens."""
+    """ValueError unless the layout supports blocks of this many tokens."""
     if block not in BLOCK_SIZES:
         raise ValueError(f"block must be one of {', '.join(map(str, BLOCK_SIZES))} tokens; got {block}.")
 
@@ -32,7 +32,7 @@ def check_block(block: int) -> None:
 def quantize_tokens(
     x: torch.Tensor, scale: torch.Tensor | None = None, backend: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8 codes with one scale a token and head; the form of the decode buffer.
+    """INT8 codes with one scale per token and head; the format of the decode buffer.
 
     Args:
         x: float [B, H, M, D].
@@ -58,11 +58,11 @@ def quantize_tokens(
 
 
 def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stage 1: INT8 codes with one scale a head and block of tokens.
+    """Stage 1: INT8 codes with one scale per head and block of tokens.
 
     Args:
         x: float [B, H, M, D].
-        block: tokens in a block; the last one may be short.
+        block: tokens per block; the last one may be short.
 
     Returns:
         codes int8 [B, H, M, D] in [-119, 119] and scale float32 [B, H, ceil(M / block)].
@@ -85,11 +85,11 @@ def seal_blocks(
     bits: int,
     backend: str = "auto",
 ) -> PagedHeads:
-    """Whole blocks of INT8 tokens to pages of `bits` bit, packed as `turbo_hf.layout` draws them.
+    """Seal whole blocks of INT8 tokens into pages of `bits` bits, packed as described in `turbo_hf.layout`.
 
     Args:
-        k, v: int8 [P, S, b, D], one block a page and head, tokens in time order; float16 or bfloat16 at 16 bit.
-        k_scale, v_scale: float32 [P, S, b], one a token and head; ones at 16 bit.
+        k, v: int8 [P, S, b, D], one block per page and head, tokens in time order; float16 or bfloat16 at 16 bit.
+        k_scale, v_scale: float32 [P, S, b], one per token and head; ones at 16 bit.
         bits: 16 (a copy), 8, 4, 3 or 2.
         backend: "auto", "triton" or "reference".
 
@@ -100,9 +100,9 @@ def seal_blocks(
         ValueError: wrong bits, dtype, block or shapes that do not agree.
 
     Source: TurboAttention eq. 4-6, alg. 1. The stage 2 step is the channel's range over the levels, rounded, with the
-    zero centred so that both ends share what the rounding leaves: on trained keys (d = 64) a relative error of 0.060 at
+    zero centered so that both ends share the rounding remainder: on trained keys (d = 64) a relative error of 0.060 at
     4 bit, against 0.061 with zero = min and 0.063 with the step rounded up. Steps that leave out extremes have less
-    error at 2 bit and lose more answers (`eval/results`).
+    error at 2 bit but lose more answers (`eval/results`).
     """
     if bits not in WIDTHS:
         raise ValueError(f"bits must be one of {', '.join(map(str, WIDTHS))}; got {bits}.")
@@ -123,16 +123,16 @@ def seal_blocks(
 
 
 def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
-    """The INT8 tokens of sealed blocks: stage 2 undone, stage 1 scales (`pages.scale`) still to be applied.
+    """The INT8 tokens of sealed blocks: stage 2 is undone, stage 1 scales (`pages.scale`) still have to be applied.
 
     Args:
         pages: P pages of S heads.
 
     Returns:
-        k and v, int8 [P, S, b, D] in [-127, 127], tokens in time order; at 16 bit the numbers themselves.
+        k and v, int8 [P, S, b, D] in [-127, 127], tokens in time order; at 16 bit, the stored numbers themselves.
 
     Raises:
-        ValueError: bits that no layout has.
+        ValueError: bits that no layout supports.
 
     Source: TurboAttention alg. 2 (K_q1 = K_q2 * s + z).
     """
@@ -142,18 +142,18 @@ def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every cached token in full precision, rows beginning at slot 0.
+    """Every cached token in full precision, rows starting at slot 0.
 
     Args:
         store: one layer's cache.
-        dtype: of the result.
-        rotated: the stored keys are rotated (`ops.rotate`); they are returned as they were before.
+        dtype: dtype of the result.
+        rotated: the stored keys are rotated (`ops.rotate`); they are returned un-rotated.
 
     Returns:
         k and v, dtype [B, Hkv, T, D]; T is at least the longest row; zeros past a row's end.
 
     Raises:
-        ValueError: dtype is no floating type.
+        ValueError: dtype is not a floating-point type.
 
     Source: TurboAttention sec. 3 (stage 2, then stage 1).
     """
@@ -163,15 +163,15 @@ def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tup
 
 
 def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:
-    """How much a KV head needs its bits: the heads of lowest score get the low width.
+    """How much each KV head needs its bits: the heads with the lowest scores get the low width.
 
     Args:
-        k, v: float [B, Hkv, N, D], the tokens that decide.
+        k, v: float [B, Hkv, N, D], the tokens to decide by.
         metric: "priority" (range times the deviation of the channel gaps), "entropy" (of the channel gaps; flat gaps
             score low), "min_max" (range) or "variation" (deviation of the channel gaps).
 
     Returns:
-        float32 [B, Hkv]: the product of the key's and the value's score, free of their units.
+        float32 [B, Hkv]: the product of the key's and the value's score, independent of their units.
 
     Raises:
         ValueError: unknown metric, wrong dtype or rank.

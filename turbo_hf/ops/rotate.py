@@ -1,7 +1,7 @@
-"""Hadamard rotation of keys and of the queries that meet them: scores stay what they are.
+"""Hadamard rotation of keys, and of the queries that meet them: scores are unchanged.
 
-Keys are stored rotated: a few outlier channels become a bell curve over all of them, on which the levels of a narrow
-code are better spent.
+Keys are stored rotated: a few outlier channels become a bell curve over all channels, which makes better use of the
+levels of a narrow code.
 """
 
 import torch
@@ -12,7 +12,7 @@ from turbo_hf.reference import rotate as reference
 
 
 def rotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-    """Keys as a cache with rotated keys stores them.
+    """Rotate keys, as a cache with rotated keys stores them.
 
     Args:
         k: float [B, Hkv, M, D]. Runs of the largest power of two that divides D are rotated.
@@ -23,7 +23,7 @@ def rotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         queries, so that no entry of it is rounded.
 
     Raises:
-        ValueError: no float tensor of four dimensions, an odd D.
+        ValueError: not a float tensor of four dimensions, or an odd D.
 
     Source: QuaRot (arXiv:2404.00456), sec. 4.2; Sylvester's matrix.
     """
@@ -49,7 +49,7 @@ def rotate_queries(q: torch.Tensor, backend: str = "auto") -> torch.Tensor:
 
 
 def unrotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-    """What `rotate_keys` was given.
+    """Undo `rotate_keys`.
 
     Args:
         k: float [B, Hkv, M, D], rotated.

@@ -1,4 +1,4 @@
-"""Buckets of keys, and which of them a query visits."""
+"""Buckets of keys, and which of them each query visits."""
 
 from collections.abc import Mapping
 
@@ -13,20 +13,20 @@ from turbo_hf.reference import select as reference
 def assign(
     keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """The bucket of each key: that of the centroid with which its inner product is largest, the first of equals.
+    """The bucket of each key: that of the centroid with the largest inner product, the first one in a tie.
 
     Args:
         keys: float [B, Hkv, M, D].
         centroids: float [Hkv, C, D], of unit length.
         rotary: cos and sin, [1 or B, M, r] with r up to D: the rotary embedding of the keys (half layout: channels c
-            and c + r/2 turn together) is undone first. None: they are taken as they are.
+            and c + r/2 rotate together) is undone first. None: keys are used as they are.
         backend: "auto", "triton" or "reference".
 
     Returns:
         int16 [B, Hkv, M], in [0, C).
 
     Raises:
-        ValueError: shapes or devices that do not agree, or more centroids than 16 bits name.
+        ValueError: shapes or devices that do not agree, or more centroids than 16 bits can number.
 
     Source: SAAP sec. 4 (spherical k-means).
     """
@@ -47,13 +47,13 @@ def classify(
     rotary: Rotary | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """What a query classifier says of each bucket: two linear layers with a ReLU between, one pair for each KV head;
-    the sum over the query heads of a group.
+    """A query classifier's logits for each bucket: two linear layers with a ReLU in between, one pair for each KV head,
+    summed over the query heads of a group.
 
     Args:
         queries: float [B, Hkv, M, G, D], grouped by KV head.
         classifier: "weight_1" [Hkv, D, hidden], "bias_1" [Hkv, hidden], "weight_2" [Hkv, hidden, C], "bias_2" [Hkv, C].
-        rotary: of the queries, as in `assign`.
+        rotary: rotary embedding of the queries, as in `assign`.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -82,12 +82,12 @@ def classify(
 def score(
     queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, backend: str = "auto"
 ) -> torch.Tensor:
-    """The inner products of queries with centroids, the sum over the query heads of a group.
+    """The inner products of queries with centroids, summed over the query heads of a group.
 
     Args:
         queries: float [B, Hkv, M, G, D], grouped by KV head.
         centroids: float [Hkv, C, D].
-        rotary: of the queries, as in `assign`.
+        rotary: rotary embedding of the queries, as in `assign`.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -120,8 +120,8 @@ def look_up(
     rotary: Rotary | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a decode step asks of the index: `assign` of its keys, and of its queries `score`, or `classify` with a
-    classifier. On a GPU the first costs no launch of its own.
+    """What a decode step asks of the index: `assign` for its keys and, for its queries, `score`, or `classify` with a
+    classifier. On a GPU the first does not need a launch of its own.
 
     Args:
         keys: float [B, Hkv, M, D]. queries: float [B, Hkv, M, G, D], of the same tokens.
@@ -131,9 +131,9 @@ def look_up(
         Buckets int16 [B, Hkv, M], logits float32 [B, Hkv, M, 1, C].
 
     Raises:
-        ValueError: shapes or devices that do not agree, or more centroids than 16 bits name.
+        ValueError: shapes or devices that do not agree, or more centroids than 16 bits can number.
 
-    Source: as of these.
+    Source: as for these functions.
     """
     heads, _, dim = centroids.shape
     _check_keys(keys, centroids)
@@ -212,20 +212,21 @@ def visit(
     one key of the bucket, so that this order goes for few keys. Logits are finite.
 
     Args:
-        logits: float [B, Hkv, M, G, C], what the classifier (or another selector) says of each query head.
+        logits: float [B, Hkv, M, G, C], the output of the classifier (or another selector) for each query head.
         probes: buckets to visit; None with `mass`.
         mass: share of the attention that may be left out, above 0 and below 1; None with `probes`.
-        most: buckets visited at most under `mass`; None: no limit.
-        sizes: float [B, Hkv, C], keys of each bucket, for `mass`; an empty one is not visited. None: one each.
+        most: maximum number of buckets visited under `mass`; None: no limit.
+        sizes: float [B, Hkv, C], number of keys in each bucket, for `mass`; an empty bucket is not visited. None: one
+            key each.
         backend: "auto", "triton" or "reference".
 
     Returns:
-        bool [B, Hkv, M, C]; equal buckets: the first.
+        bool [B, Hkv, M, C]; in a tie, the first bucket.
 
     Raises:
         ValueError: not exactly one of probes and mass, or one outside its range.
 
-    Source: SAAP sec. 4, 5 (l buckets, queries of a group together).
+    Source: SAAP sec. 4, 5 (l buckets, the queries of a group together).
     """
     if logits.dim() != 5:
         raise ValueError(f"logits must be [B, Hkv, M, G, C]; got {tuple(logits.shape)}.")
@@ -250,7 +251,7 @@ def visit(
 
 
 def _obstacle(logits: torch.Tensor, mass: float | None) -> str | None:
-    """Why the kernels, of which that for `mass` holds all logits of a KV head at once, cannot serve this call."""
+    """Why the kernels cannot serve this call (the one for `mass` holds all logits of a KV head at once)."""
     if logits.dtype == torch.float64:
         return "float64 has no kernel"
     if mass is not None and logits.shape[-1] > 8192:

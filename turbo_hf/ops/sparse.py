@@ -1,4 +1,4 @@
-"""Attention of the newest tokens over a part of the compressed cache: visited buckets, first and newest tokens."""
+"""Attention of the newest tokens over part of the compressed cache: visited buckets, first and newest tokens."""
 
 import torch
 
@@ -28,31 +28,33 @@ def sparse_decode(
     read: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> AttentionOutput:
-    """Causal attention of each row's M newest tokens over some of the keys that the cache holds, each key once.
+    """Causal attention of each row's M newest tokens over some of the cached keys, reading each key once.
 
-    A query at place p of its row attends to the key at place t <= p if t < sink_tokens, or t > p - window_tokens, or
-    the key's bucket is visited, by all query heads of its KV head together or by itself. Each of the M queries is one
-    of its own: what it gets does not depend on the others. Scores and sums are computed as `ops.decode` computes them.
+    A query at position p of its row attends to the key at position t <= p if t < sink_tokens, or t > p - window_tokens,
+    or the key's bucket is visited, either by all query heads of its KV head together or by the head itself. The M
+    queries are independent: the result for one does not depend on the others. Scores and sums are computed as in
+    `ops.decode`.
 
     Args:
         q: float [B, Hq, M, D], as in `ops.decode`.
-        store: one layer's cache, the M tokens included.
-        buckets: int16 [B, Hkv, L, cap], by hash table (1 but for "lsh-tables") and place in the row; -1: not known,
-            such a key is attended to. cap is at least the longest row. None: no key has one, the dense part alone.
-        visited: bool [B, Hkv, M, L, C], of all query heads of a KV head, or [B, Hq, M, L, C], of each; the latter has
-            no kernel where Hq is above Hkv.
+        store: one layer's cache, including the M tokens.
+        buckets: int16 [B, Hkv, L, cap], by hash table (1 except for "lsh-tables") and position in the row; -1: unknown,
+            such a key is attended to. cap is at least the longest row. None: no key has a bucket, so the dense part
+            alone is read.
+        visited: bool [B, Hkv, M, L, C], for all query heads of a KV head together, or [B, Hq, M, L, C], for each head;
+            the latter has no kernel if Hq is above Hkv.
         scaling, starts, softcap, sinks, mode, sas_threshold: as in `ops.decode`.
         spans: int16 [B, Hkv, n, 2], the smallest and the largest bucket in each of the first n blocks of a row, -1:
-            not known. It tells the kernel which blocks it need not read, and changes no result. None: none is known.
-        sink_tokens, window_tokens: the first and the newest tokens that are always attended to.
-        meetings: tables in which a key's bucket must be visited.
-        read: int64 [1], to which the number of keys read is added, over rows, KV heads and queries, once where several
-            query heads of a KV head read a key; None: not counted.
+            unknown. It tells the kernel which blocks it can skip, and does not change the result. None: none is known.
+        sink_tokens, window_tokens: how many of the first and newest tokens are always attended to.
+        meetings: in how many tables a key's bucket must be visited.
+        read: int64 [1], to which the number of keys read is added, over rows, KV heads and queries, counting a key once
+            if several query heads of a KV head read it; None: not counted.
         backend: "auto", "triton" or "reference".
 
     Returns:
         out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, over the
-        attended keys, sinks included, -inf where a row has no token.
+        attended keys, including sinks, -inf where a row has no token.
 
     Raises:
         ValueError: shapes, lengths, dtypes or devices that do not agree, an unknown mode, a softcap or sas_threshold of
@@ -102,7 +104,7 @@ def sparse_decode(
 def _check_buckets(
     q: torch.Tensor, kv_heads: int, longest: int, buckets: torch.Tensor, visited: torch.Tensor, meetings: int
 ) -> None:
-    """longest: tokens sealed in the longest row, as far as they are known."""
+    """longest: tokens sealed in the longest row, as far as known."""
     batch = q.shape[0]
     tables = buckets.shape[2]
     asked = [(batch, heads, q.shape[2], tables) for heads in (kv_heads, q.shape[1])]
