@@ -22,17 +22,17 @@ from turbo_hf.ops.tuning import prefill_mode
 from turbo_hf.sparse import Scores, Source, attend_sparse, look_up, new_buckets
 
 NAME = "turbo_hf"
-"""What `config._attn_implementation` says on a patched model."""
+"""The value of `config._attn_implementation` on a patched model."""
 
 PLAN_PAYS = 1 << 27
-"""Rows times tokens squared from which on cuDNN should pay although it makes a plan for each new shape.
+"""Rows times tokens squared from which cuDNN should pay off although it makes a plan for each new shape.
 
-An estimate: on an H200 a plan took about 37 ms, and FlashAttention-2, scaled down from 1 x 131k, should lose about as
-much to cuDNN in 32 layers of 32 heads of this size.
+An estimate: on an H200 a plan took about 37 ms, and FlashAttention-2, scaled down from 1 x 131k, should be slower than
+cuDNN by about as much in 32 layers of 32 heads of this size.
 """
 
 HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer"})
-"""Keywords of `generate` that Transformers hands on to each pass, where nothing reads them."""
+"""Keywords of `generate` that Transformers passes on to each forward pass, where nothing reads them."""
 
 HARMLESS = HANDED_ON | frozenset(
     {
@@ -61,7 +61,7 @@ NO_WEIGHTS = (
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
-    cache, layer: what the call stores to; both None where it is not compressed. rotary: this call's (cos, sin).
+    cache, layer: what the call stores to; both None if it is not compressed. rotary: this call's (cos, sin).
     """
 
     cache: TurboCache | None
@@ -86,7 +86,7 @@ def turbo_attention(
     turbo: TurboCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the compressed cache; over full-precision keys and values where there is none.
+    """Attention over the compressed cache; over full-precision keys and values if there is none.
 
     query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
     Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
@@ -138,7 +138,7 @@ def _decompressed(
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
-    # asked of all layers by the first one, which has stored nothing yet
+    # the first layer checks all layers, before anything has been stored
     by_bucket = next((held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.ordered)), None)
     if by_bucket is not None and mask is not None and mask.dim() != 2:
         raise Unsupported(
@@ -159,7 +159,7 @@ def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.T
 
 
 def _require_no_padding(layer: TurboLayer, tokens: int) -> None:
-    """ValueError where the cache was told of padding in the new columns, of which the model told nothing."""
+    """ValueError if the cache was given padding in the new columns that the model did not pass."""
     if layer.padding is None or layer.seen >= layer.padding.shape[1]:
         return
     if not layer.padding[:, layer.seen : layer.seen + tokens].all():
@@ -205,7 +205,7 @@ def _compressed(
     if mask is not None and len(mask) != len(query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(query)}. Pass one row for each.")
     if mask is None and layer.step is None:
-        # a step that may be captured is held against its mask before
+        # a step that may be captured has been checked against its mask before
         _require_no_padding(layer, query.shape[2])
     chunk = cache.chunk(mask, layer, query.shape[2])
     scores = scores._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
@@ -264,7 +264,7 @@ def _prompt(
     if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scores):
         out = _sdpa(q, k, v, scores.scaling)
     else:
-        # over a past, the chunk's own keys stand as the stored ones do
+        # over a past, the chunk's own keys are rotated like the stored ones
         turned = layer.seen > 0 and config.rotates
         out = prefill(
             rotate_queries(q, config.backend) if turned else q,
@@ -276,7 +276,7 @@ def _prompt(
             window=layer.window,
             mode=mode,
             v_scale=config.v_scale,
-            # prepares keys for rounding, which this mode does not do
+            # these prepare keys for rounding, which this mode does not do
             smooth_k=config.smooth_k and mode != "fp16",
             hadamard=config.hadamard and mode != "fp16" and not turned,
             backend=config.backend,
@@ -293,7 +293,7 @@ def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, s
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention in the model's precision: by cuDNN where that pays, else by the first kernel that can."""
+    """Causal attention in the model's precision: by cuDNN where that pays off, else by the first kernel that can."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and (q.dtype == torch.float32 or q.shape[-1] > 256):
         # no fused kernel shares keys among heads here, and the plain one holds all M x M scores
@@ -311,8 +311,8 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
 def sas_threshold(config: TurboConfig, tokens: int) -> float | None:
     """SAS threshold for a context of `tokens`; None without SAS.
 
-    The default falls with the length, so that all that is dropped stays below what it may be at 1,024 tokens: 1024 e^-6
-    of the largest weight.
+    The default falls with the length, so that the total dropped stays below its bound at 1,024 tokens: 1024 e^-6 of the
+    largest weight.
     """
     if not config.sas or config.sas_threshold is not None:
         return config.sas_threshold
@@ -345,10 +345,10 @@ def _dense(
     options: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Hugging Face's own attention: no cache, or a cache that is not ours, or a pattern that we do not compress."""
+    """Hugging Face's own attention: for no cache, a cache that is not ours, or a pattern that we do not compress."""
     queries, keys = query.shape[2], key.shape[2]
     uses_sdpa = options["softcap"] is None and options["s_aux"] is None
-    # without a mask SDPA can take its flash kernel, whose own causal flag is right for a square of scores only
+    # without a mask SDPA can take its flash kernel, whose own causal flag is correct only for square scores
     flash = uses_sdpa and mask is None and window is None and causal and queries == keys
     if not flash and (mask is None or mask.dim() == 2):
         mask = dense_mask(mask, queries, keys, causal=causal, window=window, device=query.device)

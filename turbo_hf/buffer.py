@@ -1,6 +1,6 @@
-"""The open part of one layer's cache: the newest tokens of each row, in INT8 with one scale a token and head.
+"""The open part of one layer's cache: the newest tokens of each row, in INT8 with one scale per token and head.
 
-As they are, with scale 1, in a layer that has heads of 16 bit.
+In a layer that has 16-bit heads: unquantized, with scale 1.
 """
 
 import functools
@@ -24,7 +24,7 @@ def storing(method: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(method)
     def stores(*args: P.args, **kwargs: P.kwargs) -> R:
-        # `generate` has switched gradients off already, and a layer is asked several times a pass
+        # `generate` has already disabled gradients, and this is called several times per pass and layer
         plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
         return method(*args, **kwargs) if plain else guarded(*args, **kwargs)
 
@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 
 
 def to_open(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: str) -> Tokens:
-    """New tokens [B, H, M, D] as open ones of type `dtype`; where a token holds NaN or Inf its scale does."""
+    """New tokens [B, H, M, D] as open ones of type `dtype`; a token with NaN or Inf has such a scale."""
     if dtype == torch.int8:
         return Tokens(*quantize_tokens(k, backend=backend), *quantize_tokens(v, backend=backend))
     k, v = k.to(dtype), v.to(dtype)
@@ -59,7 +59,7 @@ def on_scale(k: torch.Tensor, v: torch.Tensor, own: Tokens, span: torch.Tensor, 
 
 
 GRAIN = 16
-"""Tokens by which the buffer grows. It has room for one grain at least, so that no op sees a cache without slots."""
+"""Tokens by which the buffer grows. It has room for at least one grain, so no op sees a cache without slots."""
 
 
 def _rounded(tokens: int) -> int:
@@ -95,7 +95,7 @@ class OpenBuffer:
         return self.k, self.v, self.k_scale, self.v_scale, self.device_length()
 
     def reserve(self, tokens: int, starts: list[int] | None) -> None:
-        """Room for `tokens` more a row, row r's from column `starts[r]` on."""
+        """Make room for `tokens` more per row, row r's from column `starts[r]` on."""
         needed = max(self._after(tokens, starts))
         if needed > self.capacity:
             self._resize(needed, [0] * len(self.length))
@@ -149,7 +149,7 @@ class OpenBuffer:
     ) -> None:
         """In plain torch what `ops.append.append_tokens` does in a kernel. layer: the number to name in an error.
 
-        NaN and Inf are told before anything is stored.
+        NaN and Inf are reported before anything is stored.
         """
         tokens = to_open(k, v, self.k.dtype, backend)
         require_finite({layer: ~(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all())})
@@ -165,7 +165,7 @@ class OpenBuffer:
         return Tokens(k, self.k_scale[rows, :, :block], v, self.v_scale[rows, :, :block])
 
     def ranked_heads(self, rows: torch.Tensor | slice, config: TurboConfig) -> torch.Tensor:
-        """Heads of `rows`, by their first block: from the one that needs its bits most on, int64 [rows, H]."""
+        """Heads of `rows`, ranked by their first block, the one that needs its bits most first, int64 [rows, H]."""
         k, k_scale, v, v_scale = self.first_block(rows, config.block_size)
         keys = k * k_scale[..., None]
         # the metrics look at channels
@@ -184,13 +184,13 @@ class OpenBuffer:
             self.v_scale[row, head, own] = self.v_scale[row, head, own][at]
 
     def drop_front(self, counts: list[int]) -> None:
-        """Forget the oldest `counts[row]` tokens of each row, and give back the memory."""
+        """Drop the oldest `counts[row]` tokens of each row, and release the memory."""
         self.length = [held - count for held, count in zip(self.length, counts, strict=True)]
         self._device_length = None
         self._resize(max(self.length), counts)
 
     def drop_back(self, counts: list[int]) -> None:
-        """Forget the newest `counts[row]` tokens of each row."""
+        """Drop the newest `counts[row]` tokens of each row."""
         self.length = [held - count for held, count in zip(self.length, counts, strict=True)]
         self._device_length = None
 

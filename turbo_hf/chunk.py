@@ -1,4 +1,4 @@
-"""Which columns of a forward pass hold tokens, and how rows of different length are aligned."""
+"""Which columns of a forward pass hold tokens, and how rows of different lengths are aligned."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ DIFFERS = (
 
 
 class Step(NamedTuple):
-    """A pass of one token a row that may be replayed: `steps.Steps` counts for it what the host counts.
+    """A pass of one token per row that may be replayed: `steps.Steps` does the host's counting for it.
 
     sealed: blocks of each row once the step has sealed those that are full. plans: as in `KVStore`. arrived: int32 [B],
     zeros, as in `ops.append.append_step`.
@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
 
 
 def chunk_of(valid: torch.Tensor, same: torch.Tensor | None = None) -> Chunk:
-    """The `Chunk` of a mask bool [B, M]; one read from the device. same: bool [], whether the past stands as it did."""
+    """The `Chunk` of a mask bool [B, M]; one read from the device. same: bool [], whether the past is unchanged."""
     tokens = valid.shape[1]
     counts = valid.sum(-1)
     aligned = torch.arange(tokens, device=valid.device) >= (tokens - counts)[:, None]
@@ -120,5 +120,5 @@ def chunk_of_padding(padding: torch.Tensor | None, seen: int, x: torch.Tensor) -
             "for each row that runs (repeat rows for beams and returned sequences)."
         )
     told = padding[:, seen : seen + tokens].to(x.device).bool()
-    # what is generated lies behind the mask of the prompt, and is no padding
+    # generated tokens lie beyond the mask of the prompt, and are not padding
     return chunk_of(torch.nn.functional.pad(told, (0, tokens - told.shape[1]), value=True))

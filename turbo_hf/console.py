@@ -1,4 +1,4 @@
-"""What the commands share: where they print, options they have in common, how they refuse, how they load a model."""
+"""What the commands share: output, common options, refusals, and loading of models."""
 
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ out = Console()
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON last.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes the first GPU, if there is one.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto uses the first GPU, if there is one.")]
 
 
 def print_error(message: str) -> None:
@@ -20,20 +20,20 @@ def print_error(message: str) -> None:
 
 
 def fail(message: str) -> typer.Exit:
-    """Print the message as an error; raise what is returned, which ends the command with status 1."""
+    """Print the message as an error; raise the returned exception to end the command with status 1."""
     print_error(message)
     return typer.Exit(1)
 
 
 def choose_device(device: str) -> str:
-    """`device`, and for "auto" the first GPU, or the CPU where there is none."""
+    """`device`; for "auto" the first GPU, or the CPU if there is none."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
 
 
 def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
-    """Model and left-padding tokenizer; Exit with a sentence where they cannot be had."""
+    """Model and left-padding tokenizer; exits with a message if they cannot be loaded."""
     device = choose_device(device)
     if device == "meta":
         raise fail("--device meta holds no weights to run; choose cpu or cuda.")

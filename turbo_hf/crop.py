@@ -1,4 +1,4 @@
-"""Which of its newest tokens a layer can give up."""
+"""Which of a layer's newest tokens can be removed."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
-    """How many tokens of each row `layer.crop(tokens_to_remove)` would remove; none of a layer without tokens.
+    """How many tokens of each row `layer.crop(tokens_to_remove)` would remove; [] for a layer without tokens.
 
     Raises:
         ValueError: a positive number, more columns than there are, or tokens that stay or go together with others:
@@ -38,7 +38,7 @@ def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
 
 
 def require_recorded(layer: Any, index: int) -> None:
-    """ValueError if one of Transformers' own layers has not kept what `crop` would bring back."""
+    """ValueError if one of Transformers' own layers has not kept what `crop` would restore."""
     if getattr(layer, "record_past", True):
         return
     if type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window:

@@ -1,7 +1,7 @@
 """Whole decode steps as CUDA graphs: the forward pass that `generate` calls, captured once and then replayed.
 
-The way in is `generate`'s own slot for a compiled forward pass. What is captured is one pass of the model over one new
-token of each row; `Steps` knows when it can be replayed. Every other pass goes to the model as it came.
+The hook is `generate`'s own slot for a compiled forward pass. What is captured is one pass of the model over one new
+token per row; `Steps` knows when it can be replayed. Every other pass goes to the model unchanged.
 """
 
 import functools
@@ -26,10 +26,10 @@ from turbo_hf.selectors import selector_obstacle
 from turbo_hf.steps import Steps, config_obstacle, lasting_obstacle, obstacle
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
-"""Keywords of a step that are no tensors, and become a part of what is captured."""
+"""Keywords of a step that are not tensors, and become part of the capture."""
 
 FALSE = frozenset({"output_attentions", "output_hidden_states"})
-"""Keywords of a step that ask for what a replay does not give."""
+"""Keywords of a step that ask for outputs that a replay does not provide."""
 
 RECORDS = "transformers."
 """Modules of Transformers' own hooks."""
@@ -39,14 +39,14 @@ class Device(Protocol):
     """Where steps run before they are replayed, and how they are captured."""
 
     def warm(self, step: Callable[[], Any]) -> Any:
-        """The step itself; what it compiles and allocates once is then there for a capture."""
+        """Run the step itself; what it compiles and allocates once is then available to a capture."""
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """A call that replays the step and returns what it returned. Computes nothing."""
 
 
 class CudaDevice:
-    """A stream of its own, and memory that all graphs captured on it share: only one of them may run at a time."""
+    """A separate stream, and memory shared by all graphs captured on it: only one of them may run at a time."""
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
@@ -61,7 +61,7 @@ class CudaDevice:
             with torch.cuda.stream(self._stream):
                 return step()
         finally:
-            # after an error too: what the step has stored is then asked for
+            # also after an error: what the step has stored is then read
             current.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
@@ -86,7 +86,7 @@ class CudaDevice:
             raise
 
     def _anchored(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A capture behind a graph that stays: once the last one of a pool is gone, torch captures into it no more."""
+        """A capture after a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
         if self._anchor is None:
             self._cast_anchor()
         return self._captured(step)
@@ -96,13 +96,13 @@ class CudaDevice:
 
     def _end(self) -> None:
         """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
-        # torch has no public call for this; where it is gone or has been done, a new pool does without
+        # torch has no public call for this; if it is missing or already done, a new pool does without
         with suppress(AttributeError, RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
         self._pool, self._anchor = torch.cuda.graph_pool_handle(), None
 
     def _mend(self) -> None:
-        """As `_end`; and torch's generator, which the graph still has: a capture that succeeds gives it back."""
+        """As `_end`, also for torch's generator, which the graph still holds: a successful capture returns it."""
         self._end()
         self._cast_anchor()
 
@@ -110,12 +110,12 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            # not torch.cuda.graph: it gives the allocator's memory back, which costs the next prompt milliseconds
+            # not torch.cuda.graph: it releases the allocator's memory, which costs the next prompt milliseconds
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 out = step()
             except BaseException:
-                # the error of the step says more than that of the capture which it spoilt
+                # the step's error is more informative than that of the capture that it broke
                 with suppress(RuntimeError):
                     graph.capture_end()
                 raise
@@ -140,19 +140,18 @@ def cuda_device(device: torch.device) -> CudaDevice:
 
 
 class StepRunner:
-    """The forward pass of one `generate` call: replayed where that is right, the model's own elsewhere.
+    """The forward pass of one `generate` call: replayed where that is correct, the model's own elsewhere.
 
-    The first steady step runs as it is, the second is captured, further ones are replayed; and so again when pages have
-    been reserved or a plan has moved, every few hundred steps. A change from outside between two steps (another pass, a
-    crop, rows reordered) starts this anew, and each time one more step runs as it is: a change in every step
-    costs little.
+    The first steady step runs normally, the second is captured, later ones are replayed; and again so whenever pages
+    have been reserved or a plan has moved, every few hundred steps. An outside change between two steps (another pass,
+    a crop, reordered rows) restarts this, with one more normal step each time: a change in every step costs little.
 
     Args:
-        model: the model, patched.
+        model: the patched model.
         limit: columns at the end of generation; None: not known.
         device: where steps run.
-        demanded: a cache whose steps can never be replayed, and a step that cannot be captured, are errors; else the
-            model runs as it is, after a warning where a capture failed.
+        demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
+            else the model runs normally, after a warning if a capture failed.
     """
 
     def __init__(self, model: Any, limit: int | None, device: Device, demanded: bool = False):
@@ -183,14 +182,14 @@ class StepRunner:
             return self._model(**kwargs)
         self._take(kwargs)
         if self._steps.needs_pages():
-            # what was captured holds the pages of today
+            # what was captured refers to the current pages
             self._drop()
         steps = self._steps
         steps.begin()
         try:
             out = self._run(steps)
         except BaseException:
-            # some layers may hold the token, which the next pass is to know
+            # some layers may already hold the token, which the next pass must know
             steps.recount()
             raise
         if out is None:
@@ -199,7 +198,7 @@ class StepRunner:
         return out
 
     def __del__(self) -> None:
-        # `generate` has let go of it: the only word of its end
+        # `generate` has released it: the only sign that it has ended
         steps = self._steps
         self._forget()
         # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors, or
@@ -208,7 +207,7 @@ class StepRunner:
             steps.close()
 
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call brings one token a row to a TurboCache and asks for nothing else. Reads no device."""
+        """Whether a call passes one token per row to a TurboCache and asks for nothing else. No device read."""
         cache, ids, at = (kwargs.get(name) for name in ("past_key_values", "input_ids", "position_ids"))
         if not (isinstance(cache, TurboCache) and isinstance(ids, torch.Tensor) and isinstance(at, torch.Tensor)):
             return False
@@ -229,7 +228,7 @@ class StepRunner:
         return not (busy or _capturing(ids))
 
     def _confirmed(self, steps: Steps, mask: torch.Tensor | None) -> bool:
-        """Whether the mask says what the cache holds, and that no new token is padding. One read from the device.
+        """Whether the mask matches what the cache holds, and no new token is padding. One read from the device.
 
         Raises:
             ValueError: a block that is about to be sealed may hold NaN or Inf.
@@ -248,7 +247,7 @@ class StepRunner:
         return False
 
     def _take(self, kwargs: dict[str, Any]) -> None:
-        """The inputs of this step to the memory from which a step reads them."""
+        """Copy the inputs of this step to the memory from which a replayed step reads them."""
         given = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         old = self._inputs
         same = old.keys() == given.keys() and all(
@@ -269,7 +268,7 @@ class StepRunner:
                 self._inputs[name].copy_(value)
 
     def _run(self, steps: Steps) -> Any:
-        """What the model makes of the inputs; None where a capture failed, and then nothing has been done."""
+        """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
         tensors, old = steps.tensors(), self._captured
         if self._replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
             self._drop()
@@ -300,7 +299,7 @@ class StepRunner:
             return self._model(attention_mask=None, **self._inputs)
 
     def _drop(self) -> None:
-        """Give up what was captured. One step runs before the next capture: it may need a kernel that is new."""
+        """Discard the capture. One step runs before the next capture, as it may need a new kernel."""
         self._replay, self._captured, self._warm = None, [], min(self._warm, self._restarts - 1)
 
     def _forget(self) -> None:
@@ -309,7 +308,7 @@ class StepRunner:
 
 
 def _capturing(x: torch.Tensor) -> bool:
-    """Whether launches over x would be captured, and not run."""
+    """Whether launches over x would be captured instead of run."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -347,7 +346,7 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
         return "there are global module hooks, which a replay would not call"
     for module in modules:
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        # Transformers' own record outputs, and are asked for by a keyword
+        # Transformers' own hooks record outputs, and are requested by a keyword
         foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]
         if foreign or "_hf_hook" in module.__dict__:
             names = (name or "the model" for name, held in model.named_modules() if held is module)
@@ -378,7 +377,7 @@ class Door:
     _held: threading.local = field(default_factory=threading.local)
 
     def offer(self, runner: StepRunner | None) -> None:
-        """What this thread's next `take` gets."""
+        """Set what this thread's next `take` returns."""
         self._held.runner = runner
 
     def take(self) -> StepRunner | None:

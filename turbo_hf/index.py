@@ -1,4 +1,4 @@
-"""The index of one layer: the bucket of every cached token, by place in its row."""
+"""The index of one layer: the bucket of every cached token, by position in its row."""
 
 import torch
 
@@ -6,22 +6,23 @@ from turbo_hf.selectors import Selector
 from turbo_hf.transfer import nothing, shared
 
 GRAIN = 64
-"""Tokens by which the index grows, at least."""
+"""Minimum number of tokens by which the index grows."""
 
 SPARE = 64
 """Tokens beyond the newest ones, that are always read, which stay in the order of time: so many may be cropped."""
 
 
 class BucketIndex:
-    """Buckets of all rows: int16 [B, Hkv, tables, cap] at `buckets`; -1 where none is known.
+    """Buckets of all rows: int16 [B, Hkv, tables, cap] in `buckets`; -1 where unknown.
 
-    A token keeps its bucket, and its place but for one time: when a prompt is sealed, the tokens of each head that are
-    not always read are put in the order of their buckets (`sort`), here and in the pages, so that a step reads whole
-    blocks of what it visits. Of such blocks the smallest and the largest bucket are in `spans`, int16
-    [B, Hkv, blocks, 2]; -1 where nothing is known. What lies past a row's end is written again.
+    A token keeps its bucket, and also its place, with one exception: when a prompt is sealed, the tokens of each head
+    that are not always read are sorted by bucket (`sort`), here and in the pages, so that a step reads whole blocks of
+    what it visits. The smallest and largest bucket of such blocks are in `spans`, int16 [B, Hkv, blocks, 2]; -1 where
+    unknown. Anything past a row's end will be overwritten.
 
     Args:
-        rows, heads, device: of the layer. block: tokens of one. selector: what makes the buckets; None: nothing does.
+        rows, heads, device: of the layer. block: tokens per block. selector: what assigns the buckets; None: nothing
+            does.
     """
 
     def __init__(self, rows: int, heads: int, block: int, selector: Selector | None, device: torch.device):
@@ -30,17 +31,17 @@ class BucketIndex:
         self.buckets = nothing((rows, heads, tables, 0), torch.int16, device)
         self.spans = nothing((rows, heads, 0, 2), torch.int16, device)
         self._all_known = True
-        # of each row the blocks that stand in order
+        # for each row, the blocks in bucket order
         self.ordered: list[list[range]] = [[] for _ in range(rows)]
 
     @property
     def tables(self) -> int:
-        """Buckets of a token; 0: this layer reads all keys, or none by its bucket."""
+        """Buckets per token; 0: this layer reads all keys, or none by bucket."""
         return self.buckets.shape[2]
 
     @property
     def sorts(self) -> bool:
-        """Whether tokens can be put in the order of their buckets: they have one each, which was always known."""
+        """Whether tokens can be sorted by bucket: each has one, and it was always known."""
         return self.tables == 1 and self._all_known
 
     def append(self, new: torch.Tensor | None, held: list[int], tokens: int, starts: list[int] | None) -> None:
@@ -60,7 +61,7 @@ class BucketIndex:
             return
         rows = [row for row, start in enumerate(begin) if start < tokens]
         row, first, end = (shared([x[r] for r in rows], new.device)[:, None] for x in (range(len(held)), begin, held))
-        # columns of padding repeat the first token: to find the others would be to wait for the device
+        # padding columns repeat the first token: finding the others would mean waiting for the device
         source = torch.maximum(torch.arange(tokens, device=new.device), first)
         self.buckets[row, :, :, end + source - first] = new[row, :, :, source]
 
@@ -105,7 +106,7 @@ class BucketIndex:
         return [max(0, tokens - newest) // self.block for tokens in held]
 
     def sort(self, row: int, blocks: range) -> torch.Tensor:
-        """Put the buckets of these blocks in order; returns which token each place takes, int64 [Hkv, tokens]."""
+        """Sort the buckets of these blocks; returns the token that each place takes, int64 [Hkv, tokens]."""
         at = slice(blocks.start * self.block, blocks.stop * self.block)
         own, order = self.buckets[row, :, 0, at].sort(stable=True, dim=-1)
         self.buckets[row, :, 0, at] = own
@@ -133,13 +134,13 @@ class BucketIndex:
                 )
 
     def cut(self, left: list[int]) -> None:
-        """Forget what lies behind the first `left[row]` tokens of each row."""
+        """Drop everything after the first `left[row]` tokens of each row."""
         for row, tokens in enumerate(left):
             self.ordered[row] = [blocks for blocks in self.ordered[row] if blocks.start * self.block < tokens]
             self.spans[row, :, tokens // self.block :] = -1
 
     def trim(self, held: int) -> None:
-        """Give back the room behind `held` tokens of a row, where it is worth it."""
+        """Release the room after `held` tokens of a row, if it is worth it."""
         room = -(-held // GRAIN) * GRAIN
         if self.buckets.shape[-1] - room > room // 32:
             self.buckets = self.buckets[..., :room].clone()

@@ -21,18 +21,18 @@ from turbo_hf.selectors import Selector
 from turbo_hf.transfer import require_finite, shared
 
 DECODE_TOKENS = 16
-"""At most this many new tokens over a past count as decoding: they join the cache before attention reads it."""
+"""Up to this many new tokens over a past count as decoding: they are stored before attention reads the cache."""
 
 
 class TurboLayer(CacheLayerMixin):
-    """Keys and values of one attention layer: sealed pages and an open INT8 buffer, one length a row.
+    """Keys and values of one attention layer: sealed pages and an open INT8 buffer, with one length per row.
 
-    Padding is not stored: each row begins at its first real token, so that its blocks and scales are the same alone
-    and in any batch. `seen` counts columns, padding included, because that is what Transformers asks for.
+    Padding is not stored: each row begins at its first real token, so its blocks and scales are the same alone and in
+    any batch. `seen` counts columns, including padding, because that is what Transformers asks for.
 
     Args:
         config: widths, block size, buffer scale.
-        window: tokens that a query sees, itself included; None: all. Older whole blocks are dropped.
+        window: how many tokens a query sees, including itself; None: all. Older whole blocks are dropped.
         index: the layer's number, for messages.
         head_order: KV heads from the one that needs its bits most to the one that needs them least; None: each row's
             first block tells. selector: decode steps read the keys that it chooses; None: all keys.
@@ -91,7 +91,7 @@ class TurboLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def reset(self) -> None:
-        """Forget every token and give the memory back; the layer can then take another batch."""
+        """Drop every token and release the memory; the layer can then take another batch."""
         if self.is_initialized:
             del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ordered
             del self.dropped, self.fixed, self.shown, self.universal, self.broken
@@ -113,7 +113,7 @@ class TurboLayer(CacheLayerMixin):
         return shown
 
     def get_seq_length(self) -> int:
-        """Columns seen, padding included."""
+        """Columns seen, including padding."""
         return self.seen
 
     def get_max_length(self) -> int:
@@ -132,7 +132,7 @@ class TurboLayer(CacheLayerMixin):
     # --- what the attention function calls ---------------------------------------------------------------------
 
     def is_decoding(self, tokens: int) -> bool:
-        """Whether `tokens` new tokens join the cache before attention reads it."""
+        """Whether `tokens` new tokens are stored before attention reads the cache."""
         return self.seen > 0 and tokens <= DECODE_TOKENS
 
     def store(self) -> KVStore:
@@ -189,7 +189,7 @@ class TurboLayer(CacheLayerMixin):
             self.buffer.count(chunk.tokens, chunk.starts)
         else:
             k = rotate_keys(k, self.config.backend) if self.config.rotates else k
-            # what lies under padding may be anything, and must not reach a scale
+            # the contents of padding are arbitrary, and must not affect a scale
             blank = chunk.blank(k), chunk.blank(v)
             self.buffer.take(*blank, chunk.starts, self.index, given, span, self.config.backend)
         self._see(chunk)
@@ -234,7 +234,7 @@ class TurboLayer(CacheLayerMixin):
         leaving = self.leaving()
         if not any(whole) and not any(leaving):
             return
-        # a block is final: what its tokens had noted must be heard
+        # a block is final: NaN or Inf noted for its tokens must be reported
         self._listen(defer)
         self._order_heads([row for row, n in enumerate(whole) if n and not self.ordered[row]])
         old = [min(n, sealed) for n, sealed in zip(leaving, pool.sealed, strict=True)]
@@ -280,9 +280,9 @@ class TurboLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Claimed by the attention hook: hand the new tokens on, the attention function will store them.
+        """If claimed by the attention hook: pass the new tokens on, as the attention function will store them.
 
-        Otherwise store them, and return full-precision keys and values of every column: always correct, slower.
+        Otherwise store them, and return full-precision keys and values of every column: always correct, but slower.
         """
         if self.claimed:
             self.claimed, self.pending = False, (key_states, value_states)
@@ -304,7 +304,7 @@ class TurboLayer(CacheLayerMixin):
         return dense
 
     def dense(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The newest `columns` columns, dequantised: [B, Hkv, columns, D], 0 at padding."""
+        """The newest `columns` columns, dequantized: [B, Hkv, columns, D], 0 at padding."""
         first = self.seen - min(columns, self.seen)
         k, v = dequantize(self.store(), self.dtype, self.config.rotates)
         token = torch.arange(first, self.seen, device=self.device).expand(self.rows, -1)
@@ -321,7 +321,7 @@ class TurboLayer(CacheLayerMixin):
     @storing
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns (0 or negative, see `removable`), then seal what waited."""
-        # assisted decoding of transformers 5.17 passes a tensor, which must not become a part of `seen`
+        # assisted decoding in transformers 5.17 passes a tensor, which must not become part of `seen`
         tokens_to_remove = int(tokens_to_remove)
         counts = removable(self, tokens_to_remove)
         if self.is_initialized:
@@ -353,7 +353,7 @@ class TurboLayer(CacheLayerMixin):
             self._select_rows(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, side by side."""
+        """Repeat each row `repeats` times, side by side."""
         if self.is_initialized:
             self._select_rows(torch.arange(self.rows).repeat_interleave(repeats))
 
@@ -377,13 +377,13 @@ class TurboLayer(CacheLayerMixin):
         self.rows = len(rows)
 
     def full_precision_bytes(self) -> int:
-        """What the tokens held now would take in the model's dtype."""
+        """Bytes that the tokens currently held would take in the model's dtype."""
         if not self.is_initialized:
             return 0
         return 2 * self.heads * self.dim * self.dtype.itemsize * sum(self.lengths())
 
     def nbytes(self) -> dict[str, int]:
-        """Allocated bytes by kind: sealed codes, what explains them (scales, steps, table), open tokens."""
+        """Allocated bytes by kind: sealed codes, their metadata (scales, steps, table), open tokens."""
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()

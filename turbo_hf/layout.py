@@ -1,11 +1,11 @@
-"""Where each bit of the compressed cache lies. Drawn here once; the reference and the kernels point to this page.
+"""Where each bit of the compressed cache lies. Described only here; the reference and the kernels refer to this module.
 
-Letters: `B` rows of the batch, `Hq` query heads, `Hkv` key/value heads, `D` head dim, `b` tokens in a block (64),
-`P` pages, `S` heads of one bit width ("slots"), `w` bits of one code.
+Letters: `B` rows of the batch, `Hq` query heads, `Hkv` key/value heads, `D` head dim, `b` tokens per block (64), `P`
+pages, `S` heads of one bit width ("slots"), `w` bits per code.
 
 A *page* is one sealed block of `b` tokens of one row, for every KV head. Pages of all rows lie in one pool, and
-`table[row, n]` names the page of the row's n-th block, so that rows of different length cost what they hold, beams
-share a prompt, and a kernel's work list is a list of pages. Heads of equal width stand together (`PagedHeads`);
+`table[row, n]` names the page of the row's n-th block, so that rows of different lengths cost only what they hold,
+beams share a prompt, and a kernel's work list is a list of pages. Heads of equal width are grouped (`PagedHeads`);
 `order[row, slot]` names the head that a slot holds.
 
 One page of one slot::
@@ -22,25 +22,25 @@ Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p
     3 bit   a 2-bit plane of the low bits (n/4 bytes), then a 1-bit plane of the high bits (n/8 bytes)
     8 bit   not packed: the stage 1 code itself, int8
 
-so that a mask and a shift of whole words unpack it, with no interleaving.
+so that a mask and a shift of whole words unpack it, without interleaving.
 
-Keys may be stored rotated (`ops.rotate`): what is said of a key here is then said of the rotated one.
+Keys may be stored rotated (`ops.rotate`): what is said about keys here then applies to the rotated ones.
 
-Dequantisation (TurboAttention sec. 3, stage 2 then stage 1)::
+Dequantization (TurboAttention sec. 3, stage 2 then stage 1)::
 
     x[token, channel] = clamp(code * step[channel] + zero[channel], -127, 127) * scale
 
-VALUE_ORDER: within each 16 tokens the values stand in the order in which a thread of an 8-bit tensor-core
+VALUE_ORDER: within each group of 16 tokens, values are in the order in which a thread of an 8-bit tensor-core
 instruction holds the probabilities that it has just computed, so that P feeds P V without a shuffle.
 
-Tokens of a prompt may stand in the order of their buckets in a layer for sparse decode, those of each head in its own
-(`turbo_hf.index`): attention does not ask for the order of what all its queries see.
+In a layer for sparse decoding, tokens of a prompt may be stored in bucket order, separately for each head
+(`turbo_hf.index`): attention does not depend on the order of keys that all its queries see.
 
-Open tokens, the fewer than `b` newest of each row that fill no block yet, are INT8 codes with one fp32 scale a token
-and head, in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
+Open tokens, the fewer than `b` newest of each row that do not fill a block yet, are INT8 codes with one fp32 scale per
+token and head, in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
 
 At 16 bit nothing is rounded: `k` [b, D] and `v` [D, b] hold the model's own numbers, tokens in time order, and every
-scale is 1. A layer that has a head of 16 bit keeps the open tokens of all its heads so: a full-precision window.
+scale is 1. A layer with a 16-bit head also keeps the open tokens of all its heads unquantized: a full-precision window.
 """
 
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ CODE_MAX = 119
 """Largest stage 1 code. 119, not 127: stage 2 rounds its step, and the headroom keeps `code * step + zero` in INT8."""
 
 INT8_MAX = 127
-"""Largest INT8 code of what is never sealed: queries, P, and a chunk's keys and values in the flash loop."""
+"""Largest INT8 code of values that are never sealed: queries, P, and a chunk's keys and values in the flash loop."""
 
 SAS_TILE = 32
 """Keys whose maximum SAS is relative to where nothing is quantized: short enough for float32 in shared memory."""
@@ -68,10 +68,10 @@ V_TOP = {"turbo": float(INT8_MAX), "int8": float(INT8_MAX), "fp8": E4M3_MAX}
 """Largest value code of the attention modes that quantize values."""
 
 BITS = (8, 4, 3, 2)
-"""Widths of codes."""
+"""Bit widths of codes."""
 
 FULL = 16
-"""Width of heads that are stored as they are."""
+"""Bit width of heads that are stored unquantized."""
 
 WIDTHS = (FULL, *BITS)
 BLOCK_SIZES = (32, 64, 128)
@@ -85,11 +85,11 @@ PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of a rotary embedding, [1 or B, tokens, channels that turn]."""
+"""cos and sin of a rotary embedding, [1 or B, tokens, rotated channels]."""
 
 
 class PagedHeads(NamedTuple):
-    """Pages of the KV heads that share one bit width (drawing above).
+    """Pages of the KV heads that share one bit width (see above).
 
     k: uint8 [P, S, b, D*bits/8], int8 [P, S, b, D] at 8 bit. v: uint8 [P, S, D, b*bits/8], int8 [P, S, D, b] at 8 bit.
     meta: int8 [P, S, 4, D], [P, S, 0, D] at 8 bit. scale: float32 [P, S, 2].
@@ -104,7 +104,7 @@ class PagedHeads(NamedTuple):
 
 
 class KVStore(NamedTuple):
-    """One layer's compressed cache, as an op sees it.
+    """One layer's compressed cache, as ops see it.
 
     heads: one `PagedHeads` a bit width, in slot order. order: int64 [B, Hkv], the head in each slot.
     table: int64 [B, blocks], the page of each sealed block, 0 past a row's end. sealed: int64 [B], sealed blocks a row.
@@ -156,7 +156,7 @@ class AttentionOutput(NamedTuple):
 
 
 def power_of_two(n: int) -> int:
-    """The least one that is not below n. Triton's own takes microseconds, in each launch."""
+    """The smallest power of two not below n. Triton's own takes microseconds, in each launch."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -185,7 +185,7 @@ def empty_pages(
     device: torch.device,
     full: torch.dtype = torch.float16,
 ) -> PagedHeads:
-    """Uninitialised pages for `slots` heads of width `bits` (shapes: `PagedHeads`). full: the type at 16 bit."""
+    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`). full: the type at 16 bit."""
     code = {FULL: full, 8: torch.int8}.get(bits, torch.uint8)
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
     v = torch.empty(pages, slots, head_dim, packed_bytes(block, min(bits, 8)), dtype=code, device=device)
@@ -211,7 +211,7 @@ def full_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x in `dtype`; what lies beyond its range, at its ends."""
+    """x in `dtype`, clamped to its range."""
     top = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
     return x.clamp(-top, top).to(dtype)
 

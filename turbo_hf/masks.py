@@ -1,4 +1,4 @@
-"""The mask function that Transformers calls once a pass for each kind of layer, and masks for dense attention."""
+"""The mask function that Transformers calls once per pass for each kind of layer, and masks for dense attention."""
 
 from collections.abc import Callable
 from typing import Any

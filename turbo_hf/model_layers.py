@@ -1,4 +1,4 @@
-"""What a model is, and what its config says of each layer: its kind, its window, its KV heads and head dim."""
+"""Checks of models, and what a config says about each layer: its kind, window, KV heads and head dim."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def require_model(model: object) -> None:
 def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """(layer type, keywords of the cache layer for it) of each decoder layer, as Transformers' own caches see them."""
     types, kwargs = get_layer_types_and_kwargs(config)
-    # one dict for all layers up to transformers 5.17, one a layer from 5.23 on
+    # one dict for all layers up to transformers 5.17, one per layer from 5.23 on
     each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
     for kind, keywords in zip(types, each, strict=True):
         if kind == "full_attention":
@@ -35,7 +35,7 @@ def layer_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
 
 
 def kv_heads(config: PreTrainedConfig, layer: int) -> int:
-    """KV heads of one layer: some models (Gemma 4) have another number in their full-attention layers."""
+    """KV heads of one layer: some models (Gemma 4) have a different number in their full-attention layers."""
     own = config.per_layer_config[layer]
     return int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
 
@@ -47,6 +47,6 @@ def head_dim(config: PreTrainedConfig, layer: int) -> int:
 
 
 def shape_field(config: PreTrainedConfig, name: str) -> Any:
-    """A field of the config, None where it has none; a list, one value a layer, where layers differ in it."""
+    """A field of the config; None if missing; a list with one value per layer if layers differ in it."""
     each = [getattr(own, name, None) for own in config.per_layer_config]
     return each if any(value != each[0] for value in each) else each[0]

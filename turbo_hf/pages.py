@@ -1,4 +1,4 @@
-"""The sealed part of one layer's cache: a pool of pages and the table that says which row holds which."""
+"""The sealed part of one layer's cache: a pool of pages, and the table of which row holds which pages."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -24,9 +24,9 @@ def _no_pages(bits: int, slots: int, dim: int, block: int, device: torch.device,
 class PagePool:
     """Pages of all rows of a layer. A page may belong to several rows (beams of one prompt).
 
-    The table lies on the host, where it is read and written without waiting for the device; `device_table` is its copy.
-    The lists that say what a row holds are replaced, never changed: layers whose rows hold the same may share them, and
-    do share what says the same on the device.
+    The table is on the host, where it is read and written without waiting for the device; `device_table` is its copy.
+    The lists that say what a row holds are replaced, never changed in place: layers whose rows hold the same may share
+    them, and then also share their copies on the device.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class PagePool:
         return self._device_sealed
 
     def own_sealed(self) -> None:
-        """Let `device_sealed` be no other layer's, for kernels that count in it."""
+        """Stop sharing `device_sealed` with other layers, for kernels that count in it."""
         self._device_sealed = send(self.sealed, self.device)
 
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of codes, and of everything that explains them: steps, zeros, scales, table."""
+        """Bytes of codes, and of their metadata: steps, zeros, scales, table."""
         codes = sum(h.k.nbytes + h.v.nbytes for h in self.heads)
         places = 8 * len(self.sealed) * (1 + max(self.given, default=0))
         return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.heads) + places
@@ -106,7 +106,7 @@ class PagePool:
         return end
 
     def trim(self) -> None:
-        """Give back the pages that hold no block, reserved or free, where it is worth it."""
+        """Release the pages that hold no block, reserved or free, if it is worth it."""
         self._reclaim()
 
     def _release(self) -> None:
@@ -143,7 +143,7 @@ class PagePool:
         self.heads = tuple(grown)
 
     def drop_front(self, counts: list[int], shrink: bool = True) -> None:
-        """Forget the oldest `counts[row]` blocks of each row. shrink: give memory back, where it is worth it."""
+        """Drop the oldest `counts[row]` blocks of each row. shrink: release memory, if it is worth it."""
         for row, count in enumerate(counts):
             if count:
                 self.table[row, : self.sealed[row] - count] = self.table[row, count : self.sealed[row]].clone()
@@ -151,7 +151,7 @@ class PagePool:
         self._reclaim(shrink)
 
     def drop_back(self, counts: list[int]) -> None:
-        """Forget the newest `counts[row]` blocks of each row."""
+        """Drop the newest `counts[row]` blocks of each row."""
         self.sealed = [held - count for held, count in zip(self.sealed, counts, strict=True)]
         self._reclaim()
 
@@ -162,7 +162,7 @@ class PagePool:
         self._reclaim()
 
     def _reclaim(self, shrink: bool = True) -> None:
-        """Find out which pages are free. shrink: give them back, where it is worth it."""
+        """Find the free pages. shrink: release them, if it is worth it."""
         held = torch.arange(self.table.shape[1], device="cpu") < torch.tensor(self.sealed, device="cpu")[:, None]
         used = self.table[held].unique()
         if shrink and self.pages - len(used) > self.pages // 32:
@@ -178,7 +178,7 @@ class PagePool:
         self._device_table = self._device_sealed = None
 
     def reopen(self, counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
-        """Forget the newest `counts[row]` tokens of each row's blocks, and whole blocks with them.
+        """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.
 
         Returns what is left of the blocks that were cut, exact: tokens [B, Hkv, M, ...], row r's from column
         `starts[r]` on; and `starts`.

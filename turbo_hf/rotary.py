@@ -1,4 +1,4 @@
-"""Rotary embedding undone: queries and keys as they were before it."""
+"""Undoing rotary embedding: queries and keys as they were before it."""
 
 import functools
 import inspect
@@ -46,7 +46,7 @@ def _takes_one(rotate: Callable[..., Any]) -> bool:
 def turns_by_halves(module: Any, dim: int, channels: int) -> bool:
     """Whether a module's rotary embedding of `channels` of `dim` channels is the half layout that kernels undo.
 
-    Found out once for each family and shape, with random numbers on the CPU.
+    Determined once for each family and shape, with random numbers on the CPU.
     """
     rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     key = (rotate, getattr(module, "rotary_ndims", None), dim, channels)

@@ -1,4 +1,5 @@
-"""What puts keys into buckets and chooses those that a query visits: SAAP, and the baselines of its paper."""
+"""Selectors: assign keys to buckets and choose the buckets that a query visits. SAAP, and the baselines of its
+paper."""
 
 import math
 from collections.abc import Mapping
@@ -15,10 +16,10 @@ from turbo_hf.ops.select import assign, look_up, visit
 
 @dataclass(frozen=True, slots=True)
 class Selectivity:
-    """What the decode steps of one layer read, since the patch: keys, over rows, KV heads and query tokens.
+    """What the decode steps of one layer have read since the patch: keys, over rows, KV heads and query tokens.
 
-    layer: its number. there: keys that full attention would read. dense: those of the first and newest tokens that
-    are always read. read: all that were read, once where several query heads of a KV head read a key.
+    layer: its number. there: keys that full attention would read. dense: those of the first and newest tokens, which
+    are always read. read: all keys that were read, counted once if several query heads of a KV head read a key.
     """
 
     layer: int
@@ -28,7 +29,7 @@ class Selectivity:
 
     @property
     def share(self) -> float:
-        """Keys read over keys there; 0 before the first step."""
+        """Keys read over all keys; 0 before the first step."""
         return self.read / max(1, self.there)
 
     @property
@@ -44,7 +45,7 @@ class Selectivity:
 
 @dataclass(slots=True)
 class Tally:
-    """Keys counted by the steps of one layer: on the device what the device knows, and nothing waits for it."""
+    """Keys counted by the steps of one layer: device-side counts stay on the device, and nothing waits for them."""
 
     there: int = 0
     dense: int = 0
@@ -71,12 +72,12 @@ class Tally:
 
 
 class Selector:
-    """The selector "window", and what all selectors share. One a layer, for every cache of a patched model.
+    """The selector "window", and what all selectors share. One per layer, for every cache of a patched model.
 
-    plain: it wants queries and keys as they were before rotary embedding. tables: buckets that each key has.
-    meetings: of those, how many a query must visit for the key to be read. window: newest tokens always read.
-    weighs: buckets of which it wants to know how many keys each has; 0: it does not.
-    draws: it draws numbers on the host in each step, which a replay of the step would not.
+    plain: it needs queries and keys as they were before rotary embedding. tables: buckets per key. meetings: how many
+    of those a query must visit for the key to be read. window: newest tokens that are always read. weighs: number of
+    buckets whose key counts it needs; 0: it needs none. draws: it draws random numbers on the host in each step, which
+    a replay of the step would not do.
     """
 
     plain = False
@@ -156,7 +157,7 @@ class Selector:
 
 
 class Full(Selector):
-    """Every key is read: what the others are compared with, by the same path."""
+    """Reads every key: the baseline for the others, on the same code path."""
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         super().__init__(config, layer, backend)
@@ -176,7 +177,7 @@ class Centroids(Selector):
         self._moved: dict[str, torch.Tensor] = {}
 
     def _on(self, name: str, device: torch.device) -> torch.Tensor:
-        """A weight where it is used: in its own precision on a GPU, in float32 on a CPU; moved once."""
+        """A weight on the device of use: in its own precision on a GPU, in float32 on a CPU; moved once."""
         held = self._moved.get(name)
         if held is None or held.device != device:
             own = self._weights[name]

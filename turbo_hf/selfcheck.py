@@ -1,4 +1,4 @@
-"""Whether a patched model still computes what it computed: logits over a short text, prompt and decoding both."""
+"""Checks that a patched model still computes what it did: logits over a short text, both prompt and decoding."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ PROMPT = 144
 """Tokens of the prompt: two sealed blocks and an open one."""
 
 LOST = 0.5
-"""Relative error of the logits at which a check has failed: half of the signal is gone."""
+"""Relative error of the logits at which a check fails: half of the signal is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
 
 def compare(logits: torch.Tensor, reference: torch.Tensor) -> SelfCheck:
     """The figures of `SelfCheck` for two results of `probe`."""
-    # a constant added to all logits of a place changes no probability
+    # a constant added to all logits of a position changes no probability
     centred = reference - reference.mean(-1, keepdim=True)
     difference = logits - logits.mean(-1, keepdim=True) - centred
     error = (difference.norm() / centred.norm()).item()
@@ -64,7 +64,7 @@ def compare(logits: torch.Tensor, reference: torch.Tensor) -> SelfCheck:
 
 
 def require_agreement(logits: torch.Tensor, reference: torch.Tensor) -> None:
-    """`Unsupported` where the check of a patch has failed."""
+    """`Unsupported` if the check of a patch has failed."""
     if not reference.isfinite().all():
         raise Unsupported(
             "self-check: the unpatched model's own logits hold NaN or Inf, so that nothing can be compared. Check its "

@@ -1,8 +1,8 @@
 """Decode steps that can be replayed: what the host reserves for them beforehand, and counts afterwards.
 
-A step appends one token to each row, seals the blocks that are full, and attends; what it does is said by tensors that
-stay where they are. The host knows every length without asking the device, and so which rows seal, where, and how the
-work of attention is best shared.
+A step appends one token to each row, seals the blocks that are full, and attends; what it does is determined by tensors
+that stay in place. The host knows every length without asking the device, and therefore which rows seal, where, and how
+the work of attention is best divided.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from turbo_hf.selectors import selector_obstacle
 from turbo_hf.transfer import require_finite
 
 AHEAD = 8
-"""Blocks of a row for which pages are reserved at a time, at most: when they are used up, a step is captured again."""
+"""Maximum number of blocks per row for which pages are reserved at a time: once used up, a step is captured again."""
 
 SLACK = 32
 """Pages of a layer that may be reserved in any case; else a block a row, or a twentieth of the pages in use. What steps
@@ -251,7 +251,7 @@ class Steps:
                 layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self) -> None:
-        """Count what the step has stored."""
+        """Account for what the step has stored."""
         for group in self._groups:
             group.sealed, group.length = group.after(), [n % group.block + 1 for n in group.length]
             for layer in group.layers:

@@ -1,4 +1,4 @@
-"""What goes between host and device: lists without a wait, and the flags of all layers in one read."""
+"""Transfers between host and device: lists without a wait, and the flags of all layers in one read."""
 
 from array import array
 from collections.abc import Mapping, Sequence

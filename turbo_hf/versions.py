@@ -1,4 +1,4 @@
-"""Versions: of packages, and those of Transformers that the tests run with."""
+"""Versions of packages, and the versions of Transformers that the tests run with."""
 
 from importlib.metadata import PackageNotFoundError, version
 
