@@ -1,4 +1,4 @@
-"""Run a suite through lm-evaluation-harness: each method in turn, each item kept as soon as it is answered."""
+"""Run a suite through lm-evaluation-harness: each method in turn, with each item stored as soon as it is answered."""
 
 import contextlib
 import json
@@ -22,13 +22,13 @@ from turbo_hf.eval.tasks import Spec
 from turbo_hf.files import write_whole
 
 SEED = 1234
-"""Of few-shot samplers and torch; decoding is greedy."""
+"""Seed of few-shot samplers and torch; decoding is greedy."""
 
 BOOTSTRAP = 1000
 """Resamples for the standard error of a perplexity."""
 
 Samples = dict[str, list[dict[str, Any]]]
-"""The harness' logged samples, by task."""
+"""The harness's logged samples, by task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +116,12 @@ def run_method(
     """Run one method on every task, or read what an earlier run of it left.
 
     Args:
-        label: its place in the table, and its folder's name. method: what the model is patched with.
-        model: loaded. prompts: of its tokenizer, which pads left.
+        label: its name in the table and of its folder. method: what the model is patched with.
+        model: the loaded model. prompts: of its tokenizer, which pads on the left.
         tasks: from `load_tasks`.
-        folder: of the whole run. Below `folder/label`: items.db (answers as they come), batches.jsonl, and when all
-            is done samples_TASK.jsonl and results.json.
-        batch: rows of a batch, at most. batch_tokens: its tokens, at most; None: no bound.
+        folder: folder of the whole run. Below `folder/label`: items.db (answers as they come), batches.jsonl, and, when
+            all is done, samples_TASK.jsonl and results.json.
+        batch: maximum rows per batch. batch_tokens: maximum tokens per batch; None: no limit.
         limits: what the tasks were built with.
         calibration: for methods that need one.
     """
@@ -157,13 +157,13 @@ def run_method(
                 )
         finally:
             lm.close()
-            with contextlib.suppress(Exception):  # closing must not hide what ended the run
+            with contextlib.suppress(Exception):  # closing must not hide the error that ended the run
                 caching.dbdict.close()
         samples: Samples = found.pop("samples")
         for task, rows in samples.items():
             lean = [_lean(row, with_prompt=label == BASELINE) for row in rows]
             write_whole(own / f"samples_{task}.jsonl", "".join(json.dumps(row, default=str) + "\n" for row in lean))
-        # last: its presence says that everything above is there
+        # last: its presence means that everything above is there
         write_whole(own / "results.json", json.dumps(found, default=str, indent=1))
     return _read(own, list(tasks))
 

@@ -1,4 +1,4 @@
-"""The names under which `turbo-hf eval` and the harness adapter know a way to run a model."""
+"""The method names that `turbo-hf eval` and the harness adapter know."""
 
 import importlib.util
 import re
@@ -90,7 +90,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 
 
 def known_methods() -> str:
-    """What a user may name, in one sentence."""
+    """The available methods, in one sentence."""
     named = (BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized(), *ABLATIONS)
     return (
         f"methods are {', '.join(named)}, streaming-N (a window of N tokens), a preset followed by "
@@ -109,7 +109,7 @@ def _quantized() -> dict[str, MakeCache]:
 
 
 def is_simulated(name: str) -> bool:
-    """Whether a method is there for its accuracy only, with bytes that are computed."""
+    """Whether a method is for accuracy only, with computed bytes."""
     return name in SIMULATED or WINDOW.fullmatch(name) is not None
 
 
@@ -227,7 +227,7 @@ def _sparse_value(field: str, text: str) -> object:
 
 @contextmanager
 def applied(model: Any, method: Method, calibration: Calibration | str | None = "auto") -> Iterator[Handle | None]:
-    """The model under that method inside the `with`, and as it was after it; yields the patch's handle, if any.
+    """The model under that method inside the `with`, and unchanged after it; yields the patch's handle, if any.
 
     calibration: for methods that need one: itself, a folder or a Hub id; "auto": beside the checkpoint.
     """

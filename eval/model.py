@@ -1,4 +1,4 @@
-"""lm-evaluation-harness' Hugging Face model on the compressed cache, registered there as `turbo-hf`."""
+"""lm-evaluation-harness's Hugging Face model on the compressed cache, registered there as `turbo-hf`."""
 
 import time
 from collections import defaultdict
@@ -45,21 +45,21 @@ class Batch:
 class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
     """HFLM with the compressed cache in the path of every task.
 
-    Generation goes through the patched `generate`. A log-likelihood is computed in passes over one cache: first the
-    context but its last token, then the scored positions, `chunk` at a time. So every scored token reads a context
-    that was stored in few bits (up to 16 scored tokens: by the decode path). Batches hold continuations of one
-    length, so that no item's passes depend on its neighbours. Methods without a cache of their own run HFLM's code.
+    Generation uses the patched `generate`. A log-likelihood is computed in passes over one cache: first the context
+    without its last token, then the scored positions, `chunk` at a time. Thus every scored token reads a context that
+    was stored in few bits (up to 16 scored tokens: by the decode path). Batches hold continuations of one length, so
+    that no item's passes depend on its neighbors. Methods without a cache of their own run HFLM's code.
 
     Args:
         pretrained: a folder, a Hub id, or a loaded model.
         preset: a method of `turbo_hf.eval.methods`: fp16 and fp16-eager (both unpatched), presets, other caches.
         calibration: for methods that need one: itself, a folder or a Hub id; "auto": beside the checkpoint.
         attention: how a prompt's attention is computed, as in `TurboConfig.attention`; None: as the preset says.
-        chunk: scored tokens a pass.
-        batch_tokens: tokens of a batch of `generate`, at most: prompts, padding and replies; `batch_size` still bounds
-            its rows. None: no bound.
-        prompts: token ids that are there already, of the same tokenizer; None: made anew.
-        on_batch: told what each call of `generate` took.
+        chunk: scored tokens per pass.
+        batch_tokens: maximum tokens per batch of `generate`: prompts, padding and replies; `batch_size` still limits
+            its rows. None: no limit.
+        prompts: token ids that already exist, from the same tokenizer; None: tokenized anew.
+        on_batch: called with what each call of `generate` took.
         kwargs: HFLM's own arguments.
 
     Raises:
@@ -78,7 +78,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         on_batch: Callable[[Batch], None] | None = None,
         **kwargs: Any,
     ):
-        # a mistake must not wait for the model to load
+        # report a mistake before the model is loaded
         self.method = method_named(preset if attention is None else f"{preset}/{attention}")
         for name, value in (("chunk", chunk), ("batch_tokens", batch_tokens)):
             if value is not None and value < 1:
@@ -94,7 +94,8 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         self.handle = self._stack.enter_context(applied(self.model, self.method, calibration))
 
     def close(self) -> None:
-        """Take the patch off: the model is what it was, and this object runs HFLM's own code. Twice is harmless."""
+        """Remove the patch: the model is as before, and this object runs HFLM's own code. Calling it twice is
+        harmless."""
         self._stack.close()
         self.handle = None
         self._closed = True

@@ -1,4 +1,4 @@
-"""What a run found, as one structure: paired verdicts, perplexities, bytes and speed; and their tables."""
+"""The results of a run as one structure: paired verdicts, perplexities, bytes and speed; and their tables."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -200,7 +200,7 @@ def length_class(doc: Mapping[str, Any]) -> int:
 def _by_length(
     headline: Mapping[str, Mapping[str, list[bool]]], classes: Mapping[str, list[int]]
 ) -> list[dict[str, Any]]:
-    """A row a length: tasks with one length say nothing about it, and are left out."""
+    """One row per length: tasks with one length say nothing about it, and are left out."""
     pooled: dict[int, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
     for task, verdicts in headline.items():
         if len(set(classes[task])) > 1:
@@ -258,7 +258,7 @@ def _bytes(batches: list[Batch]) -> float | None:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """For the terminal, Markdown and HTML alike."""
+    """Tables for the terminal, Markdown and HTML alike."""
     labels = list(found["serving"])
     named = [label + (" (simulated)" if own["simulated"] else "") for label, own in found["serving"].items()]
     shown = []
@@ -357,7 +357,7 @@ def stamps(identity: dict[str, Any]) -> list[str]:
 
 
 def noise(found: dict[str, Any]) -> str:
-    """What the second run of the baseline says."""
+    """What the second run of the baseline shows."""
     mean = next((m for m in found["means"] if m["over"] == "all tasks"), None)
     if mean is None:
         return f"{AGAIN}: no item is judged right or wrong in this suite."

@@ -146,9 +146,9 @@ def replay(
 ) -> tuple[list[Served], float] | None:
     """Serve the requests in static batches, in order of arrival: each request's times, and the busy seconds.
 
-    A batch begins when the one before it has ended and its own requests have arrived, by the trace's clock; it takes as
+    A batch starts when the previous one has ended and its own requests have arrived, by the trace's clock; it takes as
     long as its longest reply. The device does not wait in between: only its busy time is real. None: a batch does not
-    fit the memory.
+    fit in memory.
     """
     served: list[Served] = []
     clock_s = busy_s = 0.0
@@ -204,13 +204,13 @@ def _generate(model: Any, method: Method, lengths: Sequence[int], new: int, seed
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
-    """By nearest rank: the least value that so many percent do not exceed."""
+    """By nearest rank: the least value that this percentage of the values do not exceed."""
     order = sorted(values)
     return {f"p{percent}": order[max(0, -(-percent * len(order) // 100) - 1)] for percent in PERCENTS}
 
 
 def summary(served: Sequence[Served], busy_s: float) -> dict[str, Any]:
-    """Throughput over the busy time, and percentiles in ms, ready for JSON."""
+    """Throughput over the busy time, and percentiles in ms, for JSON."""
     return {
         "requests": len(served),
         "new_tokens": sum(one.generated for one in served),

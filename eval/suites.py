@@ -1,4 +1,4 @@
-"""Which tasks a suite holds, read from local files or from the Hub."""
+"""The tasks of each suite, read from local files or from the Hub."""
 
 import json
 from dataclasses import dataclass
@@ -71,10 +71,10 @@ AQUA_FILES = ("aqua/cot_4shot.json", "aqua/test.jsonl")
 DEPTHS = [i / 10 for i in range(11)]
 
 RULER_ITEMS = {"core": 50, "long": 25, "ruler": 500}
-"""Items a task and length; 500 is RULER's own number."""
+"""Items per task and length; 500 is RULER's own number."""
 
 LAB_ITEMS = 200
-"""Items of a family at most."""
+"""Maximum number of items per family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def build(suite: str, tokenizer: Any, limits: Limits, data: Path | None = None) 
 
     Args:
         suite: one of `SUITES`.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         limits: what fits, and what was asked for.
         data: a folder laid out as the README says; None: stock tasks come from the Hub.
 
@@ -143,7 +143,7 @@ def _only(specs: list[Spec], suite: str, wanted: tuple[str, ...], notes: list[st
 
 
 def _bounds(limits: Limits) -> str:
-    """What was asked of lengths, for notes."""
+    """The requested lengths, for notes."""
     least = f"--shortest {limits.shortest}, " if limits.shortest else ""
     return f"{least}--longest {limits.longest}, {limits.context} positions"
 

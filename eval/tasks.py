@@ -1,4 +1,4 @@
-"""Tasks made here, as task configs of the harness: needles by depth, prose, AQuA by chain of thought, lab sets."""
+"""Tasks made here, as task configs for the harness: needles by depth, prose, AQuA with chain of thought, lab sets."""
 
 import json
 from collections.abc import Sequence

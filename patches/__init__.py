@@ -1,4 +1,4 @@
-"""One short file a family: what is special about its attention. All of them run on the generic path, over `layers`."""
+"""One short file per family: what is special about its attention. All of them use the generic path, over `layers`."""
 
 if not __name__.startswith("turbo_hf."):
     raise ImportError("Import this package as turbo_hf.patches: under another name it would exist twice.")

@@ -1,4 +1,4 @@
-"""The generic path: which attention modules it takes, why not others, and what a family's file says."""
+"""The generic path: which attention modules it takes, why it refuses others, and the format of a family's file."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from turbo_hf.layout import CODE_MAX, HEAD_DIM_MULTIPLE
 from turbo_hf.ops.rotate import rotate_keys
 
 PROBES = 65
-"""Random inputs by which a key projection is measured; the first is zero."""
+"""Random inputs used to measure a key projection; the first is zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,10 +19,10 @@ class Family:
     """One family of models.
 
     Args:
-        name: as people say it.
+        name: its usual name.
         model_types: `config.model_type` of the text models.
         notes: what is special about its attention, in a few words; `doctor` prints it.
-        methods: methods of its modules, by name, in whose place others stand while the patch is on.
+        methods: by name, replacements for methods of its modules while the patch is on.
     """
 
     name: str
@@ -39,11 +39,11 @@ REFUSED = {
     "minimax": "it takes no cache but its own",
     "moshi": "its attention sees further than the window of its cache",
 }
-"""Model types whose classes look like the others and are not."""
+"""Model types whose classes look supported but are not."""
 
 
 def is_attention(module: torch.nn.Module) -> bool:
-    """Self-attention that gives its keys to a cache and itself to Transformers' AttentionInterface."""
+    """Self-attention that stores its keys in a cache and uses Transformers' AttentionInterface."""
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
     if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or not hasattr(module, "layer_idx"):
@@ -74,7 +74,7 @@ def obstacle(module: torch.nn.Module) -> str | None:
 
 
 def shares_keys(module: torch.nn.Module) -> bool:
-    """Whether other layers read the keys of this module, or it reads theirs: they must find them in full precision."""
+    """Whether it shares keys with other layers, in either direction: these must remain in full precision."""
     return bool(getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False))
 
 
@@ -90,7 +90,7 @@ def lost_to_bias(module: Any, rotated: bool) -> float:
     bias, width = getattr(projection, "bias", None), getattr(projection, "in_features", None)
     if projection is None or width is None or not isinstance(bias, torch.Tensor):
         return 0.0
-    # accelerate's hook brings weights that lie elsewhere; without it they are nowhere
+    # accelerate's hook loads weights that are stored elsewhere; without it there are none
     if bias.is_meta and not hasattr(projection, "_hf_hook"):
         return 0.0
     x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0), device="cpu")

@@ -1,4 +1,4 @@
-"""The layers of a model, each with its attention module and what stands in the way of its keys and values."""
+"""The layers of a model, each with its attention module and anything that prevents compressing its keys and values."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ class AttentionLayer:
 
 
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
-    """Every layer of the model's language model, in order."""
+    """Every layer of the language model, in order."""
     text = model.config.get_text_config(decoder=True)
     found: defaultdict[int, list[Any]] = defaultdict(list)
     each: Iterable[Any] = model.modules()

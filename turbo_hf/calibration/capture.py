@@ -1,6 +1,6 @@
 """Queries, keys and values of a running model, also as they were before rotary embedding.
 
-Everything goes through Transformers' AttentionInterface and hooks on modules of the given instance, and is undone.
+Everything uses Transformers' AttentionInterface and hooks on modules of the given instance, and is undone afterwards.
 """
 
 import functools
@@ -45,10 +45,10 @@ class Seen:
 
 @contextmanager
 def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterator[None]:
-    """While it is on, `receive` gets what each attention layer sees, in the order of the layers.
+    """While active, `receive` gets what each attention layer sees, in layer order.
 
     Raises:
-        ValueError: the model is patched, or does not let its attention be chosen.
+        ValueError: the model is patched, or does not let its attention implementation be set.
     """
     if model.config.get_text_config(decoder=True)._attn_implementation == PATCHED:
         raise ValueError("This model is patched. Call remove() on its handle, calibrate, and patch it again.")
@@ -74,7 +74,7 @@ def _bring(source: AttentionLayer, receive: Any, module: Any, args: Any, kwargs:
 def _attention(
     module: Any, query: Any, key: Any, value: Any, mask: Any, turbo_capture: Any = None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' own attention, and a report of what it was given."""
+    """Transformers' own attention, which also reports its inputs."""
     window = kwargs.get("sliding_window")
     if turbo_capture is not None:
         source, receive, rotary = turbo_capture
@@ -87,7 +87,7 @@ def _attention(
 
 @torch.no_grad()
 def run_window(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor | None = None) -> None:
-    """One pass over tokens [1, L] without a cache and, where the model has it apart, without its language head."""
+    """One pass over tokens [1, L] without a cache and, if it is a separate module, without the language head."""
     body: Any = model.base_model
     device = input_device(model)
     given = {} if positions is None else {"position_ids": positions.to(device)}
@@ -95,7 +95,7 @@ def run_window(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tenso
 
 
 class Probed(NamedTuple):
-    """shape: (KV heads, query heads of each, head dim). obstacle: why keys before rotary embedding cannot be had."""
+    """shape: (KV heads, query heads of each, head dim). obstacle: why keys before rotary embedding are unavailable."""
 
     shape: tuple[int, int, int]
     obstacle: str | None
@@ -104,8 +104,8 @@ class Probed(NamedTuple):
 def probe(model: PreTrainedModel) -> dict[int, Probed]:
     """What each layer that can be captured is, and whether its rotary embedding can be undone.
 
-    Rotary embedding is relative: a text gives the same activations wherever it begins. So the same tokens run at two
-    beginnings, and the keys must differ as they are, and agree after the inverse rotation.
+    Rotary embedding is relative: a text gives the same activations wherever it begins. Therefore the same tokens are
+    run at two starting positions; the keys must differ as they are, and agree after the inverse rotation.
     """
     config = model.config.get_text_config(decoder=True)
     seeded = torch.Generator().manual_seed(0)

@@ -19,9 +19,9 @@ WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 class Checkpoint(NamedTuple):
-    """name: a folder, or an id of the Hub; "" where the model knows none. commit: of the Hub's, 40 hex digits; None for
-    a folder, and for what is not in the Hub's cache. others: commits in the Hub's cache of which the model may be just
-    as well, for nobody says; it is then taken for the branch main, which is loaded unless another is asked for."""
+    """name: a folder or a Hub id; "" if the model knows none. commit: the Hub commit, 40 hex digits; None for a folder,
+    and for anything not in the Hub cache. others: commits in the Hub cache that the model may equally have been loaded
+    from, as nothing records it; it is then assumed to be the branch main, which is loaded by default."""
 
     name: str
     commit: str | None = None
@@ -29,16 +29,16 @@ class Checkpoint(NamedTuple):
 
     @property
     def told(self) -> str | None:
-        """Its commit, if it is sure."""
+        """Its commit, if known for certain."""
         return None if self.others else self.commit
 
     @property
     def unsure(self) -> str:
-        """A sentence to go behind an error that may be due to another commit than the model's; or nothing."""
+        """A sentence to append to an error that may be caused by a commit other than the model's; or nothing."""
         return " The model is taken for the branch main: pass revision= if it is of another." if self.others else ""
 
     def file(self, name: str) -> str | None:
-        """The path of one of its files; None: it has none of that name here."""
+        """The path of one of its files; None: no file of that name is available here."""
         if not self.name:
             return None
         if os.path.isdir(self.name):
@@ -47,7 +47,7 @@ class Checkpoint(NamedTuple):
         return _in_cache(self.name, name, self.commit)
 
     def doubt(self, *files: str) -> str | None:
-        """A sentence where it matters for `files` which commit the model is of, and nobody says."""
+        """A sentence if the model's commit matters for `files` but is not recorded."""
         for file in files:
             contents = {_content(_in_cache(self.name, file, commit)) for commit in (self.commit, *self.others)}
             if self.others and len(contents) > 1:
@@ -60,14 +60,14 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkpoint:
-    """Where a model was loaded from. Transformers up to 5.17 tells the commit, 5.23 does not.
+    """Where a model was loaded from. Transformers up to 5.17 records the commit, 5.23 does not.
 
-    revision: the branch, tag or commit that it was loaded by; None: what Transformers says, else the only one in the
-    Hub's cache, else main.
+    revision: the branch, tag or commit that it was loaded from; None: the one Transformers records, else the only one
+    in the Hub cache, else main.
 
     Raises:
-        ValueError: a revision of a model that is not of the Hub, that is not in the Hub's cache, or that is not the one
-            that Transformers tells.
+        ValueError: a revision for a model that is not from the Hub, one that is not in the Hub cache, or one that
+            differs from the one Transformers records.
     """
     name = str(getattr(model.config, "_name_or_path", "") or "")
     held = getattr(model.config, "_commit_hash", None)
@@ -98,7 +98,7 @@ def checkpoint_of(model: PreTrainedModel, revision: str | None = None) -> Checkp
 
 
 def _commits(name: str) -> list[str]:
-    """Commits of a repository whose weights are in the Hub's cache."""
+    """Commits of a repository whose weights are in the Hub cache."""
     snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
     if not os.path.isdir(snapshots):
         return []
@@ -132,7 +132,7 @@ def _content(path: str | None) -> bytes | None:
 
 
 def names_a_folder(name: str) -> bool:
-    """Whether it cannot be a repository of the Hub."""
+    """Whether it cannot be a Hub repository."""
     try:
         try_to_load_from_cache(name, CONFIG)
     except HFValidationError:
@@ -141,7 +141,7 @@ def names_a_folder(name: str) -> bool:
 
 
 def own_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer beside a checkpoint; None: there is none, or, with a warning, it cannot be read."""
+    """The tokenizer stored with a checkpoint; None: there is none, or (with a warning) it cannot be read."""
     if checkpoint.file(TOKENIZER) is None:
         return None
     try:

@@ -14,9 +14,9 @@ from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 
 class HeadChoice(NamedTuple):
-    """orders: KV heads by need of bits, for each layer that a calibration covers. words: what decided, for the report;
-    "" where all heads have one width. found: the calibration, if one was wanted. refused: why the one that "auto" found
-    is not used."""
+    """orders: KV heads ordered by their need of bits, for each layer that a calibration covers. words: what decided,
+    for the report; "" if all heads have the same width. found: the calibration, if one was wanted. refused: why the one
+    that "auto" found is not used."""
 
     orders: Mapping[int, tuple[int, ...]]
     words: str
@@ -36,12 +36,12 @@ def choose_heads(
     notices: Notices,
     revision: str | None = None,
 ) -> HeadChoice:
-    """What `patch(calibration=..., revision=...)` says, looked up and held against the model.
+    """What `patch(calibration=..., revision=...)` refers to, looked up and checked against the model.
 
     Raises:
-        ValueError: a calibration that is damaged or of another model (one that "auto" found: under strict "raise"); a
-            revision that is not the model's.
-        OSError: no calibration where one was named.
+        ValueError: a calibration that is damaged or belongs to another model (one that "auto" found: only under strict
+            "raise"); a revision that is not the model's.
+        OSError: there is no calibration in the named place.
         TypeError: something else.
     """
     low = f"{config.low_bits}-bit heads" if config.low_heads else ""
@@ -85,7 +85,7 @@ def _note(notices: Notices, *sentences: str | None) -> None:
 
 
 def _named(calibration: object) -> Calibration:
-    """What `patch(calibration=...)` names."""
+    """The calibration that `patch(calibration=...)` names."""
     if isinstance(calibration, str | Path):
         return Calibration.from_pretrained(calibration)
     if isinstance(calibration, Calibration):
@@ -112,12 +112,12 @@ def choose_selectors(
 ) -> tuple[dict[int, Selector], dict[int, str]]:
     """What chooses the keys of each sparse layer, and words about every layer for the report; two {} without `sparse`.
 
-    layers: the compressed layers, each with why it cannot be sparse ("": it can). heads: of `choose_heads`. count: of
-    the model's layers.
+    layers: the compressed layers, each with the reason why it cannot be sparse ("": it can). heads: from
+    `choose_heads`. count: number of the model's layers.
 
     Raises:
-        ValueError: a selector that needs a calibration without one, one that has no layer with what it needs, or more
-            probes than buckets.
+        ValueError: a selector that needs a calibration but has none, one that finds no layer with what it needs, or
+            more probes than buckets.
     """
     sparse = config.sparse
     if sparse is None:

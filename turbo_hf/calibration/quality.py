@@ -1,4 +1,4 @@
-"""How good an index is, on windows that it has not seen: attention mass recalled for a given share of the keys."""
+"""How good an index is, on held-out windows: attention mass recalled for a given share of the keys."""
 
 from typing import Any
 

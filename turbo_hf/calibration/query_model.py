@@ -13,7 +13,7 @@ EPSILON = 1e-5
 
 
 class QueryModels(torch.nn.Module):
-    """N classifiers D -> hidden -> C with batch norm and ReLU between, one for each KV head, in batched products.
+    """N classifiers D -> hidden -> C with batch norm and ReLU in between, one for each KV head, in batched products.
 
     The batch norm takes the mean and the variance over all training queries, which follow from the queries' own mean
     [N, 1, D] and covariance [N, D, D]: no running averages, and what is stored is what was trained.
@@ -40,9 +40,9 @@ class QueryModels(torch.nn.Module):
 
     @torch.no_grad()
     def start_at(self, centroids: torch.Tensor) -> None:
-        """Make the logits q . centroids, centroids [N, C, D] of any length; nothing where hidden < 2 D.
+        """Initialize the logits to q . centroids, centroids [N, C, D] of any length; does nothing if hidden < 2 D.
 
-        2 D hidden units pass the query, for relu(x) - relu(-x) = x; the others begin with no say. Ours.
+        2 D hidden units pass the query through, since relu(x) - relu(-x) = x; the others start with no effect. Ours.
         """
         dim, hidden = self.weight_1.shape[1:]
         if hidden < 2 * dim:
@@ -56,13 +56,13 @@ class QueryModels(torch.nn.Module):
         self.shift[..., : 2 * dim] = mean[..., : 2 * dim]
 
     def _statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation [N, 1, hidden] of what enters the batch norm, over all training queries."""
+        """Mean and standard deviation [N, 1, hidden] of the batch norm's input, over all training queries."""
         # a bias before a batch norm has no effect, so the first layer has none
         variance = (self.weight_1 * torch.bmm(self.covariance, self.weight_1)).sum(1, keepdim=True)
         return torch.bmm(self.mean, self.weight_1), (variance + EPSILON).sqrt()
 
     def folded(self) -> dict[str, torch.Tensor]:
-        """The classifiers with the batch norm inside the first layer, float32, as `classify` takes them."""
+        """The classifiers with the batch norm folded into the first layer, float32, as `classify` takes them."""
         mean, deviation = self._statistics()
         factor = self.gain / deviation
         return {
@@ -107,12 +107,12 @@ class ResidualModels(torch.nn.Module):
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
         """Logits [N, R, C] of queries [N, R, D] before rotary embedding."""
-        # not folded: the product of the last two layers is dearer than what it saves
+        # not folded: the product of the last two layers costs more than it saves
         return torch.baddbmm(self.bias, query.float() + self.inner(query), self.weight)
 
 
 def residual_width(dim: int, clusters: int, hidden: int) -> int:
-    """Width of a residual classifier that has as many weights as an MLP of `hidden`, batch norm and biases included.
+    """Width of a residual classifier with as many weights as an MLP of `hidden`, including batch norm and biases.
 
     Raises:
         ValueError: none has so few.
@@ -131,7 +131,7 @@ def residual_width(dim: int, clusters: int, hidden: int) -> int:
 
 
 def stored_units(settings: Settings, dim: int, clusters: int) -> int:
-    """Hidden units of a classifier as it is stored."""
+    """Hidden units of a classifier as stored."""
     if settings.architecture == "mlp":
         return settings.hidden
     return residual_width(dim, clusters, settings.hidden) + 2 * dim
@@ -202,7 +202,7 @@ def train(
         loss = divergence(target, models(plain), sizes).mean(1)
         asking = asking.to(device)
         optimizer.zero_grad()
-        # heads share no weights: the sum trains each on its own
+        # heads share no weights: the sum trains each one independently
         (loss * asking).sum().backward()
         optimizer.step()
         schedule.step()
@@ -230,7 +230,7 @@ def _draw(
         return pick.expand(heads * len(layers), -1), torch.ones(heads * len(layers), dtype=torch.bool)
     far = torch.cat([layer.far[window].flatten(1) for layer in layers])
     asking = far.any(1)
-    # a head without one draws from all, and does not learn from them
+    # a head that has none draws from all, and does not learn from them
     weights = (far | ~asking[:, None]).float()
     return torch.multinomial(weights, settings.batch, replacement=True, generator=seeded), asking
 

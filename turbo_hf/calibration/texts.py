@@ -1,4 +1,4 @@
-"""Texts to windows of tokens, read a file, or a row of a dataset, at a time."""
+"""Texts to windows of tokens, read one file, or one row of a dataset, at a time."""
 
 import importlib
 import json
@@ -14,11 +14,11 @@ import torch
 
 SUFFIXES = (".txt", ".jsonl")
 DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
-"""A dataset of the Hub: owner/name, or owner/name:configuration."""
+"""A Hub dataset: owner/name, or owner/name:configuration."""
 WANTED = "a .txt or .jsonl file, a folder of them, a dataset of the Hub (owner/name), or (from Python) strings"
 LONGEST_NAME = 4096
 CHARACTERS = 16
-"""Characters read for each token that is wanted; what is not needed is not tokenized."""
+"""Characters read per token wanted; what is not needed is not tokenized."""
 
 
 def files_of(source: str | Path | Iterable[str]) -> list[Path]:
@@ -54,7 +54,7 @@ def files_of(source: str | Path | Iterable[str]) -> list[Path]:
 
 
 def _stream(name: str) -> Iterator[str]:
-    """The texts of a Hub dataset, a row at a time; nothing is downloaded but what is read."""
+    """The texts of a Hub dataset, one row at a time; only what is read is downloaded."""
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
@@ -76,7 +76,7 @@ def _stream(name: str) -> Iterator[str]:
 
 
 def _given(texts: Iterable[object]) -> Iterator[str]:
-    """The strings that were passed, each looked at when it is asked for."""
+    """The strings that were passed, each checked when it is requested."""
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise ValueError(f"texts must hold strings; number {number} is {type(text).__name__}.")
@@ -89,7 +89,7 @@ def _given(texts: Iterable[object]) -> Iterator[str]:
 
 
 def _read(file: Path, characters: int) -> str:
-    """About so many characters of a file, from its beginning; no more of it is held."""
+    """About that many characters from the beginning of a file; no more of it is kept."""
     with file.open(encoding="utf-8", errors="replace") as opened:
         if file.suffix != ".jsonl":
             return opened.read(characters)
@@ -135,7 +135,7 @@ def token_windows(source: str | Path | Iterable[str], tokenizer: Any, window: in
         short.append(ids[whole : min(len(ids), share)])
         if sum(map(len, found)) + sum(map(len, short)) >= wanted and not files:
             break
-    # tails of texts make the last windows, together
+    # the tails of texts together make the last windows
     stream = list(chain(*found, *short))[:wanted]
     rows = len(stream) // body
     if rows < 2:

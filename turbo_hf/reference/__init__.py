@@ -1,1 +1,1 @@
-"""What every op of `turbo_hf.ops` computes, under its name, in plain torch; arguments are checked there."""
+"""Plain torch implementations of all ops of `turbo_hf.ops`, under the same names; arguments are checked there."""

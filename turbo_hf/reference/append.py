@@ -1,4 +1,4 @@
-"""New tokens into the open buffer and whole blocks out of it, in plain torch."""
+"""Append new tokens to the open buffer and seal whole blocks of them, in plain torch."""
 
 import torch
 

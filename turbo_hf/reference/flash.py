@@ -1,7 +1,7 @@
 """The flash loop over runs of quantized keys and values (TurboAttention alg. 1, 2, INT-FlashAttention alg. 1).
 
-P of a key tile is relative to that tile's own maximum, whoever computes it and in whatever order: a split over programs
-gives the same P. It has one scale a query and tile.
+P of a key tile is relative to that tile's own maximum, whoever computes it and in whatever order, so a split over
+programs gives the same P. It has one scale per query and tile.
 """
 
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def flash(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> Atte
 
 
 def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
-    """Queries `start` to `end` of a run, without the keys that stand behind them all."""
+    """Queries `start` to `end` of a run, without the keys that come after all of them."""
     q = Operand(run.q.x[:, :, start:end], run.q.scale[:, :, start:end], run.q.place[:, start:end])
     bias = None if run.bias is None else run.bias[:, :, start:end]
     seen = -(-end // run.tile) * run.tile if run.own and causal else run.k.x.shape[2]
@@ -89,7 +89,7 @@ def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
 def _queries(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     q, k = runs[0].q.x, runs[0].k.x
     batch, heads, rows, dim = q.shape
-    # the query heads of a KV head stand below each other, so that K and V are never repeated
+    # the query heads of a KV head are stacked, so that K and V are never repeated
     shape = (batch, k.shape[1], heads // k.shape[1], rows)
     state = State(q.new_full(shape, -torch.inf), q.new_zeros(shape), q.new_zeros(*shape, dim))
     for run in runs:

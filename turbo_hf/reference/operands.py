@@ -52,7 +52,7 @@ def quantize_operands(
 
 
 def align(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """x [B, H, M, D] with each row's tokens from slot 0 on, and zeros behind them."""
+    """x [B, H, M, D] with each row's tokens from slot 0 on, followed by zeros."""
     if starts is None:
         return x
     column = torch.arange(x.shape[2], device=x.device)
@@ -80,6 +80,6 @@ def _valid(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
-    """x [B, H, M, D] -> [B, H, blocks, block, D], zeros behind the end."""
+    """x [B, H, M, D] -> [B, H, blocks, block, D], zeros past the end."""
     whole = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))
     return whole.reshape(*x.shape[:2], -1, block, x.shape[3])

@@ -12,7 +12,7 @@ from turbo_hf.reference.rotate import query_shift, rotate
 from turbo_hf.reference.store import sealed_tokens, stored
 
 P_TYPES = {"turbo": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": None}
-"""What P is rounded to (`Scoring.p_type`); the mode "half" asks the queries' type."""
+"""The type that P is rounded to (`Scoring.p_type`); in mode "half" it depends on the queries' type."""
 
 
 def prefill(
@@ -84,7 +84,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 
 def _queries(q: torch.Tensor, place: torch.Tensor, precise: bool) -> Operand:
-    """Queries as they are, or in INT8 with one scale a token and head (INT-FlashAttention alg. 1)."""
+    """Queries unchanged, or in INT8 with one scale per token and head (INT-FlashAttention alg. 1)."""
     if precise:
         return Operand(q.to(_wide(q)), q.new_ones(q.shape[:3], dtype=_wide(q)), place)
     largest = q.float().abs().amax(-1)
@@ -103,13 +103,13 @@ def _whole(x: Operand, tile: int) -> Operand:
 
 
 def _mean_score(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """[B, Hq, M]: q . mean, what smoothing took from every score of a query."""
+    """[B, Hq, M]: q . mean, which smoothing subtracted from every score of a query."""
     grouped = q.to(_wide(q)).unflatten(1, (mean.shape[1], -1))
     return torch.einsum("bhgmd,bhd->bhgm", grouped, mean.to(grouped.dtype)).flatten(1, 2)
 
 
 def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) -> tuple[Operand, Operand]:
-    """Keys and values of the chunk as the products see them."""
+    """Keys and values of the chunk in the form that the products use."""
     wide, slots = _wide(v), parts.k.shape[2]
     place = torch.nn.functional.pad(place, (0, slots - place.shape[1]), value=-1)
     k_scale = parts.k_scale.repeat_interleave(slots // parts.k_scale.shape[2], -1)
@@ -143,7 +143,7 @@ def _past(store: KVStore, q: Operand, fp8: bool, tile: int) -> list[Run]:
     ]
     runs = []
     for k, k_scale, v, v_scale, place in found:
-        # what no row owns is another row's or uninitialised: its scale must not reach a product
+        # pages that the row does not own are another row's or uninitialized: their scales must not reach a product
         k_step, v_step = (x.to(wide).masked_fill((place < 0)[:, None], 0.0) for x in (k_scale, v_scale))
         k_own, v_own = stored(k, place >= 0), stored(v, place >= 0)
         values = v_own.float().to(torch.float8_e4m3fn) if fp8 else v_own

@@ -50,14 +50,14 @@ def seal_blocks(
 
 
 def _stage1(codes: torch.Tensor, token_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """INT8 under one scale a block. The largest token scale is max|x| / 119 of the block (TurboAttention eq. 4)."""
+    """INT8 with one scale per block. The largest token scale is max|x| / 119 of the block (TurboAttention eq. 4)."""
     scale = token_scale.amax(-1)
     ratio = token_scale / torch.where(scale > 0, scale, 1.0)[..., None]
     return torch.round(codes.float() * ratio[..., None]).to(torch.int8), scale
 
 
 def _stage2(q1: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Integer step and zero a channel over the block's tokens (TurboAttention eq. 5, 6)."""
+    """Integer step and zero per channel over the block's tokens (TurboAttention eq. 5, 6)."""
     levels = 2**bits - 1
     low, high = q1.amin(-2).float(), q1.amax(-2).float()
     step = torch.round((high - low) / torch.full_like(low, levels)).clamp(min=1)

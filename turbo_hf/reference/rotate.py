@@ -9,14 +9,14 @@ def key_shift(dim: int) -> int:
 
 
 def query_shift(dim: int) -> int:
-    """What is left of the matrix' norm, so that keys and queries rotated by their own shift meet as they did."""
+    """The rest of the matrix' norm, so that keys and queries rotated by their own shifts give the same scores."""
     return (dim & -dim).bit_length() - 1 - key_shift(dim)
 
 
 def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     """x [..., D] times Sylvester's matrix with entries +-2^-shift, in runs of the largest power of two that divides D.
 
-    By sums and differences, in float32 at least: each sum has one order, whatever stands beside it in a batch.
+    By sums and differences, in float32 at least: each sum has a fixed order, whatever else is in the batch.
     """
     dim = x.shape[-1]
     size = dim & -dim

@@ -10,13 +10,13 @@ CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
 """The classifier's tensors: [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C]."""
 
 PART = 4096
-"""Keys assigned at a time: bounds the float32 scores, one a key and centroid."""
+"""Keys assigned at a time: bounds the float32 scores, one per key and centroid."""
 
 
 def unrotated(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """x [B, H, M, D] in float32 before rotary embedding; rotary: (cos, sin) [1 or B, M, r] of its tokens, or None.
 
-    Half layout: channels c and c + r/2 turn together; channels from r on do not.
+    Half layout: channels c and c + r/2 rotate together; channels from r on do not rotate.
     """
     if rotary is None:
         return x.float()

@@ -1,4 +1,4 @@
-"""The compressed cache laid out as one run of tokens a row, for the reference attention."""
+"""The compressed cache laid out as one run of tokens per row, for the reference attention."""
 
 import torch
 
@@ -29,7 +29,7 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     length = store.sealed * block + store.open_len
     index = torch.arange(total, device=k.device).expand(batch, total)
     valid = index < length[:, None]
-    # pages beyond a row's end are another row's or uninitialised: their scales must not reach a product
+    # pages beyond a row's end are another row's or uninitialized: their scales must not reach a product
     k_scale = torch.where(valid[:, None], k_scale, 0.0)
     v_scale = torch.where(valid[:, None], v_scale, 0.0)
     return stored(k, valid).float(), k_scale, stored(v, valid).float(), v_scale, torch.where(valid, index, -1)
