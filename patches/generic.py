@@ -64,7 +64,8 @@ def obstacle(module: torch.nn.Module) -> str | None:
         return known
     head_dim = getattr(module, "head_dim", None)
     if not isinstance(head_dim, int):
-        return "its class names no head_dim"
+        encoder = getattr(module, "is_causal", True) is False
+        return "its attention is not causal, as in encoders" if encoder else "its class names no head_dim"
     if head_dim % HEAD_DIM_MULTIPLE:
         return f"head dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}"
     value_dim = getattr(module, "v_head_dim", head_dim)

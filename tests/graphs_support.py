@@ -9,7 +9,7 @@ from models import SHAPE, left_padded, prompts
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import Calibration, TurboConfig, graphs, patching
+from turbo_hf import Calibration, TurboConfig, generation, graphs
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
 from turbo_hf.graphs import StepRunner
@@ -53,9 +53,9 @@ def watch_runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
         made.append(StepRunner(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(patching, "StepRunner", make)
+    monkeypatch.setattr(generation, "StepRunner", make)
     if not torch.cuda.is_available():
-        monkeypatch.setattr(patching, "cuda_device", Again)
+        monkeypatch.setattr(generation, "cuda_device", Again)
         monkeypatch.setattr(graphs, "_place_obstacle", lambda *args: None)
         monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
     return made

@@ -1,5 +1,6 @@
 """The life of a whole cache: a pass that breaks off, what is cropped, what is forgotten, what it takes."""
 
+import copy
 import warnings
 from typing import Any
 
@@ -126,5 +127,47 @@ def test_a_wrapped_model_is_told_which_one_to_patch() -> None:
         """As PEFT wraps one."""
 
     wrapper: Any = Wrapper()
-    with pytest.raises(TypeError, match=r"got Wrapper. .* pass the one inside \(PEFT: model.get_base_model\(\)\)"):
+    with pytest.raises(TypeError, match=r"got Wrapper. .* pass the one inside \(PEFT: model.get_base_model\(\),"):
         turbo_hf.patch(wrapper)
+
+
+def test_another_attention_chosen_since_the_patch_is_told_and_kept() -> None:
+    model = tiny_llama()
+    before = set(model.__dict__)
+    handle = turbo_hf.patch(model)
+    model.set_attn_implementation("sdpa")
+    with pytest.warns(UserWarning, match=r"has chosen 'sdpa' since the patch, so this call is not compressed"):
+        model.generate(prompts(1, 9), max_new_tokens=2)
+    with pytest.raises(ValueError, match="This model is patched already"):
+        turbo_hf.patch(model)
+    model.set_attn_implementation("turbo_hf")
+    model.generate(prompts(1, 9), max_new_tokens=2)
+    assert handle.memory().tokens == 10
+    model.set_attn_implementation("sdpa")
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert set(model.__dict__) == before
+
+
+def test_the_config_of_a_patched_model_is_told() -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model):
+        copied = copy.deepcopy(model.config)
+    other = type(model)(copied).eval()
+    copied._attn_implementation = "turbo_hf"
+    with pytest.raises(ValueError, match=r'still says "turbo_hf", call model.set_attn_implementation\("sdpa"\)'):
+        turbo_hf.patch(other)
+    other.set_attn_implementation("sdpa")
+    turbo_hf.patch(other).remove()
+
+
+def test_prompts_that_end_in_padding_are_told() -> None:
+    model, mask = tiny_llama(), torch.ones(3, 20, dtype=torch.int64)
+    mask[1, 12:] = 0
+    with turbo_hf.patch(model), pytest.warns(UserWarning, match=r"rows \[1\] of attention_mask end in padding"):
+        model.generate(prompts(3, 20), attention_mask=mask, max_new_tokens=2)
+
+
+def test_prefix_tuning_is_told() -> None:
+    with pytest.raises(turbo_hf.Unsupported, match=r"has no max_cache_len\. Prefix tuning \(PEFT\)"):
+        _ = TurboCache(tiny_llama().config).max_cache_len

@@ -14,7 +14,7 @@ from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboCache, TurboConfig, graphs, patching, steps
+from turbo_hf import SparseConfig, TurboCache, TurboConfig, generation, graphs, steps
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import StepRunner, describe
 from turbo_hf.selectors import Reformer
@@ -318,7 +318,7 @@ def test_selectors_that_draw_on_the_host_run_without(selector: Any, runners: lis
     reason = f'selector "{selector}" draws numbers on the host'
     with turbo_hf.patch(model, sparse) as handle:
         assert f"decode steps: no CUDA graphs ({reason})" in str(handle.report())
-        assert not [name for name in (patching.MAY_COMPILE, patching.COMPILED) if name in model.__dict__]
+        assert not [name for name in (generation.MAY_COMPILE, generation.COMPILED) if name in model.__dict__]
     assert torch.equal(answer(model, sparse, **ragged()), answer(model, replace(sparse, cuda_graphs=False), **ragged()))
     assert not runners
     with pytest.raises(Unsupported, match=f"cuda_graphs=True: {reason}"):

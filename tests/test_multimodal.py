@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from families_support import MIXED, exact, generate, settle
+from families_support import MIXED, NEW, exact, generate, settle
 from models import SHAPE, prompts
 from torch import Tensor
 from transformers import AutoConfig, Gemma3ForConditionalGeneration, PreTrainedModel
 
 import turbo_hf
+from turbo_hf import masks
 from turbo_hf.attention import NAME
 from turbo_hf.errors import Unsupported
 
@@ -60,6 +61,18 @@ def test_only_the_text_model_of_a_multimodal_one_is_patched(gemma3: PreTrainedMo
         ours = generate(gemma3, batch)
     assert torch.equal(ours.sequences, oracle)
     assert all(part._attn_implementation is was for part, was in zip(parts, before, strict=True))
+
+
+@pytest.mark.parametrize("part", [1 << 26, 999], ids=["whole", "parts"])
+def test_a_text_whose_processor_says_that_it_has_no_image_is_compressed(
+    gemma3: PreTrainedModel, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masks, "PART", part)
+    batch, oracle = settle(gemma3, exact(4), [])
+    without = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
+    with turbo_hf.patch(gemma3, exact(4)) as handle:
+        assert torch.equal(generate(gemma3, without).sequences, oracle)
+        assert handle.memory().tokens == int(batch["attention_mask"].sum()) + 3 * (NEW - 1)
 
 
 def with_image(gemma3: PreTrainedModel) -> tuple[dict[str, Tensor], Tensor]:

@@ -43,6 +43,7 @@ LAYERS = [
     {"turbo_hf.masks", "turbo_hf.sparse", "turbo_hf.attention", "turbo_hf.selfcheck"},
     {"turbo_hf.handle", "turbo_hf.graphs"},
     {"turbo_hf.patches"},
+    {"turbo_hf.hooks", "turbo_hf.generation"},
     {"turbo_hf.calibration"},
     {"turbo_hf.patching"},
     {"turbo_hf.calibrate_command", "turbo_hf.eval", "turbo_hf.plan", "turbo_hf.doctor", "turbo_hf.console"},

@@ -100,7 +100,12 @@ def test_dense_layers_stay_dense_and_right(model_type: str, options: dict[str, A
 @pytest.mark.parametrize("rows", [1, 2])
 def test_masks_of_one_form_are_passed_on(rows: int) -> None:
     mask = torch.ones(rows, 9, dtype=torch.bool)
-    for function in (causal_mask_function, sliding_window_causal_mask_function(4)):
+    # the last two mean the same as the first
+    same = [
+        and_masks(causal_mask_function, causal_mask_function, causal_mask_function),
+        lambda batch, head, q, kv: kv <= q,
+    ]
+    for function in (causal_mask_function, sliding_window_causal_mask_function(4), *same):
         given: dict[str, Any] = {"batch_size": rows, "mask_function": function}
         assert turbo_mask(q_length=9, kv_length=9, attention_mask=mask, **given) is mask
         assert turbo_mask(q_length=9, kv_length=9, attention_mask=None, **given) is None
@@ -117,8 +122,6 @@ def test_other_masks_are_made_dense() -> None:
         and_masks(causal_mask_function, packed),
         and_masks(sliding_window_overlay(4), bidirectional_mask_function),
         and_masks(sliding_window_causal_mask_function(4), packed),
-        and_masks(causal_mask_function, causal_mask_function, causal_mask_function),
-        lambda batch, head, q, kv: kv <= q,
     ]
     for function in functions:
         given: dict[str, Any] = {"batch_size": 2, "q_length": 9, "kv_length": 9, "attention_mask": mask}

@@ -124,7 +124,8 @@ def _refusal(mask: torch.Tensor | None, causal: bool, kwargs: dict[str, Any]) ->
     if mask is not None and mask.dim() != 2:
         return (
             "the attention mask is no causal or sliding-window mask (packed sequences, prefix or image blocks, chunks, "
-            "or a 4D mask). Pass a 2D mask [batch, tokens], or run without the patch."
+            'or a 4D mask). Pass a 2D mask [batch, tokens], or patch with strict="warn", which computes such calls in '
+            "full precision."
         )
     return None
 

@@ -10,6 +10,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicL
 from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import DEFAULT_PRESET, TurboConfig, at_8_bit, resolve_config
 from turbo_hf.crop import removable, require_recorded
+from turbo_hf.errors import Unsupported
 from turbo_hf.layer import TurboLayer
 from turbo_hf.memory import Memory, measure
 from turbo_hf.model_layers import COMPRESSED_TYPES, layer_types
@@ -150,6 +151,18 @@ class TurboCache(Cache):
     def memory(self) -> Memory:
         """Bytes by layer and kind, as currently allocated."""
         return measure(self.layers)
+
+    @property
+    def max_cache_len(self) -> int:
+        """There is none. PEFT's prefix tuning asks for it to put a cache of its own in this one's place.
+
+        Raises:
+            Unsupported: always.
+        """
+        raise Unsupported(
+            "a TurboCache grows as it must, and has no max_cache_len. Prefix tuning (PEFT) brings a cache of its own: "
+            "run it without the patch."
+        )
 
     def stop_recording(self) -> None:
         """End the recording that `activate_past_recording` began, and seal blocks that were kept open for a `crop`."""

@@ -137,6 +137,7 @@ class CacheMaker:
     made: int = 0
     newest: "weakref.ref[TurboCache] | None" = None
     measured: Memory | None = None
+    active: bool = True
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
@@ -224,7 +225,9 @@ class Handle:
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = before
-        self._model.set_attn_implementation(self._previous)
+        self._maker.active = False
+        if self._model.config.get_text_config(decoder=True)._attn_implementation == NAME:
+            self._model.set_attn_implementation(self._previous)
 
     def report(self) -> Report:
         """What was patched, what was left alone and why, and what sparse layers have read so far."""

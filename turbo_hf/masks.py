@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+PART = 1 << 26
+"""Numbers of a dense mask that are looked at together."""
+
 SLIDING_OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
 
 
@@ -27,19 +30,51 @@ def turbo_mask(
     at_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if at_end and _is_plain(mask_function):
         return attention_mask
-    kwargs["allow_is_causal_skip"] = False
-    # sdpa_mask is annotated for an int offset and takes the tensor of a static cache too
-    offset: Any = q_offset
-    return sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **kwargs,
-    )
+
+    def make(first: int, rows: int) -> torch.Tensor | None:
+        # sdpa_mask is annotated for an int offset and takes the tensor of a static cache too
+        offset: Any = q_offset + first
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=rows,
+            kv_length=kv_length,
+            q_offset=offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **{**kwargs, "allow_is_causal_skip": False},
+        )
+
+    # the window of a layer with one is not always told apart
+    windows = {None, kwargs.get("local_size"), getattr(kwargs.get("config"), "sliding_window", None)}
+    if at_end and any(_means_plain(make, attention_mask, q_length, kv_length, window) for window in windows):
+        return attention_mask
+    return make(0, q_length)
+
+
+def _means_plain(
+    make: Callable[[int, int], torch.Tensor | None],
+    attention_mask: torch.Tensor | None,
+    queries: int,
+    keys: int,
+    window: int | None,
+) -> bool:
+    """Whether a dense mask is causal (and sliding) all the same: blocks of images are allowed for, and there are none.
+
+    make(first, rows): these rows of the mask, bool [B, 1, rows, keys].
+    """
+    step = max(1, PART // keys)
+    for first in range(0, queries, step):
+        rows = min(step, queries - first)
+        made, end = make(first, rows), keys - queries + first + rows
+        if made is None:
+            return False
+        shown = None if attention_mask is None else attention_mask[:, -keys:][:, :end]
+        plain = dense_mask(shown, rows, end, causal=True, window=window, device=made.device)
+        seen, later = made[..., :end], made[..., end:]
+        if later.any() or not (seen.all() if plain is None else torch.equal(seen, plain.expand_as(seen))):
+            return False
+    return True
 
 
 def _is_plain(mask_function: Callable[..., Any]) -> bool:

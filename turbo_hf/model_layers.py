@@ -13,7 +13,7 @@ def require_model(model: object) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"model must be a transformers.PreTrainedModel; got {type(model).__name__}. Of a model that another "
-            "library has wrapped, pass the one inside (PEFT: model.get_base_model())."
+            "library has wrapped, pass the one inside (PEFT: model.get_base_model(), a pipeline: pipe.model)."
         )
 
 

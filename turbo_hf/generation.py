@@ -1,0 +1,140 @@
+"""Methods that the patch replaces on the instance: which cache `generate` makes, and what it calls as the model."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from turbo_hf.attention import NAME
+from turbo_hf.cache import TurboCache
+from turbo_hf.errors import Unsupported
+from turbo_hf.graphs import Door, StepRunner, cuda_device, model_obstacle
+from turbo_hf.handle import CacheMaker
+from turbo_hf.hooks import is_own
+from turbo_hf.patches import Family
+
+PREPARE = "_prepare_cache_for_generation"
+MAY_COMPILE, COMPILED = "_valid_auto_compile_criteria", "get_compiled_call"
+
+
+def replace_methods(
+    model: PreTrainedModel, family: Family | None, maker: CacheMaker, door: Door | None
+) -> list[tuple[torch.nn.Module, str, Any]]:
+    """Put the patch's methods on the instances; returns (module, name, previous attribute) for each.
+
+    family: whose methods are replaced too. door: hands runners of CUDA graphs to `generate`; None: none are wanted.
+    """
+    methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
+        (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
+        (model, "init_continuous_batching", _refuse_continuous_batching),
+    ]
+    if door is not None:
+        methods += [
+            (model, name, functools.partial(replacement, door, model.__dict__.get(name)))
+            for name, replacement in ((MAY_COMPILE, _may_replay), (COMPILED, _compiled_call))
+        ]
+    if family is not None:
+        methods += [(module, name, method) for module in model.modules() for name, method in family.methods.items()]
+    # a model without a head generates nothing, and has no method to replace
+    methods = [(module, name, method) for module, name, method in methods if hasattr(type(module), name)]
+    replaced = [(module, name, module.__dict__.get(name)) for module, name, _ in methods]
+    for module, name, method in methods:
+        # not a bound method: a deep copy of the model copies a partial along with its cache maker
+        module.__dict__[name] = functools.partial(method, module)
+    return replaced
+
+
+def _prepare_cache(
+    maker: CacheMaker,
+    before: Any,
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """In place of `_prepare_cache_for_generation`: `generate` gets a TurboCache unless the caller chose a cache."""
+    given = model_kwargs.get("past_key_values")
+    named = generation_config.cache_implementation
+    original: Callable[..., Any] = before or functools.partial(type(model)._prepare_cache_for_generation, model)
+    chosen = model.config.get_text_config(decoder=True)._attn_implementation
+    if chosen != NAME:
+        if maker.active:
+            warnings.warn(
+                f"turbo_hf: set_attn_implementation has chosen {chosen!r} since the patch, so this call is not "
+                f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").',
+                stacklevel=4,
+            )
+        # otherwise a shallow copy of the model that outlived the patch
+        return original(generation_config, model_kwargs, *args, **kwargs)
+    if given is None and generation_config.use_cache is not False and named is None:
+        _check_rows(model_kwargs.get("attention_mask"))
+        cache = maker.make(model.config)
+        model_kwargs["past_key_values"] = cache
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        return None
+    if isinstance(given, TurboCache) and not generation_config.is_assistant:
+        given.stop_recording()
+    if given is not None and not isinstance(given, TurboCache):
+        warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
+    elif given is None and named is not None:
+        warnings.warn(
+            f"turbo_hf: cache_implementation={named!r} asks for Hugging Face's own cache, so this call is not "
+            "compressed. Set model.generation_config.cache_implementation = None to compress it.",
+            stacklevel=4,
+        )
+    return original(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _check_rows(mask: Any) -> None:
+    if not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1]):
+        return
+    # one read of the device
+    holds, ends = torch.stack((mask.any(-1), mask[:, -1].bool())).tolist()
+    empty = [row for row, token in enumerate(holds) if not token]
+    if empty:
+        raise ValueError(
+            f"rows {empty} of attention_mask are all padding: there is no prompt to continue. Remove these rows."
+        )
+    padded = [row for row, token in enumerate(ends) if not token]
+    if padded:
+        warnings.warn(
+            f"turbo_hf: rows {padded} of attention_mask end in padding, and generate would continue from there. Pad on "
+            'the left (tokenizer.padding_side = "left").',
+            stacklevel=5,
+        )
+
+
+def _may_replay(door: Door, before: Any, model: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+    """In place of `_valid_auto_compile_criteria`: whether `generate` shall call a runner as its forward pass."""
+    door.offer(None)
+    wanted = not (
+        generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant
+    )
+    if wanted and isinstance(model_kwargs.get("past_key_values"), TurboCache):
+        reason = model_obstacle(model, is_own)
+        if reason is None:
+            limit = generation_config.max_length
+            door.offer(StepRunner(model, limit, cuda_device(model.device), door.demanded))
+            return True
+        if door.demanded:
+            raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
+    original: Callable[..., bool] = before or functools.partial(type(model)._valid_auto_compile_criteria, model)
+    return original(model_kwargs, generation_config)
+
+
+def _compiled_call(door: Door, before: Any, model: Any, compile_config: Any) -> Callable[..., Any]:
+    """In place of `get_compiled_call`: the runner, where `_may_replay` has just said so."""
+    original: Callable[..., Any] = before or functools.partial(type(model).get_compiled_call, model)
+    return door.take() or original(compile_config)
+
+
+def _refuse_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    raise Unsupported(
+        "generate_batch (continuous batching) keeps keys and values in a paged cache of its own, which cannot be "
+        "compressed. Use generate, or remove the patch."
+    )
