@@ -1,4 +1,4 @@
-"""Bytes and tokens of any cache that `generate` hands back."""
+"""Bytes and tokens of any cache that `generate` returns."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from turbo_hf.handle import Handle
 def cache_size(cache: Any, rows: int, handle: Handle | None) -> tuple[int, int]:
     """(bytes, tokens): as `Handle.memory` says for a patched model, computed for a simulated cache, else allocated.
 
-    A dense cache stores padding; its tokens count the padding, so that the bytes a token do not hold it against it.
+    A dense cache stores padding; its token count includes the padding, so that it is not charged for it in bytes per
+    token.
     """
     if handle is not None:
         memory = handle.memory()

@@ -55,7 +55,7 @@ def run_method(
 ) -> Run:
     """Greedy replies to all prompts, in left-padded batches; `handle` None: the unpatched model.
 
-    rehearse: run everything once before the clock runs.
+    rehearse: run everything once before timing starts.
     """
     replies: list[list[int]] = []
     stored, cached, seconds = 0, 0, 0.0
@@ -66,7 +66,7 @@ def run_method(
 
     texts = [[p.prompt for p in prompts[at : at + batch]] for at in range(0, len(prompts), batch)]
     batches = [tokenizer(rows, return_tensors="pt", padding=True).to(model.device) for rows in texts]
-    # the clock runs when what is loaded, and on a GPU compiled for each size, is there
+    # timing starts once everything is loaded, and on a GPU compiled for each size
     for inputs in batches if rehearse else ():
         reply(inputs)
     reply(tokenizer(texts[0][:1], return_tensors="pt").to(model.device), 2)
@@ -99,9 +99,9 @@ def demo(
         model, tokenizer: loaded; the tokenizer pads left.
         prompts: from `needles`.
         methods: presets, in order.
-        batch: prompts a batch.
-        rehearse: run everything once before the clock runs; None: on a GPU, where kernels are compiled at first use.
-        advance: told the method and how many prompts it has just finished.
+        batch: prompts per batch.
+        rehearse: run everything once before timing starts; None: on a GPU, where kernels are compiled at first use.
+        advance: called with the method and the number of prompts just finished.
     """
     base: Run | None = None
     for method in [BASELINE, *methods]:

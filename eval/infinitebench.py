@@ -1,6 +1,6 @@
 """InfiniteBench's retrieval tasks (Zhang et al. 2024, arXiv:2402.13718) for any tokenizer and length.
 
-Its rows and templates, with fewer noise lines or pairs where the length is below its 90k to 122k tokens, and its
+Its rows and templates, with fewer noise lines or pairs if the length is below its 90k to 122k tokens, and its
 completion prefixes, which models without instruction tuning need. Made from the description, not from its files.
 """
 

@@ -1,6 +1,6 @@
 """Items of the lab models' task sets.
 
-A folder holds one JSONL file a family: `prompt`, or `parts` that an excerpt and seeded generators fill in, and
+A folder holds one JSONL file per family: `prompt`, or `parts` that an excerpt and seeded generators fill in, and
 `answer`.
 """
 
@@ -16,7 +16,7 @@ ANSWER = re.compile(r"(?:So the answer is|The answer is|####) ?(.+?)(?:\.(?:\s|$
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question. chain: the answer ends a chain of thought; otherwise the reply begins with it."""
+    """One question. chain: the answer comes at the end of a chain of thought; otherwise the reply begins with it."""
 
     task: str
     prompt: str

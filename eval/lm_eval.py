@@ -1,8 +1,8 @@
-"""lm-evaluation-harness' own command line, with the model `turbo-hf` in it.
+"""lm-evaluation-harness's own command line, with the model `turbo-hf` added.
 
     python -m turbo_hf.eval.lm_eval run --model turbo-hf --model_args pretrained=MODEL,preset=turbo4 --tasks gsm8k_cot
 
-`preset` is a method of `turbo-hf eval` (fp16, turbo4, kivi4, ...); every other argument is the harness' own.
+`preset` is a method of `turbo-hf eval` (fp16, turbo4, kivi4, ...); every other argument is the harness's own.
 """
 
 from lm_eval.__main__ import cli_evaluate

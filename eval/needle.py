@@ -1,7 +1,7 @@
 """Needles in a haystack: seeded prompts with one fact hidden in prose, and whether an answer names it.
 
 The form is RULER's single needle (a key of two words, a value of seven digits, the answer begun for the model); the
-prose is from Walden by Henry David Thoreau (1854, public domain), carried with the package.
+prose is from Walden by Henry David Thoreau (1854, public domain), included in the package.
 """
 
 import random
@@ -26,7 +26,7 @@ NOUNS = ("river", "lantern", "meadow", "harbor", "engine", "garden", "bridge", "
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """One prompt. depth: where the needle stands, 0 (begin) to 1 (end); tokens: the prompt's length."""
+    """One prompt. depth: position of the needle, 0 (start) to 1 (end); tokens: the prompt's length."""
 
     prompt: str
     answer: str
@@ -67,7 +67,7 @@ def needle_grid(
     Args:
         tokenizer: of the model that will read them.
         lengths: tokens of a prompt, at most.
-        depths: where the needle stands, 0 to 1.
+        depths: positions of the needle, 0 to 1.
         seeds: of key, number and prose; each fills every cell once.
 
     Raises:
@@ -83,18 +83,18 @@ def needle_grid(
 
 
 def prose(start: int, count: int) -> str:
-    """`count` sentences of the carried prose, from sentence `start` on."""
+    """`count` sentences of the included prose, from sentence `start` on."""
     sentences = carried_sentences()
     return " ".join(sentences[(start + i) % len(sentences)] for i in range(count))
 
 
 def carried_sentences() -> list[str]:
-    """Of the prose that the package carries, in order."""
+    """Sentences of the prose included in the package, in order."""
     return resources.files("turbo_hf.eval").joinpath("haystack.txt").read_text("utf-8").splitlines()
 
 
 def _haystack(tokenizer: Any) -> tuple[list[str], list[int]]:
-    """The sentences of the carried prose, and how many tokens each takes."""
+    """The sentences of the included prose, and the number of tokens of each."""
     sentences = carried_sentences()
     return sentences, [len(ids) for ids in tokenizer([" " + s for s in sentences], add_special_tokens=False).input_ids]
 

@@ -14,10 +14,10 @@ from turbo_hf.console import out
 from turbo_hf.files import write_whole
 
 LIMITED = "LIMITED"
-"""What a line begins with that says: this is no result."""
+"""Start of a line that says: this is not a result."""
 
 WORDS = ("task", "scorer", "over", "method", "method of equal bytes", "metric", "largest loss in")
-"""Headings of columns that hold no figures."""
+"""Headings of non-numeric columns."""
 
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:96rem;margin:2rem auto;padding:0 1rem;color:#222}"
@@ -54,7 +54,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def show(report: Report) -> None:
-    """On the terminal."""
+    """Print to the terminal."""
     for line in report.lines:
         style = "bold red" if line.startswith(LIMITED) else "bold"
         out.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
@@ -85,7 +85,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def page(report: Report) -> str:
-    """An HTML page that needs nothing beside it. Text is escaped; pictures are inside it."""
+    """A self-contained HTML page. Text is escaped; pictures are embedded."""
     named = html.escape(report.title)
     parts = [
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{named}</title>',

@@ -1,4 +1,4 @@
-"""Token ids of prompts, made once for all methods: of long prompts they take as long as a small model does.
+"""Token ids of prompts, made once for all methods: for long prompts this takes as long as a small model does.
 
 Also where the token ids of a reply end.
 """
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 TOGETHER = 256
-"""Prompts that are tokenized in one call: more only take memory."""
+"""Prompts tokenized per call: more would only take memory."""
 
 
 class Prompts:
@@ -46,6 +46,6 @@ class Prompts:
 
 
 def until(tokens: list[int], ends: set[int]) -> list[int]:
-    """A reply without its end: what comes before the first of `ends`."""
+    """A reply without its end: the part before the first of `ends`."""
     stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
     return tokens[:stop]

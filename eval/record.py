@@ -1,4 +1,4 @@
-"""What a run is, so that it can be repeated, taken up again, and never mixed with another."""
+"""The identity of a run, so that it can be repeated or resumed, and is never mixed with another."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ META = "run_meta.json"
 BY_METHOD = "calibrations"
 """Field of an identity with a value for each method that has one: a later command may bring other methods."""
 SAMPLED = 64
-"""Values of each weight that a model's fingerprint reads."""
+"""Number of values of each weight that a model's fingerprint reads."""
 
 
 def fingerprint(model: Any) -> str:
@@ -64,7 +64,7 @@ def _digest(what: Any) -> str:
 
 
 def identity(model: Any, tokenizer: Any, tasks: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What must be equal in all parts of a table, ready for JSON."""
+    """What must be equal in all parts of a table, for JSON."""
     about = facts(model.device)
     packages = ("turbo_hf", "torch", "transformers", "lm_eval", "datasets", "triton", "numpy")
     return {
@@ -81,10 +81,10 @@ def identity(model: Any, tokenizer: Any, tasks: dict[str, Any], options: dict[st
 
 
 def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
-    """Begin a run in `folder`, or go on with the one that is there.
+    """Begin a run in `folder`, or continue the one that is there.
 
     Args:
-        folder: made if missing.
+        folder: created if missing.
         what: from `identity`.
 
     Returns:

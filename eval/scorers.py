@@ -1,4 +1,4 @@
-"""What counts as right: the harness' stock scorers by name, and corrected ones beside them.
+"""What counts as right: the harness's stock scorers by name, with corrected ones alongside.
 
 A corrected scorer reads the reply that the stock one read, for the baseline and for every method alike. Stock ones stay
 because published figures are made with them. What is wrong with them, measured on lm-eval 0.4.13: GSM8K's strict match
@@ -20,7 +20,7 @@ CHOICE = re.compile(r"\(([a-e])\)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """One way to judge a task's items. `filter` and `metric`: the harness' own verdict; `judge`: ours, instead of it.
+    """One way to judge a task's items. `filter` and `metric`: the harness's own verdict; `judge`: ours, instead of it.
 
     parts: verdicts of the parts of an item, which then count one by one. headline: the one that means are made of.
     """
@@ -34,7 +34,7 @@ class Scorer:
 
     @property
     def stock(self) -> bool:
-        """Whether it is the harness' own."""
+        """Whether it is the harness's own."""
         return self.judge is None and self.parts is None
 
     def verdicts(self, samples: list[Sample]) -> dict[int, bool]:

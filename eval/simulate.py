@@ -1,6 +1,6 @@
 """Published ways to store keys and values in few bits, as plain torch that rounds and keeps the rounded values.
 
-What they would take is computed, not measured: nothing is packed here. Sources: KIVI (Liu et al. 2024,
+The bytes they would take are computed, not measured: nothing is packed here. Sources: KIVI (Liu et al. 2024,
 arXiv:2402.02750, alg. 1), GEAR-L (Kang et al. 2024, arXiv:2403.05527, sec. 3).
 """
 
@@ -17,7 +17,7 @@ def rounded(x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     x = x.float()
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     step = (high - low) / (2**bits - 1)
-    # a group of equal values has no step, and is its own least value
+    # a group of equal values has no step, and equals its own minimum
     codes = torch.where(step > 0, (x - low) / step, torch.zeros_like(x)).round()
     near: torch.Tensor = codes * step + low
     return near

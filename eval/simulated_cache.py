@@ -1,4 +1,4 @@
-"""Caches for Transformers that store as published methods do and return what these would read: accuracy only.
+"""Caches for Transformers that store as published methods do and return what would be read: accuracy only.
 
 The first pass reads itself in full precision, as in KIVI (alg. 1), GEAR and StreamingLLM: only what stays is compressed
 or dropped. A pass of one token reads it after it was stored, as KIVI's does; one of several reads itself in full.
@@ -107,7 +107,7 @@ def pieces(
             if int(rows[-1]) - low + 1 == len(rows) and bool((start == at).all()):
                 found.append((part, length, (slice(low, low + len(rows)), slice(at, at + length))))
                 continue
-            # a copy that the host does not wait for
+            # a copy that does not block the host
             its = torch.stack([rows, start]).to(device, non_blocking=True)
             columns_of = its[1, :, None] + torch.arange(length, device=device)
             found.append((part, length, (its[0, :, None], columns_of)))
@@ -191,7 +191,7 @@ class WindowLayer(DynamicLayer):
 
 
 class SimulatedCache(Cache):
-    """A cache whose bytes are computed, with one kind of layer throughout."""
+    """A cache whose bytes are computed, with a single kind of layer."""
 
     def computed_bytes(self) -> float:
         """What the method would take for all rows and layers, packed."""

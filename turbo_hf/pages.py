@@ -129,7 +129,7 @@ class PagePool:
         return taken
 
     def _resize(self, keep: torch.Tensor | range, extra: int) -> None:
-        """Keep the pages `keep`, in that order, and add `extra` uninitialised ones. A range: all, from the first on."""
+        """Keep the pages `keep`, in that order, and add `extra` uninitialized ones. A range: all, from the first on."""
         grown = []
         for old, (bits, slots) in zip(self.heads, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)

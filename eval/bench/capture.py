@@ -1,4 +1,4 @@
-"""Queries, keys and values as a model's attention layers are given them, rotary embedding applied."""
+"""Queries, keys and values as passed to a model's attention layers, with rotary embedding applied."""
 
 from dataclasses import dataclass
 from importlib import resources
@@ -22,10 +22,10 @@ class Captured:
 
 
 def token_ids(tokenizer: Any, path: Path | None, tokens: int) -> torch.Tensor:
-    """int64 [1, tokens]: the text file, or the carried prose; a text that is too short is read again from its start.
+    """int64 [1, tokens]: the text file, or the included prose; a text that is too short is repeated from its start.
 
     Raises:
-        ValueError: an empty text.
+        ValueError: the text is empty.
     """
     text = (resources.files("turbo_hf.eval").joinpath("haystack.txt") if path is None else path).read_text("utf-8")
     ids = tokenizer(text).input_ids

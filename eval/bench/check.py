@@ -13,7 +13,7 @@ from turbo_hf.layout import AttentionOutput
 from turbo_hf.reference import prefill as reference
 
 ROWS = 64
-"""Queries looked at in a head: the first ones, the last, some at the edges of tiles, the others at random."""
+"""Queries checked per head: the first ones, the last, some at the edges of tiles, the others at random."""
 
 SLACK = 2
 """How many times the reference's error, and the rounding of the output, a row may be off. Errors of rounding that fall
@@ -24,7 +24,7 @@ otherwise differ by less; a wrong key, scale or mask shows as the size of the ro
 class Check:
     """error: |o - oracle| / |oracle| over the sample; worst: the same of the worst query; budget: what worst may be.
 
-    lse_worst and lse_budget: absolute, natural log units. problem: what is wrong; "" where nothing is.
+    lse_worst and lse_budget: absolute, natural log units. problem: what is wrong; "" if nothing is.
     """
 
     error: float
@@ -72,10 +72,10 @@ def _rows(tokens: int, seed: int) -> torch.Tensor:
 
 
 def verify(got: AttentionOutput, sample: Sample, options: dict[str, Any]) -> Check:
-    """Hold out [B, Hq, M, D] and lse [B, Hq, M] against the oracle, and against the reference's own distance from it.
+    """Check out [B, Hq, M, D] and lse [B, Hq, M] against the oracle, within the reference's own distance from it.
 
-    The budget is SLACK times the error that the same mode has in plain torch on the same heads, with one rounding of
-    the output added; `options` are those of `turbo_hf.ops.prefill.prefill` without the backend.
+    The budget is SLACK times the error of the same mode in plain torch on the same heads, plus one rounding of the
+    output; `options` are those of `turbo_hf.ops.prefill.prefill` without the backend.
     """
     # the same heads: a query that sees one key has an lse with one rounding error, which no average makes typical
     models = [reference.prefill(*(x[None] for x in head), **options) for head in sample.inputs]
@@ -85,7 +85,7 @@ def verify(got: AttentionOutput, sample: Sample, options: dict[str, Any]) -> Che
 
 
 def judge(got: AttentionOutput, sampled: AttentionOutput, model: AttentionOutput, exact: AttentionOutput) -> Check:
-    """Hold a sample of `got` against `exact`, and against how far `model`, the same mode in plain torch, is from it.
+    """Check a sample of `got` against `exact`, within the error of `model`, the same mode in plain torch.
 
     got: the whole result, of which every element must be finite. sampled, model, exact: out [..., D] and lse [...] of
     the same queries; exact in float64.
@@ -117,7 +117,7 @@ def poisoned() -> Iterator[None]:
     """Fill what `torch.empty` returns with NaN, as torch's deterministic mode does, so that unwritten output shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about what else that mode would like
+        warnings.simplefilter("ignore")  # about other requirements of that mode
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield

@@ -22,7 +22,7 @@ from turbo_hf.ops.quantize import dequantize
 from turbo_hf.reference import decode as reference
 
 BURST_MS = 40.0
-"""Replays of one method before the next one's turn. Decode waits for memory, whose clock does not follow the power."""
+"""Replays of one method per turn. Decode is bound by memory, whose clock does not depend on power."""
 
 PADDED = "rows padded to the longest, without a mask"
 
@@ -47,7 +47,7 @@ class DecodeRow(Row):
 
 
 Found = tuple[DecodeRow, Rotation | None]
-"""A method's row, and what to time of it."""
+"""A method's row, and what to time for it."""
 
 
 def run_case(
@@ -68,12 +68,13 @@ def run_case(
         widths: of WIDTHS. backend: which one runs.
         plans: of PLANS, how the kernel shares its work; each runs at every width.
         seed: of the tokens, N(0, 1).
-        seconds: about how long the clock runs.
-        copy: measured bandwidth, 10^12 bytes a second.
-        tell: told each step.
+        seconds: approximate timing duration.
+        copy: measured bandwidth, 10^12 bytes per second.
+        tell: called at each step.
 
     Returns:
-        The rivals' rows, then a row a width. What is wrong, cannot run or does not fit has a note and no time.
+        The rivals' rows, then one row per width. A method that is wrong, cannot run or does not fit has a note and no
+        time.
     """
     device = stopwatch.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -110,7 +111,7 @@ def beside_fp16(
 
 
 def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutput) -> Check:
-    """Hold a sample against float64 over the same packed cache, as `check_heads` does. q: [B, Hq, 1, D]."""
+    """Check a sample against float64 over the same packed cache, as `check_heads` does. q: [B, Hq, 1, D]."""
 
     def attended(row: int, head: int, query: torch.Tensor) -> tuple[AttentionOutput, AttentionOutput]:
         part, scaling = one_head(store, row, head), case.heads.dim**-0.5
@@ -127,9 +128,9 @@ def check_heads(
     got: AttentionOutput,
     attended: Callable[[int, int, torch.Tensor], tuple[AttentionOutput, AttentionOutput]],
 ) -> Check:
-    """Hold the first KV head of the first row and the last of the last against float64.
+    """Check the first KV head of the first row and the last one of the last row against float64.
 
-    The budget is what the reference, with the same roundings, is off on the same heads.
+    The budget is the error of the reference, with the same roundings, on the same heads.
 
     Args:
         q: [B, Hq, 1, D].

@@ -1,4 +1,4 @@
-"""What `bench decode` measures: caches of real models' heads, from one short row to a batch of long ones."""
+"""The cases of `bench decode`: caches of real models' heads, from one short row to a batch of long ones."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from turbo_hf.eval.bench.shapes import SHAPES, Heads, find_shape, parse_size, to
 from turbo_hf.layout import FULL, open_token_bytes, page_bytes
 
 BLOCK = 64
-"""Tokens of a sealed block: the presets' own."""
+"""Tokens per sealed block, as in the presets."""
 
 DECODE_SHAPES = SHAPES | {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24, 64)}
 """The models of the prompts, and the heads for which LeanAttention sec. V gives its largest and smallest gain."""
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def outputs(self) -> int:
-        """Rows times KV heads: what a kernel without splits has to share among the SMs."""
+        """Rows times KV heads: what a kernel without splits can distribute over the SMs."""
         return len(self.lengths) * self.heads.kv
 
     def packed_bytes(self, groups: tuple[tuple[int, int], ...]) -> int:
@@ -56,7 +56,7 @@ class Case:
         return sum(n // BLOCK * page + n % BLOCK * loose for n in self.lengths)
 
     def dense_bytes(self, itemsize: int) -> int:
-        """Bytes of keys and values of `itemsize` bytes a number, every row as long as the longest."""
+        """Bytes of keys and values with `itemsize` bytes per number, every row as long as the longest."""
         return 2 * len(self.lengths) * max(self.lengths) * self.heads.kv * self.heads.dim * itemsize
 
 

@@ -1,4 +1,4 @@
-"""Compressed caches of random tokens, made on the device piece by piece: no full-precision copy ever exists."""
+"""Compressed caches of random tokens, made on the device piece by piece, so that no full-precision copy ever exists."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""How a bench ends: the table of a case and what is said below it, the file, one line of JSON, exit 1 for a failure."""
+"""How a bench ends: the table of a case with its notes, the file, one line of JSON, exit 1 on a failure."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -47,7 +47,7 @@ def print_notes(rows: Sequence[Row | GenerateRow]) -> None:
 
 
 def keep(result: dict[str, Any], rows: Sequence[Any], folder: Path | None) -> None:
-    """Add the rows of a case to the result, and save all of it: a run that is cut short keeps what it has."""
+    """Add the rows of a case to the result, and save all of it: an interrupted run keeps what it has."""
     result["rows"] += [asdict(row) for row in rows]
     if folder is not None:
         (folder / f"{result['bench']}.json").write_text(as_json(result, indent=1) + "\n")
@@ -63,7 +63,7 @@ def untimed(rows: Sequence[Row]) -> list[str]:
 
 
 def finish(result: dict[str, Any], json_line: bool, failures: Sequence[str] = ()) -> None:
-    """Say what failed, print the JSON if it was asked for, and end with status 1 if anything failed."""
+    """Print what failed, print the JSON if requested, and exit with status 1 if anything failed."""
     for failure in failures:
         print_error(failure)
     if json_line:

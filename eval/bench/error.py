@@ -1,4 +1,4 @@
-"""How far each mode is from exact attention, on random numbers as the papers do, and on a trained model's."""
+"""Error of each mode against exact attention, on random numbers as in the papers, and on a trained model's inputs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ def model_errors(layers: list[Captured], methods: list[Method], *, options: dict
 
 
 def mean(rows: list[Row]) -> list[Row]:
-    """One row a method and length: the mean over the sources."""
+    """One row per method and length: the mean over the sources."""
     groups: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.tokens, row.method), []).append(row)

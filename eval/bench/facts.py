@@ -1,4 +1,4 @@
-"""What a figure must be published with: the machine, the versions, the commit."""
+"""What must be published with a figure: the machine, the versions, the commit."""
 
 import shutil
 import subprocess
@@ -29,7 +29,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def headline(found: dict[str, Any]) -> str:
-    """One line for people."""
+    """One human-readable line."""
     versions = [f"{name} {found['versions'][name]}" for name in SHOWN if found["versions"].get(name)]
     commit = f", commit {found['commit']}" if found["commit"] else ""
     return f"{found['gpu'] or 'CPU'}; {', '.join(versions)}{commit}"

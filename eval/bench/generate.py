@@ -1,4 +1,4 @@
-"""Tokens a second and peak memory of `generate`, patched and not, beside Hugging Face's own quantized caches."""
+"""Tokens per second and peak memory of `generate`, patched and unpatched, against Hugging Face's quantized caches."""
 
 import importlib.util
 import statistics
@@ -26,7 +26,7 @@ FINENESS = 16
 """One part in so many: how closely the largest batch is found by trying, or what a guess of it stays below."""
 
 SAMPLE = (4, 16)
-"""Rows whose memory tells about how many fit."""
+"""Numbers of rows whose memory use shows about how many fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def compare(
             continue
         try:
             rows.append(_measured(model, row, method, work, most))
-        except Exception as error:  # one method that fails must not cost the others their figures
+        except Exception as error:  # a failing method must not cost the others their figures
             rows.append(replace(row, note=f"failed: {type(error).__name__}: {str(error).strip()}"))
         free_memory()
     base = next((row.tokens_s for row in rows if row.method == SDPA), None)

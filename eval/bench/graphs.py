@@ -1,4 +1,4 @@
-"""What a decode step costs a device: launches as a graph replays them, and what the host adds where there is none."""
+"""The cost of a decode step on a device: launches replayed by a graph, and what the host adds without one."""
 
 import time
 

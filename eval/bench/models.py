@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights: what they cost is what trained ones of that shape cost."""
+"""Models of known shapes with random weights: they cost the same as trained ones of that shape."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Speed of `ops.prefill` beside what users have: every result checked first, every figure with its quantization."""
+"""Speed of `ops.prefill` against existing kernels: every result is checked first, every figure includes
+quantization."""
 
 import statistics
 from collections.abc import Callable
@@ -56,11 +57,11 @@ def run_case(
     Args:
         modes: of `ops.prefill`. options: its block, v_scale, smooth_k and hadamard. backend: which one runs.
         seed: of the inputs, N(0, 1), and of the sample that is checked.
-        seconds: about how long the clock runs.
-        tell: told each step.
+        seconds: approximate timing duration.
+        tell: called at each step.
 
     Returns:
-        The rivals' rows, then the modes'. What is wrong or cannot run has a note and no time.
+        The rivals' rows, then the modes'. A method that is wrong or cannot run has a note and no time.
     """
     q, k, v = inputs(case, dtype, stopwatch.device, seed)
     scaling = case.heads.dim**-0.5

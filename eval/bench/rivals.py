@@ -1,4 +1,4 @@
-"""The attention that users have: cuDNN and FlashAttention-2 through torch's SDPA, and SageAttention where installed."""
+"""Existing attention kernels: cuDNN and FlashAttention-2 through torch's SDPA, and SageAttention if installed."""
 
 import importlib
 import warnings
@@ -15,7 +15,7 @@ from turbo_hf.eval.bench.timing import Call
 CUDNN, FLASH, MATH, SAGE = "cuDNN", "FA2", "SDPA math", "SageAttention"
 
 BASELINES = (CUDNN, FLASH, MATH)
-"""Those that a speedup is told over, where they run."""
+"""The baselines of speedups, if they run."""
 
 
 class Rival(NamedTuple):
@@ -83,7 +83,7 @@ def _sage(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, cau
 
 
 def _problem(call: Call) -> str | None:
-    """Why a call fails, in one line; None where it does not."""
+    """Why a call fails, in one line; None if it does not."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # SDPA warns of every backend that it leaves out

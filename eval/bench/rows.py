@@ -1,4 +1,4 @@
-"""A method's row in the tables of `bench prefill`, `decode` and `sparse`: held against the oracle first, then timed."""
+"""A method's row in the tables of `bench prefill`, `decode` and `sparse`: checked against the oracle, then timed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ def checked(row: AnyRow, prepare: Callable[[], tuple[Check, Callable[[], AnyCall
         return row, ready()
     except ValueError as error:
         return replace(row, note=f"refused: {error}"), None
-    except Exception as error:  # one method that fails must not cost the others their figures
+    except Exception as error:  # a failing method must not cost the others their figures
         return replace(row, note=f"failed: {type(error).__name__}: {error}"), None
 
 

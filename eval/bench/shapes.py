@@ -1,4 +1,4 @@
-"""What is measured: head shapes of real models, batch and length, and the work that attention of them is."""
+"""What is measured: head shapes of real models, batch and length, and the amount of work in their attention."""
 
 import re
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of Q K^T and P V; half of the square where it is causal."""
+        """Floating-point operations of Q K^T and P V; half of the square if causal."""
         square = 4.0 * self.batch * self.heads.query * self.tokens**2 * self.heads.dim
         return square / 2 if self.causal else square
 

@@ -1,4 +1,4 @@
-"""Speed of a sparse decode step, selection and index included, beside FP16 attention over all keys."""
+"""Speed of a sparse decode step, including selection and index, against FP16 attention over all keys."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ SELECTORS = ("saap", "kmeans", "kmeans-rotated")
 """What chooses the buckets: the query classifier, or centroids, of keys before or after rotary embedding."""
 
 NO_INDEX = ", no index"
-"""The row of a step that does not ask for the bucket of its new token: the difference is what indexing costs."""
+"""The row of a step that does not look up the bucket of its new token: the difference is the cost of indexing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Layer:
 def make_layers(case: Case, width: str, choice: Choice, count: int, device: torch.device, seed: int) -> list[Layer]:
     """`count` layers that share nothing but sizes.
 
-    Keys fall into buckets by chance, and stand in the order of their buckets, as a cache keeps those of a prompt.
+    Keys are assigned to buckets at random and stored in bucket order, as a cache stores those of a prompt.
     """
     heads, generator = case.heads, torch.Generator(device).manual_seed(seed)
     groups = groups_of(width, heads.kv)
@@ -122,7 +122,7 @@ def select(layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, b
 def step(
     layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, choice: Choice, backend: str
 ) -> AttentionOutput:
-    """All that a sparse layer does in a step but storing the token: index, selection, attention."""
+    """All that a sparse layer does in a step except storing the token: index, selection, attention."""
     return attention(layer, q, select(layer, q, k, probes, backend), choice, backend)
 
 
@@ -152,7 +152,7 @@ def attention(
 def check_sparse(
     case: Case, q: torch.Tensor, layer: Layer, visited: torch.Tensor, choice: Choice, got: AttentionOutput
 ) -> Check:
-    """Hold a sample against float64 over the keys that its heads visit, as `check_heads` does."""
+    """Check a sample against float64 over the keys that its heads visit, as `check_heads` does."""
 
     def attended(row: int, head: int, query: torch.Tensor) -> tuple[AttentionOutput, AttentionOutput]:
         part, scaling, length = one_head(layer.store, row, head), case.heads.dim**-0.5, case.lengths[row]

@@ -5,9 +5,9 @@ import torch
 from turbo_hf.calibration.settings import DEFAULT_CLUSTERS, MIN_KEYS, SMALLEST_CLUSTERS
 
 COMPARED = 4096
-"""Keys of a head that are compared with all centroids at a time."""
+"""Keys per head that are compared with all centroids at a time."""
 KEYS_EACH = 256
-"""Keys for each centroid that k-means looks at, at most; more change little."""
+"""Maximum number of keys per centroid that k-means uses; more change little."""
 
 
 def sample_keys(count: int, clusters: int, generator: torch.Generator) -> torch.Tensor:
@@ -36,8 +36,8 @@ def choose_clusters(wanted: int | None, keys: int) -> int:
 def k_means(keys: torch.Tensor, clusters: int, iterations: int, generator: torch.Generator) -> torch.Tensor:
     """Unit centroids [N, C, D] of keys [N, P, D], by head.
 
-    generator: on the CPU, so that a seed means the same on every device. It picks the keys to begin with, and those
-    that take the place of a centroid without keys.
+    generator: on the CPU, so that a seed means the same on every device. It picks the initial keys, and those that
+    replace a centroid without keys.
 
     Source: SAAP appendix A: random start, 10 iterations; assignment by the largest inner product with unit centroids.
     """

@@ -1,4 +1,4 @@
-"""Head priorities: which KV heads lose least in few bits (TurboAttention eq. 11, 12), measured over many blocks."""
+"""Head priorities: which KV heads lose least at few bits (TurboAttention eq. 11, 12), measured over many blocks."""
 
 import torch
 
@@ -17,8 +17,8 @@ NO_NUMBERS = (
 class HeadPriorities:
     """Mean scores of a layer's KV heads over every block of every window, one for each metric.
 
-    A prompt-made assignment scores the first block of a row. This is the same score, without the chance of one block
-    and without the weight of a text's first tokens.
+    Without a calibration, the first block of a row is scored. This is the same score, without the randomness of a
+    single block and without the weight of a text's first tokens.
     """
 
     def __init__(self) -> None:

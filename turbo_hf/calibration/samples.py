@@ -31,7 +31,7 @@ class Samples:
     far: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, seen: Seen, settings: Settings, window: int) -> None:
-        """Keep what one call saw of window number `window`. Positions depend on the seed and the window only."""
+        """Keep what one call saw of window number `window`. Positions depend only on the seed and the window."""
         assert seen.rotary is not None
         length, heads = seen.key.shape[2], seen.key.shape[1]
         seeded = torch.Generator().manual_seed(settings.seed * 1_000_003 + window)

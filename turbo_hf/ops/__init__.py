@@ -1,1 +1,2 @@
-"""The contract of every op: shapes, units, errors, source; checks its arguments, then runs the fastest backend."""
+"""Ops. Each documents its contract (shapes, units, errors, source), checks its arguments, then runs the fastest
+backend."""

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the Triton kernel or the reference in plain torch."""
+"""Choice of an op's implementation: the Triton kernel or the reference in plain torch."""
 
 import torch
 
@@ -22,18 +22,18 @@ def _interpreted() -> bool:
 def uses_triton(backend: str, device: torch.device, obstacle: str | None = None) -> bool:
     """Whether the Triton kernel runs.
 
-    "auto" takes it on CUDA where nothing stands in its way; "triton" and "reference" are never replaced.
+    "auto" uses it on CUDA unless something prevents it; "triton" and "reference" are never replaced.
 
     Args:
         backend: "auto", "triton" or "reference".
-        device: of the tensors.
+        device: the tensors' device.
         obstacle: why the kernel cannot serve this call, as the end of a sentence; None if it can.
 
     Returns:
         True for the kernel, False for the reference.
 
     Raises:
-        ValueError: an unknown backend, or "triton" where the kernel cannot run.
+        ValueError: an unknown backend, or "triton" if the kernel cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}.")

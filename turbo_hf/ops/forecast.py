@@ -1,4 +1,4 @@
-"""What will run in plain torch on a GPU, said before it does."""
+"""Notices about what will run in plain torch on a GPU, issued in advance."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""What a GPU is, as far as launches depend on it."""
+"""Properties of a GPU that launches depend on."""
 
 import importlib.util
 from functools import lru_cache
@@ -9,13 +9,13 @@ import torch
 TRITON_FOUND = importlib.util.find_spec("triton") is not None
 
 H200_SHARED = 227 << 10
-"""Bytes of shared memory that one program may have on an H200, and on other GPUs of capability 9.0 and 10.0."""
+"""Bytes of shared memory available to one program on an H200, and on other GPUs of capability 9.0 and 10.0."""
 
 HOPPER_TRITON = "3.6."
-"""Versions of Triton that the prompt kernel for Hopper was tried with. 3.7 renames `thread_barrier`, 3.9 its copies."""
+"""Versions of Triton the prompt kernel for Hopper was tested with. 3.7 renames `thread_barrier`, 3.9 its copies."""
 
 OLDEST = (8, 0)
-"""Compute capability of Ampere: products in INT8 and copies that a kernel does not wait for."""
+"""Compute capability of Ampere: INT8 products and asynchronous copies."""
 
 FUSED = {"enable_fp_fusion": True}
 """Option of launches whose products may be fused with sums: said, since Triton changes what it takes unsaid in 3.10."""
@@ -34,7 +34,7 @@ def stream(device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have; without a GPU those of an H200, for which tiles are chosen."""
+    """Bytes of shared memory available to one program; without a GPU those of an H200, for which tiles are chosen."""
     return _shared_memory(device)
 
 
@@ -45,7 +45,7 @@ def _shared_memory(device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def hopper(device: torch.device) -> bool:
-    """Whether the prompt kernel for Hopper runs. Gluon is new: only a version that was tried counts."""
+    """Whether the prompt kernel for Hopper runs. Gluon is new: only tested versions count."""
     return _hopper(device)
 
 
@@ -67,7 +67,7 @@ def early(device: torch.device) -> dict[str, Any]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def obstacle(device: torch.device) -> str | None:
-    """Why no kernel runs on this device, as the end of a sentence; None if they do, or it is no GPU."""
+    """Why no kernel runs on this device, as the end of a sentence; None if they do, or if it is not a GPU."""
     return _obstacle(device)
 
 

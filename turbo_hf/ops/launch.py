@@ -1,4 +1,4 @@
-"""Launches of the prefill kernels. Imported where one runs: it needs Triton."""
+"""Launches of the prefill kernels. Imported only where one runs, as it needs Triton."""
 
 import math
 from typing import Any
@@ -54,7 +54,7 @@ def _quantize(
     starts: torch.Tensor | None,
     broken: torch.Tensor,
 ) -> tuple[Operands, torch.Tensor | None]:
-    """Operands, and the log2 of their `v_scale`. broken: int32 [B*Hkv], set to 1 for heads that hold NaN or Inf."""
+    """Operands, and the log2 of their `v_scale`. broken: int32 [B*Hkv], set to 1 for heads that contain NaN or Inf."""
     batch, heads, tokens, dim = k.shape
     padded = -(-tokens // block) * block
     device, by_token, with_v = k.device, mode in ("int8", "half"), mode != "half"
@@ -220,7 +220,7 @@ def prefill(
             launch_hopper.attend(q, parts, v_log2, result, lse, broken, scaling=scaling, causal=causal, fp8=fp8)
         else:
             run(parts, v_log2, rotated, bias, mode, repair=False)
-        # what INT8 cannot say, NaN, Inf and scores beyond all measure, is computed again in the model's own precision
+        # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
         run(precise_parts, None, q, None, "fp16", repair=True)
     return AttentionOutput(result, lse)
 

@@ -1,4 +1,4 @@
-"""Launch of the decode kernel: its plan and its workspace. Imported where it runs: it needs Triton."""
+"""Launch of the decode kernel: its plan and its workspace. Imported only where it runs, as it needs Triton."""
 
 from functools import lru_cache
 from threading import get_ident
@@ -44,7 +44,7 @@ LEAST = 2
 
 
 class Shape(NamedTuple):
-    """What a plan depends on, beside the lengths.
+    """What a plan depends on, besides the lengths.
 
     groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
     few tiles. blocks: of a tile. warps: of a CTA. kind: "stream-k", "whole" or "split".
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
-    """The plan of a cache whose rows have so many tiles."""
+    """The plan of a cache whose rows have these numbers of tiles."""
     groups, chunks, ctas, alone, blocks, warps, kind = shape
     cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
     each = np.repeat(np.array(tiles), len(cost))

@@ -1,4 +1,4 @@
-"""Launch of the prompt kernel for Hopper. Imported where it runs: it needs Triton 3.6 and its Gluon."""
+"""Launch of the prompt kernel for Hopper. Imported only where it runs, as it needs Triton 3.6 and its Gluon."""
 
 import math
 
@@ -15,7 +15,7 @@ TILE = 128
 """Queries of a work item, keys of a tile."""
 
 L2_BYTES = 24e6
-"""K and V of the heads that run together: they should stay in the 50 MB of L2 with what passes through it."""
+"""K and V of the heads that run together: they should stay in the 50 MB of L2, along with streaming data."""
 
 STAGES = {64: 8, 128: 5}
 """Tiles of K and V in flight, by head dim."""

@@ -1,4 +1,4 @@
-"""Launches of the kernels of sparse decode, and their workspace. Imported where one runs: it needs Triton."""
+"""Launches of the kernels of sparse decode, and their workspace. Imported only where one runs, as it needs Triton."""
 
 from collections.abc import Mapping
 from functools import cache, lru_cache
@@ -80,7 +80,7 @@ KEYS = 16
 """New keys of one KV head that share what is read of the centroids, whatever their rows."""
 
 NEAR = 32
-"""Centroids of a program that new keys are held against: every SM should read a part of them."""
+"""Centroids per program that new keys are compared with: every SM should read a part of them."""
 
 
 class New(NamedTuple):
@@ -95,7 +95,7 @@ class New(NamedTuple):
 def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What programs compare the best centroids of chunks by, and their counters: as each launch leaves them.
 
-    Never given up, for launches that are replayed refer to it: 132 bytes a chunk.
+    Never released, because launches that are replayed refer to it: 132 bytes per chunk.
     """
     with torch.inference_mode(False):
         least = torch.full((chunks, KEYS), torch.iinfo(torch.int64).min, dtype=torch.int64, device=device)

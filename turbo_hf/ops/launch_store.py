@@ -1,4 +1,4 @@
-"""Launches of the kernels that store tokens. Imported where one runs: it needs Triton."""
+"""Launches of the kernels that store tokens. Imported only where one runs, as it needs Triton."""
 
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ ROTATED = 32
 """Runs of channels that a program rotates: few enough for a decode step to be spread over the SMs."""
 
 APPENDED = 32
-"""New tokens that a program appends, at most: keys and values fit the registers."""
+"""Maximum number of new tokens that a program appends: keys and values fit in registers."""
 
 PARTS = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
 """Parts of a half-split run: the codes in one byte of its finest plane."""
@@ -128,7 +128,7 @@ def seal_open(store: KVStore, blocks: int) -> None:
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
     if store.k_open.dtype != torch.int8 and min(bits) < FULL:
-        # narrower heads of a layer whose open tokens are in 16 bit
+        # narrower heads in a layer whose open tokens are in 16 bit
         (k, k_scale), (v, v_scale) = (quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
         codes = (k, v, k_scale, v_scale, dim, 1)
     with torch.cuda.device_of(store.k_open):

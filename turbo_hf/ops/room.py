@@ -1,4 +1,4 @@
-"""What is said where a kernel does not fit a GPU. Imported where one runs: it needs Triton."""
+"""Error message for a kernel that does not fit a GPU. Imported only where one runs, as it needs Triton."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 
 @contextmanager
 def room_for(x: torch.Tensor) -> Iterator[None]:
-    """ValueError that says what to do where a kernel for tensors like x needs more than this GPU has."""
+    """ValueError that says what to do if a kernel for tensors like x needs more than this GPU has."""
     try:
         yield
     except OutOfResources as error:

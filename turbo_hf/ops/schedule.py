@@ -1,8 +1,9 @@
 """Which CTA computes which tiles: the stream-K plan of decode attention, a pure function of lengths.
 
-An *output* is what one row and KV head (and, for many query rows, one part of them) attend to. Its tiles are runs of
-sealed blocks, in time order, and one last tile for all open tokens: so the plan changes only when a row gets another
-tile, not with each token. The tiles of all outputs stand end to end, and each CTA takes one contiguous run of them.
+An *output* is what one row and KV head (and, with many query rows, one part of them) attend to. Its tiles are runs of
+sealed blocks, in time order, and one last tile for all open tokens, so the plan changes only when a row gets another
+tile, not with each token. The tiles of all outputs are placed end to end, and each CTA takes one contiguous run of
+them.
 
 Plans are made between decode steps, in NumPy: torch would wake its threads for a few hundred numbers.
 """
@@ -39,13 +40,13 @@ def tiles_of(sealed: Sequence[int], blocks: int) -> list[int]:
 
 
 def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float = 0.0) -> Plan:
-    """Equal contiguous shares of all tiles for `ctas` CTAs; whole outputs where those come out as even.
+    """Equal contiguous shares of all tiles for `ctas` CTAs; whole outputs where that is just as even.
 
     Args:
         tiles: [outputs], tiles of each output, at least 1.
-        cost: [outputs], what one tile of it takes, in any unit.
+        cost: [outputs], the cost of one of its tiles, in any unit.
         ctas: CTAs that run at once.
-        setup: what it takes to begin an output, or to leave a part of it to be merged, in the same unit.
+        setup: the cost of starting an output, or of leaving a part of it to be merged, in the same unit.
 
     Returns:
         Plan; no share exceeds the mean by more than the cost of two tiles and three setups.
@@ -77,7 +78,7 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
 
 
 def whole_outputs(tiles: Numbers) -> Plan:
-    """One CTA an output: FlashAttention-2. tiles: [outputs]."""
+    """One CTA per output: FlashAttention-2. tiles: [outputs]."""
     return from_edges(tiles, np.cumsum(tiles)[:-1])
 
 

@@ -1,4 +1,4 @@
-"""What was measured on GPUs, as tables, so that no user's first call waits for a search."""
+"""GPU measurements as tables, so that no user's first call waits for a search."""
 
 from typing import NamedTuple
 
