@@ -22,7 +22,7 @@ from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.transfer import input_device
 
 TRIAL = {"cuda": 8192}
-"""Size of the matrices whose product measures a device's speed; elsewhere 1024."""
+"""Side length of the matrices whose product measures a device's speed; elsewhere 1024."""
 PASSES = 0.8
 """Share of that speed that passes in the model's dtype are assumed to reach."""
 INDEX = {"cuda": 0.11}
@@ -38,7 +38,9 @@ def calibrate_command(
             "whose `text` column is streamed; preferably long texts, such as books."
         ),
     ],
-    out_folder: Annotated[Path, typer.Option("--out", help="For the result; patch finds the checkpoint's folder.")],
+    out_folder: Annotated[
+        Path, typer.Option("--out", help="Folder for the result; patch looks in the checkpoint's own folder.")
+    ],
     preset: Annotated[str, typer.Option(help="fast or full.")] = "fast",
     heads_only: Annotated[bool, typer.Option(help="Head priorities alone, without an index: takes seconds.")] = False,
     window: Annotated[int | None, typer.Option(help="Tokens per window, instead of the preset's.")] = None,

@@ -15,7 +15,7 @@ from turbo_hf.selfcheck import SelfCheck, compare, probe
 from turbo_hf.versions import NEWEST, OLDEST, version_of, version_problem
 
 COMPILERS = ("clang", "gcc")
-"""What Triton builds its launcher with, in the order in which it looks for them."""
+"""What Triton builds its launcher with, as it looks for them."""
 
 PACKAGES = ("turbo_hf", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
 
