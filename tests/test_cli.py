@@ -1,13 +1,14 @@
 """The command line, as a user types it."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import lab_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from turbo_hf import PRESETS
@@ -64,6 +65,8 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["eval", LAB, "--data", "no/such-folder"], "expected the data folder at no/such-folder; there is none"),
         (["eval", "no/such-folder"], "cannot load 'no/such-folder'"),
         (["plan", "no/such-folder"], "cannot read a config from 'no/such-folder'"),
+        (["plan", "./no/such-folder"], "there is no folder './no/such-folder', and no repository"),
+        (["doctor", "/no/such-folder"], "there is no folder '/no/such-folder', and no repository"),
         (["plan", LAB, "--gpu-memory", "much"], "expected an amount of memory like 80GB"),
         (["plan", LAB, "--context", "long"], "expected a number of tokens like 4096 or 4k; got 'long'"),
     ],
@@ -81,6 +84,8 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         "eval-data",
         "eval-model",
         "config",
+        "plan-folder",
+        "doctor-folder",
         "memory",
         "context",
     ],
@@ -92,6 +97,10 @@ def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) ->
     assert "Traceback" not in result.output
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(" ".join(result.output.split()))
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert run("--version").stdout == f"turbo_hf {version('turbo_hf')}\n"
 
 
 def test_plan_prints_what_fits() -> None:
@@ -166,7 +175,7 @@ def test_doctor_explains_a_refusal(tmp_path: Path) -> None:
         vocab_size=3072,
         intermediate_size=32,
     )
+    # its tokens are random: it asks for no tokenizer
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(LAB).save_pretrained(tmp_path)
     result = run("doctor", str(tmp_path), "--device", "cpu", code=1)
     assert "head dim 24 is no multiple of 16" in " ".join(result.stdout.split())

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from turbo_hf.calibrate_command import calibrate_command
 from turbo_hf.config import DEFAULT_PRESET, PRESETS
-from turbo_hf.console import Device, Json, err, fail, load, out
+from turbo_hf.console import Device, Json, err, fail, load, load_model, out, require_folder
 from turbo_hf.doctor import Diagnosis, Machine, diagnose, machine, tested_range
 from turbo_hf.eval.bench.commands import bench
 from turbo_hf.eval.bench.shapes import parse_tokens
@@ -20,11 +20,28 @@ from turbo_hf.eval.demo import Row, as_json, demo
 from turbo_hf.eval.eval_command import eval_command
 from turbo_hf.eval.needle import Needle, needles
 from turbo_hf.plan import PlanRow, parse_bytes, plan, weight_bytes
+from turbo_hf.versions import version_of
 
-app = typer.Typer(help="Attention on a compressed KV cache for Hugging Face Transformers.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.command("eval")(eval_command)
 app.command("calibrate")(calibrate_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"turbo_hf {version_of('turbo_hf')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Attention on a compressed KV cache for Hugging Face Transformers."""
+
 
 CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"
 
@@ -128,6 +145,7 @@ def plan_command(
     json_line: Json = False,
 ) -> None:
     """Cache memory before and after, from the config alone: bytes per token, longest context, largest batch."""
+    require_folder(model)
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -179,8 +197,7 @@ def doctor_command(
     _print_machine(found)
     diagnosis = None
     if model is not None:
-        loaded, _ = load(model, device)
-        diagnosis = diagnose(loaded)
+        diagnosis = diagnose(load_model(model, device))
         _print_diagnosis(diagnosis)
     if json_line:
         facts: dict[str, Any] = {"machine": asdict(found)}

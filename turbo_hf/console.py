@@ -1,11 +1,14 @@
 """What the commands share: output, common options, refusals, and loading of models."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from turbo_hf.calibration.checkpoint import names_a_folder
 
 out = Console()
 err = Console(stderr=True)
@@ -32,17 +35,32 @@ def choose_device(device: str) -> str:
     return device
 
 
-def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
-    """Model and left-padding tokenizer; exits with a message if they cannot be loaded."""
+def require_folder(model: str) -> None:
+    """Exit with a sentence if `model` can only be a folder, and is none."""
+    if names_a_folder(model) and not Path(model).exists():
+        raise fail(f"there is no folder {model!r}, and no repository of the Hub can have this name.")
+
+
+def load_model(model: str, device: str, revision: str | None = None) -> Any:
+    """A model in eval mode; Exit with a sentence if it cannot be loaded."""
     device = choose_device(device)
     if device == "meta":
         raise fail("--device meta holds no weights to run; choose cpu or cuda.")
+    require_folder(model)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, padding_side="left")
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
-        loaded = loaded.to(device).eval()
+        return loaded.to(device).eval()
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise fail(f"cannot load {model!r} on {device}: {error}") from error
+
+
+def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
+    """Model and left-padding tokenizer; Exit with a sentence if they cannot be loaded."""
+    loaded = load_model(model, device, revision)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, padding_side="left")
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        raise fail(f"cannot load a tokenizer from {model!r}: {error}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return loaded, tokenizer
