@@ -76,6 +76,9 @@ def obstacle(module: torch.nn.Module) -> str | None:
 
 def shares_keys(module: torch.nn.Module) -> bool:
     """Whether it shares keys with other layers, in either direction: these must remain in full precision."""
+    if getattr(module.config, "num_kv_shared_layers", None) == 0:
+        # transformers 5.17 marks layers of Gemma 4 whose keys nobody reads
+        return False
     return bool(getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False))
 
 

@@ -175,3 +175,8 @@ class TurboCache(Cache):
         """Forget every token; the cache can then take another batch."""
         self._planned = []
         super().reset()
+        for layer in self.layers:
+            if isinstance(layer, DynamicLayer) and layer.is_initialized:
+                # transformers 5.17 leaves as many zeros as there were tokens
+                layer.keys = layer.values = None
+                layer.is_initialized = False

@@ -50,7 +50,7 @@ def patch(
         revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
         strict: what happens with a layer, version or call that compressed attention cannot serve, and with a
             calibration found by "auto" that is damaged or belongs to another model: "raise" an error, "warn" and leave
-            that part to Hugging Face, or "fallback" to Hugging Face with only a log message. Training mode, NaN and Inf,
+            that part to Hugging Face, or "fallback" to Hugging Face with only a log message. Training mode, NaN, Inf
             and `generate_batch` are errors under each.
         check: compare the logits of a short random text before and after patching; an error removes the patch.
 
