@@ -10,7 +10,6 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicL
 from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import DEFAULT_PRESET, TurboConfig, at_8_bit, resolve_config
 from turbo_hf.crop import removable, require_recorded
-from turbo_hf.errors import Unsupported
 from turbo_hf.layer import TurboLayer
 from turbo_hf.memory import Memory, measure
 from turbo_hf.model_layers import COMPRESSED_TYPES, layer_types
@@ -157,9 +156,9 @@ class TurboCache(Cache):
         """There is none. PEFT's prefix tuning asks for it to put a cache of its own in this one's place.
 
         Raises:
-            Unsupported: always.
+            AttributeError: always, so that `hasattr` is false.
         """
-        raise Unsupported(
+        raise AttributeError(
             "a TurboCache grows as it must, and has no max_cache_len. Prefix tuning (PEFT) brings a cache of its own: "
             "run it without the patch."
         )
