@@ -60,6 +60,24 @@ def test_all_layers_are_cropped_or_none() -> None:
         feed(model, 5, cache)
         cache.crop(-4)
         assert lengths(cache) == [60, 60]
+        cache.activate_past_recording()
+        feed(model, 5, cache)
+        # more than was recorded
+        with pytest.raises(ValueError, match=r"layer 1: .* can be cropped only by what it has recorded"):
+            cache.crop(-30)
+        assert lengths(cache) == [65, 65]
+        cache.stop_recording()
+        dense: Any = cache.layers[1]
+        assert dense.keys.shape[2] == 31
+
+
+@pytest.mark.parametrize("dense", [(0,), (1,)])
+def test_drafts_from_the_prompt_beside_dense_layers_with_a_window(dense: tuple[int, ...]) -> None:
+    model, ids = tiny_mistral(24), prompts(1, 60)
+    ways: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 2}
+    want = model.generate(ids, **ways)
+    with turbo_hf.patch(model, TurboConfig(bits=16, block_size=32, attention="fp16", dense_layers=dense)):
+        assert torch.equal(model.generate(ids, **ways), want)
 
 
 def test_a_reset_ends_the_recording() -> None:
@@ -71,7 +89,13 @@ def test_a_reset_ends_the_recording() -> None:
         assert cache.turbo_layers()[0].pool.sealed == [0, 0]
         cache.reset()
         feed(model, 200, cache)
-    assert cache.turbo_layers()[0].pool.sealed == [3, 3]
+        assert cache.turbo_layers()[0].pool.sealed == [3, 3]
+        own = copy.deepcopy(model)
+        own.set_attn_implementation("sdpa")
+    # a copy has no handle that could be named
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own.generate(prompts(1, 9), max_new_tokens=2)
 
 
 def test_memory_is_that_of_the_whole_model_and_of_any_cache() -> None:

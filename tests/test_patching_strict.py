@@ -15,8 +15,10 @@ from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    or_masks,
     packed_sequence_mask_function,
     sdpa_mask,
     sliding_window_causal_mask_function,
@@ -100,12 +102,10 @@ def test_dense_layers_stay_dense_and_right(model_type: str, options: dict[str, A
 @pytest.mark.parametrize("rows", [1, 2])
 def test_masks_of_one_form_are_passed_on(rows: int) -> None:
     mask = torch.ones(rows, 9, dtype=torch.bool)
-    # the last two mean the same as the first
-    same = [
-        and_masks(causal_mask_function, causal_mask_function, causal_mask_function),
-        lambda batch, head, q, kv: kv <= q,
-    ]
-    for function in (causal_mask_function, sliding_window_causal_mask_function(4), *same):
+    plain = (causal_mask_function, sliding_window_causal_mask_function(4))
+    # blocks of an image are allowed for, and there is none
+    without = blockwise_overlay(torch.full((rows, 9), -1))
+    for function in (*plain, *(or_masks(each, without) for each in plain)):
         given: dict[str, Any] = {"batch_size": rows, "mask_function": function}
         assert turbo_mask(q_length=9, kv_length=9, attention_mask=mask, **given) is mask
         assert turbo_mask(q_length=9, kv_length=9, attention_mask=None, **given) is None
@@ -122,6 +122,12 @@ def test_other_masks_are_made_dense() -> None:
         and_masks(causal_mask_function, packed),
         and_masks(sliding_window_overlay(4), bidirectional_mask_function),
         and_masks(sliding_window_causal_mask_function(4), packed),
+        and_masks(causal_mask_function, causal_mask_function, causal_mask_function),
+        lambda batch, head, q, kv: kv <= q,
+        or_masks(causal_mask_function, packed),
+        # a block that reaches back beyond the window; chunks, of which a layer knows nothing
+        or_masks(sliding_window_causal_mask_function(4), blockwise_overlay(torch.zeros(2, 9))),
+        or_masks(chunked_causal_mask_function(9, torch.tensor([0, 3])), blockwise_overlay(torch.full((2, 9), -1))),
     ]
     for function in functions:
         given: dict[str, Any] = {"batch_size": 2, "q_length": 9, "kv_length": 9, "attention_mask": mask}
@@ -130,6 +136,10 @@ def test_other_masks_are_made_dense() -> None:
         assert ours is not None
         assert torch.equal(ours, want)
         assert ours.shape == (2, 1, 9, 9)
+    # at the last token of a chunk its mask is that of a window, which the layer would not apply
+    chunk = chunked_causal_mask_function(8, torch.tensor([0]))
+    ours = turbo_mask(batch_size=1, q_length=1, kv_length=24, q_offset=23, mask_function=chunk, local_size=8)
+    assert ours is not None
     # a static cache has columns that no token has reached
     ours = turbo_mask(batch_size=2, q_length=1, kv_length=9, q_offset=torch.tensor(5), attention_mask=mask)
     assert ours is not None

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import DEFAULT_PRESET, TurboConfig, at_8_bit, resolve_config
@@ -123,7 +123,7 @@ class TurboCache(Cache):
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DynamicLayer) and layer.is_initialized:
                 # layers before `first` have already stored this pass's tokens
-                held.add(layer.get_seq_length() - (tokens if index < first else 0))
+                held.add(int(layer.get_seq_length()) - (tokens if index < first else 0))
         if len(held) > 1:
             raise ValueError(
                 f"layers of this TurboCache hold {' and '.join(map(str, sorted(held)))} tokens: an earlier pass "
@@ -140,11 +140,13 @@ class TurboCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`."""
+        # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
+        tokens_to_remove = int(tokens_to_remove)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, TurboLayer):
-                removable(layer, int(tokens_to_remove))
+                removable(layer, tokens_to_remove)
             else:
-                require_recorded(layer, index)
+                require_recorded(layer, index, tokens_to_remove)
         super().crop(tokens_to_remove)
 
     def memory(self) -> Memory:
@@ -165,6 +167,12 @@ class TurboCache(Cache):
 
     def stop_recording(self) -> None:
         """End the recording that `activate_past_recording` began, and seal blocks that were kept open for a `crop`."""
+        for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                if layer.record_past and layer.is_initialized:
+                    # drops what has left its window
+                    layer.crop(0)
+                layer.record_past = False
         for layer in self.turbo_layers():
             layer.record_past = False
             if layer.is_initialized:
@@ -175,6 +183,8 @@ class TurboCache(Cache):
         self._planned = []
         super().reset()
         for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.record_past = False
             if isinstance(layer, DynamicLayer) and layer.is_initialized:
                 # transformers 5.17 leaves as many zeros as there were tokens
                 layer.keys = layer.values = None

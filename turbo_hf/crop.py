@@ -37,13 +37,18 @@ def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
     return counts
 
 
-def require_recorded(layer: Any, index: int) -> None:
-    """ValueError if one of Transformers' own layers has not kept what `crop` would restore."""
-    if getattr(layer, "record_past", True):
-        return
-    if type(layer) is DynamicSlidingWindowLayer and layer.get_seq_length() < layer.sliding_window:
-        return
-    raise ValueError(
-        f"layer {index}: a {type(layer).__name__} can be cropped only by what it has recorded. Call "
-        "activate_past_recording() before the pass to be rolled back."
-    )
+def require_recorded(layer: Any, index: int, tokens_to_remove: int) -> None:
+    """ValueError if one of Transformers' own layers no longer holds what `crop(tokens_to_remove)` would bring back."""
+    recording = getattr(layer, "record_past", True)
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+        keys: Any = layer.keys
+        held, seen = keys.shape[-2], int(layer.get_seq_length())
+        full = seen >= layer.sliding_window
+        recording = not full or (
+            recording and held + tokens_to_remove >= min(seen + tokens_to_remove, layer.sliding_window - 1)
+        )
+    if not recording:
+        raise ValueError(
+            f"layer {index}: a {type(layer).__name__} can be cropped only by what it has recorded. Call "
+            "activate_past_recording() before the pass to be rolled back."
+        )

@@ -188,7 +188,8 @@ def _maker_of_a_copy(
     selectors: dict[int, Selector],
 ) -> CacheMaker:
     register()
-    return CacheMaker(layers, config, int8_layers, dense_layers, head_orders, selectors)
+    # a copy has no handle: nobody can be told to use it
+    return CacheMaker(layers, config, int8_layers, dense_layers, head_orders, selectors, active=False)
 
 
 @dataclass(slots=True, repr=False, eq=False)

@@ -10,6 +10,9 @@ PART = 1 << 26
 """Numbers of a dense mask that are looked at together."""
 
 SLIDING_OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
+CHUNKED_OVERLAY = "chunked_overlay.<locals>.inner_mask"
+BLOCK_OVERLAY = "blockwise_overlay.<locals>.inner_mask"
+AND, OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
 
 
 def turbo_mask(
@@ -45,11 +48,32 @@ def turbo_mask(
             **{**kwargs, "allow_is_causal_skip": False},
         )
 
-    # the window of a layer with one is not always told apart
-    windows = {None, kwargs.get("local_size"), getattr(kwargs.get("config"), "sliding_window", None)}
-    if at_end and any(_means_plain(make, attention_mask, q_length, kv_length, window) for window in windows):
-        return attention_mask
+    if at_end:
+        parts = _parts(mask_function)
+        names = {_name(part) for part in parts}
+        # the window that the layer applies; chunks it does not know
+        windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
+        blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and len(windows) == 1
+        if blocks and _means_plain(make, attention_mask, q_length, kv_length, windows.pop()):
+            return attention_mask
     return make(0, q_length)
+
+
+def _parts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions that a mask function joins by "and" and "or", at any depth; itself if it joins none."""
+    if _name(mask_function) not in (AND, OR):
+        return [mask_function]
+    return [part for joined in _only_cell(mask_function) for part in _parts(joined)]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", "")
+
+
+def _only_cell(function: Callable[..., Any]) -> Any:
+    """What a function has closed over, None unless it is one thing."""
+    cells = function.__closure__ or ()
+    return cells[0].cell_contents if len(cells) == 1 else None
 
 
 def _means_plain(
@@ -72,7 +96,8 @@ def _means_plain(
         shown = None if attention_mask is None else attention_mask[:, -keys:][:, :end]
         plain = dense_mask(shown, rows, end, causal=True, window=window, device=made.device)
         seen, later = made[..., :end], made[..., end:]
-        if later.any() or not (seen.all() if plain is None else torch.equal(seen, plain.expand_as(seen))):
+        same = seen.all() if plain is None else torch.equal(seen, plain.expand_as(seen))
+        if not same or (end < keys and later.any()):
             return False
     return True
 
@@ -86,8 +111,11 @@ def _is_plain(mask_function: Callable[..., Any]) -> bool:
     if len(parts) != 1 or not isinstance(parts[0], tuple) or len(parts[0]) != 2:
         return False
     overlay, causal = parts[0]
-    is_and = mask_function.__qualname__ == "and_masks.<locals>.and_mask"
-    return is_and and causal is causal_mask_function and getattr(overlay, "__qualname__", "") == SLIDING_OVERLAY
+    return (
+        _name(mask_function) == AND
+        and causal is causal_mask_function
+        and getattr(overlay, "__qualname__", "") == SLIDING_OVERLAY
+    )
 
 
 def dense_mask(
