@@ -78,7 +78,7 @@ def patch(
     _judge(layers, f"{type(model).__name__} ({_text_type(model)})", chosen, notices)
     forecast(chosen, {x.device for x in model.parameters()}, model.dtype, dims, notices)
     if not hasattr(type(model), PREPARE):
-        notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() to each call, or nothing is compressed.")
+        notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
     heads = choose_heads(model, chosen, calibration, notices, revision)
     split = [at.groups for at in layers if at.groups and not at.kept_int8]
     if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for bits, _ in groups):
