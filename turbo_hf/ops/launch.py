@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from turbo_hf.kernels.arguments import Chunk, Form, Past, Queries, Result, Scoring, View
 from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type, power_of_two
@@ -34,6 +35,10 @@ def _padded_dim(dim: int) -> int:
 
 def _last_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _view(x: torch.Tensor) -> View:
+    return View(x, x.stride()[:3])
 
 
 def quantize_operands(k: torch.Tensor, v: torch.Tensor, **choices: Any) -> Operands:
@@ -123,6 +128,11 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return k, v, scale
 
 
+def _held(past: KVStore) -> Past:
+    opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
+    return Past(*unpack_past(past), past.sealed, *opened, past.table.shape[1] * past.block, past.k_open.shape[2])
+
+
 def prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -153,21 +163,19 @@ def prefill(
     if starts is not None:
         lse.fill_(-torch.inf)
     broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
-    held: tuple[torch.Tensor | None, ...] = (None,) * 9
-    if past is not None:
-        opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
-        held = (*unpack_past(past), past.sealed, *opened)
+    held = None if past is None else _held(past)
+    scoring, written = Scoring(scaling, _log2(softcap), sas_threshold, sinks), Result(_view(result), lse, broken)
 
     def run(
         parts: Operands,
-        logs: torch.Tensor | None,
-        rotated: torch.Tensor,
-        bias: torch.Tensor | None,
         mode: str,
+        logs: torch.Tensor | None = None,
+        rotated: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
         *,
-        repair: bool,
+        repair: bool = False,
     ) -> None:
-        precise, raw = mode == "fp16", parts.v is None
+        precise = mode == "fp16"
         wide = half_type(q.dtype) if mode == "half" else q.dtype
         padded_dim = _padded_dim(dim)
         tile = SAS_TILE if precise and sas_threshold is not None else block
@@ -179,27 +187,28 @@ def prefill(
             k_tiles = TensorDescriptor.from_tensor(parts.k.view(-1, dim), [block, padded_dim])
         if parts.v is not None:
             v_tiles = TensorDescriptor.from_tensor(parts.v.view(-1, parts.v.shape[3]), [padded_dim, block])
+        chunk = Chunk(
+            None if k_tiles else _view(k), None if v_tiles else _view(v), parts.k_scale, logs, parts.v_channel, starts,
+            parts.k.shape[2],
+        )  # fmt: skip
+        form = Form(
+            heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
+            block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
+            p_type=P_TYPES.get(mode, TL_TYPES[wide]), p_log2=P_LOG2[mode], wide=TL_TYPES[q.dtype],
+            k_token=mode in ("int8", "half"),
+        )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
-            pairs, q, rotated, bias, k_tiles or k, parts.k_scale, v_tiles or v, logs, parts.v_channel, sinks, starts,
-            *held, broken, result, lse,
-            *q.stride()[:3], *rotated.stride()[:3], *k.stride()[:3], *v.stride()[:3], *result.stride()[:3],
-            tokens, parts.k.shape[2], 0 if past is None else past.table.shape[1] * past.block,
-            0 if past is None else past.k_open.shape[2], scaling, _log2(softcap), sas_threshold or 0.0,
-            HEADS=heads, GROUP=heads // kv_heads, D=dim, DP=padded_dim, BLOCK_M=tiles.block_m, BLOCK=tiles.block_n,
-            PAST_BLOCK=past_block, PAST_TILE=past_tile, WINDOW=window or 0, CAUSAL=causal, QK_INT8=not precise,
-            P_TYPE=P_TYPES.get(mode, TL_TYPES[wide]), WIDE=TL_TYPES[q.dtype], P_LOG2=P_LOG2[mode],
-            K_TOKEN=mode in ("int8", "half"), V_RAW=raw, V_CHANNEL=parts.v_channel is not None, BIAS=bias is not None,
-            ROTATED=rotated is not q, SOFTCAP=softcap is not None, SINKS=sinks is not None,
-            SAS=sas_threshold is not None, STARTS=starts is not None, PAST=past is not None, REPAIR=repair,
-            FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps,
-            num_stages=tiles.stages, **gpu.FUSED,
+            Queries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
+            scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
+            FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
+            **gpu.FUSED,
         )  # fmt: skip
 
     precise_parts = Operands(k, k)
     with torch.cuda.device_of(q), room_for(q):
         if mode == "fp16":
-            run(precise_parts, None, q, None, mode, repair=False)
+            run(precise_parts, mode)
             return AttentionOutput(result, lse)
         parts, v_log2 = _quantize(
             k, v, mode=mode, block=block, v_scale=v_scale, smooth_k=smooth_k, hadamard=hadamard, starts=starts,
@@ -209,7 +218,7 @@ def prefill(
         if parts.k_mean is not None:
             grouped = q.unflatten(1, (kv_heads, -1)).float()
             bias = torch.einsum("bhgmd,bhd->bhgm", grouped, parts.k_mean).flatten(1, 2).contiguous() * scaling
-        rotated = launch_store.rotate(q, query_shift(dim), torch.float32) if hadamard else q
+        rotated = launch_store.rotate(q, query_shift(dim), torch.float32) if hadamard else None
         plain = past is None and starts is None and softcap is None and sinks is None and sas_threshold is None
         plain = plain and not hadamard
         if plain and (window is None or window >= tokens) and _hopper_serves(q, parts, mode, block):
@@ -219,9 +228,9 @@ def prefill(
             assert v_log2 is not None
             launch_hopper.attend(q, parts, v_log2, result, lse, broken, scaling=scaling, causal=causal, fp8=fp8)
         else:
-            run(parts, v_log2, rotated, bias, mode, repair=False)
+            run(parts, mode, v_log2, rotated, bias)
         # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
-        run(precise_parts, None, q, None, "fp16", repair=True)
+        run(precise_parts, "fp16", repair=True)
     return AttentionOutput(result, lse)
 
 
@@ -232,6 +241,6 @@ def _hopper_serves(q: torch.Tensor, parts: Operands, mode: str, block: int) -> b
     return gpu.hopper(q.device) and scales and narrow
 
 
-def _log2(softcap: float | None) -> float:
+def _log2(softcap: float | None) -> float | None:
     """The cap in units of log2."""
-    return 0.0 if softcap is None else softcap * math.log2(math.e)
+    return None if softcap is None else softcap * math.log2(math.e)
