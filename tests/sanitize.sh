@@ -11,7 +11,7 @@ sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-san
 tests=(
   "test_append.py::test_stores_what_the_quantizer_makes[cuda-d80-float32-ragged_prompt-given_scale-triton]"
   "test_append.py::test_whole_blocks_go_to_the_pages_that_the_table_names[cuda-d80-mixed-triton]"
-  "test_append.py::test_a_step_seals_what_is_full_and_then_appends[cuda-d80-mixed-given_scale-triton]"
+  "test_append_step.py::test_a_step_seals_what_is_full_and_then_appends[cuda-d80-mixed-given_scale-triton]"
   "test_append.py::test_keys_are_rotated_on_the_way[cuda-d80-float32-triton]"
   "test_append.py::test_a_prompt_reports_nan_wherever_it_is[cuda-40-triton]"
   "test_rotate.py::test_the_kernel_gives_the_references_bits[cuda-d96-torch.float32]"
