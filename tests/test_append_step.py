@@ -146,7 +146,6 @@ def test_nan_in_a_step_is_told_when_the_block_is_sealed(device: torch.device) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_steady_step_waits_for_nothing() -> None:
     layer = TurboLayer(TurboConfig())
     k, v = (tokens(3, 2, 80, 64, dtype=torch.float16, device="cuda") for _ in range(2))

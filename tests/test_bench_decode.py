@@ -276,7 +276,6 @@ def test_steps_compare_batches_of_one_length() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_plans_of_the_papers_side_by_side() -> None:
     words = ["decode", "--device", "cuda", "--size", "3x2k", "--shape", "llama3-8b", "--width", "16", "--seconds", "0"]
     plans = [word for plan in ("stream-k", "whole", "split") for word in ("--plan", plan)]
@@ -285,7 +284,6 @@ def test_plans_of_the_papers_side_by_side() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_decode_on_a_gpu_replays_graphs() -> None:
     words = ["decode", "--device", "cuda", "--shape", "llama3-8b", "--size", "2x1k", "--width", "4", "--seconds", "0"]
     rows = {row["method"]: row for row in last_json(run(*words, "--width", "mixed", "--json"))["rows"]}

@@ -14,8 +14,6 @@ from turbo_hf.ops.decode import decode
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.gpu]
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
 DRAWS = 50
 """Caches of each kind."""
 
@@ -35,7 +33,6 @@ KINDS: list[Kind] = [
 ]
 
 
-@CUDA
 @pytest.mark.parametrize("mode", ["turbo", "fp16"])
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_random_caches(kind: int, mode: str) -> None:

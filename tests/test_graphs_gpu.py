@@ -14,8 +14,6 @@ import turbo_hf
 from turbo_hf import SparseConfig
 from turbo_hf.graphs import CudaDevice, StepRunner
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
 
 @pytest.fixture
 def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
@@ -35,7 +33,6 @@ SPARSE = [
 
 
 @pytest.mark.gpu
-@CUDA
 @pytest.mark.parametrize("sparse", [pytest.param(None, id="dense"), *SPARSE])
 def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: list[StepRunner]) -> None:
     model = half()
@@ -77,7 +74,6 @@ def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: li
 
 
 @pytest.mark.gpu
-@CUDA
 @pytest.mark.parametrize("rows", [1, 5])
 def test_on_a_gpu_many_steps_take_few_captures(rows: int, runners: list[StepRunner]) -> None:
     model = half()
@@ -88,7 +84,6 @@ def test_on_a_gpu_many_steps_take_few_captures(rows: int, runners: list[StepRunn
 
 
 @pytest.mark.gpu
-@CUDA
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("sparse", SPARSE)
 def test_on_a_gpu_many_steps_of_sparse_layers(sparse: Any, rows: int, runners: list[StepRunner]) -> None:
@@ -103,7 +98,6 @@ def test_on_a_gpu_many_steps_of_sparse_layers(sparse: Any, rows: int, runners: l
 
 
 @pytest.mark.gpu
-@CUDA
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma2", "gpt_oss", "mixtral", "phi3", "granite"])
 def test_families_on_a_gpu(family: str, runners: list[StepRunner]) -> None:
     torch.manual_seed(0)
@@ -118,7 +112,6 @@ def test_families_on_a_gpu(family: str, runners: list[StepRunner]) -> None:
 
 
 @pytest.mark.gpu
-@CUDA
 def test_a_step_that_cannot_be_captured_runs_without(runners: list[StepRunner]) -> None:
     model = half()
     want = answer(model, PLAIN, **ragged())
@@ -135,7 +128,6 @@ def test_a_step_that_cannot_be_captured_runs_without(runners: list[StepRunner]) 
 
 
 @pytest.mark.gpu
-@CUDA
 def test_steps_are_captured_beside_memory_that_torch_keeps(runners: list[StepRunner]) -> None:
     model = half()
     want = answer(model, PLAIN, **ragged())

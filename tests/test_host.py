@@ -166,7 +166,6 @@ def test_ragged_and_later_chunks_wait_for_nothing(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("make", RANKED)
 def test_on_a_gpu_a_prompt_waits_for_nothing(make: Callable[[], TurboLayer]) -> None:
     k, mask = tokens(2, 2, 150, 64, dtype=torch.float16, device="cuda"), torch.arange(150) >= torch.tensor([[0], [70]])
