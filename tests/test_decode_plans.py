@@ -15,12 +15,13 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 @pytest.mark.parametrize("mode", TWO_MODES)
 @pytest.mark.parametrize("sms", [1, 3, 132])
-def test_a_plan_for_any_gpu_gives_the_same(sms: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_any_gpu_gives_the_same(
+    sms: int, mode: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     """A plan made for another GPU covers every tile once, and so differs in the order of float32 sums alone."""
     pytest.importorskip("triton")
     from turbo_hf.ops import gpu, launch_decode  # noqa: PLC0415 - needs Triton
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     k, v = tokens(2, 2, 400, 64, device=device), tokens(2, 2, 400, 64, device=device)
     store, q = make_store(k, v, [400, 90], groups=((4, 1), (2, 1)), block=32), tokens(2, 4, 1, 64, device=device)
     own = decode(q, store, scaling=0.125, mode=mode, backend="triton")
@@ -30,11 +31,10 @@ def test_a_plan_for_any_gpu_gives_the_same(sms: int, mode: str, monkeypatch: pyt
     launch_decode._workspace.cache_clear()
 
 
-def test_launches_that_are_replayed_keep_their_workspace() -> None:
+def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -> None:
     pytest.importorskip("triton")
     from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     k, v = tokens(2, 1, 400, 64, device=device), tokens(2, 1, 400, 64, device=device)
     plans: dict[Any, Any] = {}
     store, q = make_store(k, v, [400, 90], block=32)._replace(plans=plans), tokens(2, 4, 1, 64, device=device)
@@ -49,11 +49,10 @@ def test_launches_that_are_replayed_keep_their_workspace() -> None:
 
 
 @pytest.mark.parametrize("plan", ["whole", "split"])
-def test_plans_of_other_papers_give_the_same(plan: str) -> None:
+def test_plans_of_other_papers_give_the_same(plan: str, device: torch.device) -> None:
     pytest.importorskip("triton")
     from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     k, v = tokens(2, 1, 400, 64, device=device), tokens(2, 1, 400, 64, device=device)
     store, q = make_store(k, v, [400, 90], block=32), tokens(2, 4, 1, 64, device=device)
     expected = decode(q, store, scaling=0.125, backend="triton")

@@ -40,8 +40,10 @@ CALLS: list[Any] = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("lengths", [LENGTHS, [40]], ids=["ragged", "one-row"])
-def test_tokens_are_those_without_graphs(call: dict[str, Any], lengths: list[int], runners: list[StepRunner]) -> None:
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_tokens_are_those_without_graphs(
+    call: dict[str, Any], lengths: list[int], runners: list[StepRunner], device: torch.device
+) -> None:
+    model = tiny_llama().to(device)
     want = answer(model, PLAIN, **ragged(lengths), **call)
     assert not runners
     got = answer(model, SMALL, **ragged(lengths), **call)
@@ -60,15 +62,15 @@ def test_tokens_are_those_without_graphs(call: dict[str, Any], lengths: list[int
         pytest.param(TurboConfig(sas=True, sas_threshold=-7.0, block_size=32), id="sas"),
     ],
 )
-def test_tokens_of_other_configs(config: TurboConfig, runners: list[StepRunner]) -> None:
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_tokens_of_other_configs(config: TurboConfig, runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_llama().to(device)
     want = answer(model, replace(config, cuda_graphs=False), **ragged())
     assert torch.equal(answer(model, config, **ragged()), want)
     assert runners[-1].captures >= 1
 
 
-def test_tokens_with_windows(runners: list[StepRunner]) -> None:
-    model = tiny_mistral(40).to("cuda" if torch.cuda.is_available() else "cpu")
+def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_mistral(40).to(device)
     want = answer(model, PLAIN, max_new_tokens=150, **ragged())
     assert torch.equal(answer(model, SMALL, max_new_tokens=150, **ragged()), want)
     assert runners[-1].captures >= 1
@@ -88,11 +90,15 @@ def test_tokens_with_windows(runners: list[StepRunner]) -> None:
 )
 @pytest.mark.parametrize("lengths", [LENGTHS, [40]], ids=["ragged", "one-row"])
 def test_tokens_and_counts_of_sparse_layers(
-    lengths: list[int], choice: dict[str, Any], runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch
+    lengths: list[int],
+    choice: dict[str, Any],
+    runners: list[StepRunner],
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
 ) -> None:
     # pages of a single block are reserved at a time, and so steps captured again
     monkeypatch.setattr(steps, "AHEAD", 1)
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+    model = tiny_llama().to(device)
     plain = replace(PLAIN, sparse=SparseConfig(**{"window_tokens": 12, "dense_layers": (), **choice}))
     index = an_index(model)
     want, counted = answer_and_report(model, plain, index, **ragged(lengths))
@@ -108,8 +114,8 @@ def test_tokens_and_counts_of_sparse_layers(
         assert read.read == read.there if choice["selector"] == "full" else 0 < read.read < read.there
 
 
-def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner]) -> None:
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_llama().to(device)
     plain = replace(PLAIN, sparse=SparseConfig(selector="saap", probes=3, window_tokens=12, dense_layers=()))
     index, found = an_index(model), []
     for config in (plain, replace(plain, cuda_graphs="auto")):
@@ -127,8 +133,10 @@ def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner]) ->
     assert [runner.captures >= 1 for runner in runners] == [True] * 3
 
 
-def test_an_answer_that_ends_early_leaves_nothing_reserved_and_nothing_full(runners: list[StepRunner]) -> None:
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_an_answer_that_ends_early_leaves_nothing_reserved_and_nothing_full(
+    runners: list[StepRunner], device: torch.device
+) -> None:
+    model = tiny_llama().to(device)
     wide: list[int] = []
 
     def talk(config: TurboConfig) -> tuple[list[int], list[Any]]:
@@ -163,8 +171,8 @@ def test_an_answer_that_ends_early_leaves_nothing_reserved_and_nothing_full(runn
     assert max(wide) > 6 + 4 + 8
 
 
-def test_turns_on_one_cache(runners: list[StepRunner]) -> None:
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_turns_on_one_cache(runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_llama().to(device)
 
     def talk(config: TurboConfig) -> list[int]:
         with turbo_hf.patch(model, config) as handle:
@@ -192,8 +200,8 @@ def test_turns_on_one_cache(runners: list[StepRunner]) -> None:
         pytest.param({"cache_implementation": "dynamic"}, id="other-cache"),
     ],
 )
-def test_calls_that_run_as_they_did(call: dict[str, Any], runners: list[StepRunner]) -> None:
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_calls_that_run_as_they_did(call: dict[str, Any], runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_llama().to(device)
     results = []
     for config in (PLAIN, SMALL):
         with turbo_hf.patch(model, config), warnings.catch_warnings():
@@ -219,8 +227,8 @@ def test_remove_puts_back_what_was_there() -> None:
         assert "get_compiled_call" not in vars(model)
 
 
-def test_a_copy_of_a_patched_model_has_runners_of_its_own(runners: list[StepRunner]) -> None:
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_a_copy_of_a_patched_model_has_runners_of_its_own(runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_llama().to(device)
     with turbo_hf.patch(model, SMALL):
         twin = copy.deepcopy(model)
         ids = prompts(1, 40).to(model.device)
@@ -229,8 +237,8 @@ def test_a_copy_of_a_patched_model_has_runners_of_its_own(runners: list[StepRunn
     assert [runner._model for runner in runners] == [model, twin]
 
 
-def test_a_hook_of_the_user_is_called_in_every_step(runners: list[StepRunner]) -> None:
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_a_hook_of_the_user_is_called_in_every_step(runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_llama().to(device)
     called: list[int] = []
     hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: called.append(1))
     with turbo_hf.patch(model, SMALL):
@@ -254,8 +262,10 @@ def test_a_hook_of_the_user_is_called_in_every_step(runners: list[StepRunner]) -
             model.generate(prompts(1, 40).to(model.device), max_new_tokens=10)
 
 
-def test_a_cache_that_can_never_be_replayed_is_an_error_where_graphs_are_demanded(runners: list[StepRunner]) -> None:
-    model = tiny_llama().double().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_a_cache_that_can_never_be_replayed_is_an_error_where_graphs_are_demanded(
+    runners: list[StepRunner], device: torch.device
+) -> None:
+    model = tiny_llama().double().to(device)
     batch = {"input_ids": prompts(1, 40).to(model.device), "max_new_tokens": 5}
     demanded = pytest.raises(Unsupported, match=r"cuda_graphs=True: .*(float64 has no kernel|runs without kernels)")
     with turbo_hf.patch(model, TurboConfig(cuda_graphs=True)), demanded:
@@ -265,7 +275,6 @@ def test_a_cache_that_can_never_be_replayed_is_an_error_where_graphs_are_demande
     assert [runner.captures for runner in runners] == [0, 0]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_all_is_as_before() -> None:
     model = tiny_llama()
     with turbo_hf.patch(model, SMALL) as handle:
@@ -311,8 +320,10 @@ def test_the_report_says_how_steps_run(
 
 
 @pytest.mark.parametrize("selector", ["lsh-reformer", "lsh-gray", "lsh-tables", "random"])
-def test_selectors_that_draw_on_the_host_run_without(selector: Any, runners: list[StepRunner]) -> None:
-    model = tiny_llama().to("cuda" if torch.cuda.is_available() else "cpu")
+def test_selectors_that_draw_on_the_host_run_without(
+    selector: Any, runners: list[StepRunner], device: torch.device
+) -> None:
+    model = tiny_llama().to(device)
     probes = None if selector == "lsh-tables" else 3
     sparse = replace(SMALL, sparse=SparseConfig(selector=selector, window_tokens=16, buckets=16, probes=probes))
     reason = f'selector "{selector}" draws numbers on the host'

@@ -259,7 +259,6 @@ def _numbers(values: tuple[Any, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("selector", [None, "window", "saap"])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU replays")
 def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
     selector: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
