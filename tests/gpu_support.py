@@ -11,6 +11,9 @@ class OnGpu:
         self.is_cuda = True
 
 
+NO_FP8 = "FP8 needs a GPU from Ada on: the interpreter loses the carry when it rounds to e4m3"
+
+
 def has_fp8(device: torch.device) -> bool:
-    """Whether FP8 can be tried: the interpreter rounds without carry, and GPUs before Ada have none."""
+    """Whether FP8 can be tried."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import has_fp8
+from gpu_support import NO_FP8, has_fp8
 from stores import make_store, tokens
 
 from turbo_hf.layout import KVStore, PagedHeads, empty_pages
@@ -44,7 +44,7 @@ def repeated(rows: torch.Tensor) -> torch.Tensor:
 )
 def test_prefill(mode: str, window: int | None) -> None:
     if mode == "fp8" and not has_fp8(torch.device("cuda")):
-        pytest.skip("no FP8")
+        pytest.skip(NO_FP8)
     q, k, v = (tokens(1, HEADS, TOKENS, DIM, dtype=torch.float16, device="cuda") for _ in range(3))
     want = prefill(q, k, v, scaling=0.1, window=window, mode=mode)
     q, k, v = (repeated(x) for x in (q, k, v))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_support import has_fp8
+from gpu_support import NO_FP8, has_fp8
 from stores import tokens
 
 from turbo_hf.config import V_SCALES
@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 MODES = [pytest.param(mode, id=mode) for mode in QUANTIZED_MODES]
 EPS = torch.finfo(torch.float32).eps
-NO_FP8 = "FP8 needs Ada; the interpreter loses the carry when it rounds to e4m3"
 
 
 def keys_and_values(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
