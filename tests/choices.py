@@ -9,10 +9,8 @@ MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
 TWO_MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 """Nothing rounded but what the cache holds, and all of it in INT8."""
 
-DTYPES = [
-    pytest.param(dtype, id=str(dtype).removeprefix("torch."))
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in FLOATS]
 OPTIONS = [
     pytest.param({"window": 1}, id="window1"),
     pytest.param({"window": 20}, id="window20"),

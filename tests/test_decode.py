@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import largest
-from choices import DTYPES, OPTIONS, TWO_MODES
+from choices import FLOATS, OPTIONS, TWO_MODES
 from decode_support import check_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,10 +65,17 @@ def test_options(options: dict[str, Any], mode: str, device: torch.device, backe
 
 
 @pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes(dtype: torch.dtype, mode: str, device: torch.device, backend: str) -> None:
-    if backend == "triton" and dtype == torch.float64:
-        pytest.skip("float64 has no kernel")
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        pytest.param(backend, dtype, id=f"{backend}-{str(dtype).removeprefix('torch.')}")
+        for backend in ("reference", "triton")
+        for dtype in FLOATS
+        # it has no kernel
+        if (backend, dtype) != ("triton", torch.float64)
+    ],
+)
+def test_dtypes(backend: str, dtype: torch.dtype, mode: str, device: torch.device) -> None:
     store = random_store([130, 65], 2, 64, device, dtype=dtype)
     check_decode(tokens(2, 4, 2, 64, dtype=dtype, device=device), store, mode, backend, sinks=True)
 
