@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from calibration_support import HEADS, SMALL, TEXTS
-from families_support import FAMILY_CASES, Case, build
+from families_support import Case, build, families
 from models import lab_model, prompts, tiny_llama
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def test_inverse_rotation_gives_what_the_projection_gave(rope: dict[str, Any]) -
         torch.testing.assert_close(got, true[index].view(1, 63, 2, 16).transpose(1, 2))
 
 
-@pytest.mark.parametrize("case", FAMILY_CASES, ids=lambda case: case.model_type)
+@families
 def test_every_family_passes_the_probe(case: Case) -> None:
     found = probe(build(case.model_type, **case.options))
     assert sorted(found) == [i for i in range(len(found) + len(case.dense)) if i not in case.dense]
