@@ -33,3 +33,13 @@ def check_refused(message: str, *words: str) -> None:
     result = run(*words, code=1)
     assert "Traceback" not in result.output
     assert message in complaint(result)
+
+
+def check_not_timed(message: str, figure: str, *words: str) -> None:
+    """What is wrong with ours is told, and it has no figure; the baseline keeps its own."""
+    result = run(*words, "--json", code=1)
+    baseline, ours = last_json(result)["rows"]
+    assert ours[figure] is None
+    assert message in ours["note"]
+    assert message in complaint(result)
+    assert baseline[figure] > 0
