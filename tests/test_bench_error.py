@@ -105,7 +105,7 @@ def test_a_prompt_too_long_for_the_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_capture_is_what_attention_is_given(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_is_what_attention_is_given(window: int | None) -> None:
     """Exact attention of what was captured is what the model's own attention returned, and the model is left alone."""
     model = tiny_llama() if window is None else tiny_mistral(window)
     ids = prompts(1, 50)

@@ -46,7 +46,7 @@ def test_an_offloaded_model_gives_the_same(indexed: Calibration) -> None:
 
 
 def test_a_classifier_that_float16_cannot_hold_leaves_its_layer_without_an_index(
-    monkeypatch: pytest.MonkeyPatch, indexed: Calibration
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wide(*args: Any) -> Any:
         classifier, loss = train(*args)

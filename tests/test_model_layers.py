@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from calibration_support import PROSE, SMALL, same
-from models import lab_model
+from models import lab_model, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 import turbo_hf
@@ -69,4 +69,7 @@ def test_a_calibration_fits_and_is_read_back(model: PreTrainedModel, tmp_path: P
 
 
 def test_settings_are_alike_only_if_every_layer_is(model: PreTrainedModel) -> None:
-    assert _alike(model, ["turbo4", "turbo-mixed"]) == []
+    wanted = ["turbo4", "turbo-mixed"]
+    assert _alike(model, wanted) == []
+    (told,) = _alike(tiny_llama(num_key_value_heads=1), wanted)
+    assert told.startswith("One setting under 2 names, for a layer of this model has 1 KV heads: turbo4, turbo-mixed.")
