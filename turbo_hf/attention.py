@@ -71,6 +71,14 @@ class TurboCall(NamedTuple):
     rotary: Rotary | None = None
 
 
+class New(NamedTuple):
+    """The new tokens of one call: query [B, Hq, M, D]; key, value [B, Hkv, M, D]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 def turbo_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -102,9 +110,8 @@ def turbo_attention(
             complain(call.strict, f"layer {call.layer.index}: {reason}")
         key, value = _pending(call.layer, key, value)
         if reason is None:
-            query, key, value = _of_one_type(query, key, value)
-            source, scores = Source(module, call.rotary), Scores(scale, softcap, s_aux)
-            out = _compressed(call.cache, call.layer, source, query, key, value, attention_mask, scores)
+            new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
+            out = _compressed(call.cache, call.layer, source, new, attention_mask, Scores(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
@@ -181,61 +188,50 @@ def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple
     return key, value
 
 
-def _of_one_type(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_one_type(new: New) -> New:
     """Under autocast, where rotary embedding leaves float32 beside narrow values: all in its type, as SDPA has them."""
-    if query.dtype == key.dtype == value.dtype or not torch.is_autocast_enabled(query.device.type):
-        return query, key, value
-    narrow = torch.get_autocast_dtype(query.device.type)
-    return query.to(narrow), key.to(narrow), value.to(narrow)
+    device = new.query.device.type
+    if new.query.dtype == new.key.dtype == new.value.dtype or not torch.is_autocast_enabled(device):
+        return new
+    narrow = torch.get_autocast_dtype(device)
+    return New(*(x.to(narrow) for x in new))
 
 
 def _compressed(
     cache: TurboCache,
     layer: TurboLayer,
     source: Source,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    new: New,
     mask: torch.Tensor | None,
     scores: Scores,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
-    layer.check(key, defer=True)
-    if mask is not None and len(mask) != len(query):
-        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(query)}. Pass one row for each.")
+    layer.check(new.key, defer=True)
+    if mask is not None and len(mask) != len(new.query):
+        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(new.query)}. Pass one row for each.")
     if mask is None and layer.step is None:
         # a step that may be captured has been checked against its mask before
-        _require_no_padding(layer, query.shape[2])
-    chunk = cache.chunk(mask, layer, query.shape[2])
+        _require_no_padding(layer, new.query.shape[2])
+    chunk = cache.chunk(mask, layer, new.query.shape[2])
     scores = scores._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
     attend = _step if layer.is_decoding(chunk.tokens) else _prompt
     with torch.no_grad():
-        out = attend(layer, source, query, key, value, chunk, scores)
+        out = attend(layer, source, new, chunk, scores)
         layer.commit(defer=True)
         out = chunk.restore(out)
-    if torch.is_grad_enabled() and query.requires_grad:
-        out = _NoGradient.apply(query, out)
+    if torch.is_grad_enabled() and new.query.requires_grad:
+        out = _NoGradient.apply(new.query, out)
     return out
 
 
-def _step(
-    layer: TurboLayer,
-    source: Source,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    chunk: Chunk,
-    scores: Scores,
-) -> torch.Tensor:
+def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scores: Scores) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
-    q, k, v = (chunk.align(x) for x in (query, key, value))
+    q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     if layer.selector is not None:
-        buckets, asked = look_up(layer, source, query, key, chunk)
+        buckets, asked = look_up(layer, source, new.query, new.key, chunk)
         layer.append(k, v, chunk, buckets, defer=True)
-        return attend_sparse(layer, asked, query, chunk, starts, scores).out
+        return attend_sparse(layer, asked, new.query, chunk, starts, scores).out
     layer.append(k, v, chunk, defer=True)
     return decode(
         rotate_queries(q, config.backend) if config.rotates else q,
@@ -248,20 +244,12 @@ def _step(
     ).out
 
 
-def _prompt(
-    layer: TurboLayer,
-    source: Source,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    chunk: Chunk,
-    scores: Scores,
-) -> torch.Tensor:
+def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scores: Scores) -> torch.Tensor:
     """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
-    q, k, v = (chunk.align(x) for x in (query, key, value))
+    q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     mode = prefill_mode(config.prompt_attention, q)
-    buckets = new_buckets(layer, source, key, chunk)
+    buckets = new_buckets(layer, source, new.key, chunk)
     if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scores):
         out = _sdpa(q, k, v, scores.scaling)
     else:

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import DEFAULT_PRESET, TurboConfig, at_8_bit, resolve_config
@@ -22,6 +28,21 @@ def _same_mask(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None or one.device == other.device:
         return one is other
     return one.shape == other.shape
+
+
+def _stop_recording(layer: Any) -> None:
+    """One of Transformers' own layers as `activate_past_recording` found it, without what it kept for a `crop`."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.record_past:
+        for index, state in layer.conv_states.items():
+            if state is not None:
+                # cuts or fills it at the front
+                kept = (layer.conv_kernel_size[index] - state.shape[-1], 0)
+                layer.conv_states[index] = torch.nn.functional.pad(state, kept)
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.record_past and layer.is_initialized:
+        # drops what has left its window
+        layer.crop(0)
+    if isinstance(layer, LinearAttentionCacheLayerMixin | DynamicSlidingWindowLayer):
+        layer.record_past = False
 
 
 class TurboCache(Cache):
@@ -168,11 +189,7 @@ class TurboCache(Cache):
     def stop_recording(self) -> None:
         """End the recording that `activate_past_recording` began, and seal blocks that were kept open for a `crop`."""
         for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                if layer.record_past and layer.is_initialized:
-                    # drops what has left its window
-                    layer.crop(0)
-                layer.record_past = False
+            _stop_recording(layer)
         for layer in self.turbo_layers():
             layer.record_past = False
             if layer.is_initialized:
@@ -181,10 +198,10 @@ class TurboCache(Cache):
     def reset(self) -> None:
         """Forget every token; the cache can then take another batch."""
         self._planned = []
+        for layer in self.layers:
+            _stop_recording(layer)
         super().reset()
         for layer in self.layers:
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.record_past = False
             if isinstance(layer, DynamicLayer) and layer.is_initialized:
                 # transformers 5.17 leaves as many zeros as there were tokens
                 layer.keys = layer.values = None

@@ -91,10 +91,11 @@ def _step(
 
 
 @triton.jit
-def _queries(view, row, head, column, d, inside, row_scale, broken_ptr, INT8: tl.constexpr, WIDE: tl.constexpr):
+def _queries(view, row, head, column, d, inside, scaling, broken_ptr, INT8: tl.constexpr, WIDE: tl.constexpr):
     """A tile of queries and what a score of each row is multiplied by. INT8 has no NaN: such a tile is reported."""
     stride_b, stride_h, stride_m = view.strides
     at = row * stride_b + head * stride_h + column[:, None] * stride_m + d[None, :]
+    row_scale = scaling * LOG2_E
     x = tl.load(view.data + at, mask=inside, other=0.0)
     if INT8:
         x = x.to(tl.float32)
@@ -284,9 +285,8 @@ def _attend(
         d = tl.arange(0, DP)
         inside = (m < count)[:, None] & (d < D)[None, :]
         column = (start + m).to(tl.int64)
-        unit = scoring.scaling * LOG2_E
         broken = result.broken + row_head
-        q, row_scale = _queries(queries.given, row, head, column, d, inside, unit, broken, INT8, FORM.wide)
+        q, row_scale = _queries(queries.given, row, head, column, d, inside, scoring.scaling, broken, INT8, FORM.wide)
 
         acc = tl.zeros((BLOCK_M, DP), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -296,7 +296,7 @@ def _attend(
             state = _past(state, (q, row_scale), past, row, kv_row, m, d, first, scoring, FORM)
 
         if queries.rotated is not None:
-            q, row_scale = _queries(queries.rotated, row, head, column, d, inside, unit, broken, INT8, FORM.wide)
+            q, row_scale = _queries(queries.rotated, row, head, column, d, inside, scoring.scaling, broken, INT8, FORM.wide)
         bias = None
         if queries.bias is not None:
             bias = tl.load(queries.bias + row_head * tokens + column, mask=m < count, other=0.0) * LOG2_E
