@@ -137,7 +137,7 @@ def assert_row(store: KVStore, row: int, want: NaiveRow) -> None:
     assert int(store.open_len[row]) == len(want.open)
     for n, page in enumerate(want.pages):
         at = store.table[row, n]
-        for got, expected in zip(store.heads, page, strict=True):
+        for got, expected in zip(store.paged, page, strict=True):
             assert got.bits == expected.bits
             for name in ("k", "v", "meta", "scale"):
                 assert torch.equal(getattr(got, name)[at].cpu(), getattr(expected, name)[0].cpu()), (name, n)
@@ -180,7 +180,7 @@ def assert_same_rows(a: TurboLayer, row_a: int, b: TurboLayer, row_b: int) -> No
     sealed, count = int(x.sealed[row_a]), int(x.open_len[row_a])
     if sealed:
         assert torch.equal(x.order[row_a], y.order[row_b])
-    for one, other in zip(x.heads, y.heads, strict=True):
+    for one, other in zip(x.paged, y.paged, strict=True):
         for name in ("k", "v", "meta", "scale"):
             own = getattr(one, name)[x.table[row_a, :sealed]]
             assert torch.equal(own, getattr(other, name)[y.table[row_b, :sealed]]), name

@@ -165,14 +165,14 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
     k, v = (tokens(4, 2, 150, dim, dtype=torch.float16, device=device) for _ in range(2))
     order = torch.tensor([[1, 0], [0, 1], [1, 0], [1, 0]], device=device)
     store = make_store(k, v, lengths, groups=groups, order=order, sealed=[0, 0, 0, 0])
-    heads = tuple(empty_pages(bits, 9, n, dim, 64, device, torch.float16) for bits, n in groups)
-    for x in (x for pages in heads for x in pages[1:]):
+    paged = tuple(empty_pages(bits, 9, n, dim, 64, device, torch.float16) for bits, n in groups)
+    for x in (x for pages in paged for x in pages[1:]):
         x.fill_(7)
     table = torch.tensor([[4, 2, 0], [0, 1, 8], [0, 0, 0], [6, 0, 0]], device=device)
-    store = store._replace(heads=heads, table=table, sealed=torch.tensor(counted, device=device))
+    store = store._replace(paged=paged, table=table, sealed=torch.tensor(counted, device=device))
     seal_open(store, 2, backend=backend)
     slot = 0
-    for got in store.heads:
+    for got in store.paged:
         for row, n, page in ((0, 0, 4), (0, 1, 2), (1, 0, 8), (3, 1, 6)):
             own, at = order[row, slot : slot + got.k.shape[1]], slice(64 * n, 64 * n + 64)
             parts = [x[row, own][:, at] for x in (store.k_open, store.k_scale, store.v_open.mT, store.v_scale)]
@@ -202,8 +202,8 @@ def full_store(dim: int, groups: tuple[tuple[int, int], ...], device: torch.devi
 
 def snapshot(store: KVStore) -> KVStore:
     """A copy that shares no memory."""
-    heads = tuple(PagedHeads(pages.bits, *(x.clone() for x in pages[1:])) for pages in store.heads)
-    return copy(store)._replace(heads=heads, sealed=store.sealed.clone())
+    paged = tuple(PagedHeads(pages.bits, *(x.clone() for x in pages[1:])) for pages in store.paged)
+    return copy(store)._replace(paged=paged, sealed=store.sealed.clone())
 
 
 GROUPS = [
@@ -231,7 +231,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
     assert store.open_len.tolist() == [1, 7, 1, 4]
     for row, page in ((0, 0), (2, 3)):
         slot = 0
-        for got in store.heads:
+        for got in store.paged:
             own = store.order[row, slot : slot + got.k.shape[1]]
             block = [x[row, own] for x in (before.k_open, before.k_scale, before.v_open, before.v_scale)]
             k_open, k_scale, v_open, v_scale = (x[None, ..., :64] if x.dim() == 2 else x[None] for x in block)
@@ -239,7 +239,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
             for name in ("k", "v", "meta", "scale"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
             slot += len(own)
-    for got, old in zip(store.heads, before.heads, strict=True):
+    for got, old in zip(store.paged, before.paged, strict=True):
         for x, y in zip(got[1:], old[1:], strict=True):
             assert torch.equal(x[1:3], y[1:3])
     for row, held in enumerate([0, 6, 0, 3]):
@@ -271,7 +271,7 @@ def test_a_step_of_a_sparse_layer(
     append_step(k, v, store, broken=flags[0], arrived=flags[1], backend=backend)
     append_step(k, v, other, noted=(index, buckets), broken=flags[0], arrived=flags[1], backend=backend)
     assert torch.equal(index, want)
-    for plain, got in zip(store.heads, other.heads, strict=True):
+    for plain, got in zip(store.paged, other.paged, strict=True):
         for x, y in zip(plain[1:], got[1:], strict=True):
             assert torch.equal(x, y)
     for name in ("sealed", "k_open", "v_open", "open_len"):

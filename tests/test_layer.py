@@ -120,7 +120,7 @@ def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> No
         k[row, other, 64:, 0] *= 5000
     config = TurboConfig(bits=4, low_bits=2, low_heads=0.75)
     layer = filled(config, k, v)
-    assert [pages.bits for pages in layer.store().heads] == [4, 2]
+    assert [pages.bits for pages in layer.store().paged] == [4, 2]
     assert layer.store().order[:, 0].tolist() == [3, 0]
 
 

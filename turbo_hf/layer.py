@@ -140,7 +140,7 @@ class TurboLayer(CacheLayerMixin):
         pool, step, opened = self.pool, self.step, self.buffer.tensors()
         places = (self.order, pool.device_table(), pool.device_sealed())
         known, plans = (tuple(pool.sealed), None) if step is None else (step.sealed, step.plans)
-        return KVStore(pool.heads, *places, *opened, pool.block, known, plans)
+        return KVStore(pool.paged, *places, *opened, pool.block, known, plans)
 
     def check(self, k: torch.Tensor, defer: bool = False) -> None:
         """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds.

@@ -106,7 +106,7 @@ class PagedHeads(NamedTuple):
 class KVStore(NamedTuple):
     """One layer's compressed cache, as ops see it.
 
-    heads: one `PagedHeads` a bit width, in slot order. order: int64 [B, Hkv], the head in each slot.
+    paged: one `PagedHeads` a bit width, in slot order. order: int64 [B, Hkv], the head in each slot.
     table: int64 [B, blocks], the page of each sealed block, 0 past a row's end. sealed: int64 [B], sealed blocks a row.
     k_open: int8 [B, Hkv, cap, D]. v_open: int8 [B, Hkv, D, cap]. k_scale, v_scale: float32 [B, Hkv, cap]. With a head
     of 16 bit k_open and v_open are in its pages' type, and the scales 1.
@@ -117,7 +117,7 @@ class KVStore(NamedTuple):
     Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
     """
 
-    heads: tuple[PagedHeads, ...]
+    paged: tuple[PagedHeads, ...]
     order: torch.Tensor
     table: torch.Tensor
     sealed: torch.Tensor

@@ -40,7 +40,7 @@ class PagePool:
     ):
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
         self.full = full
-        self.heads = tuple(_no_pages(bits, slots, dim, block, device, full) for bits, slots in groups)
+        self.paged = tuple(_no_pages(bits, slots, dim, block, device, full) for bits, slots in groups)
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
         self.sealed = [0] * rows
         self.given = [0] * rows
@@ -51,7 +51,7 @@ class PagePool:
     @property
     def pages(self) -> int:
         """Pages allocated, used or not."""
-        return self.heads[0].k.shape[0]
+        return self.paged[0].k.shape[0]
 
     def device_table(self) -> torch.Tensor:
         """int64 [B, blocks] on the cache's device; at least as many blocks as the longest row has. Only to be read.
@@ -75,9 +75,9 @@ class PagePool:
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of codes, and of their metadata: steps, zeros, scales, table."""
-        codes = sum(h.k.nbytes + h.v.nbytes for h in self.heads)
+        codes = sum(h.k.nbytes + h.v.nbytes for h in self.paged)
         places = 8 * len(self.sealed) * (1 + max(self.given, default=0))
-        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.heads) + places
+        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.paged) + places
 
     def append(self, counts: Sequence[int]) -> None:
         """Pages for `counts[row]` more blocks of each row, for the caller to seal them to (`ops.append.seal_open`)."""
@@ -131,7 +131,7 @@ class PagePool:
     def _resize(self, keep: torch.Tensor | range, extra: int) -> None:
         """Keep the pages `keep`, in that order, and add `extra` uninitialized ones. A range: all, from the first on."""
         grown = []
-        for old, (bits, slots) in zip(self.heads, self.groups, strict=True):
+        for old, (bits, slots) in zip(self.paged, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)
             new = empty_pages(bits, *shape, self.device, self.full)
             for source, target in zip(old[1:], new[1:], strict=True) if len(keep) else ():
@@ -140,7 +140,7 @@ class PagePool:
                 else:
                     torch.index_select(source, 0, keep, out=target[: len(keep)])
             grown.append(new)
-        self.heads = tuple(grown)
+        self.paged = tuple(grown)
 
     def drop_front(self, counts: list[int], shrink: bool = True) -> None:
         """Drop the oldest `counts[row]` blocks of each row. shrink: release memory, if it is worth it."""
@@ -203,12 +203,12 @@ class PagePool:
         """The tokens of one sealed block [Hkv, b, ...] as the open buffer holds them, heads in the model's order."""
         at = int(self.table[row, block])
         keys, values, scales = [], [], []
-        for heads in self.heads:
-            page = PagedHeads(heads.bits, *(x[at : at + 1] for x in heads[1:]))
+        for pages in self.paged:
+            page = PagedHeads(pages.bits, *(x[at : at + 1] for x in pages[1:]))
             k, v = unpack_blocks(page)
             keys.append(k[0])
             values.append(v[0])
-            scales.append(heads.scale[at])
+            scales.append(pages.scale[at])
         slot = order[row].argsort()
         k, v, scale = (torch.cat(parts)[slot] for parts in (keys, values, scales))
         k_scale, v_scale = (s[:, None].expand(-1, self.block) for s in scale.unbind(-1))

@@ -234,7 +234,7 @@ class Steps:
         found: list[Any] = [plan.words for group in self._groups for plan in group.plans.values()]
         for layer in self.layers:
             pool, buffer = layer.pool, layer.buffer
-            found += (pool.heads, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
+            found += (pool.paged, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
             found += (buffer.k, buffer.device_length(), layer.broken, layer.bucket_index.buckets)
             found.append(layer.bucket_index.spans)
             found += [] if layer.selector is None else layer.selector.tensors()

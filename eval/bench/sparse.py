@@ -89,7 +89,7 @@ def make_layers(case: Case, width: str, choice: Choice, count: int, device: torc
         rotary = None if choice.selector == "kmeans-rotated" else (angle.cos().half(), angle.sin().half())
         trained = choice.selector == "saap"
         classifier = {name: weight(*shape) for name, shape in shapes.items()} if trained else None
-        layers.append(Layer(store._replace(heads=stores[0].heads), index, spans, centroids, classifier, rotary))
+        layers.append(Layer(store._replace(paged=stores[0].paged), index, spans, centroids, classifier, rotary))
     return layers
 
 

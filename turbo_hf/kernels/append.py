@@ -80,7 +80,7 @@ def append_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"])
 def seal_open_kernel(
-    heads,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
+    paged,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
     opened,  # for each bit width (k, v, k_scale, v_scale, v's stride of a token, and of a channel)
     order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
     table_stride, cap,
@@ -100,7 +100,7 @@ def seal_open_kernel(
         own = slot
         for g in tl.static_range(len(SLOTS)):
             if (own >= 0) & (own < SLOTS[g]):
-                k_out, v_out, meta, scale = heads[g]
+                k_out, v_out, meta, scale = paged[g]
                 k, v, k_scale, v_scale, v_token, v_channel = opened[g]
                 k += (pair * cap + n * BLOCK) * D
                 v += pair * cap * D + n * BLOCK * v_token
@@ -120,7 +120,7 @@ def seal_open_kernel(
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["broken_ptr"])
 def append_step_kernel(
     k_ptr, v_ptr,  # [B, Hkv, 1, D]
-    heads,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
+    paged,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
     opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
     order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
     given_ptr,  # float32 [B, Hkv, 2]
@@ -149,7 +149,7 @@ def append_step_kernel(
         own = slot
         for g in tl.static_range(len(SLOTS)):
             if (own >= 0) & (own < SLOTS[g]):
-                k_out, v_out, meta, scale = heads[g]
+                k_out, v_out, meta, scale = paged[g]
                 seal_block(
                     k_open + pair * cap * D, k_scales + pair * cap, v_open + pair * D * cap, v_scales + pair * cap, 1,
                     cap, k_out, v_out, meta, scale, page * SLOTS[g] + own, D, DP, BLOCK, BITS[g], PARTS[g], KP[g],

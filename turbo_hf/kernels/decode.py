@@ -38,13 +38,13 @@ def _buckets_of(buckets, listed, live, BLOCK: tl.constexpr, INDEX: tl.constexpr)
 
 @triton.jit
 def walk(
-    heads, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, chosen, softcap,
+    paged, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, chosen, softcap,
     sas_threshold, acc, m, mass,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, TURBO: tl.constexpr,
     SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr,
     INDEX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles begin to end of sealed blocks of one slot. heads: (k, v, meta, scale); queries, factor: `prepare`.
+    """Tiles begin to end of sealed blocks of one slot. paged: (k, v, meta, scale); queries, factor: `prepare`.
 
     Each query row sees the tokens from `first` to `last`. CHOSEN: `table` is a list of `sealed` blocks, page << 32 |
     number, and all rows see those of their tokens that `attended` keeps by `chosen`, with or without INDEX. `page` is
@@ -52,7 +52,7 @@ def walk(
 
     Returns too how many tokens were kept, by warps and places, if CHOSEN.
     """
-    k_ptr, v_ptr, meta_ptr, scale_ptr = heads
+    k_ptr, v_ptr, meta_ptr, scale_ptr = paged
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
     STAGE2: tl.constexpr = BITS < 8
@@ -207,7 +207,7 @@ def _row_of(output, wanted, chunks, kv_heads, order_ptr, sealed_ptr, open_len_pt
 def decode_kernel(
     q_ptr, out_ptr,  # [B, Hq, M, D]
     lse_ptr, starts_ptr, sinks_ptr,  # float32 [B, Hq, M], int64 [B], [Hq]
-    heads,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
+    paged,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
     opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
     order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
     plan_ptr,  # int32: 4 a CTA, 2 an output, as in `ops.schedule`
@@ -255,7 +255,7 @@ def decode_kernel(
             own = slot
             for g in tl.static_range(len(SLOTS)):
                 there = (block < sealed) & (own >= 0) & (own < SLOTS[g])
-                ask_ahead(heads[g], own, page, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
+                ask_ahead(paged[g], own, page, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
                 own -= SLOTS[g]
         queries, factor = prepare(rows, TURBO)
         unit = scaling if CAPPED else scaling * LOG2_E
@@ -268,7 +268,7 @@ def decode_kernel(
         if FULL:
             tl.static_assert(NB == 1 and len(SLOTS) == 1 and not SAS)
             acc, m, mass = attend_full(
-                heads[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length,
+                paged[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length,
                 tile, steps, tl.trans(rows[0]), unit, first.reshape(R), last.reshape(R), softcap,
                 SLOTS[0], D, BLOCK, CAPPED, SPREAD, STAGES, ASM,
             )  # fmt: skip
@@ -280,7 +280,7 @@ def decode_kernel(
             for g in tl.static_range(len(SLOTS)):
                 if (own >= 0) & (own < SLOTS[g]):
                     acc, m, mass, _ = walk(
-                        heads[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
+                        paged[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
                         factor, first, last, last, softcap, sas_threshold, acc, m, mass,
                         SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, False, False, ASM,
                     )  # fmt: skip

@@ -53,13 +53,13 @@ def _absorb(q, keys, values, seen, unit, softcap, acc, m, mass, CAPPED: tl.const
 
 @triton.jit
 def attend_full(
-    heads, opened, slot, at, table, blocks, page, cap, sealed, length, begin, steps, q, unit, first, last, softcap,
+    paged, opened, slot, at, table, blocks, page, cap, sealed, length, begin, steps, q, unit, first, last, softcap,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`steps` blocks of one output from `begin` on, the last of which is that of its open tokens.
 
-    All of one 16-bit type. heads: (k, v, ...) of the pages, of that width alone; page: the entry of the first block;
+    All of one 16-bit type. paged: (k, v, ...) of the pages, of that width alone; page: the entry of the first block;
     opened: (k, v, ...), at: row * Hkv + head, int64; q: [DP, R]; first, last: the tokens that each query row sees, [R].
 
     Returns O [1, DP, N], the maximum and the sum [1, R], as `walk` of one block a tile does.
@@ -76,8 +76,8 @@ def attend_full(
         packed = (page * SLOTS + slot) * (BLOCK * D)
         rows, columns = t[:, None] * D + d[None, :], d[:, None] * BLOCK + t[None, :]
         # t >= 0: each token of a sealed block is there
-        keys = packed_bytes(heads[0] + packed + rows, (t >= 0)[:, None], d[None, :], D, DP)
-        values = packed_bytes(heads[1] + packed + columns, (t >= 0)[None, :], d[:, None], D, DP)
+        keys = packed_bytes(paged[0] + packed + rows, (t >= 0)[:, None], d[None, :], D, DP)
+        values = packed_bytes(paged[1] + packed + columns, (t >= 0)[None, :], d[:, None], D, DP)
         page = handed(ahead, ASM)
         # of the block after the next one: a load whose keys would be asked for at once would be waited for
         ahead = entry(table + block + 2, block + 2 < blocks, ASM)

@@ -20,7 +20,7 @@ from turbo_hf.kernels.unpack import entry
 @triton.jit(do_not_specialize=["room", "index_cap", "window", "outputs"])
 def sparse_decode_kernel(
     q_ptr, out_ptr, lse_ptr, sinks_ptr,  # [B, Hq, M, D] twice, float32 [B, Hq, M], [Hq]
-    heads, opened,  # as in `decode_kernel`
+    paged, opened,  # as in `decode_kernel`
     buckets_ptr, visited_ptr,  # int16 [B, Hkv, 1, index_cap], uint8 [B, Hkv, M, 1, C]
     order_ptr, starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B], [B], [B]
     listed_ptr, found_ptr,  # int64 [lists, room], int32 [lists]: as `list_kernel` leaves them
@@ -78,7 +78,7 @@ def sparse_decode_kernel(
         own = slot
         for g in tl.static_range(len(SLOTS)):
             there = (nb < count) & (own >= 0) & (own < SLOTS[g])
-            ask_ahead(heads[g], own, page >> 32, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
+            ask_ahead(paged[g], own, page >> 32, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
             own -= SLOTS[g]
         buckets_at = buckets_ptr + pair * index_cap
         if INDEX and ASM:
@@ -95,7 +95,7 @@ def sparse_decode_kernel(
         for g in tl.static_range(len(SLOTS)):
             if (slot >= 0) & (slot < SLOTS[g]):
                 acc, m, mass, kept = walk(
-                    heads[g], slot, at, count, page, count, 0, tl.cdiv(count, NB), queries_of, factor, 0, 0,
+                    paged[g], slot, at, count, page, count, 0, tl.cdiv(count, NB), queries_of, factor, 0, 0,
                     (buckets_at, visit), softcap, sas_threshold, acc, m, mass,
                     SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, True, INDEX, ASM,
                 )  # fmt: skip

@@ -111,7 +111,7 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     first = 0
     order, table = past.order.contiguous(), past.table.contiguous()
     with torch.cuda.device_of(k):
-        for pages in past.heads:
+        for pages in past.paged:
             slots = pages.k.shape[1]
             if blocks:
                 unpack_past_kernel[(blocks, slots, batch)](

@@ -136,7 +136,7 @@ def _schedule(
 def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:
     """Tiles for queries like q, whether they become INT8, their channels, padded."""
     padded = max(32, power_of_two(q.shape[3]))
-    widths = {pages.bits for pages in store.heads}
+    widths = {pages.bits for pages in store.paged}
     turbo = mode == "turbo" and widths != {FULL}
     unpacks = widths != {FULL} if mode == "fp16" else max(widths) == FULL and q.element_size() > 2
     tiles = decode_tiles(
@@ -174,14 +174,14 @@ def decode(
     rows, spread = 8, group * tokens <= 4
     per_output = rows // 2 if spread else rows
     chunks = -(-group * tokens // per_output)
-    groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.heads)
+    groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.paged)
     many = q.shape[0] * kv_heads * chunks >= MANY * gpu.sms(q.device)
     tune, turbo, padded = tiles_for(q, store, mode, many=many)
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
-    types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.heads)}
-    alike = types == {q.dtype} and len(store.heads) == 1 and sas_threshold is None
+    types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.paged)}
+    alike = types == {q.dtype} and len(store.paged) == 1 and sas_threshold is None
     shared = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
     tune = shared or tune
     warps = FULL_WARPS if shared else tune.blocks
@@ -200,7 +200,7 @@ def decode(
             lse,
             store.open_len if starts is None else starts,
             lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
+            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
             store.order.contiguous(),
             store.table,

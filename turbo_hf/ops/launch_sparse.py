@@ -292,13 +292,13 @@ def sparse_decode(
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
+            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
             found if buckets is None else buckets.contiguous(), flags, order, *places, listed, found, parts, arrived,
             found if read is None else read, q.stride(), room, cap,
             buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
             scaling, softcap or 0.0, sas_threshold or 0.0, alone,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
+            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BITS=tuple(pages.bits for pages in store.paged),
             GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
             OUTPUTS=power_of_two(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
             SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,

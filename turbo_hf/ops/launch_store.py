@@ -124,7 +124,7 @@ def append_tokens(
 def seal_open(store: KVStore, blocks: int) -> None:
     """`ops.append.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
-    bits = tuple(pages.bits for pages in store.heads)
+    bits = tuple(pages.bits for pages in store.paged)
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
     if store.k_open.dtype != torch.int8 and min(bits) < FULL:
@@ -134,10 +134,10 @@ def seal_open(store: KVStore, blocks: int) -> None:
     with torch.cuda.device_of(store.k_open):
         # as in `seal_blocks`, products must round as the reference's do
         seal_open_kernel[(blocks, pairs_of(batch, heads))](
-            tuple(pages[1:] for pages in store.heads),
+            tuple(pages[1:] for pages in store.paged),
             tuple(held if width == FULL else codes for width in bits), store.order.contiguous(), store.table,
             store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BLOCK=store.block, **_constants(bits, dim),
+            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block, **_constants(bits, dim),
         )  # fmt: skip
 
 
@@ -155,13 +155,13 @@ def append_step(
     batch, heads, _, dim = k.shape
     index, buckets = (arrived, arrived) if noted is None else (noted[0], noted[1].contiguous())
     tables, places = (0, 0) if noted is None else index.shape[2:]
-    bits = tuple(pages.bits for pages in store.heads)
+    bits = tuple(pages.bits for pages in store.paged)
     with torch.cuda.device_of(k):
         append_step_kernel[(batch * heads,)](
-            k, v, tuple(pages[1:] for pages in store.heads),
+            k, v, tuple(pages[1:] for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale), store.order.contiguous(), store.table,
             store.sealed, store.open_len, store.k_scale if given is None else given.contiguous(), index, buckets,
             broken, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
-            HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BLOCK=store.block,
+            HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block,
             GIVEN=given is not None, TABLES=tables, LEVELS=_levels(dim) if rotate else 0, **_constants(bits, dim),
         )  # fmt: skip

@@ -138,5 +138,5 @@ def _obstacle(
         return "visits of each query head have no kernel"
     if buckets is not None and buckets.shape[2] > 1:
         return "several hash tables have no kernel"
-    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.heads)
+    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.paged)
     return step_obstacle(q, store.block, "fp16" if exact else mode)

@@ -77,7 +77,7 @@ def seal_open(store: KVStore, blocks: int) -> None:
     step = max(1, SEAL_ELEMENTS // (heads * block * dim))
     for begin in range(0, len(row), step):
         part, slot = slice(begin, begin + step), 0
-        for pages in store.heads:
+        for pages in store.paged:
             own = store.order[row[part], slot : slot + pages.k.shape[1]]
             sealed = _sealed(store, pages.bits, row[part], own, token[part])
             for target, source in zip(pages[1:], sealed[1:], strict=True):
