@@ -98,8 +98,8 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     grouped, turn = q.unflatten(1, (2, -1)).transpose(2, 3), (torch.zeros(1, 1, dim), torch.zeros(1, 1, dim))
     launch_sparse.classify(grouped, model, rotary=turn)
     centroids = torch.zeros(2, 1024, dim, dtype=torch.float16)
-    _, logits = launch_sparse.look_up(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
-    launch_sparse.look_up(k[:, :, :1].to(dtype), grouped, centroids)
+    _, logits = launch_sparse.assign_and_score(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
+    launch_sparse.assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
     launch_sparse.visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
     visited = launch_sparse.visit(logits, probes=32)[:, :, :, None]
     plain: dict[str, Any] = {"scaling": 0.1, "sink_tokens": 1, "window_tokens": 2047}

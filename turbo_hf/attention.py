@@ -19,7 +19,7 @@ from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.ops.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import prefill_mode
-from turbo_hf.sparse import Scores, Source, attend_sparse, look_up, new_buckets
+from turbo_hf.sparse import Scores, Source, assign_and_score, attend_sparse, new_buckets
 
 NAME = "turbo_hf"
 """The value of `config._attn_implementation` on a patched model."""
@@ -233,9 +233,9 @@ def _step(
     q, k, v = (chunk.align(x) for x in (query, key, value))
     starts, config = chunk.begin(q.device), layer.config
     if layer.selector is not None:
-        buckets, asked = look_up(layer, source, query, key, chunk)
+        buckets, query_info = assign_and_score(layer, source, query, key, chunk)
         layer.append(k, v, chunk, buckets, defer=True)
-        return attend_sparse(layer, asked, query, chunk, starts, scores).out
+        return attend_sparse(layer, query_info, query, chunk, starts, scores).out
     layer.append(k, v, chunk, defer=True)
     return decode(
         rotate_queries(q, config.backend) if config.rotates else q,

@@ -64,10 +64,10 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
     return torch.take_along_dim(found, chunk.gather[:, None, None], 3)
 
 
-def look_up(
+def assign_and_score(
     layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: Chunk
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector says of its queries.
+    """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector needs of its queries.
 
     query: [B, Hq, M, D], key: [B, Hkv, M, D], as the model gives them. None and None where the layer keeps no buckets.
     """
@@ -80,12 +80,12 @@ def look_up(
         fused = chunk.gather is None
         (query, rotary), (key, _) = source.plain(query, fused=fused), source.plain(key, fused=fused)
     grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-    return selector.ask(chunk.align(key), grouped, rotary)
+    return selector.assign_and_score(chunk.align(key), grouped, rotary)
 
 
 def attend_sparse(
     layer: TurboLayer,
-    asked: torch.Tensor | None,
+    query_info: torch.Tensor | None,
     query: torch.Tensor,
     chunk: Chunk,
     starts: torch.Tensor | None,
@@ -93,7 +93,7 @@ def attend_sparse(
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
-    The layer holds the new tokens already. asked: what `look_up` says of the queries.
+    The layer holds the new tokens already. query_info: what `assign_and_score` gives of the queries.
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
@@ -105,7 +105,7 @@ def attend_sparse(
     q = chunk.align(query)
     q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
     # nothing between it and attention: their launches overlap
-    visited = None if asked is None else _visited(layer, asked, chunk.tokens, query.shape[1] // layer.heads)
+    visited = None if query_info is None else _visited(layer, query_info, chunk.tokens, query.shape[1] // layer.heads)
     return sparse_decode(
         q,
         layer.store(),
@@ -123,19 +123,19 @@ def attend_sparse(
     )
 
 
-def _visited(layer: TurboLayer, asked: torch.Tensor, tokens: int, group: int) -> torch.Tensor | None:
-    """`Selector.choose` of the newest `tokens` of each row, which the layer holds already.
+def _visited(layer: TurboLayer, query_info: torch.Tensor, tokens: int, group: int) -> torch.Tensor | None:
+    """`Selector.visited` of the newest `tokens` of each row, which the layer holds already.
 
     Where the selector weighs buckets: by the keys that each token found there, beyond those that it reads anyway.
     """
     selector = layer.selector
     assert selector is not None
     if not selector.weighs:
-        return selector.choose(asked, group)
+        return selector.visited(query_info, group)
     beyond = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length() - selector.window
     parts = []
-    for later, own in zip(reversed(range(tokens)), asked.chunk(tokens, 2), strict=True):
-        found = selector.choose(own, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
+    for later, own in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
+        found = selector.visited(own, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
         assert found is not None
         parts.append(found)
     return parts[0] if tokens == 1 else torch.cat(parts, 2)

@@ -137,7 +137,7 @@ def score(
     return out
 
 
-def look_up(
+def assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
@@ -145,7 +145,7 @@ def look_up(
     *,
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.select.look_up`: no launch more than the logits alone."""
+    """`ops.select.assign_and_score`: no launch more than the logits alone."""
     new = New(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
     if classifier is None:
         return new.out, score(queries, centroids, rotary=rotary, new=new)

@@ -81,7 +81,7 @@ def score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | No
     return torch.matmul(x, centroids.float().mT[:, None]).transpose(2, 3)
 
 
-def look_up(
+def assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
