@@ -74,15 +74,15 @@ class Tally:
 class Selector:
     """The selector "window", and what all selectors share. One per layer, for every cache of a patched model.
 
-    plain: it needs queries and keys as they were before rotary embedding. tables: buckets per key. meetings: how many
-    of those a query must visit for the key to be read. window: newest tokens that are always read. weighs: number of
-    buckets whose key counts it needs; 0: it needs none. draws: it draws random numbers on the host in each step, which
-    a replay of the step would not do.
+    plain: it needs queries and keys as they were before rotary embedding. tables: buckets per key. min_collisions: how
+    many of those a query must visit for the key to be read. window: newest tokens that are always read. weighs: number
+    of buckets whose key counts it needs; 0: it needs none. draws: it draws random numbers on the host in each step,
+    which a replay of the step would not do.
     """
 
     plain = False
     tables = weighs = 0
-    meetings = 1
+    min_collisions = 1
     draws = False
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
@@ -245,7 +245,7 @@ class Hash(Selector):
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         super().__init__(config, layer, backend)
         self.ordered = config.selector == "lsh-gray"
-        self.tables, self.meetings = (1, 1) if self.ordered else (config.tables, 2)
+        self.tables, self.min_collisions = (1, 1) if self.ordered else (config.tables, 2)
         self.bits = int(math.log2(config.buckets))
 
     def _codes(self, x: torch.Tensor) -> torch.Tensor:

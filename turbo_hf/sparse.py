@@ -115,7 +115,7 @@ def attend_sparse(
         sink_tokens=sink,
         window_tokens=window,
         spans=None if visited is None else index.spans,
-        meetings=selector.meetings,
+        min_collisions=selector.min_collisions,
         starts=starts,
         mode=layer.config.decode_attention,
         read=selector.tally.counter(query.device),

@@ -237,7 +237,7 @@ def sparse_decode(
     sink_tokens: int,
     window_tokens: int,
     spans: torch.Tensor | None = None,
-    meetings: int = 1,
+    min_collisions: int = 1,
     starts: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -245,7 +245,7 @@ def sparse_decode(
     sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one meeting is asked for."""
+    """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one collision is asked for."""
     batch, heads, queries, dim = q.shape
     kv_heads, cap = store.k_open.shape[1:3]
     group = heads // kv_heads
