@@ -80,9 +80,9 @@ class TurboLayer(CacheLayerMixin):
         opened = full if FULL in dict(groups) else torch.int8
         self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
         self.order = shared(order * self.rows, self.device).view(self.rows, self.heads)
-        # nothing to decide: one width for all heads, or an order that was given
-        self.settled = len(groups) == 1 or self.head_order is not None
-        self.ordered = [self.settled] * self.rows
+        # no rank to find: one width for all heads, or an order that was given
+        self.preranked = len(groups) == 1 or self.head_order is not None
+        self.ranked = [self.preranked] * self.rows
         self.dropped, self.fixed = [0] * self.rows, [0] * self.rows
         self.shown: torch.Tensor | None = None
         ranged = self.config.buffer_scale == "universal"
@@ -93,7 +93,7 @@ class TurboLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Drop every token and release the memory; the layer can then take another batch."""
         if self.is_initialized:
-            del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ordered
+            del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ranked
             del self.dropped, self.fixed, self.shown, self.universal, self.broken
         self.is_initialized = self.claimed = self.due = self.decoded = self.record_past = False
         self.seen, self.pending, self.padding = 0, None, None
@@ -236,7 +236,7 @@ class TurboLayer(CacheLayerMixin):
             return
         # a block is final: NaN or Inf noted for its tokens must be reported
         self._listen(defer)
-        self._order_heads([row for row, n in enumerate(whole) if n and not self.ordered[row]])
+        self._rank_heads([row for row, n in enumerate(whole) if n and not self.ranked[row]])
         old = [min(n, sealed) for n, sealed in zip(leaving, pool.sealed, strict=True)]
         skip = [min(n - o, w) for n, o, w in zip(leaving, old, whole, strict=True)]
         if any(old):
@@ -263,7 +263,7 @@ class TurboLayer(CacheLayerMixin):
             return [0] * self.rows
         return [max(0, length - (self.window - 1)) // self.config.block_size for length in self.lengths()]
 
-    def _order_heads(self, rows: list[int]) -> None:
+    def _rank_heads(self, rows: list[int]) -> None:
         """Rank the heads of rows that seal their first block. One block decides, however the prompt was cut."""
         if not rows:
             return
@@ -273,7 +273,7 @@ class TurboLayer(CacheLayerMixin):
             where = shared(rows, self.device)
             self.order = self.order.index_copy(0, where, self.buffer.ranked_heads(where, self.config))
         for row in rows:
-            self.ordered[row] = True
+            self.ranked[row] = True
 
     # --- what Transformers calls -------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class TurboLayer(CacheLayerMixin):
             tokens, starts = self.pool.reopen(reopened, self.order)
             for row, sealed in enumerate(self.pool.sealed):
                 if not sealed and not self.dropped[row]:
-                    self.ordered[row] = self.settled
+                    self.ranked[row] = self.preranked
             if tokens.k.shape[2]:
                 self.buffer.append(tokens, starts)
 
@@ -369,7 +369,7 @@ class TurboLayer(CacheLayerMixin):
         self.buffer.select_rows(index)
         self.bucket_index.select_rows(index)
         self.order = self.order[on_device]
-        self.ordered = [self.ordered[row] for row in rows]
+        self.ranked = [self.ranked[row] for row in rows]
         self.dropped, self.fixed = [self.dropped[row] for row in rows], [self.fixed[row] for row in rows]
         self.shown = None if self.shown is None else self.shown[on_device]
         self.universal = None if self.universal is None else self.universal[on_device]

@@ -104,7 +104,7 @@ def obstacle(cache: TurboCache) -> str | None:
             return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
         if layer.record_past:
             return "blocks wait for a crop"
-        if not all(layer.ordered):
+        if not all(layer.ranked):
             return f"layer {index} has heads without a rank: a row's first block gives it"
     return None
 
