@@ -140,7 +140,9 @@ def _decompressed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
     # the first layer checks all layers, before anything has been stored
-    by_bucket = next((held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.ordered)), None)
+    by_bucket = next(
+        (held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.sorted_blocks)), None
+    )
     if by_bucket is not None and mask is not None and mask.dim() != 2:
         raise Unsupported(
             f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "

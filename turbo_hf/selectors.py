@@ -244,8 +244,8 @@ class Hash(Selector):
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         super().__init__(config, layer, backend)
-        self.ordered = config.selector == "lsh-gray"
-        self.tables, self.min_collisions = (1, 1) if self.ordered else (config.tables, 2)
+        self.gray = config.selector == "lsh-gray"
+        self.tables, self.min_collisions = (1, 1) if self.gray else (config.tables, 2)
         self.bits = int(math.log2(config.buckets))
 
     def _codes(self, x: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ class Hash(Selector):
         signs = (x.float() @ _directions(shape, self.config.seed + self.layer, x.device)) > 0
         power = 2 ** torch.arange(self.bits, device=x.device)
         code = (signs.unflatten(-1, (self.tables, self.bits)) * power).sum(-1)
-        if self.ordered:
+        if self.gray:
             # the place of a code in Gray order: codes side by side differ in one sign
             shift = 1
             while shift < self.bits:
@@ -267,7 +267,7 @@ class Hash(Selector):
     def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
         code = self._codes(query_info)
         bucket = torch.arange(2**self.bits, device=code.device)
-        if self.ordered:
+        if self.gray:
             # the bins around that of the nearest query head; each bin is an equal part of the codes
             return self._visit(-(code - bucket).abs().amin(3, keepdim=True).float())
         return torch.eq(code[..., None], bucket).any(3)
