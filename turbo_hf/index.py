@@ -87,15 +87,15 @@ class BucketIndex:
         found = torch.zeros(*own.shape[:2], count, device=own.device)
         return found.scatter_add_(2, own.clamp(min=0), live.to(found.dtype))
 
-    def sortable(self, sealed: list[int], held: list[int], fixed: list[int]) -> list[range]:
+    def sortable(self, sealed: list[int], held: list[int], turn_start: list[int]) -> list[range]:
         """Of each row the blocks, not sealed yet, that can be put in order; none where there are less than two.
 
-        Not those that are always read, nor the first `fixed[row]` of the `held[row]` tokens.
+        Not those that are always read, nor the first `turn_start[row]` of the `held[row]` tokens.
         """
         if self.selector is None or not self.sorts:
             return [range(0)] * len(held)
         sink, found = self.selector.config.sink_tokens, []
-        for done, end, still in zip(sealed, self.outside(held), fixed, strict=True):
+        for done, end, still in zip(sealed, self.outside(held), turn_start, strict=True):
             begin = max(done, -(-max(sink, still) // self.block))
             found.append(range(begin, end) if end - begin > 1 else range(0))
         return found

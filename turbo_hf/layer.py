@@ -83,7 +83,7 @@ class TurboLayer(CacheLayerMixin):
         # no rank to find: one width for all heads, or an order that was given
         self.preranked = len(groups) == 1 or self.head_order is not None
         self.ranked = [self.preranked] * self.rows
-        self.dropped, self.fixed = [0] * self.rows, [0] * self.rows
+        self.dropped, self.turn_start = [0] * self.rows, [0] * self.rows
         self.shown: torch.Tensor | None = None
         ranged = self.config.buffer_scale == "universal"
         self.universal = torch.zeros(self.rows, self.heads, 2, device=self.device) if ranged else None
@@ -94,7 +94,7 @@ class TurboLayer(CacheLayerMixin):
         """Drop every token and release the memory; the layer can then take another batch."""
         if self.is_initialized:
             del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ranked
-            del self.dropped, self.fixed, self.shown, self.universal, self.broken
+            del self.dropped, self.turn_start, self.shown, self.universal, self.broken
         self.is_initialized = self.claimed = self.due = self.decoded = self.record_past = False
         self.seen, self.pending, self.padding = 0, None, None
 
@@ -173,7 +173,7 @@ class TurboLayer(CacheLayerMixin):
         decoding = self.is_decoding(chunk.tokens)
         if self.decoded and not decoding:
             # a new turn: what it sorts can be taken back as a whole
-            self.fixed = self.lengths()
+            self.turn_start = self.lengths()
         self.decoded = decoding
         how: dict[str, Any] = {"broken": self.broken, "rotate": self.config.rotates, "backend": self.config.backend}
         if self.step is not None:
@@ -228,7 +228,7 @@ class TurboLayer(CacheLayerMixin):
         block, pool, buffer = self.config.block_size, self.pool, self.buffer
         whole = [length // block for length in buffer.length]
         index, lengths = self.bucket_index, self.lengths()
-        to_sort = index.sortable(pool.sealed, lengths, self.fixed)
+        to_sort = index.sortable(pool.sealed, lengths, self.turn_start)
         if index.sorts and not (whole_prompt or self.decoded):
             whole = [max(0, end - n) for end, n in zip(index.outside(lengths), pool.sealed, strict=True)]
         leaving = self.leaving()
@@ -332,7 +332,7 @@ class TurboLayer(CacheLayerMixin):
     def _remove(self, columns: int, counts: list[int]) -> None:
         left = [held - count for held, count in zip(self.lengths(), counts, strict=True)]
         self.bucket_index.cut(left)
-        self.fixed = [min(old, new) for old, new in zip(self.fixed, left, strict=True)]
+        self.turn_start = [min(old, new) for old, new in zip(self.turn_start, left, strict=True)]
         self.seen -= columns
         self.shown = None if self.shown is None else self.shown[:, : self.seen].clone()
         self.padding = None if self.padding is None else self.padding[:, : self.seen]
@@ -370,7 +370,7 @@ class TurboLayer(CacheLayerMixin):
         self.bucket_index.select_rows(index)
         self.order = self.order[on_device]
         self.ranked = [self.ranked[row] for row in rows]
-        self.dropped, self.fixed = [self.dropped[row] for row in rows], [self.fixed[row] for row in rows]
+        self.dropped, self.turn_start = [self.dropped[row] for row in rows], [self.turn_start[row] for row in rows]
         self.shown = None if self.shown is None else self.shown[on_device]
         self.universal = None if self.universal is None else self.universal[on_device]
         self.padding = None if self.padding is None else self.padding[index.to(self.padding.device)]
