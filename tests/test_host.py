@@ -149,7 +149,7 @@ def test_layers_share_what_is_only_read(monkeypatch: pytest.MonkeyPatch, device:
     assert not any(x.is_inference() for x in (one.table, one.sealed, one.order))
     # kernels count in these
     assert one.open_len.data_ptr() != other.open_len.data_ptr()
-    first.pool.own_sealed()
+    first.pool.unshare_sealed()
     first.pool.device_sealed().add_(1)
     assert other.sealed.tolist() == second.pool.sealed == [2, 2]
 

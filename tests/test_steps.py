@@ -427,6 +427,6 @@ def test_pages_that_are_reserved_again_and_again_are_the_same() -> None:
     assert pool.sealed == [2, 1, 0]
     for _ in range(50):
         pool.reserve([8] * len(LENGTHS))
-        assert pool.pages == sum(pool.given) == sum(pool.sealed) + 8 * len(LENGTHS)
-        owned = [page for row, count in enumerate(pool.given) for page in pool.table[row, :count].tolist()]
+        assert pool.pages == sum(pool.reserved) == sum(pool.sealed) + 8 * len(LENGTHS)
+        owned = [page for row, count in enumerate(pool.reserved) for page in pool.table[row, :count].tolist()]
         assert sorted(owned) == list(range(pool.pages))

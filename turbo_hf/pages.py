@@ -43,7 +43,8 @@ class PagePool:
         self.paged = tuple(_no_pages(bits, slots, dim, block, device, full) for bits, slots in groups)
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
         self.sealed = [0] * rows
-        self.given = [0] * rows
+        # pages of each row in the table: those that are sealed, and those that wait for a block
+        self.reserved = [0] * rows
         self._free: list[int] = []
         self._device_table: torch.Tensor | None = nothing((rows, 0), torch.int64, device)
         self._device_sealed: torch.Tensor | None = None
@@ -59,40 +60,40 @@ class PagePool:
         With what is reserved: launches that are replayed find in it what lies beyond the longest row of today.
         """
         if self._device_table is None:
-            held = self.table[:, : max(self.given, default=0)]
+            held = self.table[:, : max(self.reserved, default=0)]
             self._device_table = shared(held, self.device).view(held.shape)
         return self._device_table
 
     def device_sealed(self) -> torch.Tensor:
-        """int64 [B]: `sealed` on the cache's device. Only to be read, but after `own_sealed`."""
+        """int64 [B]: `sealed` on the cache's device. Only to be read, but after `unshare_sealed`."""
         if self._device_sealed is None:
             self._device_sealed = shared(self.sealed, self.device)
         return self._device_sealed
 
-    def own_sealed(self) -> None:
+    def unshare_sealed(self) -> None:
         """Stop sharing `device_sealed` with other layers, for kernels that count in it."""
         self._device_sealed = send(self.sealed, self.device)
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of codes, and of their metadata: steps, zeros, scales, table."""
         codes = sum(h.k.nbytes + h.v.nbytes for h in self.paged)
-        places = 8 * len(self.sealed) * (1 + max(self.given, default=0))
+        places = 8 * len(self.sealed) * (1 + max(self.reserved, default=0))
         return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.paged) + places
 
     def append(self, counts: Sequence[int]) -> None:
         """Pages for `counts[row]` more blocks of each row, for the caller to seal them to (`ops.append.seal_open`)."""
         self.reserve(counts)
-        self.sealed = list(self.given)
+        self.sealed = list(self.reserved)
 
     def reserve(self, ahead: Sequence[int]) -> None:
         """Pages for the next `ahead[row]` blocks of each row, in the table before kernels seal blocks to them."""
         self._release()
-        self.given = self._enter(ahead, self._allocate(sum(ahead)))
+        self.reserved = self._enter(ahead, self._allocate(sum(ahead)))
         self._device_table = self._device_sealed = None
 
     def _enter(self, ahead: Sequence[int], pages: list[int]) -> list[int]:
         """`pages` to the table, `ahead[row]` of them behind those of each row; returns how many each row has then."""
-        end = [held + count for held, count in zip(self.given, ahead, strict=True)]
+        end = [held + count for held, count in zip(self.reserved, ahead, strict=True)]
         missing = max(end) - self.table.shape[1]
         if missing > 0:
             # doubling: the table is a thousandth of what it describes
@@ -100,7 +101,7 @@ class PagePool:
             self.table = torch.nn.functional.pad(self.table, (0, more))
         # by numpy, which shares its memory and takes less of the host
         table, first = self.table.numpy(), 0
-        for row, (held, count) in enumerate(zip(self.given, ahead, strict=True)):
+        for row, (held, count) in enumerate(zip(self.reserved, ahead, strict=True)):
             table[row, held : held + count] = pages[first : first + count]
             first += count
         return end
@@ -111,12 +112,12 @@ class PagePool:
 
     def _release(self) -> None:
         """Take back the pages that no block was sealed to."""
-        if self.given == self.sealed:
+        if self.reserved == self.sealed:
             return
-        spans = [(row, n) for row in range(len(self.given)) for n in range(self.sealed[row], self.given[row])]
+        spans = [(row, n) for row in range(len(self.reserved)) for n in range(self.sealed[row], self.reserved[row])]
         where = torch.tensor(spans, device="cpu").T
         self._free += self.table[where[0], where[1]].tolist()
-        self.given = list(self.sealed)
+        self.reserved = list(self.sealed)
 
     def _allocate(self, count: int) -> list[int]:
         missing = count - len(self._free)
@@ -174,7 +175,7 @@ class PagePool:
             free = torch.ones(self.pages, dtype=torch.bool, device="cpu")
             free[used] = False
             self._free = free.nonzero().flatten().tolist()
-        self.given = list(self.sealed)
+        self.reserved = list(self.sealed)
         self._device_table = self._device_sealed = None
 
     def reopen(self, counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:

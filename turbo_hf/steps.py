@@ -32,14 +32,14 @@ leave unused is given back when they end."""
 
 @dataclass(slots=True)
 class _Group:
-    """Layers whose rows hold the same numbers of tokens, in the same lists. given: pages in the table of each row."""
+    """Layers whose rows hold the same numbers of tokens, in the same lists. reserved: as in their `PagePool`."""
 
     layers: list[TurboLayer]
     block: int
     window: int | None
     length: list[int]
     sealed: list[int]
-    given: list[int] = field(default_factory=list)
+    reserved: list[int] = field(default_factory=list)
     plans: dict[Any, Any] = field(default_factory=dict)
 
     def full(self) -> list[int]:
@@ -50,7 +50,9 @@ class _Group:
         """Whether the next step seals a block for which no page is reserved."""
         if max(self.length) < self.block:
             return False
-        return any(now and held == given for now, held, given in zip(self.full(), self.sealed, self.given, strict=True))
+        return any(
+            now and held == pages for now, held, pages in zip(self.full(), self.sealed, self.reserved, strict=True)
+        )
 
     def after(self) -> list[int]:
         """`sealed`, once the next step has sealed what is full."""
@@ -157,13 +159,13 @@ class Steps:
                 layer.pool.drop_front(leaving, shrink=False)
                 layer.dropped = [n + out * group.block for n, out in zip(layer.dropped, leaving, strict=True)]
             layer.pool.reserve(ahead)
-            layer.pool.own_sealed()
+            layer.pool.unshare_sealed()
             layer.buffer.hold(group.block)
-        group.sealed, group.given = first.pool.sealed, first.pool.given
+        group.sealed, group.reserved = first.pool.sealed, first.pool.reserved
         for layer in group.layers:
             layer.pool.sealed = group.sealed
             # a place for each token of the blocks that have pages, and of one more that is open then
-            layer.bucket_index.reserve((max(group.given) + 1) * group.block)
+            layer.bucket_index.reserve((max(group.reserved) + 1) * group.block)
 
     def _ahead(self, group: _Group) -> list[int]:
         pages, rows = group.layers[0].pool.pages, len(group.length)
