@@ -53,7 +53,7 @@ def test_stores_what_the_quantizer_makes(
     if scales is not None:
         scales[1, 0] = 0
     first = None if starts is None else torch.tensor(starts, device=device)
-    append_tokens(k, v, store, starts=first, given=scales, broken=broken, backend=backend)
+    append_tokens(k, v, store, starts=first, given_scale=scales, broken=broken, backend=backend)
     assert not broken.item()
     for row in range(3):
         start = 0 if starts is None else starts[row]
@@ -122,18 +122,18 @@ def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("m", [3, 70])
-def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torch.device) -> None:
+def test_max_scale_grows_to_the_largest_scales(m: int, backend: str, device: torch.device) -> None:
     store, broken = cache([3, 5], 16, device, torch.float32, room=m), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(2, 2, m, 16, device=device) for _ in range(2))
     starts = torch.tensor([1, m], device=device)
     wanted = torch.stack([expected(x[:1, :, 1:], None)[1].amax(-1) for x in (k, v)], -1)
-    span = torch.zeros(2, 2, 2, device=device)
-    span[0, 1], span[1] = 1e3, 0.25
-    append_tokens(k, v, store, starts=starts, span=span, broken=broken, backend=backend)
-    assert torch.equal(span[0, 0], wanted[0])
-    assert (span[0, 1] == 1e3).all()
+    max_scale = torch.zeros(2, 2, 2, device=device)
+    max_scale[0, 1], max_scale[1] = 1e3, 0.25
+    append_tokens(k, v, store, starts=starts, max_scale=max_scale, broken=broken, backend=backend)
+    assert torch.equal(max_scale[0, 0], wanted[0])
+    assert (max_scale[0, 1] == 1e3).all()
     # a row without new tokens
-    assert (span[1] == 0.25).all()
+    assert (max_scale[1] == 0.25).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -224,7 +224,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
     k, v = (tokens(4, 1, 2, dim, device=device).transpose(1, 2) for _ in range(2))
     scales = torch.rand(4, 2, 2, device=device) / 50 if given else None
     arrived = torch.zeros(4, dtype=torch.int32, device=device)
-    append_step(k, v, store, given=scales, broken=broken, arrived=arrived, backend=backend)
+    append_step(k, v, store, given_scale=scales, broken=broken, arrived=arrived, backend=backend)
     assert not broken.item()
     assert not arrived.any()
     assert store.sealed.tolist() == [2, 1, 1, 0]
@@ -369,8 +369,8 @@ def test_refuses_other_shapes() -> None:
     ("wrong", "message"),
     [
         ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got \[2\] on cpu"),
-        ({"given": torch.zeros(1, 2, 1)}, r"given must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
-        ({"span": torch.zeros(2, 2)}, r"span must be \[1, 2, 2\] on cpu; got \[2, 2\]"),
+        ({"given_scale": torch.zeros(1, 2, 1)}, r"given_scale must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
+        ({"max_scale": torch.zeros(2, 2)}, r"max_scale must be \[1, 2, 2\] on cpu; got \[2, 2\]"),
         ({"broken": torch.zeros(3, dtype=torch.int32)}, r"broken must be \[1\] on cpu; got \[3\]"),
         (
             {"broken": torch.zeros(1, dtype=torch.int32, device="meta")},

@@ -178,20 +178,22 @@ class TurboLayer(CacheLayerMixin):
         how: dict[str, Any] = {"broken": self.broken, "rotate": self.config.rotates, "backend": self.config.backend}
         if self.step is not None:
             noted, arrived = self.bucket_index.noted(buckets), self.step.arrived
-            append_step(k, v, self.store(), given=self.universal, noted=noted, arrived=arrived, **how)
+            append_step(k, v, self.store(), given_scale=self.universal, noted=noted, arrived=arrived, **how)
             return
         self.bucket_index.append(buckets, self.lengths(), chunk.tokens, chunk.starts)
         # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
-        given, span = (self.universal, None) if decoding else (None, self.universal)
+        given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
         if self.appends_in_place():
             self.buffer.reserve(chunk.tokens, chunk.starts)
-            append_tokens(k, v, self.store(), starts=chunk.begin(self.device), given=given, span=span, **how)
+            append_tokens(
+                k, v, self.store(), starts=chunk.begin(self.device), given_scale=given_scale, max_scale=max_scale, **how
+            )
             self.buffer.count(chunk.tokens, chunk.starts)
         else:
             k = rotate_keys(k, self.config.backend) if self.config.rotates else k
             # the contents of padding are arbitrary, and must not affect a scale
             blank = chunk.blank(k), chunk.blank(v)
-            self.buffer.take(*blank, chunk.starts, self.index, given, span, self.config.backend)
+            self.buffer.take(*blank, chunk.starts, self.index, given_scale, max_scale, self.config.backend)
         self._see(chunk)
         if not decoding and self.appends_in_place():
             self._listen(defer)

@@ -9,7 +9,7 @@ from turbo_hf.kernels.store import copy_block, seal_block
 
 
 @triton.jit
-def _codes(x, given, GIVEN: tl.constexpr, TYPE: tl.constexpr):
+def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
     """INT8 codes of tokens x [T, DP], and their scales: the given one where that is above 0, else their own.
 
     Of another TYPE the tokens themselves, with scale 1.
@@ -23,7 +23,7 @@ def _codes(x, given, GIVEN: tl.constexpr, TYPE: tl.constexpr):
         scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
         broken = tl.sum(scale * 0.0, 0) != 0.0
         if GIVEN:
-            scale = tl.where(given > 0, given, scale)
+            scale = tl.where(given_scale > 0, given_scale, scale)
         codes = tl.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], x.shape))
         codes = as_int8(tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX))
     return codes, scale, broken
@@ -35,16 +35,16 @@ def _rotated_keys(k, LEVELS: tl.constexpr):
     return k if LEVELS == 0 else rotated(k, LEVELS) * (1.0 / (1 << (LEVELS // 2)))
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["span_ptr", "broken_ptr"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["max_scale_ptr", "broken_ptr"])
 def append_kernel(
     k_ptr, v_ptr,  # [B, Hkv, M, D]
     k_open_ptr, v_open_ptr, k_scale_ptr, v_scale_ptr, open_len_ptr,  # as in `KVStore`
-    starts_ptr, given_ptr,  # int64 [B], float32 [B, Hkv, 2]
-    span_ptr,  # [B, Hkv, 2], the bits of float32 in int32: those of numbers >= 0 stand in the numbers' own order
+    starts_ptr, given_scale_ptr,  # int64 [B], float32 [B, Hkv, 2]
+    max_scale_ptr,  # [B, Hkv, 2], the bits of float32 in int32: those of numbers >= 0 stand in the numbers' own order
     broken_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     k_strides, v_strides, tokens, cap,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, STARTS: tl.constexpr,
-    GIVEN: tl.constexpr, SPAN: tl.constexpr, LEVELS: tl.constexpr,
+    GIVEN: tl.constexpr, MAX_SCALE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """TOKENS new tokens of one row and head, behind the open ones; the last program of a row to arrive counts all."""
     pair = tl.program_id(1).to(tl.int64)
@@ -60,8 +60,8 @@ def append_kernel(
     v_at = row * v_strides[0] + head * v_strides[1] + n[:, None] * v_strides[2] + d[None, :] * v_strides[3]
     k = tl.load(k_ptr + k_at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + v_at, mask=inside, other=0.0).to(tl.float32)
-    k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
-    v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
+    k_given = tl.load(given_scale_ptr + 2 * pair) if GIVEN else 0.0
+    v_given = tl.load(given_scale_ptr + 2 * pair + 1) if GIVEN else 0.0
     k, k_scale, k_broken = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, k_open_ptr.dtype.element_ty)
     v, v_scale, v_broken = _codes(v, v_given, GIVEN, v_open_ptr.dtype.element_ty)
     tl.store(k_open_ptr + slot[:, None] * D + d[None, :], k, mask=inside)
@@ -70,9 +70,9 @@ def append_kernel(
     tl.store(v_scale_ptr + slot, v_scale, mask=live)
     if k_broken | v_broken:
         tl.store(broken_ptr, 1)
-    if SPAN:
-        tl.atomic_max(span_ptr + 2 * pair, tl.max(k_scale, 0).to(tl.int32, bitcast=True), sem="relaxed")
-        tl.atomic_max(span_ptr + 2 * pair + 1, tl.max(v_scale, 0).to(tl.int32, bitcast=True), sem="relaxed")
+    if MAX_SCALE:
+        tl.atomic_max(max_scale_ptr + 2 * pair, tl.max(k_scale, 0).to(tl.int32, bitcast=True), sem="relaxed")
+        tl.atomic_max(max_scale_ptr + 2 * pair + 1, tl.max(v_scale, 0).to(tl.int32, bitcast=True), sem="relaxed")
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS * tl.num_programs(0) - 1:
         tl.store(arrived_ptr + row, 0)
         tl.store(open_len_ptr + row, held + tokens - start)
@@ -123,7 +123,7 @@ def append_step_kernel(
     paged,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
     opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
     order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
-    given_ptr,  # float32 [B, Hkv, 2]
+    given_scale_ptr,  # float32 [B, Hkv, 2]
     index_ptr, buckets_ptr,  # int16 [B, Hkv, TABLES, places], [B, Hkv, TABLES, 1]
     broken_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     k_strides, v_strides, table_stride, cap, places,
@@ -164,8 +164,8 @@ def append_step_kernel(
     v_from = v_ptr + row * v_strides[0] + head * v_strides[1] + d[None, :] * v_strides[3]
     k = tl.load(k_from, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(v_from, mask=inside, other=0.0).to(tl.float32)
-    k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
-    v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
+    k_given = tl.load(given_scale_ptr + 2 * pair) if GIVEN else 0.0
+    v_given = tl.load(given_scale_ptr + 2 * pair + 1) if GIVEN else 0.0
     k, k_scale, k_broken = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, tl.int8)
     v, v_scale, v_broken = _codes(v, v_given, GIVEN, tl.int8)
     one = tl.arange(0, 1)

@@ -101,8 +101,8 @@ def append_tokens(
     v: torch.Tensor,
     store: KVStore,
     starts: torch.Tensor | None,
-    given: torch.Tensor | None,
-    span: torch.Tensor | None,
+    given_scale: torch.Tensor | None,
+    max_scale: torch.Tensor | None,
     broken: torch.Tensor,
     counters: torch.Tensor,
     rotate: bool = False,
@@ -113,10 +113,11 @@ def append_tokens(
     with torch.cuda.device_of(k):
         append_kernel[(-(-tokens // part), pairs_of(batch, heads))](
             k, v, store.k_open, store.v_open, store.k_scale, store.v_scale, store.open_len,
-            store.open_len if starts is None else starts, store.k_scale if given is None else given.contiguous(),
-            broken if span is None else span.view(torch.int32), broken, counters, k.stride(), v.stride(), tokens,
-            store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
-            STARTS=starts is not None, GIVEN=given is not None, SPAN=span is not None,
+            store.open_len if starts is None else starts,
+            store.k_scale if given_scale is None else given_scale.contiguous(),
+            broken if max_scale is None else max_scale.view(torch.int32), broken, counters, k.stride(), v.stride(),
+            tokens, store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
+            STARTS=starts is not None, GIVEN=given_scale is not None, MAX_SCALE=max_scale is not None,
             LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -145,7 +146,7 @@ def append_step(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
-    given: torch.Tensor | None,
+    given_scale: torch.Tensor | None,
     noted: tuple[torch.Tensor, torch.Tensor] | None,
     broken: torch.Tensor,
     arrived: torch.Tensor,
@@ -160,8 +161,8 @@ def append_step(
         append_step_kernel[(batch * heads,)](
             k, v, tuple(pages[1:] for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale), store.order.contiguous(), store.table,
-            store.sealed, store.open_len, store.k_scale if given is None else given.contiguous(), index, buckets,
-            broken, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
+            store.sealed, store.open_len, store.k_scale if given_scale is None else given_scale.contiguous(), index,
+            buckets, broken, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
             HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block,
-            GIVEN=given is not None, TABLES=tables, LEVELS=_levels(dim) if rotate else 0, **_constants(bits, dim),
+            GIVEN=given_scale is not None, TABLES=tables, LEVELS=_levels(dim) if rotate else 0, **_constants(bits, dim),
         )  # fmt: skip

@@ -15,8 +15,8 @@ def append_tokens(
     store: KVStore,
     *,
     starts: torch.Tensor | None = None,
-    given: torch.Tensor | None = None,
-    span: torch.Tensor | None = None,
+    given_scale: torch.Tensor | None = None,
+    max_scale: torch.Tensor | None = None,
     broken: torch.Tensor,
 ) -> None:
     tokens = k.shape[2]
@@ -34,11 +34,11 @@ def append_tokens(
                 # 1, or NaN where a token cannot be stored
                 scale = 1 + (codes.float() * 0).sum(-1)
             broken |= (~torch.isfinite(scale)).any().to(broken.dtype)
-            if given is not None:
-                own = given[row : row + 1, :, i, None]
+            if given_scale is not None:
+                own = given_scale[row : row + 1, :, i, None]
                 codes, scale = quantize_tokens(new, torch.where(own > 0, own, scale))
-            if span is not None and new.shape[2]:
-                span[row, :, i] = torch.maximum(span[row, :, i], scale[0].amax(-1))
+            if max_scale is not None and new.shape[2]:
+                max_scale[row, :, i] = torch.maximum(max_scale[row, :, i], scale[0].amax(-1))
             place = codes_to[row, :, to] if i == 0 else codes_to[row, :, :, to].mT
             place.copy_(codes[0])
             scale_to[row, :, to] = scale[0]
@@ -50,7 +50,7 @@ def append_step(
     v: torch.Tensor,
     store: KVStore,
     *,
-    given: torch.Tensor | None = None,
+    given_scale: torch.Tensor | None = None,
     noted: tuple[torch.Tensor, torch.Tensor] | None = None,
     broken: torch.Tensor,
     arrived: torch.Tensor,
@@ -63,7 +63,7 @@ def append_step(
     store.sealed.add_(full)
     seal_open(store, 1)
     store.open_len[full] = 0
-    append_tokens(k, v, store, given=given, broken=broken)
+    append_tokens(k, v, store, given_scale=given_scale, broken=broken)
 
 
 def seal_open(store: KVStore, blocks: int) -> None:
