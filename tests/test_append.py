@@ -47,14 +47,14 @@ def test_stores_what_the_quantizer_makes(
     dim: int, dtype: torch.dtype, m: int, starts: list[int] | None, given: bool, backend: str, device: torch.device
 ) -> None:
     store = cache([70, 3, 72], dim, device, dtype, room=m)
-    before, broken = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
+    before, nonfinite = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(3, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
     scales = torch.rand(3, 2, 2, device=device) / 50 if given else None
     if scales is not None:
         scales[1, 0] = 0
     first = None if starts is None else torch.tensor(starts, device=device)
-    append_tokens(k, v, store, starts=first, given_scale=scales, broken=broken, backend=backend)
-    assert not broken.item()
+    append_tokens(k, v, store, starts=first, given_scale=scales, nonfinite=nonfinite, backend=backend)
+    assert not nonfinite.item()
     for row in range(3):
         start = 0 if starts is None else starts[row]
         held, new = int(before.open_len[row]), m - start
@@ -87,13 +87,13 @@ def test_keys_are_rotated_on_the_way(dim: int, dtype: torch.dtype, backend: str,
         k, v = (tokens(4, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
         k[0, 0, 0, 3] = 3e4
         turned = rotate_keys(k, "reference")
-        append_tokens(k, v, got, broken=flags[0], rotate=True, backend=backend)
-        append_tokens(turned, v, want, broken=flags[0], backend="reference")
+        append_tokens(k, v, got, nonfinite=flags[0], rotate=True, backend=backend)
+        append_tokens(turned, v, want, nonfinite=flags[0], backend="reference")
         assert_same_tokens(got, want)
     got = full_store(dim, ((4, 2),), device)
     want, k, v = snapshot(got), k[:, :, :1], v[:, :, :1]
-    append_step(k, v, got, broken=flags[0], arrived=flags[1], rotate=True, backend=backend)
-    append_step(turned[:, :, :1], v, want, broken=flags[0], arrived=flags[1], backend="reference")
+    append_step(k, v, got, nonfinite=flags[0], arrived=flags[1], rotate=True, backend=backend)
+    append_step(turned[:, :, :1], v, want, nonfinite=flags[0], arrived=flags[1], backend="reference")
     assert_same_tokens(got, want)
     assert not flags[0].item()
 
@@ -111,25 +111,28 @@ def assert_same_tokens(got: KVStore, want: KVStore) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("which", [0, 1], ids=["k", "v"])
 def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: torch.device) -> None:
-    store, broken = cache([3], 16, device, torch.float32), torch.zeros(1, dtype=torch.int32, device=device)
+    store, nonfinite = cache([3], 16, device, torch.float32), torch.zeros(1, dtype=torch.int32, device=device)
     new = [tokens(1, 2, 2, 16, device=device) for _ in range(2)]
-    append_tokens(new[0], new[1], store, broken=broken, backend=backend)
-    assert not broken.item()
+    append_tokens(new[0], new[1], store, nonfinite=nonfinite, backend=backend)
+    assert not nonfinite.item()
     new[which][0, 1, 1, 3] = bad
-    append_tokens(new[0], new[1], store, broken=broken, backend=backend)
-    assert broken.item()
+    append_tokens(new[0], new[1], store, nonfinite=nonfinite, backend=backend)
+    assert nonfinite.item()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("m", [3, 70])
 def test_max_scale_grows_to_the_largest_scales(m: int, backend: str, device: torch.device) -> None:
-    store, broken = cache([3, 5], 16, device, torch.float32, room=m), torch.zeros(1, dtype=torch.int32, device=device)
+    store, nonfinite = (
+        cache([3, 5], 16, device, torch.float32, room=m),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
     k, v = (tokens(2, 2, m, 16, device=device) for _ in range(2))
     starts = torch.tensor([1, m], device=device)
     wanted = torch.stack([expected(x[:1, :, 1:], None)[1].amax(-1) for x in (k, v)], -1)
     max_scale = torch.zeros(2, 2, 2, device=device)
     max_scale[0, 1], max_scale[1] = 1e3, 0.25
-    append_tokens(k, v, store, starts=starts, max_scale=max_scale, broken=broken, backend=backend)
+    append_tokens(k, v, store, starts=starts, max_scale=max_scale, nonfinite=nonfinite, backend=backend)
     assert torch.equal(max_scale[0, 0], wanted[0])
     assert (max_scale[0, 1] == 1e3).all()
     # a row without new tokens
@@ -139,14 +142,16 @@ def test_max_scale_grows_to_the_largest_scales(m: int, backend: str, device: tor
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", [0, 40, 69])
 def test_a_prompt_reports_nan_wherever_it_is(where: int, backend: str, device: torch.device) -> None:
-    store, broken = cache([3], 16, device, torch.float32, room=70), torch.zeros(1, dtype=torch.int32, device=device)
+    store, nonfinite = cache([3], 16, device, torch.float32, room=70), torch.zeros(1, dtype=torch.int32, device=device)
     new = tokens(1, 2, 70, 16, device=device)
     new[0, 1, where, 3] = torch.nan
-    append_tokens(new, new, store, starts=torch.tensor([where + 1], device=device), broken=broken, backend=backend)
+    append_tokens(
+        new, new, store, starts=torch.tensor([where + 1], device=device), nonfinite=nonfinite, backend=backend
+    )
     # padding may hold anything
-    assert not broken.item()
-    append_tokens(new, new, cache([3], 16, device, torch.float32, room=70), broken=broken, backend=backend)
-    assert broken.item()
+    assert not nonfinite.item()
+    append_tokens(new, new, cache([3], 16, device, torch.float32, room=70), nonfinite=nonfinite, backend=backend)
+    assert nonfinite.item()
 
 
 FULL_GROUPS = [pytest.param(((16, 2),), id="16bit"), pytest.param(((16, 1), (4, 1)), id="16bit+4bit")]
@@ -220,12 +225,12 @@ def test_a_step_seals_what_is_full_and_then_appends(
     dim: int, groups: tuple[tuple[int, int], ...], given: bool, backend: str, device: torch.device
 ) -> None:
     store = full_store(dim, groups, device)
-    before, broken = snapshot(store), torch.zeros(1, dtype=torch.int32, device=device)
+    before, nonfinite = snapshot(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 1, 2, dim, device=device).transpose(1, 2) for _ in range(2))
     scales = torch.rand(4, 2, 2, device=device) / 50 if given else None
     arrived = torch.zeros(4, dtype=torch.int32, device=device)
-    append_step(k, v, store, given_scale=scales, broken=broken, arrived=arrived, backend=backend)
-    assert not broken.item()
+    append_step(k, v, store, given_scale=scales, nonfinite=nonfinite, arrived=arrived, backend=backend)
+    assert not nonfinite.item()
     assert not arrived.any()
     assert store.sealed.tolist() == [2, 1, 1, 0]
     assert store.open_len.tolist() == [1, 7, 1, 4]
@@ -268,8 +273,8 @@ def test_a_step_of_a_sparse_layer(
     for row, place in enumerate([128, 70, 64, 3]):
         want[row, ..., place] = buckets[row, ..., 0]
     flags = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4)]
-    append_step(k, v, store, broken=flags[0], arrived=flags[1], backend=backend)
-    append_step(k, v, other, noted=(index, buckets), broken=flags[0], arrived=flags[1], backend=backend)
+    append_step(k, v, store, nonfinite=flags[0], arrived=flags[1], backend=backend)
+    append_step(k, v, other, noted=(index, buckets), nonfinite=flags[0], arrived=flags[1], backend=backend)
     assert torch.equal(index, want)
     for plain, got in zip(store.paged, other.paged, strict=True):
         for x, y in zip(plain[1:], got[1:], strict=True):
@@ -280,29 +285,31 @@ def test_a_step_of_a_sparse_layer(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_reports_nan(backend: str, device: torch.device) -> None:
-    store, broken = full_store(16, ((4, 2),), device), torch.zeros(1, dtype=torch.int32, device=device)
+    store, nonfinite = full_store(16, ((4, 2),), device), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 2, 1, 16, device=device) for _ in range(2))
     v[2, 1, 0, 3] = torch.inf
-    append_step(k, v, store, broken=broken, arrived=torch.zeros(4, dtype=torch.int32, device=device), backend=backend)
-    assert broken.item()
+    append_step(
+        k, v, store, nonfinite=nonfinite, arrived=torch.zeros(4, dtype=torch.int32, device=device), backend=backend
+    )
+    assert nonfinite.item()
 
 
 def test_a_step_refuses_other_shapes() -> None:
-    broken, arrived = torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    nonfinite, arrived = torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     store = full_store(16, ((4, 2),), torch.device("cpu"))
     k = torch.zeros(4, 2, 2, 16)
     with pytest.raises(ValueError, match=r"k must be \[4, 2, 1, 16\] like the store; got \(4, 2, 2, 16\)"):
-        append_step(k, k, store, broken=broken, arrived=arrived)
+        append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
     k, index = k[:, :, :1], torch.zeros(4, 2, 1, 192, dtype=torch.int16)
     wanted = r"noted must be an index \[4, 2, L, places\] and buckets \[4, 2, L, 1\]; got \(4, 2, 1, 192\) and"
     with pytest.raises(ValueError, match=wanted):
-        append_step(k, k, store, noted=(index, index[..., 0]), broken=broken, arrived=arrived)
+        append_step(k, k, store, noted=(index, index[..., 0]), nonfinite=nonfinite, arrived=arrived)
     store = store._replace(block=128)
     with pytest.raises(ValueError, match="store must have room for 128 open tokens; it has 64"):
-        append_step(k, k, store, broken=broken, arrived=arrived)
+        append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
     whole = store._replace(block=64, k_open=store.k_open.to(torch.float16), v_open=store.v_open.to(torch.float16))
     with pytest.raises(ValueError, match=r"store must have INT8 open tokens; got torch.float16\. .* use append_tokens"):
-        append_step(k, k, whole, broken=broken, arrived=arrived)
+        append_step(k, k, whole, nonfinite=nonfinite, arrived=arrived)
 
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
@@ -362,7 +369,7 @@ def test_refuses_other_shapes() -> None:
     store = cache([3], 16, torch.device("cpu"), torch.float32)
     k = torch.zeros(1, 2, 1, 16)
     with pytest.raises(ValueError, match=r"v must be \[1, 2, M, 16\] like the store; got \(1, 2, 1, 32\)"):
-        append_tokens(k, torch.zeros(1, 2, 1, 32), store, broken=torch.zeros(1, dtype=torch.int32))
+        append_tokens(k, torch.zeros(1, 2, 1, 32), store, nonfinite=torch.zeros(1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
@@ -371,10 +378,10 @@ def test_refuses_other_shapes() -> None:
         ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got \[2\] on cpu"),
         ({"given_scale": torch.zeros(1, 2, 1)}, r"given_scale must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
         ({"max_scale": torch.zeros(2, 2)}, r"max_scale must be \[1, 2, 2\] on cpu; got \[2, 2\]"),
-        ({"broken": torch.zeros(3, dtype=torch.int32)}, r"broken must be \[1\] on cpu; got \[3\]"),
+        ({"nonfinite": torch.zeros(3, dtype=torch.int32)}, r"nonfinite must be \[1\] on cpu; got \[3\]"),
         (
-            {"broken": torch.zeros(1, dtype=torch.int32, device="meta")},
-            r"broken must be \[1\] on cpu; got \[1\] on meta",
+            {"nonfinite": torch.zeros(1, dtype=torch.int32, device="meta")},
+            r"nonfinite must be \[1\] on cpu; got \[1\] on meta",
         ),
     ],
 )
@@ -382,7 +389,7 @@ def test_refuses_what_does_not_belong_to_the_store(wrong: dict[str, Any], messag
     store = cache([3], 16, torch.device("cpu"), torch.float32)
     k = torch.zeros(1, 2, 1, 16)
     with pytest.raises(ValueError, match=message):
-        append_tokens(k, k, store, **{"broken": torch.zeros(1, dtype=torch.int32), **wrong})
+        append_tokens(k, k, store, **{"nonfinite": torch.zeros(1, dtype=torch.int32), **wrong})
 
 
 def test_refuses_more_tokens_than_there_is_room_for() -> None:
@@ -390,7 +397,7 @@ def test_refuses_more_tokens_than_there_is_room_for() -> None:
     room = store.k_open.shape[2]
     k = torch.zeros(1, 2, room + 1, 16)
     with pytest.raises(ValueError, match=f"k brings {room + 1} tokens a row; the store has room for {room}"):
-        append_tokens(k, k, store, broken=torch.zeros(1, dtype=torch.int32))
+        append_tokens(k, k, store, nonfinite=torch.zeros(1, dtype=torch.int32))
 
 
 def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

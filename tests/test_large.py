@@ -106,8 +106,8 @@ def test_a_step_seals_to_the_last_pages(bits: int) -> None:
         # the pool has a page in front of all others and one behind, of which no row knows
         table[0, 6], table[1, 1] = 0, len(store.paged[0].k) - 1
         store = place(store._replace(table=table))
-        broken, arrived = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1, 2))
-        append_step(k, v, store, broken=broken, arrived=arrived)
+        nonfinite, arrived = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1, 2))
+        append_step(k, v, store, nonfinite=nonfinite, arrived=arrived)
         own = [store.table[0, 6], store.table[1, 1]]
         found.append([getattr(store.paged[0], name)[page] for page in own for name in ("k", "v", "meta", "scale")])
         assert store.sealed.tolist() == [7, 2]

@@ -269,7 +269,7 @@ def test_recording_of_the_past_ends_the_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["order", "universal", "broken", "buffer.k", "pool.paged", "bucket_index.buckets", "bucket_index.spans"]
+    "name", ["order", "universal", "nonfinite", "buffer.k", "pool.paged", "bucket_index.buckets", "bucket_index.spans"]
 )
 def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
     cache = filled(TurboConfig(bits=2, block_size=32, buffer_scale="universal", sparse=KMEANS))

@@ -134,7 +134,7 @@ class TurboCache(Cache):
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""
         layers = [layer for layer in self.turbo_layers() if layer.due]
         if layers:
-            require_finite({layer.index: layer.broken for layer in layers})
+            require_finite({layer.index: layer.nonfinite for layer in layers})
         for layer in layers:
             layer.due = False
 

@@ -87,14 +87,14 @@ class TurboLayer(CacheLayerMixin):
         self.shown: torch.Tensor | None = None
         ranged = self.config.buffer_scale == "universal"
         self.universal = torch.zeros(self.rows, self.heads, 2, device=self.device) if ranged else None
-        self.broken = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
     def reset(self) -> None:
         """Drop every token and release the memory; the layer can then take another batch."""
         if self.is_initialized:
             del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ranked
-            del self.dropped, self.turn_start, self.shown, self.universal, self.broken
+            del self.dropped, self.turn_start, self.shown, self.universal, self.nonfinite
         self.is_initialized = self.claimed = self.due = self.decoded = self.record_past = False
         self.seen, self.pending, self.padding = 0, None, None
 
@@ -175,7 +175,11 @@ class TurboLayer(CacheLayerMixin):
             # a new turn: what it sorts can be taken back as a whole
             self.turn_start = self.lengths()
         self.decoded = decoding
-        how: dict[str, Any] = {"broken": self.broken, "rotate": self.config.rotates, "backend": self.config.backend}
+        how: dict[str, Any] = {
+            "nonfinite": self.nonfinite,
+            "rotate": self.config.rotates,
+            "backend": self.config.backend,
+        }
         if self.step is not None:
             noted, arrived = self.bucket_index.noted(buckets), self.step.arrived
             append_step(k, v, self.store(), given_scale=self.universal, noted=noted, arrived=arrived, **how)
@@ -206,7 +210,7 @@ class TurboLayer(CacheLayerMixin):
         """ValueError if kernels have noted NaN or Inf; defer: left to `TurboCache.require_finite`."""
         self.due = True
         if not defer:
-            require_finite({self.index: self.broken})
+            require_finite({self.index: self.nonfinite})
             self.due = False
 
     def _see(self, chunk: Chunk) -> None:
@@ -389,7 +393,7 @@ class TurboLayer(CacheLayerMixin):
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        explain = (self.order, self.shown, self.universal, self.broken)
+        explain = (self.order, self.shown, self.universal, self.nonfinite)
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.tables else {}

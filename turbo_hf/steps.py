@@ -127,10 +127,10 @@ class Steps:
         first = self.layers[0]
         self._arrived = torch.zeros(first.rows, dtype=torch.int32, device=first.device)
         # one flag tensor, so that one read tells of all layers
-        self.broken = torch.cat([layer.broken for layer in self.layers])
+        self.nonfinite = torch.cat([layer.nonfinite for layer in self.layers])
         self._groups: list[_Group] = []
         for index, layer in enumerate(self.layers):
-            layer.broken = self.broken[index : index + 1]
+            layer.nonfinite = self.nonfinite[index : index + 1]
             if max(layer.buffer.length) > layer.config.block_size:
                 layer.commit(whole_prompt=True)
             self._join(layer)
@@ -196,8 +196,8 @@ class Steps:
         return any(group.needs_pages() for group in self._groups)
 
     def require_finite(self) -> None:
-        """ValueError if `broken`, which is read from the device, names a layer."""
-        require_finite({layer.index: layer.broken for layer in self.layers})
+        """ValueError if `nonfinite`, which is read from the device, names a layer."""
+        require_finite({layer.index: layer.nonfinite for layer in self.layers})
 
     @storing
     def begin(self) -> None:
@@ -237,7 +237,7 @@ class Steps:
         for layer in self.layers:
             pool, buffer = layer.pool, layer.buffer
             found += (pool.paged, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
-            found += (buffer.k, buffer.device_length(), layer.broken, layer.bucket_index.buckets)
+            found += (buffer.k, buffer.device_length(), layer.nonfinite, layer.bucket_index.buckets)
             found.append(layer.bucket_index.spans)
             found += [] if layer.selector is None else layer.selector.tensors()
         return found

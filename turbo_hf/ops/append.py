@@ -20,7 +20,7 @@ def append_tokens(
     starts: torch.Tensor | None = None,
     given_scale: torch.Tensor | None = None,
     max_scale: torch.Tensor | None = None,
-    broken: torch.Tensor,
+    nonfinite: torch.Tensor,
     rotate: bool = False,
     backend: str = "auto",
 ) -> None:
@@ -35,7 +35,7 @@ def append_tokens(
         starts: int64 [B], the first column that holds a token of the row; None: all do.
         given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
         max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
-        broken: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+        nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
         rotate: rotate keys on the way, as `ops.rotate.rotate_keys` does.
         backend: "auto", "triton" or "reference".
 
@@ -58,7 +58,7 @@ def append_tokens(
         starts=(starts, (batch,)),
         given_scale=(given_scale, scales),
         max_scale=(max_scale, scales),
-        broken=(broken, (1,)),
+        nonfinite=(nonfinite, (1,)),
     )
     if starts is None and k.shape[2] > room:
         raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {room}, open ones included.")
@@ -68,10 +68,12 @@ def append_tokens(
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
 
         counters = _counters(batch, k.device, gpu.stream(k.device))
-        launch_store.append_tokens(k, v, store, starts, given_scale, max_scale, broken, counters, rotate)
+        launch_store.append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k
-        reference.append_tokens(k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, broken=broken)
+        reference.append_tokens(
+            k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
+        )
 
 
 def append_step(
@@ -81,7 +83,7 @@ def append_step(
     *,
     given_scale: torch.Tensor | None = None,
     noted: tuple[torch.Tensor, torch.Tensor] | None = None,
-    broken: torch.Tensor,
+    nonfinite: torch.Tensor,
     arrived: torch.Tensor,
     rotate: bool = False,
     backend: str = "auto",
@@ -98,7 +100,7 @@ def append_step(
         given_scale: float32 [B, Hkv, 2], as in `append_tokens`.
         noted: the index int16 [B, Hkv, L, places], with a place for every token of a row, and the buckets of the new
             tokens int16 [B, Hkv, L, 1], which are written to their place in it. None: tokens have no buckets.
-        broken: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+        nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
         arrived: int32 [B], zeros before and after: scratch space of this launch.
         rotate: as in `append_tokens`.
         backend: "auto", "triton" or "reference".
@@ -124,7 +126,7 @@ def append_step(
             "use append_tokens and seal_open."
         )
     _check_beside(
-        store, given_scale=(given_scale, (batch, heads, 2)), broken=(broken, (1,)), arrived=(arrived, (batch,))
+        store, given_scale=(given_scale, (batch, heads, 2)), nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,))
     )
     if noted is not None and (noted[0].shape[:2] != (batch, heads) or noted[1].shape != (*noted[0].shape[:3], 1)):
         raise ValueError(
@@ -134,10 +136,10 @@ def append_step(
     if uses_triton(backend, k.device, kernel_obstacle(k)):
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
 
-        launch_store.append_step(k, v, store, given_scale, noted, broken, arrived, rotate)
+        launch_store.append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k
-        reference.append_step(k, v, store, given_scale=given_scale, noted=noted, broken=broken, arrived=arrived)
+        reference.append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
 
 
 def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:

@@ -103,7 +103,7 @@ def append_tokens(
     starts: torch.Tensor | None,
     given_scale: torch.Tensor | None,
     max_scale: torch.Tensor | None,
-    broken: torch.Tensor,
+    nonfinite: torch.Tensor,
     counters: torch.Tensor,
     rotate: bool = False,
 ) -> None:
@@ -115,8 +115,8 @@ def append_tokens(
             k, v, store.k_open, store.v_open, store.k_scale, store.v_scale, store.open_len,
             store.open_len if starts is None else starts,
             store.k_scale if given_scale is None else given_scale.contiguous(),
-            broken if max_scale is None else max_scale.view(torch.int32), broken, counters, k.stride(), v.stride(),
-            tokens, store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
+            nonfinite if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, k.stride(),
+            v.stride(), tokens, store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
             STARTS=starts is not None, GIVEN=given_scale is not None, MAX_SCALE=max_scale is not None,
             LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
         )  # fmt: skip
@@ -148,7 +148,7 @@ def append_step(
     store: KVStore,
     given_scale: torch.Tensor | None,
     noted: tuple[torch.Tensor, torch.Tensor] | None,
-    broken: torch.Tensor,
+    nonfinite: torch.Tensor,
     arrived: torch.Tensor,
     rotate: bool = False,
 ) -> None:
@@ -162,7 +162,7 @@ def append_step(
             k, v, tuple(pages[1:] for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale), store.order.contiguous(), store.table,
             store.sealed, store.open_len, store.k_scale if given_scale is None else given_scale.contiguous(), index,
-            buckets, broken, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
+            buckets, nonfinite, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
             HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block,
             GIVEN=given_scale is not None, TABLES=tables, LEVELS=_levels(dim) if rotate else 0, **_constants(bits, dim),
         )  # fmt: skip

@@ -17,7 +17,7 @@ def append_tokens(
     starts: torch.Tensor | None = None,
     given_scale: torch.Tensor | None = None,
     max_scale: torch.Tensor | None = None,
-    broken: torch.Tensor,
+    nonfinite: torch.Tensor,
 ) -> None:
     tokens = k.shape[2]
     begin = [0] * len(k) if starts is None else starts.tolist()
@@ -33,7 +33,7 @@ def append_tokens(
                 codes = new.to(codes_to.dtype)
                 # 1, or NaN where a token cannot be stored
                 scale = 1 + (codes.float() * 0).sum(-1)
-            broken |= (~torch.isfinite(scale)).any().to(broken.dtype)
+            nonfinite |= (~torch.isfinite(scale)).any().to(nonfinite.dtype)
             if given_scale is not None:
                 own = given_scale[row : row + 1, :, i, None]
                 codes, scale = quantize_tokens(new, torch.where(own > 0, own, scale))
@@ -52,7 +52,7 @@ def append_step(
     *,
     given_scale: torch.Tensor | None = None,
     noted: tuple[torch.Tensor, torch.Tensor] | None = None,
-    broken: torch.Tensor,
+    nonfinite: torch.Tensor,
     arrived: torch.Tensor,
 ) -> None:
     if noted is not None:
@@ -63,7 +63,7 @@ def append_step(
     store.sealed.add_(full)
     seal_open(store, 1)
     store.open_len[full] = 0
-    append_tokens(k, v, store, given_scale=given_scale, broken=broken)
+    append_tokens(k, v, store, given_scale=given_scale, nonfinite=nonfinite)
 
 
 def seal_open(store: KVStore, blocks: int) -> None:
