@@ -148,10 +148,10 @@ def _decompressed(
             f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
             "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
         )
-    padding = layer.padding
+    given_mask = layer.given_mask
     if mask is not None:
-        padding = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
-    return layer.update_dense(key, value, padding)
+        given_mask = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
+    return layer.update_dense(key, value, given_mask)
 
 
 def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
@@ -163,9 +163,9 @@ def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.T
 
 def _require_no_padding(layer: TurboLayer, tokens: int) -> None:
     """ValueError if the cache was given padding in the new columns that the model did not pass."""
-    if layer.padding is None or layer.seen >= layer.padding.shape[1]:
+    if layer.given_mask is None or layer.seen >= layer.given_mask.shape[1]:
         return
-    if not layer.padding[:, layer.seen : layer.seen + tokens].all():
+    if not layer.given_mask[:, layer.seen : layer.seen + tokens].all():
         raise ValueError(
             "the TurboCache was given an attention_mask with padding, this patched model none. Pass that "
             "mask to the model, which shows it to the cache."

@@ -88,7 +88,7 @@ class TurboCache(Cache):
         super().__init__(layers=layers)
         if attention_mask is not None:
             for layer in self.turbo_layers():
-                layer.padding = attention_mask
+                layer.given_mask = attention_mask
         self._planned: list[tuple[torch.Tensor | None, int, int, Chunk]] = []
 
     def turbo_layers(self) -> list[TurboLayer]:

@@ -109,16 +109,16 @@ def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, columns: 
     return chunk_of(mask[:, seen:].bool(), same)
 
 
-def chunk_of_padding(padding: torch.Tensor | None, seen: int, x: torch.Tensor) -> Chunk:
+def chunk_from_given_mask(mask: torch.Tensor | None, seen: int, x: torch.Tensor) -> Chunk:
     """The `Chunk` of new keys x [B, Hkv, M, D] under the mask [B, columns] that a cache was given; None: no padding."""
     rows, tokens = x.shape[0], x.shape[2]
-    if padding is None:
+    if mask is None:
         return Chunk(tokens)
-    if len(padding) != rows:
+    if len(mask) != rows:
         raise ValueError(
-            f"the attention_mask given to TurboCache has {len(padding)} rows; this pass brings {rows}. Give it one row "
+            f"the attention_mask given to TurboCache has {len(mask)} rows; this pass brings {rows}. Give it one row "
             "for each row that runs (repeat rows for beams and returned sequences)."
         )
-    told = padding[:, seen : seen + tokens].to(x.device).bool()
+    new = mask[:, seen : seen + tokens].to(x.device).bool()
     # generated tokens lie beyond the mask of the prompt, and are not padding
-    return chunk_of(torch.nn.functional.pad(told, (0, tokens - told.shape[1]), value=True))
+    return chunk_of(torch.nn.functional.pad(new, (0, tokens - new.shape[1]), value=True))

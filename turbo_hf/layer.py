@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from turbo_hf.buffer import OpenBuffer, storing
-from turbo_hf.chunk import Chunk, Step, chunk_of_padding
+from turbo_hf.chunk import Chunk, Step, chunk_from_given_mask
 from turbo_hf.config import TurboConfig
 from turbo_hf.crop import removable
 from turbo_hf.index import BucketIndex
@@ -55,7 +55,7 @@ class TurboLayer(CacheLayerMixin):
         # due: what kernels have noted in this pass is still to be read
         self.record_past = self.claimed = self.due = self.decoded = False
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.padding: torch.Tensor | None = None
+        self.given_mask: torch.Tensor | None = None
         self.step: Step | None = None
         self.seen = 0
 
@@ -96,7 +96,7 @@ class TurboLayer(CacheLayerMixin):
             del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ranked
             del self.dropped, self.turn_start, self.shown, self.universal, self.nonfinite
         self.is_initialized = self.claimed = self.due = self.decoded = self.record_past = False
-        self.seen, self.pending, self.padding = 0, None, None
+        self.seen, self.pending, self.given_mask = 0, None, None
 
     def lengths(self) -> list[int]:
         """Tokens held by each row (older ones may have left a sliding window)."""
@@ -293,14 +293,14 @@ class TurboLayer(CacheLayerMixin):
         if self.claimed:
             self.claimed, self.pending = False, (key_states, value_states)
             return key_states, value_states
-        return self.update_dense(key_states, value_states, self.padding)
+        return self.update_dense(key_states, value_states, self.given_mask)
 
     def update_dense(
-        self, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
+        self, k: torch.Tensor, v: torch.Tensor, given_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new tokens; return dense keys and values [B, Hkv, columns, D], 0 at padding (mask as in TurboCache)."""
         tokens = k.shape[2]
-        chunk = chunk_of_padding(padding, self.seen, k)
+        chunk = chunk_from_given_mask(given_mask, self.seen, k)
         columns = self.get_mask_sizes(tokens)[0]
         decoding = self.is_decoding(tokens)
         past = (k[:, :, :0], v[:, :, :0]) if decoding or not self.seen else self.dense(columns - tokens)
@@ -341,7 +341,7 @@ class TurboLayer(CacheLayerMixin):
         self.turn_start = [min(old, new) for old, new in zip(self.turn_start, left, strict=True)]
         self.seen -= columns
         self.shown = None if self.shown is None else self.shown[:, : self.seen].clone()
-        self.padding = None if self.padding is None else self.padding[:, : self.seen]
+        self.given_mask = None if self.given_mask is None else self.given_mask[:, : self.seen]
         reopened = [max(0, count - held) for count, held in zip(counts, self.buffer.length, strict=True)]
         self.buffer.drop_back([min(count, held) for count, held in zip(counts, self.buffer.length, strict=True)])
         if any(reopened):
@@ -379,7 +379,7 @@ class TurboLayer(CacheLayerMixin):
         self.dropped, self.turn_start = [self.dropped[row] for row in rows], [self.turn_start[row] for row in rows]
         self.shown = None if self.shown is None else self.shown[on_device]
         self.universal = None if self.universal is None else self.universal[on_device]
-        self.padding = None if self.padding is None else self.padding[index.to(self.padding.device)]
+        self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]
         self.rows = len(rows)
 
     def full_precision_bytes(self) -> int:
