@@ -159,10 +159,10 @@ def assert_layer(layer: TurboLayer, want: list[NaiveRow]) -> None:
     assert layer.get_seq_length() == layer.seen == len(want[0].columns)
     assert layer.lengths() == [row.held() for row in want]
     assert layer.dropped == [row.dropped for row in want]
-    if layer.columns is None:
+    if layer.valid is None:
         assert all(all(row.columns) for row in want)
     else:
-        assert layer.columns.tolist() == [row.columns for row in want]
+        assert layer.valid.tolist() == [row.columns for row in want]
     past = layer.seen if layer.window is None else min(layer.seen, layer.window - 1)
     assert layer.get_mask_sizes(3) == (past + 3, layer.seen - past)
     dense = layer.dense(past)

@@ -88,9 +88,9 @@ def assert_same(a: TurboCache, b: TurboCache) -> None:
     for x, y in zip(a.turbo_layers(), b.turbo_layers(), strict=True):
         assert x.seen == y.seen
         assert x.lengths() == y.lengths()
-        assert (x.columns is None) == (y.columns is None)
-        if x.columns is not None and y.columns is not None:
-            assert torch.equal(x.columns, y.columns)
+        assert (x.valid is None) == (y.valid is None)
+        if x.valid is not None and y.valid is not None:
+            assert torch.equal(x.valid, y.valid)
         for layer in (x, y):
             store = layer.store()
             assert store.open_len.tolist() == layer.buffer.length

@@ -107,13 +107,13 @@ class TurboCache(Cache):
             # plans of an earlier pass may be for a mask that has been changed in place since
             self._planned = []
             self._require_one_length(self.layers.index(layer), tokens)
-        columns = layer.columns if layer.is_initialized else None
-        if mask is None and columns is None:
+        valid = layer.valid if layer.is_initialized else None
+        if mask is None and valid is None:
             return Chunk(tokens)
         key = (layer.seen, tokens)
         found = next((at for at in self._planned if at[1:3] == key and _same_mask(at[0], mask)), None)
         if found is None:
-            found = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
+            found = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, valid))
             self._planned.append(found)
         return found[3] if mask is None else found[3].on(mask.device)
 

@@ -84,19 +84,19 @@ def chunk_of(valid: torch.Tensor, same: torch.Tensor | None = None) -> Chunk:
     return Chunk(tokens, valid, starts, gather)
 
 
-def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, columns: torch.Tensor | None) -> Chunk:
+def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, valid: torch.Tensor | None) -> Chunk:
     """The `Chunk` that a model's 2D attention mask describes.
 
     Args:
         mask: [B, seen + tokens], nonzero at real tokens; None: at all of them.
         seen: columns of earlier passes. tokens: columns of this one.
-        columns: bool [B, seen], which of the earlier columns the cache stored; None: all.
+        valid: bool [B, seen], which of the earlier columns the cache stored; None: all.
 
     Raises:
         ValueError: another width, or a mask that hides or shows a token of an earlier pass which it did not before.
     """
     if mask is None:
-        if columns is not None and not bool(columns.all()):
+        if valid is not None and not bool(valid.all()):
             raise ValueError(DIFFERS)
         return Chunk(tokens)
     if mask.shape[1] != seen + tokens:
@@ -105,7 +105,7 @@ def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, columns: 
             "Pass a mask over all of them, [batch, cached + new], or none."
         )
     past = mask[:, :seen].bool()
-    same = past.all() if columns is None else (past == columns.to(mask.device)).all()
+    same = past.all() if valid is None else (past == valid.to(mask.device)).all()
     return chunk_of(mask[:, seen:].bool(), same)
 
 

@@ -233,7 +233,7 @@ class StepRunner:
         Raises:
             ValueError: a block that is about to be sealed may hold NaN or Inf.
         """
-        known = steps.layers[0].shown
+        known = steps.layers[0].valid_prefix
         padded = 0 if known is None else known.shape[1]
         proofs = [] if mask is None else [mask[:, padded:].all()]
         if mask is not None and known is not None:

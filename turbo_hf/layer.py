@@ -84,7 +84,7 @@ class TurboLayer(CacheLayerMixin):
         self.preranked = len(groups) == 1 or self.head_order is not None
         self.ranked = [self.preranked] * self.rows
         self.dropped, self.turn_start = [0] * self.rows, [0] * self.rows
-        self.shown: torch.Tensor | None = None
+        self.valid_prefix: torch.Tensor | None = None
         ranged = self.config.buffer_scale == "universal"
         self.universal = torch.zeros(self.rows, self.heads, 2, device=self.device) if ranged else None
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
@@ -94,7 +94,7 @@ class TurboLayer(CacheLayerMixin):
         """Drop every token and release the memory; the layer can then take another batch."""
         if self.is_initialized:
             del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ranked
-            del self.dropped, self.turn_start, self.shown, self.universal, self.nonfinite
+            del self.dropped, self.turn_start, self.valid_prefix, self.universal, self.nonfinite
         self.is_initialized = self.claimed = self.due = self.decoded = self.record_past = False
         self.seen, self.pending, self.given_mask = 0, None, None
 
@@ -104,13 +104,13 @@ class TurboLayer(CacheLayerMixin):
         return [n * block + m for n, m in zip(self.pool.sealed, self.buffer.length, strict=True)]
 
     @property
-    def columns(self) -> torch.Tensor | None:
+    def valid(self) -> torch.Tensor | None:
         """bool [B, seen], which columns hold a token; None: all do."""
-        shown = self.shown
-        if shown is not None and shown.shape[1] < self.seen:
+        valid = self.valid_prefix
+        if valid is not None and valid.shape[1] < self.seen:
             # columns without a mask of their own
-            self.shown = shown = torch.nn.functional.pad(shown, (0, self.seen - shown.shape[1]), value=True)
-        return shown
+            self.valid_prefix = valid = torch.nn.functional.pad(valid, (0, self.seen - valid.shape[1]), value=True)
+        return valid
 
     def get_seq_length(self) -> int:
         """Columns seen, including padding."""
@@ -198,7 +198,7 @@ class TurboLayer(CacheLayerMixin):
             # the contents of padding are arbitrary, and must not affect a scale
             blank = chunk.blank(k), chunk.blank(v)
             self.buffer.take(*blank, chunk.starts, self.index, given_scale, max_scale, self.config.backend)
-        self._see(chunk)
+        self._count_columns(chunk)
         if not decoding and self.appends_in_place():
             self._listen(defer)
 
@@ -213,12 +213,12 @@ class TurboLayer(CacheLayerMixin):
             require_finite({self.index: self.nonfinite})
             self.due = False
 
-    def _see(self, chunk: Chunk) -> None:
+    def _count_columns(self, chunk: Chunk) -> None:
         if chunk.valid is not None:
-            held = self.columns
-            if held is None:
-                held = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
-            self.shown = torch.cat((held, chunk.valid.to(self.device)), 1)
+            valid = self.valid
+            if valid is None:
+                valid = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
+            self.valid_prefix = torch.cat((valid, chunk.valid.to(self.device)), 1)
         self.seen += chunk.tokens
 
     @storing
@@ -315,9 +315,9 @@ class TurboLayer(CacheLayerMixin):
         k, v = dequantize(self.store(), self.dtype, self.config.rotates)
         token = torch.arange(first, self.seen, device=self.device).expand(self.rows, -1)
         valid = torch.ones_like(token, dtype=torch.bool)
-        if self.columns is not None:
-            valid = self.columns[:, first:]
-            token = (self.columns.cumsum(-1) - 1)[:, first:]
+        if self.valid is not None:
+            valid = self.valid[:, first:]
+            token = (self.valid.cumsum(-1) - 1)[:, first:]
         token = token - shared(self.dropped, self.device)[:, None]
         valid = (valid & (token >= 0))[:, None, :, None]
         pick = token.clamp(min=0)[:, None, :, None]
@@ -340,7 +340,7 @@ class TurboLayer(CacheLayerMixin):
         self.bucket_index.cut(left)
         self.turn_start = [min(old, new) for old, new in zip(self.turn_start, left, strict=True)]
         self.seen -= columns
-        self.shown = None if self.shown is None else self.shown[:, : self.seen].clone()
+        self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[:, : self.seen].clone()
         self.given_mask = None if self.given_mask is None else self.given_mask[:, : self.seen]
         reopened = [max(0, count - held) for count, held in zip(counts, self.buffer.length, strict=True)]
         self.buffer.drop_back([min(count, held) for count, held in zip(counts, self.buffer.length, strict=True)])
@@ -377,7 +377,7 @@ class TurboLayer(CacheLayerMixin):
         self.order = self.order[on_device]
         self.ranked = [self.ranked[row] for row in rows]
         self.dropped, self.turn_start = [self.dropped[row] for row in rows], [self.turn_start[row] for row in rows]
-        self.shown = None if self.shown is None else self.shown[on_device]
+        self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[on_device]
         self.universal = None if self.universal is None else self.universal[on_device]
         self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]
         self.rows = len(rows)
@@ -393,7 +393,7 @@ class TurboLayer(CacheLayerMixin):
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        explain = (self.order, self.shown, self.universal, self.nonfinite)
+        explain = (self.order, self.valid_prefix, self.universal, self.nonfinite)
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.tables else {}
