@@ -132,11 +132,11 @@ class TurboCache(Cache):
 
     def require_finite(self) -> None:
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""
-        layers = [layer for layer in self.turbo_layers() if layer.due]
+        layers = [layer for layer in self.turbo_layers() if layer.unchecked]
         if layers:
             require_finite({layer.index: layer.nonfinite for layer in layers})
         for layer in layers:
-            layer.due = False
+            layer.unchecked = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`."""

@@ -52,8 +52,8 @@ class TurboLayer(CacheLayerMixin):
         self.selector = selector
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         self.is_sliding = window is not None
-        # due: what kernels have noted in this pass is still to be read
-        self.record_past = self.claimed = self.due = self.decoded = False
+        # unchecked: what kernels have noted in `nonfinite` is still to be read
+        self.record_past = self.claimed = self.unchecked = self.decoded = False
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self.given_mask: torch.Tensor | None = None
         self.step: Step | None = None
@@ -95,7 +95,7 @@ class TurboLayer(CacheLayerMixin):
         if self.is_initialized:
             del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ranked
             del self.dropped, self.turn_start, self.valid_prefix, self.universal, self.nonfinite
-        self.is_initialized = self.claimed = self.due = self.decoded = self.record_past = False
+        self.is_initialized = self.claimed = self.unchecked = self.decoded = self.record_past = False
         self.seen, self.pending, self.given_mask = 0, None, None
 
     def lengths(self) -> list[int]:
@@ -163,7 +163,7 @@ class TurboLayer(CacheLayerMixin):
     ) -> None:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`, as are their buckets.
 
-        defer: what kernels note of NaN and Inf is left to be read (`due`), for all layers at once.
+        defer: what kernels note of NaN and Inf is left to be read (`unchecked`), for all layers at once.
         """
         self.check(k, defer)
         if not self.is_initialized:
@@ -200,18 +200,18 @@ class TurboLayer(CacheLayerMixin):
             self.buffer.take(*blank, chunk.starts, self.index, given_scale, max_scale, self.config.backend)
         self._count_columns(chunk)
         if not decoding and self.appends_in_place():
-            self._listen(defer)
+            self._check_finite(defer)
 
     def appends_in_place(self) -> bool:
         """Whether a kernel stores new tokens."""
         return uses_triton(self.config.backend, self.device, self.obstacle)
 
-    def _listen(self, defer: bool) -> None:
+    def _check_finite(self, defer: bool) -> None:
         """ValueError if kernels have noted NaN or Inf; defer: left to `TurboCache.require_finite`."""
-        self.due = True
+        self.unchecked = True
         if not defer:
             require_finite({self.index: self.nonfinite})
-            self.due = False
+            self.unchecked = False
 
     def _count_columns(self, chunk: Chunk) -> None:
         if chunk.valid is not None:
@@ -241,7 +241,7 @@ class TurboLayer(CacheLayerMixin):
         if not any(whole) and not any(leaving):
             return
         # a block is final: NaN or Inf noted for its tokens must be reported
-        self._listen(defer)
+        self._check_finite(defer)
         self._rank_heads([row for row, n in enumerate(whole) if n and not self.ranked[row]])
         old = [min(n, sealed) for n, sealed in zip(leaving, pool.sealed, strict=True)]
         skip = [min(n - o, w) for n, o, w in zip(leaving, old, whole, strict=True)]
