@@ -19,7 +19,7 @@ from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.ops.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import prefill_mode
-from turbo_hf.sparse import Scores, Source, assign_and_score, attend_sparse, new_buckets
+from turbo_hf.sparse import Scoring, Source, assign_and_score, attend_sparse, new_buckets
 
 NAME = "turbo_hf"
 """The value of `config._attn_implementation` on a patched model."""
@@ -103,8 +103,8 @@ def turbo_attention(
         key, value = _pending(call.layer, key, value)
         if reason is None:
             query, key, value = _of_one_type(query, key, value)
-            source, scores = Source(module, call.rotary), Scores(scale, softcap, s_aux)
-            out = _compressed(call.cache, call.layer, source, query, key, value, attention_mask, scores)
+            source, scoring = Source(module, call.rotary), Scoring(scale, softcap, s_aux)
+            out = _compressed(call.cache, call.layer, source, query, key, value, attention_mask, scoring)
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
@@ -201,7 +201,7 @@ def _compressed(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scores: Scores,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
     layer.check(key, defer=True)
@@ -211,10 +211,10 @@ def _compressed(
         # a step that may be captured has been checked against its mask before
         _require_no_padding(layer, query.shape[2])
     chunk = cache.chunk(mask, layer, query.shape[2])
-    scores = scores._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
+    scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
     attend = _step if layer.is_decoding(chunk.tokens) else _prompt
     with torch.no_grad():
-        out = attend(layer, source, query, key, value, chunk, scores)
+        out = attend(layer, source, query, key, value, chunk, scoring)
         layer.commit(defer=True)
         out = chunk.restore(out)
     if torch.is_grad_enabled() and query.requires_grad:
@@ -229,7 +229,7 @@ def _step(
     key: torch.Tensor,
     value: torch.Tensor,
     chunk: Chunk,
-    scores: Scores,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = (chunk.align(x) for x in (query, key, value))
@@ -237,12 +237,12 @@ def _step(
     if layer.selector is not None:
         buckets, query_info = assign_and_score(layer, source, query, key, chunk)
         layer.append(k, v, chunk, buckets, defer=True)
-        return attend_sparse(layer, query_info, query, chunk, starts, scores).out
+        return attend_sparse(layer, query_info, query, chunk, starts, scoring).out
     layer.append(k, v, chunk, defer=True)
     return decode(
         rotate_queries(q, config.backend) if config.rotates else q,
         layer.store(),
-        **scores._asdict(),
+        **scoring._asdict(),
         starts=starts,
         window=layer.window,
         mode=config.decode_attention,
@@ -257,15 +257,15 @@ def _prompt(
     key: torch.Tensor,
     value: torch.Tensor,
     chunk: Chunk,
-    scores: Scores,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
     q, k, v = (chunk.align(x) for x in (query, key, value))
     starts, config = chunk.begin(q.device), layer.config
     mode = prefill_mode(config.prompt_attention, q)
     buckets = new_buckets(layer, source, key, chunk)
-    if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scores):
-        out = _sdpa(q, k, v, scores.scaling)
+    if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scoring):
+        out = _sdpa(q, k, v, scoring.scaling)
     else:
         # over a past, the chunk's own keys are rotated like the stored ones
         turned = layer.seen > 0 and config.rotates
@@ -273,7 +273,7 @@ def _prompt(
             rotate_queries(q, config.backend) if turned else q,
             narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
             v,
-            **scores._asdict(),
+            **scoring._asdict(),
             past=layer.store() if layer.seen else None,
             starts=starts,
             window=layer.window,
@@ -288,10 +288,10 @@ def _prompt(
     return out
 
 
-def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scores: Scores) -> bool:
+def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring) -> bool:
     """Whether a prompt on a GPU is causal attention and nothing more, which torch has kernels for."""
     short = layer.window is None or q.shape[2] <= layer.window
-    plain = starts is None and scores.softcap is None and scores.sinks is None and scores.sas_threshold is None
+    plain = starts is None and scoring.softcap is None and scoring.sinks is None and scoring.sas_threshold is None
     return q.is_cuda and not layer.seen and short and plain
 
 

@@ -15,7 +15,7 @@ PART = 8192
 """Keys whose rotation is undone at a time: bounds the float32 temporaries of a long prompt."""
 
 
-class Scores(NamedTuple):
+class Scoring(NamedTuple):
     """What is done to q k^T before and in the softmax, as the ops take it. sinks: one a query head, or None."""
 
     scaling: float
@@ -89,7 +89,7 @@ def attend_sparse(
     query: torch.Tensor,
     chunk: Chunk,
     starts: torch.Tensor | None,
-    scores: Scores,
+    scoring: Scoring,
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
@@ -111,7 +111,7 @@ def attend_sparse(
         layer.store(),
         None if visited is None else index.buckets,
         visited,
-        **scores._asdict(),
+        **scoring._asdict(),
         sink_tokens=sink,
         window_tokens=window,
         spans=None if visited is None else index.spans,
