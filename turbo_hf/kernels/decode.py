@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from turbo_hf.kernels._common import LOG2_E, await_launch, tanh
-from turbo_hf.kernels.block_attention import accumulate, attend, scores
+from turbo_hf.kernels.block_attention import accumulate, block_softmax, scores
 from turbo_hf.kernels.full import attend_full
-from turbo_hf.kernels.merge import settle
+from turbo_hf.kernels.merge import finish_or_merge
 from turbo_hf.kernels.queries import channels_of, prepare, query_rows
 from turbo_hf.kernels.shares import attended
 from turbo_hf.kernels.tiles import ask_ahead, channels, keys_of, packed_bytes, to_values, values_of
@@ -37,9 +37,9 @@ def _buckets_of(buckets, listed, live, BLOCK: tl.constexpr, INDEX: tl.constexpr)
 
 
 @triton.jit
-def walk(
+def attend_sealed(
     paged, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, chosen, softcap,
-    sas_threshold, acc, m, mass,
+    sas_threshold, acc, m, denom,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, TURBO: tl.constexpr,
     SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr,
     INDEX: tl.constexpr, ASM: tl.constexpr,
@@ -121,14 +121,14 @@ def walk(
         elif (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column
             x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
-        p, total, weight, keep, m, mass = attend(x, unit, v_scale, m, mass, sas_threshold, SAS, False, q.dtype)
+        p, total, weight, keep, m, denom = block_softmax(x, unit, v_scale, m, denom, sas_threshold, SAS, False, q.dtype)
         acc = accumulate(acc, to_values(p, BITS), total, values, v_step, v_zero, weight, keep, STAGE2, SPREAD, ASM)
-    return acc, m, mass, counted
+    return acc, m, denom, counted
 
 
 @triton.jit
-def walk_open(
-    opened, at, cap, sealed, length, queries, factor, first, last, choice, softcap, sas_threshold, acc, m, mass,
+def attend_open(
+    opened, at, cap, sealed, length, queries, factor, first, last, choice, softcap, sas_threshold, acc, m, denom,
     D: tl.constexpr, BLOCK: tl.constexpr, TURBO: tl.constexpr, SAS: tl.constexpr, CAPPED: tl.constexpr,
     SPREAD: tl.constexpr, CHOSEN: tl.constexpr, INDEX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -181,12 +181,12 @@ def walk_open(
         else:
             seen = (place[:, None, :] >= first) & (place[:, None, :] < last)
             x = tl.where(seen & live[:, None, :], x, -float("inf"))
-        p, total, weight, keep, m, mass = attend(
-            x, mass * 0 + 1, v_scale, m, mass, sas_threshold, SAS, not PLAIN, q.dtype
+        p, total, weight, keep, m, denom = block_softmax(
+            x, denom * 0 + 1, v_scale, m, denom, sas_threshold, SAS, not PLAIN, q.dtype
         )
         p = to_values(p, 16 if PLAIN else 8)
         acc = accumulate(acc, p, total, values, k_scale, k_scale, weight, keep, False, SPREAD, ASM)
-    return acc, m, mass, counted
+    return acc, m, denom, counted
 
 
 @triton.jit
@@ -267,7 +267,7 @@ def decode_kernel(
         following = _row_of(output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr)
         if FULL:
             tl.static_assert(NB == 1 and len(SLOTS) == 1 and not SAS)
-            acc, m, mass = attend_full(
+            acc, m, denom = attend_full(
                 paged[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length,
                 tile, steps, tl.trans(rows[0]), unit, first.reshape(R), last.reshape(R), softcap,
                 SLOTS[0], D, BLOCK, CAPPED, SPREAD, STAGES, ASM,
@@ -275,24 +275,24 @@ def decode_kernel(
         else:
             acc = tl.zeros([NB, DP, N], tl.float32)
             m = tl.full([NB, R], -float("inf"), tl.float32)
-            mass = tl.zeros([NB, R], tl.float32)
+            denom = tl.zeros([NB, R], tl.float32)
             own = slot
             for g in tl.static_range(len(SLOTS)):
                 if (own >= 0) & (own < SLOTS[g]):
-                    acc, m, mass, _ = walk(
+                    acc, m, denom, _ = attend_sealed(
                         paged[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
-                        factor, first, last, last, softcap, sas_threshold, acc, m, mass,
+                        factor, first, last, last, softcap, sas_threshold, acc, m, denom,
                         SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, False, False, ASM,
                     )  # fmt: skip
                 own -= SLOTS[g]
             if tile + steps > pages:
-                acc, m, mass, _ = walk_open(
+                acc, m, denom, _ = attend_open(
                     opened, row * kv_heads + head, cap, sealed, length, queries, factor, first, last, last, softcap,
-                    sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
+                    sas_threshold, acc, m, denom, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
                 )  # fmt: skip
 
-        settle(
-            acc, m, mass, (tile == 0) & (steps == pages + 1), parts_ptr, first_cta + output, cta - first_cta, count,
+        finish_or_merge(
+            acc, m, denom, (tile == 0) & (steps == pages + 1), parts_ptr, first_cta + output, cta - first_cta, count,
             arrived_ptr + output, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
             kv_heads, 0, tokens, GROUP, D, SINKS, SPREAD, PARTS,
         )  # fmt: skip

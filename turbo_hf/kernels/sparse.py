@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from turbo_hf.kernels._common import LOG2_E, await_launch, to_l2
-from turbo_hf.kernels.decode import walk, walk_open
-from turbo_hf.kernels.merge import settle
+from turbo_hf.kernels.decode import attend_open, attend_sealed
+from turbo_hf.kernels.merge import finish_or_merge
 from turbo_hf.kernels.queries import prepare, query_rows
 from turbo_hf.kernels.shares import outputs_of, over, tiles_of, tiles_of_share
 from turbo_hf.kernels.tiles import ask_ahead
@@ -90,30 +90,30 @@ def sparse_decode_kernel(
 
         acc = tl.zeros([NB, DP, N], tl.float32)
         m = tl.full([NB, R], -float("inf"), tl.float32)
-        mass = tl.zeros([NB, R], tl.float32)
+        denom = tl.zeros([NB, R], tl.float32)
         counted = nb * 0
         for g in tl.static_range(len(SLOTS)):
             if (slot >= 0) & (slot < SLOTS[g]):
-                acc, m, mass, kept = walk(
+                acc, m, denom, kept = attend_sealed(
                     paged[g], slot, at, count, page, count, 0, tl.cdiv(count, NB), queries_of, factor, 0, 0,
-                    (buckets_at, visit), softcap, sas_threshold, acc, m, mass,
+                    (buckets_at, visit), softcap, sas_threshold, acc, m, denom,
                     SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, True, INDEX, ASM,
                 )  # fmt: skip
                 if READ:
                     counted = tl.sum(kept, 1)
             slot -= SLOTS[g]
         if (place >= closed) & (part == shares - 1):
-            acc, m, mass, more = walk_open(
+            acc, m, denom, more = attend_open(
                 opened, pair, cap, closed // BLOCK, place + 1, queries_of, factor, 0, 0, (buckets_at, visit),
-                softcap, sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, True, INDEX, ASM,
+                softcap, sas_threshold, acc, m, denom, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, True, INDEX, ASM,
             )  # fmt: skip
             counted += more
         if READ:  # noqa: SIM102 - what is known when the kernel is compiled stands alone
             if output % chunks == 0:
                 tl.atomic_add(read_ptr + nb * 0, counted.to(tl.int64), sem="relaxed")
 
-        settle(
-            acc, m, mass, shares == 1, parts_ptr, first_share, part, shares, arrived_ptr + output,
+        finish_or_merge(
+            acc, m, denom, shares == 1, parts_ptr, first_share, part, shares, arrived_ptr + output,
             out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, place + 1, 0, 1, KV, query, queries, GROUP, D,
             SINKS, SPREAD, PARTS,
         )  # fmt: skip

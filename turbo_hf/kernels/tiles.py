@@ -124,7 +124,7 @@ def ask_ahead(
     paged, slot, page, ok, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Pages [NB] of one slot, where ok, come to the L2 cache, while the queries are prepared. paged: as in `walk`."""
+    """Pages [NB] of one slot, where ok, come to the L2 cache as queries are prepared. paged: as in `attend_sealed`."""
     if ASM:
         k_ptr, v_ptr, meta_ptr, scale_ptr = paged
         PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
