@@ -23,7 +23,7 @@ def sparse_decode_kernel(
     paged, opened,  # as in `decode_kernel`
     buckets_ptr, visited_ptr,  # int16 [B, Hkv, 1, index_cap], uint8 [B, Hkv, M, 1, C]
     order_ptr, starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B], [B], [B]
-    listed_ptr, found_ptr,  # int64 [lists, room], int32 [lists]: as `list_kernel` leaves them
+    listed_ptr, listed_count_ptr,  # int64 [lists, room], int32 [lists]: as `list_kernel` leaves them
     parts_ptr,  # float32 [shares, N * (DP + STATS)], as in `merge`
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
     q_strides, room, cap, index_cap, queries, outputs, buckets, sink, window, scaling, softcap,
@@ -47,8 +47,8 @@ def sparse_decode_kernel(
         o, outputs, chunks, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr, KV, BLOCK, STARTS
     )
     await_launch(EARLY, True)
-    founds = tl.load(found_ptr + o // chunks, mask=o < outputs, other=0)
-    tiles = tiles_of(places, closeds, founds, o < outputs, NB)
+    listed_counts = tl.load(listed_count_ptr + o // chunks, mask=o < outputs, other=0)
+    tiles = tiles_of(places, closeds, listed_counts, o < outputs, NB)
     most = tiles_of_share(tiles, outputs, tl.num_programs(0), alone, PARTS, FILLED, SHARES)
     shares_of = over(tiles, most)
     ends = tl.cumsum(shares_of, 0)
@@ -57,7 +57,7 @@ def sparse_decode_kernel(
         output = tl.sum((ends <= share).to(tl.int32), 0)
         own = o == output
         place, closed = tl.sum(tl.where(own, places, 0), 0), tl.sum(tl.where(own, closeds, 0), 0)
-        head, found = tl.sum(tl.where(own, heads_of, 0), 0), tl.sum(tl.where(own, founds, 0), 0)
+        head, listed_count = tl.sum(tl.where(own, heads_of, 0), 0), tl.sum(tl.where(own, listed_counts, 0), 0)
         shares = tl.sum(tl.where(own, shares_of, 0), 0)
         first_share = tl.sum(tl.where(own, ends, 0), 0) - shares
         list_at, query = (output // chunks).to(tl.int64), output // chunks % queries
@@ -67,7 +67,7 @@ def sparse_decode_kernel(
         pair = row * KV + head
         part = share - first_share
         begin = part * (most * NB)
-        count = tl.maximum(tl.minimum(found - begin, most * NB), 0)
+        count = tl.maximum(tl.minimum(listed_count - begin, most * NB), 0)
         at = listed_ptr + list_at * room + begin
         page = entry(at + nb, nb < count, ASM)
         # the query as if it were the row's last token

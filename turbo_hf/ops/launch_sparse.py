@@ -273,9 +273,9 @@ def sparse_decode(
         if shape not in store.plans:
             store.plans[shape] = Kept(_workspace(*shape))
         workspace = store.plans[shape].words
-    listed, found, arrived, parts = workspace
+    listed, listed_count, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
-    flags = found
+    flags = listed_count
     if visited is not None:
         flags = visited.contiguous().view(torch.uint8)
     order = store.order.contiguous()
@@ -283,10 +283,10 @@ def sparse_decode(
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
     known |= gpu.early(q.device)
-    spanned = found if spans is None else spans.contiguous().view(torch.int32)
+    spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     with torch.cuda.device_of(q), room_for(q):
         list_kernel[(lists,)](
-            spanned, flags, order, store.table, *places, listed, found, store.table.stride(0), queries, room,
+            spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, room,
             0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
             BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FUSED,
         )  # fmt: skip
@@ -294,8 +294,8 @@ def sparse_decode(
             q, out, lse, lse if sinks is None else sinks,
             tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            found if buckets is None else buckets.contiguous(), flags, order, *places, listed, found, parts, arrived,
-            found if read is None else read, q.stride(), room, cap,
+            listed_count if buckets is None else buckets.contiguous(), flags, order, *places, listed, listed_count,
+            parts, arrived, listed_count if read is None else read, q.stride(), room, cap,
             buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
             scaling, softcap or 0.0, sas_threshold or 0.0, alone,
             SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BITS=tuple(pages.bits for pages in store.paged),
