@@ -15,7 +15,7 @@ from rich.table import Table
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
-from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan, read_windows
+from turbo_hf.calibration.run import CalibrationPlan, calibrate, estimate, make_plan, read_windows
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
 from turbo_hf.calibration.unfinished import Unfinished, finished_groups
 from turbo_hf.console import Device, Json, err, fail, load, out
@@ -117,7 +117,7 @@ def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
 def _run(
     model: Any,
     tokenizer: Any,
-    plan: Plan,
+    plan: CalibrationPlan,
     texts: str,
     folder: Path,
     resume: bool,
@@ -177,7 +177,7 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
     out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
 
 
-def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: str, revision: str | None) -> dict[str, Any]:
+def _dry_run(model: Any, tokenizer: Any, plan: CalibrationPlan, texts: str, revision: str | None) -> dict[str, Any]:
     windows, _ = read_windows(model, tokenizer, texts, plan, checkpoint_of(model, revision))
     plan = plan._replace(settings=replace(plan.settings, windows=len(windows)))
     needs, device = estimate(model, plan), input_device(model)

@@ -61,7 +61,7 @@ class Group(NamedTuple):
     indexed: bool
 
 
-class Plan(NamedTuple):
+class CalibrationPlan(NamedTuple):
     """What a run will do. notes: by layer, why it gets less than others."""
 
     settings: Settings
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     layers: int
 
 
-def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan:
+def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> CalibrationPlan:
     """Probe the model and group its layers.
 
     Raises:
@@ -107,7 +107,7 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan
     for shape, layers in indexed.items():
         size = chosen.layers_at_once
         groups += [Group(tuple(layers[at : at + size]), shape, True) for at in range(0, len(layers), size)]
-    return Plan(chosen, tuple(groups), notes, len(all_sources))
+    return CalibrationPlan(chosen, tuple(groups), notes, len(all_sources))
 
 
 @_on_cpu_by_default
@@ -186,7 +186,7 @@ def calibrate(
 
 
 def read_windows(
-    model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: Plan, beside: Checkpoint
+    model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: CalibrationPlan, beside: Checkpoint
 ) -> tuple[torch.Tensor, Any]:
     """Windows of tokens, and their tokenizer: errors are reported here, before passes that take hours.
 
@@ -220,18 +220,18 @@ def _advance(progress: Progress | None, word: str, share: float) -> Callable[[fl
     return step
 
 
-def _depth(group: Group, plan: Plan) -> float:
+def _depth(group: Group, plan: CalibrationPlan) -> float:
     """Cost of a pass that ends after a group's last layer, as a share of a whole pass."""
     return (max(group.layers) + 1) / plan.layers
 
 
-def _work(group: Group, plan: Plan, windows: int) -> float:
+def _work(group: Group, plan: CalibrationPlan, windows: int) -> float:
     """Cost of a group, in passes over a window: training and evaluation cost as much as many passes."""
     return windows * _depth(group, plan) + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
 def _calibrate_group(
-    model: PreTrainedModel, group: Group, plan: Plan, windows: torch.Tensor, step: Callable[[float], None]
+    model: PreTrainedModel, group: Group, plan: CalibrationPlan, windows: torch.Tensor, step: Callable[[float], None]
 ) -> tuple[LayerCalibration, ...]:
     settings = plan.settings
     priorities = {index: HeadPriorities() for index in group.layers}
@@ -340,7 +340,7 @@ def _centroids(
     return k_means(torch.cat(keys), clusters, settings.iterations, seeded)
 
 
-def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
+def estimate(model: PreTrainedModel, plan: CalibrationPlan) -> dict[str, float]:
     """Bytes and floating-point operations that a run with `plan.settings.windows` windows would take.
 
     "host_bytes": keys and queries of a group of layers. "device_bytes": what making their index takes at once, besides
