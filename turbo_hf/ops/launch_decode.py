@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
     groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
-    few tiles. blocks: of a tile. warps: of a CTA. kind: "stream-k", "whole" or "split".
+    few tiles. blocks: of a tile. warps: of a CTA. plan: "stream-k", "whole" or "split".
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -56,17 +56,17 @@ class Shape(NamedTuple):
     alone: int
     blocks: int
     warps: int
-    kind: str
+    plan: str
 
 
 @lru_cache(maxsize=64)
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a cache whose rows have these numbers of tiles."""
-    groups, chunks, ctas, alone, blocks, warps, kind = shape
+    groups, chunks, ctas, alone, blocks, warps, plan = shape
     cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
     each = np.repeat(np.array(tiles), len(cost))
-    if kind != "stream-k":
-        parts = 1 if kind == "whole" else split_count(len(each), max(tiles), ctas)
+    if plan != "stream-k":
+        parts = 1 if plan == "whole" else split_count(len(each), max(tiles), ctas)
         return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
     steps = int(each.sum())
     if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
@@ -130,7 +130,7 @@ def _schedule(
             _workspace(place),
         )
     live = plans[shape, place]
-    return live.words, live.ctas, live.parts, live.kept
+    return live.words, live.ctas, live.parts, live.workspace
 
 
 def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:

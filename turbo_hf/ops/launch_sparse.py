@@ -23,7 +23,7 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.launch_decode import FILLED, MERGED, tiles_for
 from turbo_hf.ops.launch_store import pairs_of
 from turbo_hf.ops.room import room_for
-from turbo_hf.ops.schedule import Kept
+from turbo_hf.ops.schedule import KeptWorkspace
 from turbo_hf.reference.select import CLASSIFIER
 
 SCAN = 2048
@@ -271,7 +271,7 @@ def sparse_decode(
     else:
         # launches that are replayed refer to it: it stays as long as they do
         if shape not in store.plans:
-            store.plans[shape] = Kept(_workspace(*shape))
+            store.plans[shape] = KeptWorkspace(_workspace(*shape))
         workspace = store.plans[shape].words
     listed, listed_count, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
