@@ -182,9 +182,9 @@ def decode(
         sealed = tuple(store.sealed.tolist())
     types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.paged)}
     alike = types == {q.dtype} and len(store.paged) == 1 and sas_threshold is None
-    shared = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
-    tune = shared or tune
-    warps = FULL_WARPS if shared else tune.blocks
+    full = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
+    tune = full or tune
+    warps = FULL_WARPS if full else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
     shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
@@ -235,7 +235,7 @@ def decode(
             SINKS=sinks is not None,
             STAGES=tune.stages,
             PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
-            FULL=shared is not None,
+            FULL=full is not None,
             **gpu.early(q.device),
             ASM=q.is_cuda,
             num_warps=warps,
