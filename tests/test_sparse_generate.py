@@ -249,7 +249,7 @@ def test_an_independent_head_visits_what_it_would_alone(choice: dict[str, Any]) 
     else:
         selector = UNTRAINED[config.selector](config, 1)
     queries = torch.randn(batch, heads, tokens, group, dim)
-    rotary = (torch.randn(batch, tokens, 8), torch.randn(batch, tokens, 8)) if selector.plain else None
+    rotary = (torch.randn(batch, tokens, 8), torch.randn(batch, tokens, 8)) if selector.pre_rotary else None
     sizes = torch.randint(0, 9, (batch, heads, 8)).float() if selector.weighs else None
     keys = torch.randn(batch, heads, tokens, dim)
     buckets, query_info = selector.assign_and_score(keys, queries, rotary)

@@ -41,7 +41,9 @@ def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | 
     shape = {**SHAPE, "num_hidden_layers": LAYERS}
     generator = torch.Generator().manual_seed(3)
     centroids = torch.randn(HEADS, 8, DIM, generator=generator)
-    selectors = {n: Centroids(KMEANS, n, centroids, plain=False) for n in range(LAYERS) if config.sparse is not None}
+    selectors = {
+        n: Centroids(KMEANS, n, centroids, pre_rotary=False) for n in range(LAYERS) if config.sparse is not None
+    }
     orders = {n: [1, 0] for n in range(LAYERS)}
     cache = TurboCache(LlamaConfig(**shape), config, head_orders=orders, selectors=selectors)
     chunk = chunk_of(torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None])

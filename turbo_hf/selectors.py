@@ -74,13 +74,13 @@ class Tally:
 class Selector:
     """The selector "window", and what all selectors share. One per layer, for every cache of a patched model.
 
-    plain: it needs queries and keys as they were before rotary embedding. tables: buckets per key. min_collisions: how
-    many of those a query must visit for the key to be read. window: newest tokens that are always read. weighs: number
-    of buckets whose key counts it needs; 0: it needs none. draws: it draws random numbers on the host in each step,
-    which a replay of the step would not do.
+    pre_rotary: it needs queries and keys as they were before rotary embedding. tables: buckets per key. min_collisions:
+    how many of those a query must visit for the key to be read. window: newest tokens that are always read. weighs:
+    number of buckets whose key counts it needs; 0: it needs none. draws: it draws random numbers on the host in each
+    step, which a replay of the step would not do.
     """
 
-    plain = False
+    pre_rotary = False
     tables = weighs = 0
     min_collisions = 1
     draws = False
@@ -97,7 +97,7 @@ class Selector:
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         """int16 [B, Hkv, tables, M] of keys [B, Hkv, M, D]; None: keys have no buckets.
 
-        rotary: what is to be undone first, as in `ops.select`; only for selectors that are `plain`.
+        rotary: what is to be undone first, as in `ops.select`; only for selectors that are `pre_rotary`.
         """
         return None
 
@@ -169,10 +169,12 @@ class Centroids(Selector):
 
     tables = 1
 
-    def __init__(self, config: SparseConfig, layer: int, centroids: torch.Tensor, plain: bool, backend: str = "auto"):
+    def __init__(
+        self, config: SparseConfig, layer: int, centroids: torch.Tensor, pre_rotary: bool, backend: str = "auto"
+    ):
         super().__init__(config, layer, backend)
         config.check_buckets(centroids.shape[1])
-        self.plain = plain
+        self.pre_rotary = pre_rotary
         self._weights = {"centroids": centroids}
         self._moved: dict[str, torch.Tensor] = {}
 

@@ -9,7 +9,7 @@ from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import AttentionOutput, Rotary
 from turbo_hf.ops.rotate import rotate_queries
 from turbo_hf.ops.sparse import sparse_decode
-from turbo_hf.rotary import turns_by_halves, unrotate
+from turbo_hf.rotary import turns_by_halves, undo_rotary
 
 PART = 8192
 """Keys whose rotation is undone at a time: bounds the float32 temporaries of a long prompt."""
@@ -30,7 +30,7 @@ class Source(NamedTuple):
     module: Any
     rotary: Rotary | None
 
-    def plain(self, x: torch.Tensor, first: int = 0, fused: bool = True) -> tuple[torch.Tensor, Rotary | None]:
+    def pre_rotary(self, x: torch.Tensor, first: int = 0, fused: bool = True) -> tuple[torch.Tensor, Rotary | None]:
         """x [B, H, M, D], whose first column is column `first` of the call, as it was before rotary embedding.
 
         Or, if `fused` and an op can undo it on the way: x as it is, and the cos and sin that it needs for that.
@@ -43,7 +43,7 @@ class Source(NamedTuple):
         cos, sin = (part[:, first : first + x.shape[2]].to(x.device) for part in self.rotary)
         if fused and turns_by_halves(self.module, x.shape[3], cos.shape[2]):
             return x, (cos, sin)
-        return unrotate(self.module, x, (cos, sin)), None
+        return undo_rotary(self.module, x, (cos, sin)), None
 
 
 def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
@@ -57,7 +57,7 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
     parts = []
     for first in range(0, key.shape[2], PART):
         part = key[:, :, first : first + PART]
-        parts.append(selector.buckets(*(source.plain(part, first) if selector.plain else (part,))))
+        parts.append(selector.buckets(*(source.pre_rotary(part, first) if selector.pre_rotary else (part,))))
     found = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
     if found is None or chunk.gather is None:
         return found
@@ -75,10 +75,10 @@ def assign_and_score(
     if selector is None or not selector.tables:
         return None, None
     rotary = None
-    if selector.plain:
+    if selector.pre_rotary:
         # columns that are moved take their rotation along: undo it before
         fused = chunk.gather is None
-        (query, rotary), (key, _) = source.plain(query, fused=fused), source.plain(key, fused=fused)
+        (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
     grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
     return selector.assign_and_score(chunk.align(key), grouped, rotary)
 

@@ -48,7 +48,7 @@ def evaluate(
         n = len(samples.positions[window])
         keys = samples.keys[window].to(device, non_blocking=True)
         turned = assign(keys, rotated)
-        parts = (samples.plain_queries[window], samples.queries[window], samples.far[window])
+        parts = (samples.pre_rotary_queries[window], samples.queries[window], samples.far[window])
         for plain, query, far, at in zip(
             *(x.split(64, 2) for x in parts), samples.positions[window].split(64), strict=True
         ):

@@ -285,9 +285,11 @@ def _index(
     clusters = _clusters(settings, windows)
     each, rotated = (
         list(_centroids(keys, clusters, settings, group.layers[0], device).split(heads))
-        for keys in ([layer.plain_keys[:learned] for layer in layers], [layer.keys[:learned] for layer in layers])
+        for keys in ([layer.pre_rotary_keys[:learned] for layer in layers], [layer.keys[:learned] for layer in layers])
     )
-    buckets = [[assign(k.to(device), own) for k in layer.plain_keys] for layer, own in zip(layers, each, strict=True)]
+    buckets = [
+        [assign(k.to(device), own) for k in layer.pre_rotary_keys] for layer, own in zip(layers, each, strict=True)
+    ]
     classifier, losses = train(layers, buckets, each, learned, settings, lambda: step(0.25))
     for at, (index, layer) in enumerate(zip(group.layers, layers, strict=True)):
         stored = {name: x[at * heads : (at + 1) * heads].half() for name, x in classifier.items()}
