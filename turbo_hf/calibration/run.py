@@ -157,10 +157,10 @@ def calibrate(
     unfinished = Unfinished(out, resume, overwrite)
     plan = make_plan(model, settings)
     chosen = plan.settings
-    beside = checkpoint_of(model, revision)
-    windows, own = read_windows(model, tokenizer, texts, plan, beside)
-    told = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
-    empty = Calibration(fingerprint(model, beside, own), told, (), windows.numel())
+    checkpoint = checkpoint_of(model, revision)
+    windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
+    settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
+    empty = Calibration(fingerprint(model, checkpoint, own), settings_dict, (), windows.numel())
     unfinished.open()
     done: dict[int, LayerCalibration] = {}
     share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
@@ -186,7 +186,11 @@ def calibrate(
 
 
 def read_windows(
-    model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: CalibrationPlan, beside: Checkpoint
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: str | Path | Iterable[str],
+    plan: CalibrationPlan,
+    checkpoint: Checkpoint,
 ) -> tuple[torch.Tensor, Any]:
     """Windows of tokens, and their tokenizer: errors are reported here, before passes that take hours.
 
@@ -195,13 +199,13 @@ def read_windows(
     """
     if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"tokenizer must be the model's own, as of AutoTokenizer; got {type(tokenizer).__name__}.")
-    doubt = beside.doubt(*TOKENIZER_FILES)
+    doubt = checkpoint.doubt(*TOKENIZER_FILES)
     if doubt is not None:
         warnings.warn(doubt, stacklevel=4)
-    own = own_tokenizer(beside)
+    own = own_tokenizer(checkpoint)
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
-        raise ValueError(f"the tokenizer is not the model's own: {wrong}.{beside.unsure}")
+        raise ValueError(f"the tokenizer is not the model's own: {wrong}.{checkpoint.unsure}")
     chosen = plan.settings
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
