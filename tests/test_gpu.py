@@ -109,8 +109,8 @@ def test_what_a_small_gpu_lacks_is_said_before(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         forecast(config, [torch.device("cuda", n) for n in range(2)], dtype, {256}, notices := Notices("raise"))
-    assert [line.split(" run in plain torch")[0] for line in notices.said] == said
-    assert [str(warning.message) for warning in caught] == notices.said
+    assert [line.split(" run in plain torch")[0] for line in notices.messages] == said
+    assert [str(warning.message) for warning in caught] == notices.messages
 
 
 @pytest.mark.usefixtures("old")

@@ -168,9 +168,9 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
         table.add_row(str(layer.index), order, *figures)
     out.print(table)
     if judged:
-        told = "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
-        told += "them: the selectors saap, the same with independent=True (each), kmeans, kmeans-rotated and random."
-        out.print(told, style="dim", highlight=False)
+        note = "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
+        note += "them: the selectors saap, the same with independent=True (each), kmeans, kmeans-rotated and random."
+        out.print(note, style="dim", highlight=False)
     for layer in found.layers:
         if layer.note:
             out.print(f"Layer {layer.index}: {layer.note}", markup=False, highlight=False)

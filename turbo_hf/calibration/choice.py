@@ -60,8 +60,8 @@ def choose_heads(
         # made with the tokenizer beside the checkpoint, or with one of which nothing can be said here
         wrong = found.mismatch(model, own_tokenizer(checkpoint) if found.fingerprint.get("tokenizer") else None)
         if wrong is not None:
-            told = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
-            raise ValueError(f"{told} Make one of this model with turbo-hf calibrate.{checkpoint.unsure}")
+            message = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
+            raise ValueError(f"{message} Make one of this model with turbo-hf calibrate.{checkpoint.unsure}")
     except (ValueError, OSError) as error:
         if calibration != "auto":
             raise

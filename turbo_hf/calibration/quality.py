@@ -74,8 +74,8 @@ def evaluate(
                 total[way] += _recalled(score, mass, sizes, weight).cpu()
             mass, sizes = bucket_sums(pairs, turned, clusters)
             score = torch.bmm(asking.float(), rotated.float().mT).view(shape).sum(1, keepdim=True)
-            told = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
-            total["k-means, rotated"] += told.cpu()
+            recalled = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
+            total["k-means, rotated"] += recalled.cpu()
             counted += weight.sum((1, 2)).cpu()
         asked += heads * groups * n
     filled = torch.stack([x.bincount(minlength=clusters) for x in torch.cat(buckets, 1)]).double()

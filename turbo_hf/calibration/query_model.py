@@ -269,5 +269,5 @@ def divergence(target: torch.Tensor, logits: torch.Tensor, sizes: torch.Tensor) 
     the number of keys that a text puts there. It is what buckets are to be ranked by for a given share of keys. SAAP's
     softmax of the logits tells the mass of whole buckets, and so those that are large in the training texts.
     """
-    told = logits + sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log()
-    return (torch.xlogy(target, target) - target * told.log_softmax(-1)).sum(-1)
+    log_mass = logits + sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log()
+    return (torch.xlogy(target, target) - target * log_mass.log_softmax(-1)).sum(-1)
