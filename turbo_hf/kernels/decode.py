@@ -128,13 +128,13 @@ def attend_sealed(
 
 @triton.jit
 def attend_open(
-    opened, at, cap, sealed, length, queries, factor, first, last, choice, softcap, sas_threshold, acc, m, denom,
+    opened, at, cap, sealed, length, queries, factor, first, last, chosen, softcap, sas_threshold, acc, m, denom,
     D: tl.constexpr, BLOCK: tl.constexpr, TURBO: tl.constexpr, SAS: tl.constexpr, CAPPED: tl.constexpr,
     SPREAD: tl.constexpr, CHOSEN: tl.constexpr, INDEX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The open tokens of one row and head: INT8 with one scale a token, or as they are. at: row * Hkv + head, int64.
 
-    CHOSEN: those that `attended` keeps by `choice`, with or without INDEX. Returns how many these are, too.
+    CHOSEN: those that `attended` keeps by `chosen`, with or without INDEX. Returns how many these are, too.
     """
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = opened
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
@@ -174,8 +174,8 @@ def attend_open(
         if CHOSEN:
             bucket = place
             if INDEX:
-                bucket = tl.load(choice[0] + place, mask=live, other=0)
-            kept = attended(place, live, bucket, *choice[1], INDEX)
+                bucket = tl.load(chosen[0] + place, mask=live, other=0)
+            kept = attended(place, live, bucket, *chosen[1], INDEX)
             counted += tl.sum(kept.to(tl.int32), 1)
             x = tl.where(kept[:, None, :], x, -float("inf"))
         else:
