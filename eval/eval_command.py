@@ -28,7 +28,7 @@ from turbo_hf.eval.output import Report, show, write_report
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.record import BY_METHOD, identity, open_run
 from turbo_hf.eval.sdpa import NO_PLANS
-from turbo_hf.eval.serve_command import TRACE, Plan, serve
+from turbo_hf.eval.serve_command import TRACE, Workload, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
 from turbo_hf.files import write_whole
 from turbo_hf.model_layers import kv_heads, layer_windows
@@ -103,8 +103,8 @@ def eval_command(
                 raise ValueError("the suite serve takes no --task, --shortest or --calibration; it has no tasks.")
             own = trace or (data / TRACE if data is not None else None)
             sized = tuple(parse_tokens(text) for text in context or ["1k"])
-            plan = Plan(sized, batch or 8, new, rounds, own, requests, longest or LONGEST["serve"])
-            result = serve(model, wanted, plan, chosen, device)
+            workload = Workload(sized, batch or 8, new, rounds, own, requests, longest or LONGEST["serve"])
+            result = serve(model, wanted, workload, chosen, device)
             if json_line:
                 print(as_json(result))  # noqa: T201
             return

@@ -31,7 +31,7 @@ SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Workload:
     """What is measured. contexts: tokens per prompt; batch: for both parts; new, rounds: for the first part; trace:
     None without a replay; requests: how many to take from it, the first ones with at most `longest` tokens."""
 
@@ -44,7 +44,7 @@ class Plan:
     longest: int
 
 
-def serve(name: str, wanted: Sequence[str], plan: Plan, folder: Path, device: str) -> dict[str, Any]:
+def serve(name: str, wanted: Sequence[str], workload: Workload, folder: Path, device: str) -> dict[str, Any]:
     """Run the suite on a model; what an earlier run stored in `folder` is not measured again.
 
     Raises:
@@ -55,26 +55,32 @@ def serve(name: str, wanted: Sequence[str], plan: Plan, folder: Path, device: st
         raise ValueError(f"{', '.join(simulated)} is simulated, for accuracy only: it has no speed to measure.")
     taken: list[Request] = []
     passed_by = 0
-    if plan.trace is not None:
-        taken, passed_by = chosen(read_trace(plan.trace), plan.requests, plan.longest)
+    if workload.trace is not None:
+        taken, passed_by = chosen(read_trace(workload.trace), workload.requests, workload.longest)
     model = _model(name, device)
-    options = {**asdict(plan), "trace": plan.trace and plan.trace.name, "suite": "serve", "limit": None, "seed": SEED}
+    options = {
+        **asdict(workload),
+        "trace": workload.trace and workload.trace.name,
+        "suite": "serve",
+        "limit": None,
+        "seed": SEED,
+    }
     options |= {"lengths": [[r.context, r.generated] for r in taken]}
     meta = open_run(folder, identity(model, None, {}, options))
     runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{method: method for method in wanted}}
-    levels = _levels(model, runs, plan, folder)
+    levels = _levels(model, runs, workload, folder)
     replays = {}
     for label, method in runs.items():
         if taken:
-            replays[label] = _replay(model, label, method, taken, plan.batch, folder)
+            replays[label] = _replay(model, label, method, taken, workload.batch, folder)
     notes = ["Prompts are random tokens; each reply is as long as asked, whatever the model says."]
     if model.device.type == "cuda":
         notes.append(NO_PLANS)
-    if plan.trace is not None:
+    if workload.trace is not None:
         notes.append(
-            f"Replay: the first {len(taken)} requests of {plan.trace.name} of {plan.longest} tokens or fewer, prompt "
-            f"and reply; {passed_by} longer or empty ones before the last of them were passed by. Batches of "
-            f"{plan.batch} in order of arrival; latency counts the wait for the batch, by the trace's clock."
+            f"Replay: the first {len(taken)} requests of {workload.trace.name} of {workload.longest} tokens or fewer, "
+            f"prompt and reply; {passed_by} longer or empty ones before the last of them were passed by. Batches of "
+            f"{workload.batch} in order of arrival; latency counts the wait for the batch, by the trace's clock."
         )
     missing = {row["method"]: 0 for row in levels if row["tokens_s"] is None}
     missing |= {label: 0 for label, own in replays.items() if not own}
@@ -99,16 +105,18 @@ def _model(name: str, device: str) -> Any:
     return model
 
 
-def _levels(model: Any, runs: dict[str, str], plan: Plan, folder: Path) -> list[dict[str, Any]]:
+def _levels(model: Any, runs: dict[str, str], workload: Workload, folder: Path) -> list[dict[str, Any]]:
     log = folder / "levels.jsonl"
     rows = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.is_file() else []
     done = {(row["method"], row["context"]) for row in rows}
-    for context in plan.contexts:
+    for context in workload.contexts:
         for label, method in runs.items():
             if (label, context) in done:
                 continue
-            with err.status(f"{label}: {context} tokens x {plan.batch}"):
-                measured = level(model, method_named(method), context, plan.batch, plan.new, plan.rounds, SEED)
+            with err.status(f"{label}: {context} tokens x {workload.batch}"):
+                measured = level(
+                    model, method_named(method), context, workload.batch, workload.new, workload.rounds, SEED
+                )
             rows.append({**asdict(measured), "method": label})
             with log.open("a", encoding="utf-8") as kept:
                 kept.write(json.dumps(rows[-1]) + "\n")

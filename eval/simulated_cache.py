@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from turbo_hf.eval.simulate import Scheme
 from turbo_hf.model_layers import layer_windows
-from turbo_hf.rotary import unrotate
+from turbo_hf.rotary import undo_rotary
 
 SINKS = 4
 """First tokens that StreamingLLM keeps (Xiao et al. 2024, arXiv:2309.17453, sec. 3.2)."""
@@ -153,7 +153,7 @@ class WindowLayer(DynamicLayer):
         cos, sin = (x.float() for x in self.rotary(sinks, places))
         scale = (cos * cos + sin * sin).mean().sqrt()
         # the other way round is onwards
-        turned = unrotate(self.attention, sinks, (cos / scale, -sin / scale)).to(self.keys.dtype)
+        turned = undo_rotary(self.attention, sinks, (cos / scale, -sin / scale)).to(self.keys.dtype)
         # a row that has lost nothing yet has no room between its first tokens and the others
         moved = (shift > 0).to(self.keys.device)[:, None, None, None]
         return torch.cat([torch.where(moved, turned, sinks), self.keys[:, :, SINKS:]], -2)

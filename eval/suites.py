@@ -137,8 +137,8 @@ def _only(specs: list[Spec], suite: str, wanted: tuple[str, ...], notes: list[st
     there = [spec.name for spec in specs]
     strange = [name for name in wanted if name not in there]
     if strange:
-        told = " ".join([f"no task {', '.join(strange)} here; {suite} has {', '.join(there) or 'none'}.", *notes])
-        raise ValueError(told)
+        message = " ".join([f"no task {', '.join(strange)} here; {suite} has {', '.join(there) or 'none'}.", *notes])
+        raise ValueError(message)
     return [spec for spec in specs if not wanted or spec.name in wanted]
 
 

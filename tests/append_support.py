@@ -52,5 +52,5 @@ def full_store(dim: int, groups: tuple[tuple[int, int], ...], device: torch.devi
 
 def snapshot(store: KVStore) -> KVStore:
     """A copy that shares no memory."""
-    heads = tuple(PagedHeads(pages.bits, *(x.clone() for x in pages[1:])) for pages in store.heads)
-    return copy(store)._replace(heads=heads, sealed=store.sealed.clone())
+    paged = tuple(PagedHeads(pages.bits, *(x.clone() for x in pages[1:])) for pages in store.paged)
+    return copy(store)._replace(paged=paged, sealed=store.sealed.clone())

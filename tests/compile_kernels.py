@@ -98,8 +98,8 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     grouped, turn = q.unflatten(1, (2, -1)).transpose(2, 3), (torch.zeros(1, 1, dim), torch.zeros(1, 1, dim))
     launch_sparse.classify(grouped, model, rotary=turn)
     centroids = torch.zeros(2, 1024, dim, dtype=torch.float16)
-    _, logits = launch_sparse.look_up(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
-    launch_sparse.look_up(k[:, :, :1].to(dtype), grouped, centroids)
+    _, logits = launch_sparse.assign_and_score(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
+    launch_sparse.assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
     launch_sparse.visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
     visited = launch_sparse.visit(logits, probes=32)[:, :, :, None]
     plain: dict[str, Any] = {"scaling": 0.1, "sink_tokens": 1, "window_tokens": 2047}
@@ -170,8 +170,8 @@ def main(everything: bool) -> None:
         launch_store.append_step(k, k, store, None, noted, *flags, rotate=True)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
-        starts, span = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
-        launch_store.append_tokens(k, k, store, starts, None, span, *flags, rotate=True)
+        starts, max_scale = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
+        launch_store.append_tokens(k, k, store, starts, None, max_scale, *flags, rotate=True)
         # a table that has grown, the flags of other layers, and a prompt of another length
         for width, at in ((7, 1), (16, 4), (33, 3)):
             grown = store._replace(table=torch.zeros(2, width, dtype=torch.int64))
@@ -180,7 +180,7 @@ def main(everything: bool) -> None:
             launch_store.append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
             case[0] = f"append a prompt, d = {dim}"
             some = k[:, :, : 256 + at]
-            launch_store.append_tokens(some, some, store, starts, None, span, *others, rotate=True)
+            launch_store.append_tokens(some, some, store, starts, None, max_scale, *others, rotate=True)
             case[0] = f"append a prompt without ranges, d = {dim}"
             launch_store.append_tokens(some, some, store, starts, None, None, *others, rotate=True)
         case[0] = f"seal open blocks, d = {dim}"

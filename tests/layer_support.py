@@ -137,7 +137,7 @@ def assert_row(store: KVStore, row: int, want: NaiveRow) -> None:
     assert int(store.open_len[row]) == len(want.open)
     for n, page in enumerate(want.pages):
         at = store.table[row, n]
-        for got, expected in zip(store.heads, page, strict=True):
+        for got, expected in zip(store.paged, page, strict=True):
             assert got.bits == expected.bits
             for name in ("k", "v", "meta", "scale"):
                 assert torch.equal(getattr(got, name)[at].cpu(), getattr(expected, name)[0].cpu()), (name, n)
@@ -159,10 +159,10 @@ def assert_layer(layer: TurboLayer, want: list[NaiveRow]) -> None:
     assert layer.get_seq_length() == layer.seen == len(want[0].columns)
     assert layer.lengths() == [row.held() for row in want]
     assert layer.dropped == [row.dropped for row in want]
-    if layer.columns is None:
+    if layer.valid is None:
         assert all(all(row.columns) for row in want)
     else:
-        assert layer.columns.tolist() == [row.columns for row in want]
+        assert layer.valid.tolist() == [row.columns for row in want]
     past = layer.seen if layer.window is None else min(layer.seen, layer.window - 1)
     assert layer.get_mask_sizes(3) == (past + 3, layer.seen - past)
     dense = layer.dense(past)
@@ -180,7 +180,7 @@ def assert_same_rows(a: TurboLayer, row_a: int, b: TurboLayer, row_b: int) -> No
     sealed, count = int(x.sealed[row_a]), int(x.open_len[row_a])
     if sealed:
         assert torch.equal(x.order[row_a], y.order[row_b])
-    for one, other in zip(x.heads, y.heads, strict=True):
+    for one, other in zip(x.paged, y.paged, strict=True):
         for name in ("k", "v", "meta", "scale"):
             own = getattr(one, name)[x.table[row_a, :sealed]]
             assert torch.equal(own, getattr(other, name)[y.table[row_b, :sealed]]), name

@@ -47,13 +47,13 @@ def spans_of(store: KVStore, index: Tensor | None) -> Tensor | None:
 
 
 def kept_keys(
-    place: int, bucket: list[list[int]], visited: list[list[bool]], sink: int, window: int, meetings: int
+    place: int, bucket: list[list[int]], visited: list[list[bool]], sink: int, window: int, min_collisions: int
 ) -> list[int]:
     """Places that a query reads. bucket: by table and place; visited: by table and bucket."""
     found = []
     for t in range(place + 1):
         met = sum(own[t] < 0 or seen[own[t]] for own, seen in zip(bucket, visited, strict=True))
-        if t < sink or t > place - window or (bool(bucket) and met >= meetings):
+        if t < sink or t > place - window or (bool(bucket) and met >= min_collisions):
             found.append(t)
     return found
 
@@ -115,7 +115,7 @@ def naive(
                 chooser = head if visited is not None and visited.shape[1] == heads else kv
                 seen = [] if visited is None else visited[row, chooser, column].tolist()
                 sink, window = choice["sink_tokens"], choice["window_tokens"]
-                kept = kept_keys(place, bucket, seen, sink, window, choice.get("meetings", 1))
+                kept = kept_keys(place, bucket, seen, sink, window, choice.get("min_collisions", 1))
                 loaded |= {(kv, t) for t in kept}
                 score = (keys[kv, kept] @ q[row, head, column].cpu().to(dtype)).to(wide) * choice["scaling"]
                 if choice.get("softcap"):

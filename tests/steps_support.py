@@ -36,7 +36,9 @@ def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | 
     shape = {**SHAPE, "num_hidden_layers": LAYERS}
     generator = torch.Generator().manual_seed(3)
     centroids = torch.randn(HEADS, 8, DIM, generator=generator)
-    selectors = {n: Centroids(KMEANS, n, centroids, plain=False) for n in range(LAYERS) if config.sparse is not None}
+    selectors = {
+        n: Centroids(KMEANS, n, centroids, pre_rotary=False) for n in range(LAYERS) if config.sparse is not None
+    }
     orders = {n: [1, 0] for n in range(LAYERS)}
     cache = TurboCache(LlamaConfig(**shape), config, head_orders=orders, selectors=selectors)
     chunk = chunk_of(torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None])
@@ -77,9 +79,9 @@ def assert_same(a: TurboCache, b: TurboCache) -> None:
     for x, y in zip(a.turbo_layers(), b.turbo_layers(), strict=True):
         assert x.seen == y.seen
         assert x.lengths() == y.lengths()
-        assert (x.columns is None) == (y.columns is None)
-        if x.columns is not None and y.columns is not None:
-            assert torch.equal(x.columns, y.columns)
+        assert (x.valid is None) == (y.valid is None)
+        if x.valid is not None and y.valid is not None:
+            assert torch.equal(x.valid, y.valid)
         for layer in (x, y):
             store = layer.store()
             assert store.open_len.tolist() == layer.buffer.length

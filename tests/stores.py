@@ -136,7 +136,7 @@ def store_codes(store: KVStore) -> list[Codes]:
         heads, dim, split = store.k_open.shape[1], store.k_open.shape[3], sealed * store.block
         k, v = (torch.zeros(heads, split + count, dim, dtype=torch.float64) for _ in range(2))
         k_scale, v_scale = (torch.zeros(heads, split + count, dtype=torch.float64) for _ in range(2))
-        slots = [(pages, slot) for pages in store.heads for slot in range(pages.k.shape[1])]
+        slots = [(pages, slot) for pages in store.paged for slot in range(pages.k.shape[1])]
         for (pages, slot), head in zip(slots, store.order[row].tolist(), strict=True):
             for n, page in enumerate(store.table[row, :sealed].tolist()):
                 at = slice(n * store.block, (n + 1) * store.block)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
+@pytest.mark.parametrize("given_scale", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
 @pytest.mark.parametrize(
     ("m", "starts"),
     [(1, None), (5, None), (5, [0, 3, 5]), (130, None), (130, [0, 33, 130])],
@@ -28,14 +28,14 @@ def test_stores_what_the_quantizer_makes(
     dim: int, dtype: torch.dtype, m: int, starts: list[int] | None, given: bool, backend: str, device: torch.device
 ) -> None:
     store = cache([70, 3, 72], dim, device, dtype, room=m)
-    before, broken = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
+    before, nonfinite = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(3, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
     scales = torch.rand(3, 2, 2, device=device) / 50 if given else None
     if scales is not None:
         scales[1, 0] = 0
     first = None if starts is None else torch.tensor(starts, device=device)
-    append_tokens(k, v, store, starts=first, given=scales, broken=broken, backend=backend)
-    assert not broken.item()
+    append_tokens(k, v, store, starts=first, given_scale=scales, nonfinite=nonfinite, backend=backend)
+    assert not nonfinite.item()
     for row in range(3):
         start = 0 if starts is None else starts[row]
         held, new = int(before.open_len[row]), m - start
@@ -61,13 +61,13 @@ def test_keys_are_rotated_on_the_way(dim: int, dtype: torch.dtype, backend: str,
         k, v = (tokens(4, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
         k[0, 0, 0, 3] = 3e4
         turned = rotate_keys(k, "reference")
-        append_tokens(k, v, got, broken=flags[0], rotate=True, backend=backend)
-        append_tokens(turned, v, want, broken=flags[0], backend="reference")
+        append_tokens(k, v, got, nonfinite=flags[0], rotate=True, backend=backend)
+        append_tokens(turned, v, want, nonfinite=flags[0], backend="reference")
         assert_same_tokens(got, want)
     got = full_store(dim, ((4, 2),), device)
     want, k, v = snapshot(got), k[:, :, :1], v[:, :, :1]
-    append_step(k, v, got, broken=flags[0], arrived=flags[1], rotate=True, backend=backend)
-    append_step(turned[:, :, :1], v, want, broken=flags[0], arrived=flags[1], backend="reference")
+    append_step(k, v, got, nonfinite=flags[0], arrived=flags[1], rotate=True, backend=backend)
+    append_step(turned[:, :, :1], v, want, nonfinite=flags[0], arrived=flags[1], backend="reference")
     assert_same_tokens(got, want)
     assert not flags[0].item()
 
@@ -85,42 +85,47 @@ def assert_same_tokens(got: KVStore, want: KVStore) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("which", [0, 1], ids=["k", "v"])
 def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: torch.device) -> None:
-    store, broken = cache([3], 16, device, torch.float32), torch.zeros(1, dtype=torch.int32, device=device)
+    store, nonfinite = cache([3], 16, device, torch.float32), torch.zeros(1, dtype=torch.int32, device=device)
     new = [tokens(1, 2, 2, 16, device=device) for _ in range(2)]
-    append_tokens(new[0], new[1], store, broken=broken, backend=backend)
-    assert not broken.item()
+    append_tokens(new[0], new[1], store, nonfinite=nonfinite, backend=backend)
+    assert not nonfinite.item()
     new[which][0, 1, 1, 3] = bad
-    append_tokens(new[0], new[1], store, broken=broken, backend=backend)
-    assert broken.item()
+    append_tokens(new[0], new[1], store, nonfinite=nonfinite, backend=backend)
+    assert nonfinite.item()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("m", [3, 70])
 def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torch.device) -> None:
-    store, broken = cache([3, 5], 16, device, torch.float32, room=m), torch.zeros(1, dtype=torch.int32, device=device)
+    store, nonfinite = (
+        cache([3, 5], 16, device, torch.float32, room=m),
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
     k, v = (tokens(2, 2, m, 16, device=device) for _ in range(2))
     starts = torch.tensor([1, m], device=device)
     wanted = torch.stack([expected(x[:1, :, 1:], None)[1].amax(-1) for x in (k, v)], -1)
-    span = torch.zeros(2, 2, 2, device=device)
-    span[0, 1], span[1] = 1e3, 0.25
-    append_tokens(k, v, store, starts=starts, span=span, broken=broken, backend=backend)
-    assert torch.equal(span[0, 0], wanted[0])
-    assert (span[0, 1] == 1e3).all()
+    max_scale = torch.zeros(2, 2, 2, device=device)
+    max_scale[0, 1], max_scale[1] = 1e3, 0.25
+    append_tokens(k, v, store, starts=starts, max_scale=max_scale, nonfinite=nonfinite, backend=backend)
+    assert torch.equal(max_scale[0, 0], wanted[0])
+    assert (max_scale[0, 1] == 1e3).all()
     # a row without new tokens
-    assert (span[1] == 0.25).all()
+    assert (max_scale[1] == 0.25).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", [0, 40, 69])
 def test_a_prompt_reports_nan_wherever_it_is(where: int, backend: str, device: torch.device) -> None:
-    store, broken = cache([3], 16, device, torch.float32, room=70), torch.zeros(1, dtype=torch.int32, device=device)
+    store, nonfinite = cache([3], 16, device, torch.float32, room=70), torch.zeros(1, dtype=torch.int32, device=device)
     new = tokens(1, 2, 70, 16, device=device)
     new[0, 1, where, 3] = torch.nan
-    append_tokens(new, new, store, starts=torch.tensor([where + 1], device=device), broken=broken, backend=backend)
+    append_tokens(
+        new, new, store, starts=torch.tensor([where + 1], device=device), nonfinite=nonfinite, backend=backend
+    )
     # padding may hold anything
-    assert not broken.item()
-    append_tokens(new, new, cache([3], 16, device, torch.float32, room=70), broken=broken, backend=backend)
-    assert broken.item()
+    assert not nonfinite.item()
+    append_tokens(new, new, cache([3], 16, device, torch.float32, room=70), nonfinite=nonfinite, backend=backend)
+    assert nonfinite.item()
 
 
 FULL_GROUPS = [pytest.param(((16, 2),), id="16bit"), pytest.param(((16, 1), (4, 1)), id="16bit+4bit")]
@@ -137,14 +142,14 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
     k, v = (tokens(4, 2, 150, dim, dtype=torch.float16, device=device) for _ in range(2))
     order = torch.tensor([[1, 0], [0, 1], [1, 0], [1, 0]], device=device)
     store = make_store(k, v, lengths, groups=groups, order=order, sealed=[0, 0, 0, 0])
-    heads = tuple(empty_pages(bits, 9, n, dim, 64, device, torch.float16) for bits, n in groups)
-    for x in (x for pages in heads for x in pages[1:]):
+    paged = tuple(empty_pages(bits, 9, n, dim, 64, device, torch.float16) for bits, n in groups)
+    for x in (x for pages in paged for x in pages[1:]):
         x.fill_(7)
     table = torch.tensor([[4, 2, 0], [0, 1, 8], [0, 0, 0], [6, 0, 0]], device=device)
-    store = store._replace(heads=heads, table=table, sealed=torch.tensor(counted, device=device))
+    store = store._replace(paged=paged, table=table, sealed=torch.tensor(counted, device=device))
     seal_open(store, 2, backend=backend)
     slot = 0
-    for got in store.heads:
+    for got in store.paged:
         for row, n, page in ((0, 0, 4), (0, 1, 2), (1, 0, 8), (3, 1, 6)):
             own, at = order[row, slot : slot + got.k.shape[1]], slice(64 * n, 64 * n + 64)
             parts = [x[row, own][:, at] for x in (store.k_open, store.k_scale, store.v_open.mT, store.v_scale)]
@@ -163,19 +168,19 @@ def test_refuses_other_shapes() -> None:
     store = cache([3], 16, torch.device("cpu"), torch.float32)
     k = torch.zeros(1, 2, 1, 16)
     with pytest.raises(ValueError, match=r"v must be \[1, 2, M, 16\] like the store; got \(1, 2, 1, 32\)"):
-        append_tokens(k, torch.zeros(1, 2, 1, 32), store, broken=torch.zeros(1, dtype=torch.int32))
+        append_tokens(k, torch.zeros(1, 2, 1, 32), store, nonfinite=torch.zeros(1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got \[2\] on cpu"),
-        ({"given": torch.zeros(1, 2, 1)}, r"given must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
-        ({"span": torch.zeros(2, 2)}, r"span must be \[1, 2, 2\] on cpu; got \[2, 2\]"),
-        ({"broken": torch.zeros(3, dtype=torch.int32)}, r"broken must be \[1\] on cpu; got \[3\]"),
+        ({"given_scale": torch.zeros(1, 2, 1)}, r"given_scale must be \[1, 2, 2\] on cpu; got \[1, 2, 1\]"),
+        ({"max_scale": torch.zeros(2, 2)}, r"max_scale must be \[1, 2, 2\] on cpu; got \[2, 2\]"),
+        ({"nonfinite": torch.zeros(3, dtype=torch.int32)}, r"nonfinite must be \[1\] on cpu; got \[3\]"),
         (
-            {"broken": torch.zeros(1, dtype=torch.int32, device="meta")},
-            r"broken must be \[1\] on cpu; got \[1\] on meta",
+            {"nonfinite": torch.zeros(1, dtype=torch.int32, device="meta")},
+            r"nonfinite must be \[1\] on cpu; got \[1\] on meta",
         ),
     ],
 )
@@ -183,7 +188,7 @@ def test_refuses_what_does_not_belong_to_the_store(wrong: dict[str, Any], messag
     store = cache([3], 16, torch.device("cpu"), torch.float32)
     k = torch.zeros(1, 2, 1, 16)
     with pytest.raises(ValueError, match=message):
-        append_tokens(k, k, store, **{"broken": torch.zeros(1, dtype=torch.int32), **wrong})
+        append_tokens(k, k, store, **{"nonfinite": torch.zeros(1, dtype=torch.int32), **wrong})
 
 
 def test_refuses_more_tokens_than_there_is_room_for() -> None:
@@ -191,7 +196,7 @@ def test_refuses_more_tokens_than_there_is_room_for() -> None:
     room = store.k_open.shape[2]
     k = torch.zeros(1, 2, room + 1, 16)
     with pytest.raises(ValueError, match=f"k brings {room + 1} tokens a row; the store has room for {room}"):
-        append_tokens(k, k, store, broken=torch.zeros(1, dtype=torch.int32))
+        append_tokens(k, k, store, nonfinite=torch.zeros(1, dtype=torch.int32))
 
 
 def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

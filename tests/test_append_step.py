@@ -19,25 +19,25 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
+@pytest.mark.parametrize("given_scale", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
 def test_a_step_seals_what_is_full_and_then_appends(
     dim: int, groups: tuple[tuple[int, int], ...], given: bool, backend: str, device: torch.device
 ) -> None:
     store = full_store(dim, groups, device)
-    before, broken = snapshot(store), torch.zeros(1, dtype=torch.int32, device=device)
+    before, nonfinite = snapshot(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 1, 2, dim, device=device).transpose(1, 2) for _ in range(2))
     scales = torch.rand(4, 2, 2, device=device) / 50 if given else None
     arrived = torch.zeros(4, dtype=torch.int32, device=device)
-    append_step(k, v, store, given=scales, broken=broken, arrived=arrived, backend=backend)
-    assert not broken.item()
+    append_step(k, v, store, given_scale=scales, nonfinite=nonfinite, arrived=arrived, backend=backend)
+    assert not nonfinite.item()
     assert not arrived.any()
     assert store.sealed.tolist() == [2, 1, 1, 0]
     assert store.open_len.tolist() == [1, 7, 1, 4]
     for row, page in ((0, 0), (2, 3)):
         slot = 0
-        for got in store.heads:
+        for got in store.paged:
             own = store.order[row, slot : slot + got.k.shape[1]]
             block = [x[row, own] for x in (before.k_open, before.k_scale, before.v_open, before.v_scale)]
             k_open, k_scale, v_open, v_scale = (x[None, ..., :64] if x.dim() == 2 else x[None] for x in block)
@@ -45,7 +45,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
             for name in ("k", "v", "meta", "scale"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
             slot += len(own)
-    for got, old in zip(store.heads, before.heads, strict=True):
+    for got, old in zip(store.paged, before.paged, strict=True):
         for x, y in zip(got[1:], old[1:], strict=True):
             assert torch.equal(x[1:3], y[1:3])
     for row, held in enumerate([0, 6, 0, 3]):
@@ -74,10 +74,10 @@ def test_a_step_of_a_sparse_layer(
     for row, place in enumerate([128, 70, 64, 3]):
         want[row, ..., place] = buckets[row, ..., 0]
     flags = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4)]
-    append_step(k, v, store, broken=flags[0], arrived=flags[1], backend=backend)
-    append_step(k, v, other, noted=(index, buckets), broken=flags[0], arrived=flags[1], backend=backend)
+    append_step(k, v, store, nonfinite=flags[0], arrived=flags[1], backend=backend)
+    append_step(k, v, other, noted=(index, buckets), nonfinite=flags[0], arrived=flags[1], backend=backend)
     assert torch.equal(index, want)
-    for plain, got in zip(store.heads, other.heads, strict=True):
+    for plain, got in zip(store.paged, other.paged, strict=True):
         for x, y in zip(plain[1:], got[1:], strict=True):
             assert torch.equal(x, y)
     for name in ("sealed", "k_open", "v_open", "open_len"):
@@ -86,29 +86,31 @@ def test_a_step_of_a_sparse_layer(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_reports_nan(backend: str, device: torch.device) -> None:
-    store, broken = full_store(16, ((4, 2),), device), torch.zeros(1, dtype=torch.int32, device=device)
+    store, nonfinite = full_store(16, ((4, 2),), device), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 2, 1, 16, device=device) for _ in range(2))
     v[2, 1, 0, 3] = torch.inf
-    append_step(k, v, store, broken=broken, arrived=torch.zeros(4, dtype=torch.int32, device=device), backend=backend)
-    assert broken.item()
+    append_step(
+        k, v, store, nonfinite=nonfinite, arrived=torch.zeros(4, dtype=torch.int32, device=device), backend=backend
+    )
+    assert nonfinite.item()
 
 
 def test_a_step_refuses_other_shapes() -> None:
-    broken, arrived = torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    nonfinite, arrived = torch.zeros(1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     store = full_store(16, ((4, 2),), torch.device("cpu"))
     k = torch.zeros(4, 2, 2, 16)
     with pytest.raises(ValueError, match=r"k must be \[4, 2, 1, 16\] like the store; got \(4, 2, 2, 16\)"):
-        append_step(k, k, store, broken=broken, arrived=arrived)
+        append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
     k, index = k[:, :, :1], torch.zeros(4, 2, 1, 192, dtype=torch.int16)
     wanted = r"noted must be an index \[4, 2, L, places\] and buckets \[4, 2, L, 1\]; got \(4, 2, 1, 192\) and"
     with pytest.raises(ValueError, match=wanted):
-        append_step(k, k, store, noted=(index, index[..., 0]), broken=broken, arrived=arrived)
+        append_step(k, k, store, noted=(index, index[..., 0]), nonfinite=nonfinite, arrived=arrived)
     store = store._replace(block=128)
     with pytest.raises(ValueError, match="store must have room for 128 open tokens; it has 64"):
-        append_step(k, k, store, broken=broken, arrived=arrived)
+        append_step(k, k, store, nonfinite=nonfinite, arrived=arrived)
     whole = store._replace(block=64, k_open=store.k_open.to(torch.float16), v_open=store.v_open.to(torch.float16))
     with pytest.raises(ValueError, match=r"store must have INT8 open tokens; got torch.float16\. .* use append_tokens"):
-        append_step(k, k, whole, broken=broken, arrived=arrived)
+        append_step(k, k, whole, nonfinite=nonfinite, arrived=arrived)
 
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:

@@ -71,7 +71,7 @@ def test_bytes_are_those_of_the_cache(width: str) -> None:
     case = toy()
     groups = groups_of(width, case.heads.kv)
     (store,) = packed_stores(case, groups, 1, CPU, 0)
-    pages = sum(x.nbytes for group in store.heads for x in (group.k, group.v, group.meta, group.scale))
+    pages = sum(x.nbytes for group in store.paged for x in (group.k, group.v, group.meta, group.scale))
     token = sum(x[0, :, :, 0].nbytes for x in (store.k_open.mT, store.v_open))
     token += sum(x[0, :, 0].nbytes for x in (store.k_scale, store.v_scale))
     assert case.packed_bytes(groups) == pages + token * int(store.open_len.sum())
@@ -83,7 +83,7 @@ def test_caches_share_no_page_and_differ() -> None:
     stores = packed_stores(case, groups_of("mixed", case.heads.kv), 3, CPU, 0)
     pages = [store.table[row, :n].tolist() for store in stores for row, n in enumerate(store.sealed.tolist())]
     used = [page for row in pages for page in row]
-    assert sorted(used) == list(range(stores[0].heads[0].k.shape[0]))
+    assert sorted(used) == list(range(stores[0].paged[0].k.shape[0]))
     dense = [dequantize(store, torch.float32)[0] for store in stores]
     assert not torch.equal(dense[0], dense[1])
     again = packed_stores(case, groups_of("mixed", case.heads.kv), 3, CPU, 0)
@@ -106,7 +106,7 @@ def test_pieces_fill_every_page(monkeypatch: pytest.MonkeyPatch, poison: None) -
     monkeypatch.setattr(decode_store, "PIECE", 3 * 2 * 64 * 64)
     case = toy("1x500")
     (store,) = packed_stores(case, groups_of("4", 2), 1, CPU, 0)
-    (pages,) = store.heads
+    (pages,) = store.paged
     assert bool(pages.scale.isfinite().all())
     # N(0, 1): no page is like another, and all are of one size
     k, _ = dequantize(store, torch.float32)

@@ -46,7 +46,7 @@ def held(layer: TurboLayer, row: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def check(layer: TurboLayer, plain: TurboLayer, ordered: list[list[range]]) -> None:
     """`layer` holds what `plain` holds, the blocks `ordered` sorted by bucket, of equals the older first."""
-    assert layer.bucket_index.ordered == ordered
+    assert layer.bucket_index.sorted_blocks == ordered
     assert layer.lengths() == plain.lengths()
     for row, runs in enumerate(ordered):
         k, v, buckets = held(plain, row)
@@ -133,7 +133,7 @@ def test_what_stands_in_order_cannot_be_cut() -> None:
     assert layer.lengths() == [231, 231]
     layer.crop(-199)
     assert layer.lengths() == [32, 32]
-    assert layer.bucket_index.ordered == [[], []]
+    assert layer.bucket_index.sorted_blocks == [[], []]
     assert bool((layer.bucket_index.spans == -1).all())
 
 
@@ -141,7 +141,7 @@ def test_what_stands_in_order_cannot_be_cut() -> None:
 def test_the_end_of_a_prompt_can_be_cropped(tokens: int) -> None:
     layer, plain = layer_of(), layer_of(sorts=False)
     feed([layer, plain], tokens)
-    order = [list(runs) for runs in layer.bucket_index.ordered]
+    order = [list(runs) for runs in layer.bucket_index.sorted_blocks]
     for x in (layer, plain):
         x.crop(-SPARE - 1)
     check(layer, plain, order)
@@ -218,7 +218,7 @@ def test_what_follows_a_crop_is_sorted_as_in_a_new_cache() -> None:
     feed([new], 32)
     feed([layer, plain, new], 300)
     check(layer, plain, [[range(1, 7)]] * 2)
-    assert new.bucket_index.ordered == layer.bucket_index.ordered
+    assert new.bucket_index.sorted_blocks == layer.bucket_index.sorted_blocks
 
 
 @pytest.mark.parametrize("chunk", [None, 150])
@@ -236,7 +236,7 @@ def test_the_model_says_the_same(chunk: int | None) -> None:
 
     every = SparseConfig(selector="random", buckets=8, probes=8, window_tokens=WINDOW, dense_layers=())
     found, cache = run(every)
-    assert any(cache.layers[0].bucket_index.ordered)
+    assert any(cache.layers[0].bucket_index.sorted_blocks)
     assert torch.equal(found, run(None)[0])
 
 

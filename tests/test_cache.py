@@ -211,8 +211,8 @@ def start(model: Any, rows: list[int]) -> TurboCache:
 def go_on(model: Any, cache: TurboCache, rows: list[int]) -> Tensor:
     """The most likely token after one more pass of each row."""
     width = cache.get_seq_length()
-    columns = cache.turbo_layers()[0].columns
-    past = torch.ones(len(rows), width, dtype=torch.int64) if columns is None else columns.long()
+    valid = cache.turbo_layers()[0].valid
+    past = torch.ones(len(rows), width, dtype=torch.int64) if valid is None else valid.long()
     ids = prompts(1, 5, seed=20).expand(len(rows), -1)
     return forward(model, ids, cache, torch.cat((past, torch.ones_like(ids)), 1)).argmax(-1)
 

@@ -18,7 +18,7 @@ from turbo_hf.calibration.run import calibrate, make_plan
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.config import HEAD_METRICS
 from turbo_hf.ops.quantize import head_scores
-from turbo_hf.rotary import unrotate
+from turbo_hf.rotary import undo_rotary
 
 
 def test_a_pass_ends_behind_the_last_layer_that_it_is_for() -> None:
@@ -68,7 +68,7 @@ def test_inverse_rotation_gives_what_the_projection_gave(rope: dict[str, Any]) -
     seen, true = before_rotation(model, prompts(1, 63))
     for index, call in seen.items():
         assert call.rotary is not None
-        got = unrotate(call.source.module, call.key, call.rotary)
+        got = undo_rotary(call.source.module, call.key, call.rotary)
         torch.testing.assert_close(got, true[index].view(1, 63, 2, 16).transpose(1, 2))
 
 

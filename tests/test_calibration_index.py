@@ -176,9 +176,9 @@ def made_up(windows: int, turned: bool) -> tuple[Samples, list[Tensor], Tensor]:
     for _ in range(windows):
         keys = torch.randn(1, length, dim, generator=seeded)
         query = 2 * torch.randn(1, 2, count, dim, generator=seeded)
-        samples.plain_keys.append(keys)
+        samples.pre_rotary_keys.append(keys)
         samples.keys.append(keys)
-        samples.plain_queries.append(query)
+        samples.pre_rotary_queries.append(query)
         samples.queries.append(query @ turn)
         samples.positions.append(torch.randint(100, length, (count,), generator=seeded))
         samples.far.append(torch.ones(1, 2, count, dtype=torch.bool))
@@ -244,7 +244,7 @@ def test_a_head_without_a_long_range_query_stays_as_it_began() -> None:
     classifier, losses = train([samples, without], [buckets] * 2, [centroids] * 2, 2, settings, lambda: None)
     assert losses.isfinite().tolist() == [True, False]
     query = torch.randn(2, 50, 8)
-    length = torch.cat(samples.plain_keys, 1).norm(dim=-1).mean()
+    length = torch.cat(samples.pre_rotary_keys, 1).norm(dim=-1).mean()
     begun = torch.bmm(query, (centroids * length).mT.expand(2, -1, -1))
     got = classify(classifier, query)
     torch.testing.assert_close(got[1], begun[1], rtol=1e-5, atol=1e-5)

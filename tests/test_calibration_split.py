@@ -46,7 +46,7 @@ def test_an_index_is_judged_on_windows_that_it_was_not_learned_from(
     assert [count for _, count in trained] == [learned] * len(trained)
     assert judged == [list(range(learned, windows))] * len(found.layers)
     for number, (layers, _) in enumerate(trained):
-        for name, own in zip(("plain_keys", "keys"), clustered[2 * number : 2 * number + 2], strict=True):
+        for name, own in zip(("pre_rotary_keys", "keys"), clustered[2 * number : 2 * number + 2], strict=True):
             for layer, used in zip(layers, own, strict=True):
                 held = getattr(layer, name)
                 assert len(held) == windows

@@ -207,7 +207,7 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
         narrow.commit()
         for name in ("k", "v", "meta", "scale"):
             first = layer.pool.table[:, 0]
-            assert torch.equal(getattr(layer.pool.heads[1], name)[first], getattr(narrow.pool.heads[0], name)[:2])
+            assert torch.equal(getattr(layer.pool.paged[1], name)[first], getattr(narrow.pool.paged[0], name)[:2])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

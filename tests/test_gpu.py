@@ -24,7 +24,7 @@ from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
 from turbo_hf.ops.decode import decode, step_obstacle
 from turbo_hf.ops.forecast import forecast
-from turbo_hf.sparse import Scores
+from turbo_hf.sparse import Scoring
 
 CONSUMER = 99 << 10
 """Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""
@@ -109,8 +109,8 @@ def test_what_a_small_gpu_lacks_is_said_before(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         forecast(config, [torch.device("cuda", n) for n in range(2)], dtype, {256}, notices := Notices("raise"))
-    assert [line.split(" run in plain torch")[0] for line in notices.said] == said
-    assert [str(warning.message) for warning in caught] == notices.said
+    assert [line.split(" run in plain torch")[0] for line in notices.messages] == said
+    assert [str(warning.message) for warning in caught] == notices.messages
 
 
 @pytest.mark.usefixtures("old")
@@ -171,10 +171,10 @@ def test_torch_computes_prompts_that_are_causal_attention_and_no_more(changed: d
     layer = TurboLayer(TurboConfig(sas=changed.get("sas", False)), window=changed.get("window"))
     layer.seen = changed.get("seen", 0)
     starts, softcap, sinks = (changed.get(name) for name in ("starts", "softcap", "sinks"))
-    scores = Scores(1.0, softcap, sinks, sas_threshold(layer.config, 40))
+    scoring = Scoring(1.0, softcap, sinks, sas_threshold(layer.config, 40))
     q: Any = OnGpu(128, tokens=40)
-    assert _is_plain(layer, q, starts, scores) is plain
-    assert not _is_plain(layer, torch.empty(1, 8, 40, 128), starts, scores)
+    assert _is_plain(layer, q, starts, scoring) is plain
+    assert not _is_plain(layer, torch.empty(1, 8, 40, 128), starts, scoring)
 
 
 # --- what fits is right ---------------------------------------------------------------------------------------------

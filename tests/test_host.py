@@ -128,7 +128,7 @@ def test_a_prompt_takes_few_operations_and_no_wait(
         feed(layer, k, Chunk(150))
     # of a sparse layer the newest tokens stay open until the answer begins
     assert layer.pool.sealed == ([2, 2] if layer.window is None and layer.selector is None else [1, 1])
-    assert layer.due
+    assert layer.unchecked
     assert work.reads == 0
     assert sum(work.counts.values()) <= MOST, work.counts
     assert work.counts["launch"] <= 4
@@ -149,7 +149,7 @@ def test_layers_share_what_is_only_read(monkeypatch: pytest.MonkeyPatch, device:
     assert not any(x.is_inference() for x in (one.table, one.sealed, one.order))
     # kernels count in these
     assert one.open_len.data_ptr() != other.open_len.data_ptr()
-    first.pool.own_sealed()
+    first.pool.unshare_sealed()
     first.pool.device_sealed().add_(1)
     assert other.sealed.tolist() == second.pool.sealed == [2, 2]
 
@@ -229,7 +229,7 @@ def test_a_pass_names_the_layer_before_its_tokens_are_chosen(bad: float, backend
         weight[0, 0] = kept
         cache.reset()
         model(prompts(1, 66), past_key_values=cache)
-        assert not any(layer.due for layer in cache.turbo_layers())
+        assert not any(layer.unchecked for layer in cache.turbo_layers())
 
 
 def test_a_spoilt_cache_tells_of_it_again() -> None:

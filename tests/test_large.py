@@ -66,13 +66,13 @@ def test_one_tensor(call: Any) -> None:
 
 def at_the_end(store: KVStore) -> KVStore:
     """The same cache in a pool so large that its pages lie past 2^31 elements."""
-    (pages,) = store.heads
+    (pages,) = store.paged
     used, slots = len(pages.k), pages.k.shape[1]
     more = LIMIT // pages.k[0].numel() + 1
     large: PagedHeads = empty_pages(pages.bits, more + used, slots, DIM, store.block, pages.k.device)
     for name in ("k", "v", "meta", "scale"):
         getattr(large, name)[more:] = getattr(pages, name)
-    return store._replace(heads=(large,), table=store.table + more)
+    return store._replace(paged=(large,), table=store.table + more)
 
 
 def a_store(bits: int) -> KVStore:
@@ -86,7 +86,7 @@ def test_decode_and_a_prompt_over_a_past(bits: int) -> None:
     store, q = a_store(bits), tokens(2, 32, 1, DIM, dtype=torch.float16, device="cuda")
     new = [tokens(2, heads, 40, DIM, dtype=torch.float16, device="cuda") for heads in (32, 8, 8)]
     large = at_the_end(store)
-    assert large.heads[0].k.numel() > LIMIT
+    assert large.paged[0].k.numel() > LIMIT
     for mode in ("turbo", "fp16"):
         got, want = (decode(q, past, scaling=0.1, mode=mode) for past in (large, store))
         assert torch.equal(got.out, want.out)
@@ -104,12 +104,12 @@ def test_a_step_seals_to_the_last_pages(bits: int) -> None:
         store = a_store(bits)
         table = torch.nn.functional.pad(store.table, (0, 1))
         # the pool has a page in front of all others and one behind, of which no row knows
-        table[0, 6], table[1, 1] = 0, len(store.heads[0].k) - 1
+        table[0, 6], table[1, 1] = 0, len(store.paged[0].k) - 1
         store = place(store._replace(table=table))
-        broken, arrived = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1, 2))
-        append_step(k, v, store, broken=broken, arrived=arrived)
+        nonfinite, arrived = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (1, 2))
+        append_step(k, v, store, nonfinite=nonfinite, arrived=arrived)
         own = [store.table[0, 6], store.table[1, 1]]
-        found.append([getattr(store.heads[0], name)[page] for page in own for name in ("k", "v", "meta", "scale")])
+        found.append([getattr(store.paged[0], name)[page] for page in own for name in ("k", "v", "meta", "scale")])
         assert store.sealed.tolist() == [7, 2]
     for large, small in zip(*found, strict=True):
         assert torch.equal(large, small)

@@ -120,7 +120,7 @@ def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> No
         k[row, other, 64:, 0] *= 5000
     config = TurboConfig(bits=4, low_bits=2, low_heads=0.75)
     layer = filled(config, k, v)
-    assert [pages.bits for pages in layer.store().heads] == [4, 2]
+    assert [pages.bits for pages in layer.store().paged] == [4, 2]
     assert layer.store().order[:, 0].tolist() == [3, 0]
 
 
@@ -264,7 +264,7 @@ def test_an_unclaimed_update_returns_dense_keys_and_values(window: int | None) -
 def test_padding_told_beforehand_is_not_stored_and_what_follows_it_is() -> None:
     k, v = random_kv(2, 90)
     layer = TurboLayer(TurboConfig())
-    layer.padding = torch.arange(70) >= torch.tensor([[0], [50]])
+    layer.given_mask = torch.arange(70) >= torch.tensor([[0], [50]])
     layer.update(k[:, :, :20], v[:, :, :20])
     layer.update(k[:, :, 20:65], v[:, :, 20:65])
     # this pass begins inside the mask and ends behind it
@@ -290,7 +290,7 @@ def test_padding_of_every_row_takes_no_room(backend: Any, device: torch.device) 
 def test_a_pass_that_is_all_padding_stores_nothing() -> None:
     k, v = random_kv(1, 40)
     layer = TurboLayer(TurboConfig())
-    layer.padding = torch.arange(40)[None] >= 25
+    layer.given_mask = torch.arange(40)[None] >= 25
     assert not layer.update(k[:, :, :3], v[:, :, :3])[0][:, :, 3:].any()
     assert layer.lengths() == [0]
     assert not layer.dense(3)[0].any()

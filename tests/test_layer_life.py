@@ -277,8 +277,8 @@ def test_crop_refuses_what_it_cannot_give_back() -> None:
     # a refusal changes nothing
     same = filled(TurboConfig(), k, v, valid, window=40)
     assert layer.seen == same.seen
-    assert layer.columns is not None
-    assert torch.equal(layer.columns, valid)
+    assert layer.valid is not None
+    assert torch.equal(layer.valid, valid)
     for row in range(2):
         assert_same_rows(layer, row, same, row)
 

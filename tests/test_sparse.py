@@ -10,7 +10,7 @@ import torch
 from budgets import check, float_budget, largest
 from torch import Tensor
 
-from turbo_hf.ops.select import assign, classify, look_up, score, visit
+from turbo_hf.ops.select import assign, assign_and_score, classify, score, visit
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.usefixtures("poison")
 def assign_new(keys: Tensor, centroids: Tensor, *, rotary: tuple[Tensor, Tensor] | None = None, backend: str) -> Tensor:
     """`assign`, as a step does it: beside the logits of queries."""
     queries = torch.randn(*keys.shape[:3], 3, keys.shape[3], device=keys.device).to(keys.dtype)
-    found, logits = look_up(keys, queries, centroids, rotary=rotary, backend=backend)
+    found, logits = assign_and_score(keys, queries, centroids, rotary=rotary, backend=backend)
     assert torch.equal(logits, score(queries, centroids, rotary=rotary, backend=backend))
     model = some_classifier(centroids.shape[0], keys.shape[3], 20, 9, keys.device)
-    again, logits = look_up(keys, queries, centroids, model, rotary=rotary, backend=backend)
+    again, logits = assign_and_score(keys, queries, centroids, model, rotary=rotary, backend=backend)
     assert torch.equal(again, found)
     assert torch.equal(logits, classify(queries, model, rotary=rotary, backend=backend))
     return found

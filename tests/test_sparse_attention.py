@@ -116,7 +116,7 @@ def test_on_keys_that_are_not_rounded(device: torch.device, backend: str) -> Non
 def test_several_tables(device: torch.device) -> None:
     store = sparse_store([150, 40], 2, 32, device)
     index, visited = random_index(store, 2, 9, 0.3, tables=4)
-    check_sparse(tokens(2, 4, 2, 32, device=device), store, index, visited, "auto", meetings=2)
+    check_sparse(tokens(2, 4, 2, 32, device=device), store, index, visited, "auto", min_collisions=2)
 
 
 @pytest.mark.parametrize("tables", [1, 4])
@@ -124,7 +124,7 @@ def test_each_query_head_has_buckets_of_its_own(tables: int, device: torch.devic
     store = sparse_store([170, 63, 2], 2, 32, device, groups=((4, 1), (2, 1)))
     index, visited = random_index(store, 2, 9, 0.3, tables, query_heads=6)
     q = tokens(3, 6, 2, 32, device=device)
-    how: dict[str, Any] = {"meetings": min(2, tables)}
+    how: dict[str, Any] = {"min_collisions": min(2, tables)}
     check_sparse(q, store, index, visited, "auto", starts=[0, 1, 0], sinks=True, **how)
     # the heads of a KV head with the same visits, in INT8: what one choice for all of them gives
     shared = visited[:, ::3]
@@ -174,7 +174,7 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
         ({"visited": None}, "buckets and visited belong together"),
         ({"sink_tokens": -1}, "sink_tokens must be at least 0 and window_tokens at least 1; got -1 and 20"),
         ({"window_tokens": 0}, "sink_tokens must be at least 0 and window_tokens at least 1; got 1 and 0"),
-        ({"meetings": 2}, "meetings from 1 to L; got"),
+        ({"min_collisions": 2}, "min_collisions from 1 to L; got"),
         ({"visited": torch.zeros(1, 2, 2, 1, 4, dtype=torch.bool)}, r"visited \[1, 2 or 4, 1, L, C\]"),
         ({"visited": torch.zeros(1, 3, 1, 1, 4, dtype=torch.bool)}, r"got .*\(1, 3, 1, 1, 4\) and 1"),
         ({"q": torch.zeros(2, 4, 1, 32)}, "q has 2 rows on cpu; the cache holds 1 on cpu"),

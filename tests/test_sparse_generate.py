@@ -100,7 +100,7 @@ def test_a_choice_by_chance_is_even_and_the_same_again(llama: Any) -> None:
     # 256 each, of deviation 15.5
     assert 256 - 5 * 15.5 < int(sizes.min()) <= int(sizes.max()) < 256 + 5 * 15.5
     assert 256 - 5 * 15.5 < int((one == other).sum()) < 256 + 5 * 15.5
-    visited = selectors[0].visited(torch.randn(1, 1, 512, 2, 16))
+    visited = selectors[0]._visited(torch.randn(1, 1, 512, 2, 16))
     assert visited is not None
     assert visited.sum(-1).unique().tolist() == [3]
     # 96 times each, of deviation 8.8
@@ -182,8 +182,8 @@ def test_mass_is_that_of_the_keys_that_the_buckets_hold() -> None:
     selector = Classifier(chosen, 1, torch.nn.functional.normalize(torch.randn(3, 8, 16), dim=-1), weights)
     assert selector.weighs == 8
     queries = torch.randn(2, 3, 1, 2, 16)
-    _, logits = selector.look_up(torch.randn(2, 3, 1, 16), queries)
-    visited = selector.visited(logits, sizes)
+    _, logits = selector._assign_and_score(torch.randn(2, 3, 1, 16), queries)
+    visited = selector._visited(logits, sizes)
     assert visited is not None
     each = classify(weights, queries.permute(1, 0, 2, 3, 4).flatten(1, 3)).view(3, 2, 1, 2, 8).transpose(0, 1).mean(3)
     told = each.exp() * sizes[:, :, None]
@@ -212,13 +212,13 @@ def test_mass_of_a_chunk_is_that_of_its_tokens_alone(starts: list[int] | None, i
     by_token = copy.deepcopy(whole)
     keys, queries = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 2, 16)
     append(whole, keys, Chunk(16, None, starts))
-    found = _visited(whole, selector.ask(keys, queries)[1], 16, 2)
+    found = _visited(whole, selector.assign_and_score(keys, queries)[1], 16, 2)
     assert found is not None
     for at in range(16):
         late = [int(at < start) for start in starts or [0, 0]]
         append(by_token, keys[:, :, at : at + 1], Chunk(1, None, late if any(late) else None))
-        _, asked = selector.ask(keys[:, :, at : at + 1], queries[:, :, at : at + 1])
-        alone = _visited(by_token, asked, 1, 2)
+        _, query_info = selector.assign_and_score(keys[:, :, at : at + 1], queries[:, :, at : at + 1])
+        alone = _visited(by_token, query_info, 1, 2)
         assert alone is not None
         for row in range(2):
             assert late[row] or torch.equal(found[row, :, at], alone[row, :, 0])
@@ -249,21 +249,21 @@ def test_an_independent_head_visits_what_it_would_alone(choice: dict[str, Any]) 
     else:
         selector = UNTRAINED[config.selector](config, 1)
     queries = torch.randn(batch, heads, tokens, group, dim)
-    rotary = (torch.randn(batch, tokens, 8), torch.randn(batch, tokens, 8)) if selector.plain else None
+    rotary = (torch.randn(batch, tokens, 8), torch.randn(batch, tokens, 8)) if selector.pre_rotary else None
     sizes = torch.randint(0, 9, (batch, heads, 8)).float() if selector.weighs else None
     keys = torch.randn(batch, heads, tokens, dim)
-    buckets, asked = selector.ask(keys, queries, rotary)
+    buckets, query_info = selector.assign_and_score(keys, queries, rotary)
     together = selector.buckets(keys, rotary)
     assert buckets is not None
     assert together is not None
     assert torch.equal(buckets, together)
-    found = selector.choose(asked, group, sizes)
+    found = selector.visited(query_info, group, sizes)
     assert found is not None
     assert found.shape == (batch, heads * group, tokens, selector.tables, 8)
     for head in range(heads * group):
         kv, member = divmod(head, group)
-        _, own = selector.look_up(keys, queries[:, :, :, member : member + 1], rotary)
-        alone = selector.visited(own, sizes)
+        _, own = selector._assign_and_score(keys, queries[:, :, :, member : member + 1], rotary)
+        alone = selector._visited(own, sizes)
         assert alone is not None
         assert torch.equal(found[:, head], alone[:, kv])
     assert not torch.equal(found[:, 0], found[:, 1])

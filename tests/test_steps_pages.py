@@ -55,7 +55,7 @@ def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["order", "universal", "broken", "buffer.k", "pool.heads", "bucket_index.buckets", "bucket_index.spans"]
+    "name", ["order", "universal", "nonfinite", "buffer.k", "pool.paged", "bucket_index.buckets", "bucket_index.spans"]
 )
 def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
     cache = filled(TurboConfig(bits=2, block_size=32, buffer_scale="universal", sparse=KMEANS))
@@ -94,6 +94,6 @@ def test_pages_that_are_reserved_again_and_again_are_the_same() -> None:
     assert pool.sealed == [2, 1, 0]
     for _ in range(50):
         pool.reserve([8] * len(LENGTHS))
-        assert pool.pages == sum(pool.given) == sum(pool.sealed) + 8 * len(LENGTHS)
-        owned = [page for row, count in enumerate(pool.given) for page in pool.table[row, :count].tolist()]
+        assert pool.pages == sum(pool.reserved) == sum(pool.sealed) + 8 * len(LENGTHS)
+        owned = [page for row, count in enumerate(pool.reserved) for page in pool.table[row, :count].tolist()]
         assert sorted(owned) == list(range(pool.pages))

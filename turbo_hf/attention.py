@@ -13,13 +13,13 @@ from turbo_hf.chunk import Chunk
 from turbo_hf.config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layer import TurboLayer
-from turbo_hf.layout import Rotary, narrowed
+from turbo_hf.layout import Rotary, Scoring, narrowed
 from turbo_hf.masks import dense_mask
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.ops.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import prefill_mode
-from turbo_hf.sparse import Scores, Source, attend_sparse, look_up, new_buckets
+from turbo_hf.sparse import Source, assign_and_score, attend_sparse, new_buckets
 
 NAME = "turbo_hf"
 """The value of `config._attn_implementation` on a patched model."""
@@ -111,7 +111,7 @@ def turbo_attention(
         key, value = _pending(call.layer, key, value)
         if reason is None:
             new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
-            out = _compressed(call.cache, call.layer, source, new, attention_mask, Scores(scale, softcap, s_aux))
+            out = _compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
@@ -147,16 +147,18 @@ def _decompressed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
     # the first layer checks all layers, before anything has been stored
-    by_bucket = next((held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.ordered)), None)
+    by_bucket = next(
+        (held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.sorted_blocks)), None
+    )
     if by_bucket is not None and mask is not None and mask.dim() != 2:
         raise Unsupported(
             f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
             "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
         )
-    padding = layer.padding
+    given_mask = layer.given_mask
     if mask is not None:
-        padding = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
-    return layer.update_dense(key, value, padding)
+        given_mask = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
+    return layer.update_dense(key, value, given_mask)
 
 
 def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
@@ -168,9 +170,9 @@ def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.T
 
 def _require_no_padding(layer: TurboLayer, tokens: int) -> None:
     """ValueError if the cache was given padding in the new columns that the model did not pass."""
-    if layer.padding is None or layer.seen >= layer.padding.shape[1]:
+    if layer.given_mask is None or layer.seen >= layer.given_mask.shape[1]:
         return
-    if not layer.padding[:, layer.seen : layer.seen + tokens].all():
+    if not layer.given_mask[:, layer.seen : layer.seen + tokens].all():
         raise ValueError(
             "the TurboCache was given an attention_mask with padding, this patched model none. Pass that "
             "mask to the model, which shows it to the cache."
@@ -203,7 +205,7 @@ def _compressed(
     source: Source,
     new: New,
     mask: torch.Tensor | None,
-    scores: Scores,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
     layer.check(new.key, defer=True)
@@ -213,10 +215,10 @@ def _compressed(
         # a step that may be captured has been checked against its mask before
         _require_no_padding(layer, new.query.shape[2])
     chunk = cache.chunk(mask, layer, new.query.shape[2])
-    scores = scores._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
+    scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
     attend = _step if layer.is_decoding(chunk.tokens) else _prompt
     with torch.no_grad():
-        out = attend(layer, source, new, chunk, scores)
+        out = attend(layer, source, new, chunk, scoring)
         layer.commit(defer=True)
         out = chunk.restore(out)
     if torch.is_grad_enabled() and new.query.requires_grad:
@@ -224,19 +226,19 @@ def _compressed(
     return out
 
 
-def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scores: Scores) -> torch.Tensor:
+def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     if layer.selector is not None:
-        buckets, asked = look_up(layer, source, new.query, new.key, chunk)
+        buckets, query_info = assign_and_score(layer, source, new.query, new.key, chunk)
         layer.append(k, v, chunk, buckets, defer=True)
-        return attend_sparse(layer, asked, new.query, chunk, starts, scores).out
+        return attend_sparse(layer, query_info, new.query, chunk, starts, scoring).out
     layer.append(k, v, chunk, defer=True)
     return decode(
         rotate_queries(q, config.backend) if config.rotates else q,
         layer.store(),
-        **scores._asdict(),
+        **scoring._asdict(),
         starts=starts,
         window=layer.window,
         mode=config.decode_attention,
@@ -244,14 +246,14 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scores: Sco
     ).out
 
 
-def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scores: Scores) -> torch.Tensor:
+def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
     """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     mode = prefill_mode(config.prompt_attention, q)
     buckets = new_buckets(layer, source, new.key, chunk)
-    if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scores):
-        out = _sdpa(q, k, v, scores.scaling)
+    if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scoring):
+        out = _sdpa(q, k, v, scoring.scaling)
     else:
         # over a past, the chunk's own keys are rotated like the stored ones
         turned = layer.seen > 0 and config.rotates
@@ -259,7 +261,7 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scores: S
             rotate_queries(q, config.backend) if turned else q,
             narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
             v,
-            **scores._asdict(),
+            **scoring._asdict(),
             past=layer.store() if layer.seen else None,
             starts=starts,
             window=layer.window,
@@ -274,10 +276,10 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scores: S
     return out
 
 
-def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scores: Scores) -> bool:
+def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring) -> bool:
     """Whether a prompt on a GPU is causal attention and nothing more, which torch has kernels for."""
     short = layer.window is None or q.shape[2] <= layer.window
-    plain = starts is None and scores.softcap is None and scores.sinks is None and scores.sas_threshold is None
+    plain = starts is None and scoring.softcap is None and scoring.sinks is None and scoring.sas_threshold is None
     return q.is_cuda and not layer.seen and short and plain
 
 

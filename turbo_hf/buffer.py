@@ -48,12 +48,12 @@ def to_open(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: str) 
     return Tokens(k, 1 + (k.float() * 0).sum(-1), v, 1 + (v.float() * 0).sum(-1))
 
 
-def on_scale(k: torch.Tensor, v: torch.Tensor, own: Tokens, span: torch.Tensor, backend: str) -> Tokens:
-    """New tokens k, v [B, Hkv, M, D] on the scales `span` [B, Hkv, 2] of a row's prompt; `own`: on their own."""
+def on_scale(k: torch.Tensor, v: torch.Tensor, own: Tokens, given_scale: torch.Tensor, backend: str) -> Tokens:
+    """New tokens k, v [B, Hkv, M, D] on `given_scale` [B, Hkv, 2], that of a row's prompt; `own`: on their own."""
     # a row that had no prompt has no range yet: its tokens keep their own scale
     k_scale, v_scale = (
         torch.where(given[..., None] > 0, given[..., None], scale)
-        for given, scale in zip(span.unbind(-1), (own.k_scale, own.v_scale), strict=True)
+        for given, scale in zip(given_scale.unbind(-1), (own.k_scale, own.v_scale), strict=True)
     )
     return Tokens(*quantize_tokens(k, k_scale, backend), *quantize_tokens(v, v_scale, backend))
 
@@ -143,8 +143,8 @@ class OpenBuffer:
         v: torch.Tensor,
         starts: list[int] | None,
         layer: int,
-        given: torch.Tensor | None,
-        span: torch.Tensor | None,
+        given_scale: torch.Tensor | None,
+        max_scale: torch.Tensor | None,
         backend: str,
     ) -> None:
         """In plain torch what `ops.append.append_tokens` does in a kernel. layer: the number to name in an error.
@@ -153,10 +153,11 @@ class OpenBuffer:
         """
         tokens = to_open(k, v, self.k.dtype, backend)
         require_finite({layer: ~(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all())})
-        if span is not None:
-            torch.maximum(span, torch.stack((tokens.k_scale.amax(-1), tokens.v_scale.amax(-1)), -1), out=span)
-        if given is not None:
-            tokens = on_scale(k, v, tokens, given, backend)
+        if max_scale is not None:
+            largest = torch.stack((tokens.k_scale.amax(-1), tokens.v_scale.amax(-1)), -1)
+            torch.maximum(max_scale, largest, out=max_scale)
+        if given_scale is not None:
+            tokens = on_scale(k, v, tokens, given_scale, backend)
         self.append(tokens, starts)
 
     def first_block(self, rows: torch.Tensor | slice, block: int) -> Tokens:

@@ -34,10 +34,10 @@ def _stop_recording(layer: Any) -> None:
     """One of Transformers' own layers as `activate_past_recording` found it, without what it kept for a `crop`."""
     if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.record_past:
         for index, state in layer.conv_states.items():
+            size: Any = layer.conv_kernel_size[index]
             if state is not None:
-                # cuts or fills it at the front
-                kept = (layer.conv_kernel_size[index] - state.shape[-1], 0)
-                layer.conv_states[index] = torch.nn.functional.pad(state, kept)
+                # cut or filled at the front, as a prompt shorter than the kernel leaves it
+                layer.conv_states[index] = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.record_past and layer.is_initialized:
         # drops what has left its window
         layer.crop(0)
@@ -109,7 +109,7 @@ class TurboCache(Cache):
         super().__init__(layers=layers)
         if attention_mask is not None:
             for layer in self.turbo_layers():
-                layer.padding = attention_mask
+                layer.given_mask = attention_mask
         self._planned: list[tuple[torch.Tensor | None, int, int, Chunk]] = []
 
     def turbo_layers(self) -> list[TurboLayer]:
@@ -128,13 +128,13 @@ class TurboCache(Cache):
             # plans of an earlier pass may be for a mask that has been changed in place since
             self._planned = []
             self._require_one_length(self.layers.index(layer), tokens)
-        columns = layer.columns if layer.is_initialized else None
-        if mask is None and columns is None:
+        valid = layer.valid if layer.is_initialized else None
+        if mask is None and valid is None:
             return Chunk(tokens)
         key = (layer.seen, tokens)
         found = next((at for at in self._planned if at[1:3] == key and _same_mask(at[0], mask)), None)
         if found is None:
-            found = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, columns))
+            found = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, valid))
             self._planned.append(found)
         return found[3] if mask is None else found[3].on(mask.device)
 
@@ -153,11 +153,11 @@ class TurboCache(Cache):
 
     def require_finite(self) -> None:
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""
-        layers = [layer for layer in self.turbo_layers() if layer.due]
+        layers = [layer for layer in self.turbo_layers() if layer.unchecked]
         if layers:
-            require_finite({layer.index: layer.broken for layer in layers})
+            require_finite({layer.index: layer.nonfinite for layer in layers})
         for layer in layers:
-            layer.due = False
+            layer.unchecked = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`."""

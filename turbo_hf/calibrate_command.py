@@ -15,7 +15,7 @@ from rich.table import Table
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
-from turbo_hf.calibration.run import Plan, calibrate, estimate, make_plan, read_windows
+from turbo_hf.calibration.run import CalibrationPlan, calibrate, estimate, make_plan, read_windows
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
 from turbo_hf.calibration.unfinished import Unfinished, finished_groups
 from turbo_hf.console import Device, Json, err, fail, load, out
@@ -117,7 +117,7 @@ def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
 def _run(
     model: Any,
     tokenizer: Any,
-    plan: Plan,
+    plan: CalibrationPlan,
     texts: str,
     folder: Path,
     resume: bool,
@@ -168,16 +168,16 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
         table.add_row(str(layer.index), order, *figures)
     out.print(table)
     if judged:
-        told = "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
-        told += "them: the selectors saap, the same with independent=True (each), kmeans, kmeans-rotated and random."
-        out.print(told, style="dim", highlight=False)
+        note = "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
+        note += "them: the selectors saap, the same with independent=True (each), kmeans, kmeans-rotated and random."
+        out.print(note, style="dim", highlight=False)
     for layer in found.layers:
         if layer.note:
             out.print(f"Layer {layer.index}: {layer.note}", markup=False, highlight=False)
     out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
 
 
-def _dry_run(model: Any, tokenizer: Any, plan: Plan, texts: str, revision: str | None) -> dict[str, Any]:
+def _dry_run(model: Any, tokenizer: Any, plan: CalibrationPlan, texts: str, revision: str | None) -> dict[str, Any]:
     windows, _ = read_windows(model, tokenizer, texts, plan, checkpoint_of(model, revision))
     plan = plan._replace(settings=replace(plan.settings, windows=len(windows)))
     needs, device = estimate(model, plan), input_device(model)

@@ -84,19 +84,19 @@ def chunk_of(valid: torch.Tensor, same: torch.Tensor | None = None) -> Chunk:
     return Chunk(tokens, valid, starts, gather)
 
 
-def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, columns: torch.Tensor | None) -> Chunk:
+def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, valid: torch.Tensor | None) -> Chunk:
     """The `Chunk` that a model's 2D attention mask describes.
 
     Args:
         mask: [B, seen + tokens], nonzero at real tokens; None: at all of them.
         seen: columns of earlier passes. tokens: columns of this one.
-        columns: bool [B, seen], which of the earlier columns the cache stored; None: all.
+        valid: bool [B, seen], which of the earlier columns the cache stored; None: all.
 
     Raises:
         ValueError: another width, or a mask that hides or shows a token of an earlier pass which it did not before.
     """
     if mask is None:
-        if columns is not None and not bool(columns.all()):
+        if valid is not None and not bool(valid.all()):
             raise ValueError(DIFFERS)
         return Chunk(tokens)
     if mask.shape[1] != seen + tokens:
@@ -105,20 +105,20 @@ def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, columns: 
             "Pass a mask over all of them, [batch, cached + new], or none."
         )
     past = mask[:, :seen].bool()
-    same = past.all() if columns is None else (past == columns.to(mask.device)).all()
+    same = past.all() if valid is None else (past == valid.to(mask.device)).all()
     return chunk_of(mask[:, seen:].bool(), same)
 
 
-def chunk_of_padding(padding: torch.Tensor | None, seen: int, x: torch.Tensor) -> Chunk:
+def chunk_from_given_mask(mask: torch.Tensor | None, seen: int, x: torch.Tensor) -> Chunk:
     """The `Chunk` of new keys x [B, Hkv, M, D] under the mask [B, columns] that a cache was given; None: no padding."""
     rows, tokens = x.shape[0], x.shape[2]
-    if padding is None:
+    if mask is None:
         return Chunk(tokens)
-    if len(padding) != rows:
+    if len(mask) != rows:
         raise ValueError(
-            f"the attention_mask given to TurboCache has {len(padding)} rows; this pass brings {rows}. Give it one row "
+            f"the attention_mask given to TurboCache has {len(mask)} rows; this pass brings {rows}. Give it one row "
             "for each row that runs (repeat rows for beams and returned sequences)."
         )
-    told = padding[:, seen : seen + tokens].to(x.device).bool()
+    new = mask[:, seen : seen + tokens].to(x.device).bool()
     # generated tokens lie beyond the mask of the prompt, and are not padding
-    return chunk_of(torch.nn.functional.pad(told, (0, tokens - told.shape[1]), value=True))
+    return chunk_of(torch.nn.functional.pad(new, (0, tokens - new.shape[1]), value=True))

@@ -241,5 +241,5 @@ def _print_diagnosis(diagnosis: Diagnosis) -> None:
         verdict = "ok" if check.passed else "too coarse for this model"
         table.add_row(preset, f"{check.error:.1%}", f"{check.agreement:.0%} of {check.tokens}", verdict)
     out.print(table)
-    told = "On random tokens, of which a model is least sure; accuracy is measured on your tasks, not here."
-    out.print(told, style="dim")
+    note = "On random tokens, of which a model is least sure; accuracy is measured on your tasks, not here."
+    out.print(note, style="dim")

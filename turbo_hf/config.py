@@ -159,8 +159,10 @@ class SparseConfig:
                     "more buckets (a calibration with more clusters)."
                 )
         if self.count is not None and 2 * self.count >= buckets:
-            told = f"steps visit {self.count} of the {buckets} buckets of a head, and so read most keys. Take fewer "
-            warnings.warn(told + "probes (SparseConfig.probes), or a calibration with more clusters.", stacklevel=2)
+            message = f"steps visit {self.count} of the {buckets} buckets of a head, and so read most keys. Take "
+            warnings.warn(
+                message + "fewer probes (SparseConfig.probes), or a calibration with more clusters.", stacklevel=2
+            )
 
 
 DEFAULTS = {field.name: field.default for field in fields(SparseConfig)}

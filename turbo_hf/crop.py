@@ -25,8 +25,8 @@ def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
             f"crop({tokens_to_remove}): the cache holds only {layer.seen} columns. Remove at most so many, or reset()."
         )
     counts = [-tokens_to_remove] * layer.rows
-    if layer.columns is not None:
-        counts = layer.columns[:, layer.seen + tokens_to_remove :].sum(-1).tolist()
+    if layer.valid is not None:
+        counts = layer.valid[:, layer.seen + tokens_to_remove :].sum(-1).tolist()
     for row, (count, held) in enumerate(zip(counts, layer.lengths(), strict=True)):
         if held - count < min(held + layer.dropped[row] - count, (layer.window or 1) - 1):
             raise ValueError(

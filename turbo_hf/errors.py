@@ -41,16 +41,16 @@ def warn(message: str) -> None:
 
 
 class Notices:
-    """The messages of one patch: issued as the user chose, and kept in `said` for the report."""
+    """The messages of one patch: issued as the user chose, and kept in `messages` for the report."""
 
     def __init__(self, strict: Strict):
         self.strict = strict
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def note(self, message: str) -> None:
         """Something that the user should know: a warning, or with "fallback" a log message."""
         complain("fallback" if self.strict == "fallback" else "warn", message)
-        self.said.append(message)
+        self.messages.append(message)
 
     def refuse(self, message: str, remedy: str = "") -> None:
         """Something that cannot be done: with "raise" an error that names the remedy; otherwise as `note`."""

@@ -203,7 +203,7 @@ class StepRunner:
         self._forget()
         # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors, or
         # while another runner captures, where what is launched does not run
-        if steps is not None and not (sys.is_finalizing() or _capturing(steps.broken)):
+        if steps is not None and not (sys.is_finalizing() or _capturing(steps.nonfinite)):
             steps.close()
 
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
@@ -233,13 +233,13 @@ class StepRunner:
         Raises:
             ValueError: a block that is about to be sealed may hold NaN or Inf.
         """
-        known = steps.layers[0].shown
+        known = steps.layers[0].valid_prefix
         padded = 0 if known is None else known.shape[1]
         proofs = [] if mask is None else [mask[:, padded:].all()]
         if mask is not None and known is not None:
             proofs.append((mask[:, :padded].bool() == known).all())
         if steps.seals():
-            proofs.append((steps.broken == 0).all())
+            proofs.append((steps.nonfinite == 0).all())
         if not proofs or bool(proofs[0] if len(proofs) == 1 else torch.stack(proofs).all()):
             return True
         if steps.seals():

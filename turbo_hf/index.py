@@ -32,7 +32,7 @@ class BucketIndex:
         self.spans = nothing((rows, heads, 0, 2), torch.int16, device)
         self._all_known = True
         # for each row, the blocks in bucket order
-        self.ordered: list[list[range]] = [[] for _ in range(rows)]
+        self.sorted_blocks: list[list[range]] = [[] for _ in range(rows)]
 
     @property
     def tables(self) -> int:
@@ -87,15 +87,15 @@ class BucketIndex:
         found = torch.zeros(*own.shape[:2], count, device=own.device)
         return found.scatter_add_(2, own.clamp(min=0), live.to(found.dtype))
 
-    def sortable(self, sealed: list[int], held: list[int], fixed: list[int]) -> list[range]:
+    def sortable(self, sealed: list[int], held: list[int], turn_start: list[int]) -> list[range]:
         """Of each row the blocks, not sealed yet, that can be put in order; none where there are less than two.
 
-        Not those that are always read, nor the first `fixed[row]` of the `held[row]` tokens.
+        Not those that are always read, nor the first `turn_start[row]` of the `held[row]` tokens.
         """
         if self.selector is None or not self.sorts:
             return [range(0)] * len(held)
         sink, found = self.selector.config.sink_tokens, []
-        for done, end, still in zip(sealed, self.outside(held), fixed, strict=True):
+        for done, end, still in zip(sealed, self.outside(held), turn_start, strict=True):
             begin = max(done, -(-max(sink, still) // self.block))
             found.append(range(begin, end) if end - begin > 1 else range(0))
         return found
@@ -115,7 +115,7 @@ class BucketIndex:
             self.spans = torch.nn.functional.pad(self.spans, (0, 0, 0, missing), value=-1)
         ends = torch.stack((own[:, :: self.block], own[:, self.block - 1 :: self.block]), -1)
         self.spans[row, :, blocks.start : blocks.stop] = ends
-        self.ordered[row] = [*self.ordered[row], blocks]
+        self.sorted_blocks[row] = [*self.sorted_blocks[row], blocks]
         return order
 
     def require(self, row: int, tokens: int, call: str) -> None:
@@ -125,7 +125,7 @@ class BucketIndex:
         would not be in the order of time.
         """
         window = 0 if self.selector is None else self.selector.window
-        for blocks in self.ordered[row]:
+        for blocks in self.sorted_blocks[row]:
             begin, end = blocks.start * self.block, blocks.stop * self.block
             if begin < tokens < end + window - 1:
                 raise ValueError(
@@ -136,7 +136,9 @@ class BucketIndex:
     def cut(self, left: list[int]) -> None:
         """Drop everything after the first `left[row]` tokens of each row."""
         for row, tokens in enumerate(left):
-            self.ordered[row] = [blocks for blocks in self.ordered[row] if blocks.start * self.block < tokens]
+            self.sorted_blocks[row] = [
+                blocks for blocks in self.sorted_blocks[row] if blocks.start * self.block < tokens
+            ]
             self.spans[row, :, tokens // self.block :] = -1
 
     def trim(self, held: int) -> None:
@@ -149,7 +151,7 @@ class BucketIndex:
         """Row i becomes what row `rows[i]` was."""
         on_device = rows.to(self.buckets.device)
         self.buckets, self.spans = self.buckets[on_device], self.spans[on_device]
-        self.ordered = [list(self.ordered[row]) for row in rows.tolist()]
+        self.sorted_blocks = [list(self.sorted_blocks[row]) for row in rows.tolist()]
 
     def nbytes(self) -> int:
         """Bytes allocated."""

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from turbo_hf.buffer import OpenBuffer, storing
-from turbo_hf.chunk import Chunk, Step, chunk_of_padding
+from turbo_hf.chunk import Chunk, Step, chunk_from_given_mask
 from turbo_hf.config import TurboConfig
 from turbo_hf.crop import removable
 from turbo_hf.index import BucketIndex
@@ -52,10 +52,10 @@ class TurboLayer(CacheLayerMixin):
         self.selector = selector
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         self.is_sliding = window is not None
-        # due: what kernels have noted in this pass is still to be read
-        self.record_past = self.claimed = self.due = self.decoded = False
+        # unchecked: what kernels have noted in `nonfinite` is still to be read
+        self.record_past = self.claimed = self.unchecked = self.decoded = False
         self.pending: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.padding: torch.Tensor | None = None
+        self.given_mask: torch.Tensor | None = None
         self.step: Step | None = None
         self.seen = 0
 
@@ -80,23 +80,23 @@ class TurboLayer(CacheLayerMixin):
         opened = full if FULL in dict(groups) else torch.int8
         self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
         self.order = shared(order * self.rows, self.device).view(self.rows, self.heads)
-        # nothing to decide: one width for all heads, or an order that was given
-        self.settled = len(groups) == 1 or self.head_order is not None
-        self.ordered = [self.settled] * self.rows
-        self.dropped, self.fixed = [0] * self.rows, [0] * self.rows
-        self.shown: torch.Tensor | None = None
+        # no rank to find: one width for all heads, or an order that was given
+        self.preranked = len(groups) == 1 or self.head_order is not None
+        self.ranked = [self.preranked] * self.rows
+        self.dropped, self.turn_start = [0] * self.rows, [0] * self.rows
+        self.valid_prefix: torch.Tensor | None = None
         ranged = self.config.buffer_scale == "universal"
         self.universal = torch.zeros(self.rows, self.heads, 2, device=self.device) if ranged else None
-        self.broken = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
     def reset(self) -> None:
         """Drop every token and release the memory; the layer can then take another batch."""
         if self.is_initialized:
-            del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ordered
-            del self.dropped, self.fixed, self.shown, self.universal, self.broken
-        self.is_initialized = self.claimed = self.due = self.decoded = self.record_past = False
-        self.seen, self.pending, self.padding = 0, None, None
+            del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ranked
+            del self.dropped, self.turn_start, self.valid_prefix, self.universal, self.nonfinite
+        self.is_initialized = self.claimed = self.unchecked = self.decoded = self.record_past = False
+        self.seen, self.pending, self.given_mask = 0, None, None
 
     def lengths(self) -> list[int]:
         """Tokens held by each row (older ones may have left a sliding window)."""
@@ -104,13 +104,13 @@ class TurboLayer(CacheLayerMixin):
         return [n * block + m for n, m in zip(self.pool.sealed, self.buffer.length, strict=True)]
 
     @property
-    def columns(self) -> torch.Tensor | None:
+    def valid(self) -> torch.Tensor | None:
         """bool [B, seen], which columns hold a token; None: all do."""
-        shown = self.shown
-        if shown is not None and shown.shape[1] < self.seen:
+        valid = self.valid_prefix
+        if valid is not None and valid.shape[1] < self.seen:
             # columns without a mask of their own
-            self.shown = shown = torch.nn.functional.pad(shown, (0, self.seen - shown.shape[1]), value=True)
-        return shown
+            self.valid_prefix = valid = torch.nn.functional.pad(valid, (0, self.seen - valid.shape[1]), value=True)
+        return valid
 
     def get_seq_length(self) -> int:
         """Columns seen, including padding."""
@@ -140,7 +140,7 @@ class TurboLayer(CacheLayerMixin):
         pool, step, opened = self.pool, self.step, self.buffer.tensors()
         places = (self.order, pool.device_table(), pool.device_sealed())
         known, plans = (tuple(pool.sealed), None) if step is None else (step.sealed, step.plans)
-        return KVStore(pool.heads, *places, *opened, pool.block, known, plans)
+        return KVStore(pool.paged, *places, *opened, pool.block, known, plans)
 
     def check(self, k: torch.Tensor, defer: bool = False) -> None:
         """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds.
@@ -163,7 +163,7 @@ class TurboLayer(CacheLayerMixin):
     ) -> None:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`, as are their buckets.
 
-        defer: what kernels note of NaN and Inf is left to be read (`due`), for all layers at once.
+        defer: what kernels note of NaN and Inf is left to be read (`unchecked`), for all layers at once.
         """
         self.check(k, defer)
         if not self.is_initialized:
@@ -173,46 +173,52 @@ class TurboLayer(CacheLayerMixin):
         decoding = self.is_decoding(chunk.tokens)
         if self.decoded and not decoding:
             # a new turn: what it sorts can be taken back as a whole
-            self.fixed = self.lengths()
+            self.turn_start = self.lengths()
         self.decoded = decoding
-        how: dict[str, Any] = {"broken": self.broken, "rotate": self.config.rotates, "backend": self.config.backend}
+        how: dict[str, Any] = {
+            "nonfinite": self.nonfinite,
+            "rotate": self.config.rotates,
+            "backend": self.config.backend,
+        }
         if self.step is not None:
             noted, arrived = self.bucket_index.noted(buckets), self.step.arrived
-            append_step(k, v, self.store(), given=self.universal, noted=noted, arrived=arrived, **how)
+            append_step(k, v, self.store(), given_scale=self.universal, noted=noted, arrived=arrived, **how)
             return
         self.bucket_index.append(buckets, self.lengths(), chunk.tokens, chunk.starts)
         # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
-        given, span = (self.universal, None) if decoding else (None, self.universal)
+        given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
         if self.appends_in_place():
             self.buffer.reserve(chunk.tokens, chunk.starts)
-            append_tokens(k, v, self.store(), starts=chunk.begin(self.device), given=given, span=span, **how)
+            append_tokens(
+                k, v, self.store(), starts=chunk.begin(self.device), given_scale=given_scale, max_scale=max_scale, **how
+            )
             self.buffer.count(chunk.tokens, chunk.starts)
         else:
             k = rotate_keys(k, self.config.backend) if self.config.rotates else k
             # the contents of padding are arbitrary, and must not affect a scale
             blank = chunk.blank(k), chunk.blank(v)
-            self.buffer.take(*blank, chunk.starts, self.index, given, span, self.config.backend)
-        self._see(chunk)
+            self.buffer.take(*blank, chunk.starts, self.index, given_scale, max_scale, self.config.backend)
+        self._count_columns(chunk)
         if not decoding and self.appends_in_place():
-            self._listen(defer)
+            self._check_finite(defer)
 
     def appends_in_place(self) -> bool:
         """Whether a kernel stores new tokens."""
         return uses_triton(self.config.backend, self.device, self.obstacle)
 
-    def _listen(self, defer: bool) -> None:
+    def _check_finite(self, defer: bool) -> None:
         """ValueError if kernels have noted NaN or Inf; defer: left to `TurboCache.require_finite`."""
-        self.due = True
+        self.unchecked = True
         if not defer:
-            require_finite({self.index: self.broken})
-            self.due = False
+            require_finite({self.index: self.nonfinite})
+            self.unchecked = False
 
-    def _see(self, chunk: Chunk) -> None:
+    def _count_columns(self, chunk: Chunk) -> None:
         if chunk.valid is not None:
-            held = self.columns
-            if held is None:
-                held = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
-            self.shown = torch.cat((held, chunk.valid.to(self.device)), 1)
+            valid = self.valid
+            if valid is None:
+                valid = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
+            self.valid_prefix = torch.cat((valid, chunk.valid.to(self.device)), 1)
         self.seen += chunk.tokens
 
     @storing
@@ -228,15 +234,15 @@ class TurboLayer(CacheLayerMixin):
         block, pool, buffer = self.config.block_size, self.pool, self.buffer
         whole = [length // block for length in buffer.length]
         index, lengths = self.bucket_index, self.lengths()
-        to_sort = index.sortable(pool.sealed, lengths, self.fixed)
+        to_sort = index.sortable(pool.sealed, lengths, self.turn_start)
         if index.sorts and not (whole_prompt or self.decoded):
             whole = [max(0, end - n) for end, n in zip(index.outside(lengths), pool.sealed, strict=True)]
         leaving = self.leaving()
         if not any(whole) and not any(leaving):
             return
         # a block is final: NaN or Inf noted for its tokens must be reported
-        self._listen(defer)
-        self._order_heads([row for row, n in enumerate(whole) if n and not self.ordered[row]])
+        self._check_finite(defer)
+        self._rank_heads([row for row, n in enumerate(whole) if n and not self.ranked[row]])
         old = [min(n, sealed) for n, sealed in zip(leaving, pool.sealed, strict=True)]
         skip = [min(n - o, w) for n, o, w in zip(leaving, old, whole, strict=True)]
         if any(old):
@@ -263,7 +269,7 @@ class TurboLayer(CacheLayerMixin):
             return [0] * self.rows
         return [max(0, length - (self.window - 1)) // self.config.block_size for length in self.lengths()]
 
-    def _order_heads(self, rows: list[int]) -> None:
+    def _rank_heads(self, rows: list[int]) -> None:
         """Rank the heads of rows that seal their first block. One block decides, however the prompt was cut."""
         if not rows:
             return
@@ -273,7 +279,7 @@ class TurboLayer(CacheLayerMixin):
             where = shared(rows, self.device)
             self.order = self.order.index_copy(0, where, self.buffer.ranked_heads(where, self.config))
         for row in rows:
-            self.ordered[row] = True
+            self.ranked[row] = True
 
     # --- what Transformers calls -------------------------------------------------------------------------------
 
@@ -287,14 +293,14 @@ class TurboLayer(CacheLayerMixin):
         if self.claimed:
             self.claimed, self.pending = False, (key_states, value_states)
             return key_states, value_states
-        return self.update_dense(key_states, value_states, self.padding)
+        return self.update_dense(key_states, value_states, self.given_mask)
 
     def update_dense(
-        self, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None
+        self, k: torch.Tensor, v: torch.Tensor, given_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store new tokens; return dense keys and values [B, Hkv, columns, D], 0 at padding (mask as in TurboCache)."""
         tokens = k.shape[2]
-        chunk = chunk_of_padding(padding, self.seen, k)
+        chunk = chunk_from_given_mask(given_mask, self.seen, k)
         columns = self.get_mask_sizes(tokens)[0]
         decoding = self.is_decoding(tokens)
         past = (k[:, :, :0], v[:, :, :0]) if decoding or not self.seen else self.dense(columns - tokens)
@@ -309,9 +315,9 @@ class TurboLayer(CacheLayerMixin):
         k, v = dequantize(self.store(), self.dtype, self.config.rotates)
         token = torch.arange(first, self.seen, device=self.device).expand(self.rows, -1)
         valid = torch.ones_like(token, dtype=torch.bool)
-        if self.columns is not None:
-            valid = self.columns[:, first:]
-            token = (self.columns.cumsum(-1) - 1)[:, first:]
+        if self.valid is not None:
+            valid = self.valid[:, first:]
+            token = (self.valid.cumsum(-1) - 1)[:, first:]
         token = token - shared(self.dropped, self.device)[:, None]
         valid = (valid & (token >= 0))[:, None, :, None]
         pick = token.clamp(min=0)[:, None, :, None]
@@ -332,10 +338,10 @@ class TurboLayer(CacheLayerMixin):
     def _remove(self, columns: int, counts: list[int]) -> None:
         left = [held - count for held, count in zip(self.lengths(), counts, strict=True)]
         self.bucket_index.cut(left)
-        self.fixed = [min(old, new) for old, new in zip(self.fixed, left, strict=True)]
+        self.turn_start = [min(old, new) for old, new in zip(self.turn_start, left, strict=True)]
         self.seen -= columns
-        self.shown = None if self.shown is None else self.shown[:, : self.seen].clone()
-        self.padding = None if self.padding is None else self.padding[:, : self.seen]
+        self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[:, : self.seen].clone()
+        self.given_mask = None if self.given_mask is None else self.given_mask[:, : self.seen]
         reopened = [max(0, count - held) for count, held in zip(counts, self.buffer.length, strict=True)]
         self.buffer.drop_back([min(count, held) for count, held in zip(counts, self.buffer.length, strict=True)])
         if any(reopened):
@@ -343,7 +349,7 @@ class TurboLayer(CacheLayerMixin):
             tokens, starts = self.pool.reopen(reopened, self.order)
             for row, sealed in enumerate(self.pool.sealed):
                 if not sealed and not self.dropped[row]:
-                    self.ordered[row] = self.settled
+                    self.ranked[row] = self.preranked
             if tokens.k.shape[2]:
                 self.buffer.append(tokens, starts)
 
@@ -369,11 +375,11 @@ class TurboLayer(CacheLayerMixin):
         self.buffer.select_rows(index)
         self.bucket_index.select_rows(index)
         self.order = self.order[on_device]
-        self.ordered = [self.ordered[row] for row in rows]
-        self.dropped, self.fixed = [self.dropped[row] for row in rows], [self.fixed[row] for row in rows]
-        self.shown = None if self.shown is None else self.shown[on_device]
+        self.ranked = [self.ranked[row] for row in rows]
+        self.dropped, self.turn_start = [self.dropped[row] for row in rows], [self.turn_start[row] for row in rows]
+        self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[on_device]
         self.universal = None if self.universal is None else self.universal[on_device]
-        self.padding = None if self.padding is None else self.padding[index.to(self.padding.device)]
+        self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]
         self.rows = len(rows)
 
     def full_precision_bytes(self) -> int:
@@ -387,7 +393,7 @@ class TurboLayer(CacheLayerMixin):
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
-        explain = (self.order, self.shown, self.universal, self.broken)
+        explain = (self.order, self.valid_prefix, self.universal, self.nonfinite)
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.tables else {}

@@ -106,18 +106,18 @@ class PagedHeads(NamedTuple):
 class KVStore(NamedTuple):
     """One layer's compressed cache, as ops see it.
 
-    heads: one `PagedHeads` a bit width, in slot order. order: int64 [B, Hkv], the head in each slot.
+    paged: one `PagedHeads` a bit width, in slot order. order: int64 [B, Hkv], the head in each slot.
     table: int64 [B, blocks], the page of each sealed block, 0 past a row's end. sealed: int64 [B], sealed blocks a row.
     k_open: int8 [B, Hkv, cap, D]. v_open: int8 [B, Hkv, D, cap]. k_scale, v_scale: float32 [B, Hkv, cap]. With a head
     of 16 bit k_open and v_open are in its pages' type, and the scales 1.
     open_len: int64 [B], open tokens a row. block: tokens in a block. sealed_host: the numbers in `sealed`, where the
     host knows them: a launch then need not wait for the device.
     plans: of launches that will be replayed, made by the first one and kept up to date by `steps.Steps`
-    (`ops.schedule.LivePlan`, `Kept`); None: nothing is replayed.
+    (`ops.schedule.LivePlan`, `KeptWorkspace`); None: nothing is replayed.
     Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
     """
 
-    heads: tuple[PagedHeads, ...]
+    paged: tuple[PagedHeads, ...]
     order: torch.Tensor
     table: torch.Tensor
     sealed: torch.Tensor
@@ -146,6 +146,15 @@ class Operands(NamedTuple):
     v_scale: torch.Tensor | None = None
     v_channel: torch.Tensor | None = None
     k_mean: torch.Tensor | None = None
+
+
+class Scoring(NamedTuple):
+    """What is done to q k^T before and in the softmax, as the ops take it. sinks: one a query head, or None."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    sas_threshold: float | None = None
 
 
 class AttentionOutput(NamedTuple):

@@ -40,10 +40,11 @@ class PagePool:
     ):
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
         self.full = full
-        self.heads = tuple(_no_pages(bits, slots, dim, block, device, full) for bits, slots in groups)
+        self.paged = tuple(_no_pages(bits, slots, dim, block, device, full) for bits, slots in groups)
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
         self.sealed = [0] * rows
-        self.given = [0] * rows
+        # pages of each row in the table: those that are sealed, and those that wait for a block
+        self.reserved = [0] * rows
         self._free: list[int] = []
         self._device_table: torch.Tensor | None = nothing((rows, 0), torch.int64, device)
         self._device_sealed: torch.Tensor | None = None
@@ -51,7 +52,7 @@ class PagePool:
     @property
     def pages(self) -> int:
         """Pages allocated, used or not."""
-        return self.heads[0].k.shape[0]
+        return self.paged[0].k.shape[0]
 
     def device_table(self) -> torch.Tensor:
         """int64 [B, blocks] on the cache's device; at least as many blocks as the longest row has. Only to be read.
@@ -59,40 +60,40 @@ class PagePool:
         With what is reserved: launches that are replayed find in it what lies beyond the longest row of today.
         """
         if self._device_table is None:
-            held = self.table[:, : max(self.given, default=0)]
+            held = self.table[:, : max(self.reserved, default=0)]
             self._device_table = shared(held, self.device).view(held.shape)
         return self._device_table
 
     def device_sealed(self) -> torch.Tensor:
-        """int64 [B]: `sealed` on the cache's device. Only to be read, but after `own_sealed`."""
+        """int64 [B]: `sealed` on the cache's device. Only to be read, but after `unshare_sealed`."""
         if self._device_sealed is None:
             self._device_sealed = shared(self.sealed, self.device)
         return self._device_sealed
 
-    def own_sealed(self) -> None:
+    def unshare_sealed(self) -> None:
         """Stop sharing `device_sealed` with other layers, for kernels that count in it."""
         self._device_sealed = send(self.sealed, self.device)
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of codes, and of their metadata: steps, zeros, scales, table."""
-        codes = sum(h.k.nbytes + h.v.nbytes for h in self.heads)
-        places = 8 * len(self.sealed) * (1 + max(self.given, default=0))
-        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.heads) + places
+        codes = sum(h.k.nbytes + h.v.nbytes for h in self.paged)
+        places = 8 * len(self.sealed) * (1 + max(self.reserved, default=0))
+        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.paged) + places
 
     def append(self, counts: Sequence[int]) -> None:
         """Pages for `counts[row]` more blocks of each row, for the caller to seal them to (`ops.append.seal_open`)."""
         self.reserve(counts)
-        self.sealed = list(self.given)
+        self.sealed = list(self.reserved)
 
     def reserve(self, ahead: Sequence[int]) -> None:
         """Pages for the next `ahead[row]` blocks of each row, in the table before kernels seal blocks to them."""
         self._release()
-        self.given = self._enter(ahead, self._allocate(sum(ahead)))
+        self.reserved = self._enter(ahead, self._allocate(sum(ahead)))
         self._device_table = self._device_sealed = None
 
     def _enter(self, ahead: Sequence[int], pages: list[int]) -> list[int]:
         """`pages` to the table, `ahead[row]` of them behind those of each row; returns how many each row has then."""
-        end = [held + count for held, count in zip(self.given, ahead, strict=True)]
+        end = [held + count for held, count in zip(self.reserved, ahead, strict=True)]
         missing = max(end) - self.table.shape[1]
         if missing > 0:
             # doubling: the table is a thousandth of what it describes
@@ -100,7 +101,7 @@ class PagePool:
             self.table = torch.nn.functional.pad(self.table, (0, more))
         # by numpy, which shares its memory and takes less of the host
         table, first = self.table.numpy(), 0
-        for row, (held, count) in enumerate(zip(self.given, ahead, strict=True)):
+        for row, (held, count) in enumerate(zip(self.reserved, ahead, strict=True)):
             table[row, held : held + count] = pages[first : first + count]
             first += count
         return end
@@ -111,12 +112,12 @@ class PagePool:
 
     def _release(self) -> None:
         """Take back the pages that no block was sealed to."""
-        if self.given == self.sealed:
+        if self.reserved == self.sealed:
             return
-        spans = [(row, n) for row in range(len(self.given)) for n in range(self.sealed[row], self.given[row])]
+        spans = [(row, n) for row in range(len(self.reserved)) for n in range(self.sealed[row], self.reserved[row])]
         where = torch.tensor(spans, device="cpu").T
         self._free += self.table[where[0], where[1]].tolist()
-        self.given = list(self.sealed)
+        self.reserved = list(self.sealed)
 
     def _allocate(self, count: int) -> list[int]:
         missing = count - len(self._free)
@@ -131,7 +132,7 @@ class PagePool:
     def _resize(self, keep: torch.Tensor | range, extra: int) -> None:
         """Keep the pages `keep`, in that order, and add `extra` uninitialized ones. A range: all, from the first on."""
         grown = []
-        for old, (bits, slots) in zip(self.heads, self.groups, strict=True):
+        for old, (bits, slots) in zip(self.paged, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)
             new = empty_pages(bits, *shape, self.device, self.full)
             for source, target in zip(old[1:], new[1:], strict=True) if len(keep) else ():
@@ -140,7 +141,7 @@ class PagePool:
                 else:
                     torch.index_select(source, 0, keep, out=target[: len(keep)])
             grown.append(new)
-        self.heads = tuple(grown)
+        self.paged = tuple(grown)
 
     def drop_front(self, counts: list[int], shrink: bool = True) -> None:
         """Drop the oldest `counts[row]` blocks of each row. shrink: release memory, if it is worth it."""
@@ -174,7 +175,7 @@ class PagePool:
             free = torch.ones(self.pages, dtype=torch.bool, device="cpu")
             free[used] = False
             self._free = free.nonzero().flatten().tolist()
-        self.given = list(self.sealed)
+        self.reserved = list(self.sealed)
         self._device_table = self._device_sealed = None
 
     def reopen(self, counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
@@ -203,12 +204,12 @@ class PagePool:
         """The tokens of one sealed block [Hkv, b, ...] as the open buffer holds them, heads in the model's order."""
         at = int(self.table[row, block])
         keys, values, scales = [], [], []
-        for heads in self.heads:
-            page = PagedHeads(heads.bits, *(x[at : at + 1] for x in heads[1:]))
+        for pages in self.paged:
+            page = PagedHeads(pages.bits, *(x[at : at + 1] for x in pages[1:]))
             k, v = unpack_blocks(page)
             keys.append(k[0])
             values.append(v[0])
-            scales.append(heads.scale[at])
+            scales.append(pages.scale[at])
         slot = order[row].argsort()
         k, v, scale = (torch.cat(parts)[slot] for parts in (keys, values, scales))
         k_scale, v_scale = (s[:, None].expand(-1, self.block) for s in scale.unbind(-1))

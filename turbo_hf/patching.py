@@ -103,7 +103,7 @@ def patch(
         layers=tuple(layers),
         prompts=describe_prefill(chosen.prompt_attention, model.device, dims),
         steps=steps,
-        warnings=tuple(notices.said),
+        warnings=tuple(notices.messages),
         heads=heads.words,
         sparse=sparse,
     )

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import Rotary
-from turbo_hf.reference.select import unrotated
+from turbo_hf.reference.select import undo_rotary_halves
 
 
-def unrotate(module: Any, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def undo_rotary(module: Any, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """x [B, H, L, D] as float32 before rotary embedding: the family's own rotation with -sin, over its scale squared.
 
     rotary: this call's (cos, sin), [1 or B, L, rotary channels], for frequencies may change with the length. Raises
@@ -56,7 +56,9 @@ def turns_by_halves(module: Any, dim: int, channels: int) -> bool:
         angle = torch.rand(1, 3, channels // 2, generator=seeded, device="cpu").repeat(1, 1, 2)
         turn = (1.5 * angle.cos(), 1.5 * angle.sin())
         try:
-            _HALVES[key] = bool(torch.allclose(unrotate(module, x, turn), unrotated(x, turn), rtol=1e-3, atol=1e-4))
+            _HALVES[key] = bool(
+                torch.allclose(undo_rotary(module, x, turn), undo_rotary_halves(x, turn), rtol=1e-3, atol=1e-4)
+            )
         except (AttributeError, TypeError, RuntimeError, IndexError):
             _HALVES[key] = False
     return _HALVES[key]

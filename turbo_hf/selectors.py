@@ -11,7 +11,7 @@ import torch
 
 from turbo_hf.config import SparseConfig
 from turbo_hf.layout import Rotary
-from turbo_hf.ops.select import assign, look_up, visit
+from turbo_hf.ops.select import assign, assign_and_score, visit
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,15 @@ class Tally:
 class Selector:
     """The selector "window", and what all selectors share. One per layer, for every cache of a patched model.
 
-    plain: it needs queries and keys as they were before rotary embedding. tables: buckets per key. meetings: how many
-    of those a query must visit for the key to be read. window: newest tokens that are always read. weighs: number of
-    buckets whose key counts it needs; 0: it needs none. draws: it draws random numbers on the host in each step, which
-    a replay of the step would not do.
+    pre_rotary: it needs queries and keys as they were before rotary embedding. tables: buckets per key. min_collisions:
+    how many of those a query must visit for the key to be read. window: newest tokens that are always read. weighs:
+    number of buckets whose key counts it needs; 0: it needs none. draws: it draws random numbers on the host in each
+    step, which a replay of the step would not do.
     """
 
-    plain = False
+    pre_rotary = False
     tables = weighs = 0
-    meetings = 1
+    min_collisions = 1
     draws = False
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
@@ -97,44 +97,44 @@ class Selector:
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         """int16 [B, Hkv, tables, M] of keys [B, Hkv, M, D]; None: keys have no buckets.
 
-        rotary: what is to be undone first, as in `ops.select`; only for selectors that are `plain`.
+        rotary: what is to be undone first, as in `ops.select`; only for selectors that are `pre_rotary`.
         """
         return None
 
-    def look_up(
+    def _assign_and_score(
         self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Buckets of new keys, as `buckets` gives them, and what `visited` wants to know of their queries.
+        """Buckets of new keys, as `buckets` gives them, and what `_visited` needs: logits, or the queries themselves.
 
         queries: [B, Hkv, M, G, D], grouped by KV head. rotary: of both, as in `buckets`.
         """
         return self.buckets(keys, rotary), queries
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        """bool [B, Hkv, M, tables, C] from what `look_up` says of queries; None: none is visited.
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        """bool [B, Hkv, M, tables, C] from what `_assign_and_score` gives of queries; None: none is visited.
 
         sizes: float [B, Hkv, C], keys in each bucket beyond the dense part, where the selector `weighs` them.
         """
         return None
 
-    def ask(
+    def assign_and_score(
         self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """`look_up`, of query heads together or each by itself: what `choose` wants to know. Arguments as there."""
+        """`_assign_and_score`, of query heads together or each by itself; for `visited`. Arguments as there."""
         if not self.config.independent:
-            return self.look_up(keys, queries, rotary)
+            return self._assign_and_score(keys, queries, rotary)
         group = queries.shape[3]
         if rotary is not None:
             cos, sin = (part.repeat_interleave(group, 1) for part in rotary)
             rotary = cos, sin
         # each head as if it were a token of its own, alone in its group
         alone = queries.flatten(2, 3)[:, :, :, None]
-        found, asked = self.look_up(keys.repeat_interleave(group, 2), alone, rotary)
-        return None if found is None else found[..., ::group], asked
+        found, query_info = self._assign_and_score(keys.repeat_interleave(group, 2), alone, rotary)
+        return None if found is None else found[..., ::group], query_info
 
-    def choose(self, asked: torch.Tensor, group: int, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        """`visited`, or what each of `group` query heads visits by itself: bool [B, Hq, M, tables, C]."""
-        found = self.visited(asked, sizes)
+    def visited(self, query_info: torch.Tensor, group: int, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        """`_visited`, or what each of `group` query heads visits by itself: bool [B, Hq, M, tables, C]."""
+        found = self._visited(query_info, sizes)
         if found is None or not self.config.independent:
             return found
         return torch.as_tensor(found.unflatten(2, (-1, group)).movedim(3, 2).flatten(1, 2))
@@ -169,10 +169,12 @@ class Centroids(Selector):
 
     tables = 1
 
-    def __init__(self, config: SparseConfig, layer: int, centroids: torch.Tensor, plain: bool, backend: str = "auto"):
+    def __init__(
+        self, config: SparseConfig, layer: int, centroids: torch.Tensor, pre_rotary: bool, backend: str = "auto"
+    ):
         super().__init__(config, layer, backend)
         config.check_buckets(centroids.shape[1])
-        self.plain = plain
+        self.pre_rotary = pre_rotary
         self._weights = {"centroids": centroids}
         self._moved: dict[str, torch.Tensor] = {}
 
@@ -189,17 +191,17 @@ class Centroids(Selector):
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return assign(keys, self._on("centroids", keys.device), rotary=rotary, backend=self.backend)[:, :, None]
 
-    def look_up(
+    def _assign_and_score(
         self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Buckets, and logits [B, Hkv, M, 1, C]."""
         weights = {name: self._on(name, keys.device) for name in self._weights}
         centroids = weights.pop("centroids")
-        found, logits = look_up(keys, queries, centroids, weights or None, rotary=rotary, backend=self.backend)
+        found, logits = assign_and_score(keys, queries, centroids, weights or None, rotary=rotary, backend=self.backend)
         return found[:, :, None], logits
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        return self._visit(asked, sizes)
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        return self._visit(query_info, sizes)
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._moved.values())
@@ -228,10 +230,10 @@ class Classifier(Centroids):
         self._weights |= classifier
         self.weighs = centroids.shape[1] if config.mass is not None else 0
 
-    def look_up(
+    def _assign_and_score(
         self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        found, total = super().look_up(keys, queries, rotary)
+        found, total = super()._assign_and_score(keys, queries, rotary)
         # shares of mass are those of the heads' mean
         return found, total if self.config.mass is None else total / queries.shape[3]
 
@@ -244,8 +246,8 @@ class Hash(Selector):
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         super().__init__(config, layer, backend)
-        self.ordered = config.selector == "lsh-gray"
-        self.tables, self.meetings = (1, 1) if self.ordered else (config.tables, 2)
+        self.gray = config.selector == "lsh-gray"
+        self.tables, self.min_collisions = (1, 1) if self.gray else (config.tables, 2)
         self.bits = int(math.log2(config.buckets))
 
     def _codes(self, x: torch.Tensor) -> torch.Tensor:
@@ -254,7 +256,7 @@ class Hash(Selector):
         signs = (x.float() @ _directions(shape, self.config.seed + self.layer, x.device)) > 0
         power = 2 ** torch.arange(self.bits, device=x.device)
         code = (signs.unflatten(-1, (self.tables, self.bits)) * power).sum(-1)
-        if self.ordered:
+        if self.gray:
             # the place of a code in Gray order: codes side by side differ in one sign
             shift = 1
             while shift < self.bits:
@@ -264,10 +266,10 @@ class Hash(Selector):
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return self._codes(keys).to(torch.int16).movedim(-1, 2)
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        code = self._codes(asked)
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        code = self._codes(query_info)
         bucket = torch.arange(2**self.bits, device=code.device)
-        if self.ordered:
+        if self.gray:
             # the bins around that of the nearest query head; each bin is an equal part of the codes
             return self._visit(-(code - bucket).abs().amin(3, keepdim=True).float())
         return torch.eq(code[..., None], bucket).any(3)
@@ -286,8 +288,8 @@ class Reformer(Selector):
         shared = self._random(keys).mT.expand(keys.shape[1], -1, -1).contiguous()
         return assign(keys, shared, backend=self.backend)[:, :, None]
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        return self._visit(asked.float() @ self._random(asked))
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        return self._visit(query_info.float() @ self._random(query_info))
 
 
 class Chance(Selector):
@@ -305,9 +307,9 @@ class Chance(Selector):
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return (self._hashed(keys) % self.config.buckets).to(torch.int16)[:, :, None]
 
-    def visited(self, asked: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        asking = self._hashed(asked).sum(-1)[..., None, None]
-        drawn = _mixed(asking + _odd(self.config.buckets, self.config.seed + self.layer, asked.device))
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        asking = self._hashed(query_info).sum(-1)[..., None, None]
+        drawn = _mixed(asking + _odd(self.config.buckets, self.config.seed + self.layer, query_info.device))
         return self._visit((drawn >> 40).float())
 
 

@@ -6,22 +6,13 @@ import torch
 
 from turbo_hf.chunk import Chunk
 from turbo_hf.layer import TurboLayer
-from turbo_hf.layout import AttentionOutput, Rotary
+from turbo_hf.layout import AttentionOutput, Rotary, Scoring
 from turbo_hf.ops.rotate import rotate_queries
 from turbo_hf.ops.sparse import sparse_decode
-from turbo_hf.rotary import turns_by_halves, unrotate
+from turbo_hf.rotary import turns_by_halves, undo_rotary
 
 PART = 8192
 """Keys whose rotation is undone at a time: bounds the float32 temporaries of a long prompt."""
-
-
-class Scores(NamedTuple):
-    """What is done to q k^T before and in the softmax, as the ops take it. sinks: one a query head, or None."""
-
-    scaling: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-    sas_threshold: float | None = None
 
 
 class Source(NamedTuple):
@@ -30,7 +21,7 @@ class Source(NamedTuple):
     module: Any
     rotary: Rotary | None
 
-    def plain(self, x: torch.Tensor, first: int = 0, fused: bool = True) -> tuple[torch.Tensor, Rotary | None]:
+    def pre_rotary(self, x: torch.Tensor, first: int = 0, fused: bool = True) -> tuple[torch.Tensor, Rotary | None]:
         """x [B, H, M, D], whose first column is column `first` of the call, as it was before rotary embedding.
 
         Or, if `fused` and an op can undo it on the way: x as it is, and the cos and sin that it needs for that.
@@ -43,7 +34,7 @@ class Source(NamedTuple):
         cos, sin = (part[:, first : first + x.shape[2]].to(x.device) for part in self.rotary)
         if fused and turns_by_halves(self.module, x.shape[3], cos.shape[2]):
             return x, (cos, sin)
-        return unrotate(self.module, x, (cos, sin)), None
+        return undo_rotary(self.module, x, (cos, sin)), None
 
 
 def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
@@ -57,17 +48,17 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
     parts = []
     for first in range(0, key.shape[2], PART):
         part = key[:, :, first : first + PART]
-        parts.append(selector.buckets(*(source.plain(part, first) if selector.plain else (part,))))
+        parts.append(selector.buckets(*(source.pre_rotary(part, first) if selector.pre_rotary else (part,))))
     found = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
     if found is None or chunk.gather is None:
         return found
     return torch.take_along_dim(found, chunk.gather[:, None, None], 3)
 
 
-def look_up(
+def assign_and_score(
     layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: Chunk
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector says of its queries.
+    """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector needs of its queries.
 
     query: [B, Hq, M, D], key: [B, Hkv, M, D], as the model gives them. None and None where the layer keeps no buckets.
     """
@@ -75,25 +66,25 @@ def look_up(
     if selector is None or not selector.tables:
         return None, None
     rotary = None
-    if selector.plain:
+    if selector.pre_rotary:
         # columns that are moved take their rotation along: undo it before
         fused = chunk.gather is None
-        (query, rotary), (key, _) = source.plain(query, fused=fused), source.plain(key, fused=fused)
+        (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
     grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-    return selector.ask(chunk.align(key), grouped, rotary)
+    return selector.assign_and_score(chunk.align(key), grouped, rotary)
 
 
 def attend_sparse(
     layer: TurboLayer,
-    asked: torch.Tensor | None,
+    query_info: torch.Tensor | None,
     query: torch.Tensor,
     chunk: Chunk,
     starts: torch.Tensor | None,
-    scores: Scores,
+    scoring: Scoring,
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
-    The layer holds the new tokens already. asked: what `look_up` says of the queries.
+    The layer holds the new tokens already. query_info: what `assign_and_score` gives of the queries.
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
@@ -105,17 +96,17 @@ def attend_sparse(
     q = chunk.align(query)
     q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
     # nothing between it and attention: their launches overlap
-    visited = None if asked is None else _visited(layer, asked, chunk.tokens, query.shape[1] // layer.heads)
+    visited = None if query_info is None else _visited(layer, query_info, chunk.tokens, query.shape[1] // layer.heads)
     return sparse_decode(
         q,
         layer.store(),
         None if visited is None else index.buckets,
         visited,
-        **scores._asdict(),
+        **scoring._asdict(),
         sink_tokens=sink,
         window_tokens=window,
         spans=None if visited is None else index.spans,
-        meetings=selector.meetings,
+        min_collisions=selector.min_collisions,
         starts=starts,
         mode=layer.config.decode_attention,
         read=selector.tally.counter(query.device),
@@ -123,19 +114,19 @@ def attend_sparse(
     )
 
 
-def _visited(layer: TurboLayer, asked: torch.Tensor, tokens: int, group: int) -> torch.Tensor | None:
-    """`Selector.choose` of the newest `tokens` of each row, which the layer holds already.
+def _visited(layer: TurboLayer, query_info: torch.Tensor, tokens: int, group: int) -> torch.Tensor | None:
+    """`Selector.visited` of the newest `tokens` of each row, which the layer holds already.
 
     Where the selector weighs buckets: by the keys that each token found there, beyond those that it reads anyway.
     """
     selector = layer.selector
     assert selector is not None
     if not selector.weighs:
-        return selector.choose(asked, group)
+        return selector.visited(query_info, group)
     beyond = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length() - selector.window
     parts = []
-    for later, own in zip(reversed(range(tokens)), asked.chunk(tokens, 2), strict=True):
-        found = selector.choose(own, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
+    for later, own in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
+        found = selector.visited(own, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
         assert found is not None
         parts.append(found)
     return parts[0] if tokens == 1 else torch.cat(parts, 2)

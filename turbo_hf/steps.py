@@ -32,14 +32,14 @@ leave unused is given back when they end."""
 
 @dataclass(slots=True)
 class _Group:
-    """Layers whose rows hold the same numbers of tokens, in the same lists. given: pages in the table of each row."""
+    """Layers whose rows hold the same numbers of tokens, in the same lists. reserved: as in their `PagePool`."""
 
     layers: list[TurboLayer]
     block: int
     window: int | None
     length: list[int]
     sealed: list[int]
-    given: list[int] = field(default_factory=list)
+    reserved: list[int] = field(default_factory=list)
     plans: dict[Any, Any] = field(default_factory=dict)
 
     def full(self) -> list[int]:
@@ -50,7 +50,9 @@ class _Group:
         """Whether the next step seals a block for which no page is reserved."""
         if max(self.length) < self.block:
             return False
-        return any(now and held == given for now, held, given in zip(self.full(), self.sealed, self.given, strict=True))
+        return any(
+            now and held == pages for now, held, pages in zip(self.full(), self.sealed, self.reserved, strict=True)
+        )
 
     def after(self) -> list[int]:
         """`sealed`, once the next step has sealed what is full."""
@@ -104,7 +106,7 @@ def obstacle(cache: TurboCache) -> str | None:
             return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
         if layer.record_past:
             return "blocks wait for a crop"
-        if not all(layer.ordered):
+        if not all(layer.ranked):
             return f"layer {index} has heads without a rank: a row's first block gives it"
     return None
 
@@ -125,10 +127,10 @@ class Steps:
         first = self.layers[0]
         self._arrived = torch.zeros(first.rows, dtype=torch.int32, device=first.device)
         # one flag tensor, so that one read tells of all layers
-        self.broken = torch.cat([layer.broken for layer in self.layers])
+        self.nonfinite = torch.cat([layer.nonfinite for layer in self.layers])
         self._groups: list[_Group] = []
         for index, layer in enumerate(self.layers):
-            layer.broken = self.broken[index : index + 1]
+            layer.nonfinite = self.nonfinite[index : index + 1]
             if max(layer.buffer.length) > layer.config.block_size:
                 layer.commit(whole_prompt=True)
             self._join(layer)
@@ -157,13 +159,13 @@ class Steps:
                 layer.pool.drop_front(leaving, shrink=False)
                 layer.dropped = [n + out * group.block for n, out in zip(layer.dropped, leaving, strict=True)]
             layer.pool.reserve(ahead)
-            layer.pool.own_sealed()
+            layer.pool.unshare_sealed()
             layer.buffer.hold(group.block)
-        group.sealed, group.given = first.pool.sealed, first.pool.given
+        group.sealed, group.reserved = first.pool.sealed, first.pool.reserved
         for layer in group.layers:
             layer.pool.sealed = group.sealed
             # a place for each token of the blocks that have pages, and of one more that is open then
-            layer.bucket_index.reserve((max(group.given) + 1) * group.block)
+            layer.bucket_index.reserve((max(group.reserved) + 1) * group.block)
 
     def _ahead(self, group: _Group) -> list[int]:
         pages, rows = group.layers[0].pool.pages, len(group.length)
@@ -194,8 +196,8 @@ class Steps:
         return any(group.needs_pages() for group in self._groups)
 
     def require_finite(self) -> None:
-        """ValueError if `broken`, which is read from the device, names a layer."""
-        require_finite({layer.index: layer.broken for layer in self.layers})
+        """ValueError if `nonfinite`, which is read from the device, names a layer."""
+        require_finite({layer.index: layer.nonfinite for layer in self.layers})
 
     @storing
     def begin(self) -> None:
@@ -234,8 +236,8 @@ class Steps:
         found: list[Any] = [plan.words for group in self._groups for plan in group.plans.values()]
         for layer in self.layers:
             pool, buffer = layer.pool, layer.buffer
-            found += (pool.heads, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
-            found += (buffer.k, buffer.device_length(), layer.broken, layer.bucket_index.buckets)
+            found += (pool.paged, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
+            found += (buffer.k, buffer.device_length(), layer.nonfinite, layer.bucket_index.buckets)
             found.append(layer.bucket_index.spans)
             found += [] if layer.selector is None else layer.selector.tensors()
         return found

@@ -47,8 +47,8 @@ def require_finite(flags: Mapping[int, torch.Tensor]) -> None:
     found: list[int] = []
     for device in {flag.device for flag in flags.values()}:
         here = {index: flag for index, flag in flags.items() if flag.device == device}
-        told = torch.stack([flag.view(()) for flag in here.values()]).tolist()
-        found += [index for index, broken in zip(here, told, strict=True) if broken]
+        values = torch.stack([flag.view(()) for flag in here.values()]).tolist()
+        found += [index for index, nonfinite in zip(here, values, strict=True) if nonfinite]
     if found:
         raise ValueError(
             f"layer {min(found)}: keys or values hold NaN or Inf, which no quantized cache can store. Look for the "

@@ -45,7 +45,7 @@ def packed_stores(
         own = slice(cache * rows, (cache + 1) * rows)
         stores.append(
             KVStore(
-                heads=pool,
+                paged=pool,
                 order=torch.rand(rows, heads.kv, generator=generator, device=device).argsort(-1),
                 table=tables[cache],
                 sealed=sealed_len,
@@ -63,12 +63,12 @@ def packed_stores(
 
 def one_head(store: KVStore, row: int, head: int) -> KVStore:
     """The cache of one row and KV head alone, its pages copied."""
-    slots = [(pages, slot) for pages in store.heads for slot in range(pages.k.shape[1])]
+    slots = [(pages, slot) for pages in store.paged for slot in range(pages.k.shape[1])]
     pages, slot = slots[int((store.order[row] == head).nonzero())]
     own, at, kv = store.table[row, : int(store.sealed[row])], slice(row, row + 1), slice(head, head + 1)
     part = PagedHeads(pages.bits, *(x[own, slot : slot + 1] for x in (pages.k, pages.v, pages.meta, pages.scale)))
     return store._replace(
-        heads=(part,),
+        paged=(part,),
         order=torch.zeros_like(store.order[at, :1]),
         table=torch.arange(len(own), device=own.device)[None],
         sealed=store.sealed[at],

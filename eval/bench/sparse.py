@@ -18,7 +18,7 @@ from turbo_hf.eval.bench.timing import Call, Stopwatch
 from turbo_hf.index import SPARE
 from turbo_hf.layout import AttentionOutput, KVStore, Rotary
 from turbo_hf.ops.quantize import dequantize
-from turbo_hf.ops.select import classify, look_up, score, visit
+from turbo_hf.ops.select import assign_and_score, classify, score, visit
 from turbo_hf.ops.sparse import sparse_decode
 from turbo_hf.reference import sparse as reference
 
@@ -89,7 +89,7 @@ def make_layers(case: Case, width: str, choice: Choice, count: int, device: torc
         rotary = None if choice.selector == "kmeans-rotated" else (angle.cos().half(), angle.sin().half())
         trained = choice.selector == "saap"
         classifier = {name: weight(*shape) for name, shape in shapes.items()} if trained else None
-        layers.append(Layer(store._replace(heads=stores[0].heads), index, spans, centroids, classifier, rotary))
+        layers.append(Layer(store._replace(paged=stores[0].paged), index, spans, centroids, classifier, rotary))
     return layers
 
 
@@ -111,7 +111,7 @@ def select(layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, b
     grouped = q.unflatten(1, (layer.centroids.shape[0], -1)).transpose(2, 3)
     how: dict[str, Any] = {"rotary": layer.rotary, "backend": backend}
     if k is not None:
-        _, logits = look_up(k, grouped, layer.centroids, layer.classifier, **how)
+        _, logits = assign_and_score(k, grouped, layer.centroids, layer.classifier, **how)
     elif layer.classifier is None:
         logits = score(grouped, layer.centroids, **how)
     else:

@@ -80,7 +80,7 @@ def fingerprint(model: PreTrainedModel, checkpoint: Checkpoint, tokenizer: Any =
     """Identifies a model without reading weights: type, shapes, vocabulary, and, where known, the commit and a hash of
     the tokenizer's vocabulary."""
     name = checkpoint.name
-    found = {"model": Path(name).name if os.path.isdir(name) else name, "revision": checkpoint.told}
+    found = {"model": Path(name).name if os.path.isdir(name) else name, "revision": checkpoint.known_commit}
     return _shapes(model, tokenizer) | found
 
 
@@ -233,8 +233,8 @@ class Calibration:
 
 def facts_hash(facts: Mapping[str, Any]) -> str:
     """SHA-256 of all facts except this one."""
-    told = {name: value for name, value in facts.items() if name != "facts_sha256"}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    hashed = {name: value for name, value in facts.items() if name != "facts_sha256"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 AGAIN = " Calibrate again, or fetch it anew."

@@ -20,7 +20,7 @@ from turbo_hf.handle import switch_attention
 from turbo_hf.layout import Rotary
 from turbo_hf.masks import turbo_mask
 from turbo_hf.patches import AttentionLayer, attention_layers
-from turbo_hf.rotary import unrotate
+from turbo_hf.rotary import undo_rotary
 from turbo_hf.transfer import input_device
 
 NAME = "turbo_hf_capture"
@@ -139,7 +139,7 @@ def _compare(first: Seen, second: Seen) -> str | None:
     if first.rotary is None or second.rotary is None or not isinstance(first.rotary, tuple):
         return "it has no rotary embedding"
     try:
-        keys = [unrotate(call.source.module, call.key, call.rotary) for call in (first, second) if call.rotary]
+        keys = [undo_rotary(call.source.module, call.key, call.rotary) for call in (first, second) if call.rotary]
     except (AttributeError, TypeError, RuntimeError, IndexError) as error:
         return f"its rotary embedding cannot be undone ({type(error).__name__})"
     missed = _differ(*keys)

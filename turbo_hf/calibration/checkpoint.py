@@ -28,7 +28,7 @@ class Checkpoint(NamedTuple):
     others: tuple[str, ...] = ()
 
     @property
-    def told(self) -> str | None:
+    def known_commit(self) -> str | None:
         """Its commit, if known for certain."""
         return None if self.others else self.commit
 

@@ -47,27 +47,27 @@ def choose_heads(
     low = f"{config.low_bits}-bit heads" if config.low_heads else ""
     by_prompt = f"{low}: chosen by each row's first {config.block_size} tokens" if low else ""
     wanted = uses_calibration(config)
-    beside = checkpoint_of(model, revision) if revision is not None else None
+    checkpoint = checkpoint_of(model, revision) if revision is not None else None
     if calibration is None or (calibration == "auto" and not wanted):
         return HeadChoice({}, by_prompt)
-    beside = beside or checkpoint_of(model)
+    checkpoint = checkpoint or checkpoint_of(model)
     compared = (*TOKENIZER_FILES, *((FACTS,) if calibration == "auto" else ()))
-    _note(notices, beside.doubt(*compared))
+    _note(notices, checkpoint.doubt(*compared))
     try:
-        found = find(beside) if calibration == "auto" else _named(calibration)
+        found = find(checkpoint) if calibration == "auto" else _named(calibration)
         if found is None:
             return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "")
         # made with the tokenizer beside the checkpoint, or with one of which nothing can be said here
-        wrong = found.mismatch(model, own_tokenizer(beside) if found.fingerprint.get("tokenizer") else None)
+        wrong = found.mismatch(model, own_tokenizer(checkpoint) if found.fingerprint.get("tokenizer") else None)
         if wrong is not None:
-            told = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
-            raise ValueError(f"{told} Make one of this model with turbo-hf calibrate.{beside.unsure}")
+            message = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
+            raise ValueError(f"{message} Make one of this model with turbo-hf calibrate.{checkpoint.unsure}")
     except (ValueError, OSError) as error:
         if calibration != "auto":
             raise
         notices.refuse(str(error), "To go without it, pass calibration=None.")
         return HeadChoice({}, by_prompt, refused=str(error))
-    _note(notices, found.other_revision(beside), _nearer(config, found))
+    _note(notices, found.other_revision(checkpoint), _nearer(config, found))
     if not low:
         unused = "" if wanted else "calibration: not used, for all heads of this config have the same bits"
         return HeadChoice({}, unused, found)

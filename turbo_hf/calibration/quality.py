@@ -48,7 +48,7 @@ def evaluate(
         n = len(samples.positions[window])
         keys = samples.keys[window].to(device, non_blocking=True)
         turned = assign(keys, rotated)
-        parts = (samples.plain_queries[window], samples.queries[window], samples.far[window])
+        parts = (samples.pre_rotary_queries[window], samples.queries[window], samples.far[window])
         for plain, query, far, at in zip(
             *(x.split(64, 2) for x in parts), samples.positions[window].split(64), strict=True
         ):
@@ -74,8 +74,8 @@ def evaluate(
                 total[way] += _recalled(score, mass, sizes, weight).cpu()
             mass, sizes = bucket_sums(pairs, turned, clusters)
             score = torch.bmm(asking.float(), rotated.float().mT).view(shape).sum(1, keepdim=True)
-            told = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
-            total["k-means, rotated"] += told.cpu()
+            recalled = _recalled(score, mass.view(shape), sizes.view(shape)[:, 0], weight)
+            total["k-means, rotated"] += recalled.cpu()
             counted += weight.sum((1, 2)).cpu()
         asked += heads * groups * n
     filled = torch.stack([x.bincount(minlength=clusters) for x in torch.cat(buckets, 1)]).double()

@@ -186,7 +186,10 @@ def train(
         pick, asking = _draw(layers, window, settings, seeded)
         plain, query = (
             torch.take_along_dim(_together(xs, device).flatten(1, 2), pick[..., None].to(device), 1)
-            for xs in ([layer.plain_queries[window] for layer in layers], [layer.queries[window] for layer in layers])
+            for xs in (
+                [layer.pre_rotary_queries[window] for layer in layers],
+                [layer.queries[window] for layer in layers],
+            )
         )
         with torch.no_grad():
             target, sizes = true_mass(
@@ -243,11 +246,11 @@ def _start(
     device = centroids[0].device
     means, covariances, lengths = [], [], []
     for layer in layers:
-        for head in range(len(layer.plain_queries[0])):
-            queries = _together([x[head].flatten(0, 1) for x in layer.plain_queries[:windows]], device).float()
+        for head in range(len(layer.pre_rotary_queries[0])):
+            queries = _together([x[head].flatten(0, 1) for x in layer.pre_rotary_queries[:windows]], device).float()
             means.append(queries.mean(0, keepdim=True).cpu())
             covariances.append(queries.T.cov(correction=0).cpu())
-        norms = [keys.to(device, non_blocking=True).float().norm(dim=-1) for keys in layer.plain_keys[:windows]]
+        norms = [keys.to(device, non_blocking=True).float().norm(dim=-1) for keys in layer.pre_rotary_keys[:windows]]
         lengths.append(torch.cat(norms, 1).mean(1).cpu() * layer.scaling)
     mean, covariance = torch.stack(means), torch.stack(covariances)
     start = torch.cat(centroids).float().cpu() * torch.cat(lengths)[:, None, None]
@@ -266,5 +269,5 @@ def divergence(target: torch.Tensor, logits: torch.Tensor, sizes: torch.Tensor) 
     the number of keys that a text puts there. It is what buckets are to be ranked by for a given share of keys. SAAP's
     softmax of the logits tells the mass of whole buckets, and so those that are large in the training texts.
     """
-    told = logits + sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log()
-    return (torch.xlogy(target, target) - target * told.log_softmax(-1)).sum(-1)
+    log_mass = logits + sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log()
+    return (torch.xlogy(target, target) - target * log_mass.log_softmax(-1)).sum(-1)

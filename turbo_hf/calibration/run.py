@@ -61,7 +61,7 @@ class Group(NamedTuple):
     indexed: bool
 
 
-class Plan(NamedTuple):
+class CalibrationPlan(NamedTuple):
     """What a run will do. notes: by layer, why it gets less than others."""
 
     settings: Settings
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     layers: int
 
 
-def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan:
+def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> CalibrationPlan:
     """Probe the model and group its layers.
 
     Raises:
@@ -107,7 +107,7 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Plan
     for shape, layers in indexed.items():
         size = chosen.layers_at_once
         groups += [Group(tuple(layers[at : at + size]), shape, True) for at in range(0, len(layers), size)]
-    return Plan(chosen, tuple(groups), notes, len(all_sources))
+    return CalibrationPlan(chosen, tuple(groups), notes, len(all_sources))
 
 
 @_on_cpu_by_default
@@ -157,10 +157,10 @@ def calibrate(
     unfinished = Unfinished(out, resume, overwrite)
     plan = make_plan(model, settings)
     chosen = plan.settings
-    beside = checkpoint_of(model, revision)
-    windows, own = read_windows(model, tokenizer, texts, plan, beside)
-    told = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
-    empty = Calibration(fingerprint(model, beside, own), told, (), windows.numel())
+    checkpoint = checkpoint_of(model, revision)
+    windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
+    settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
+    empty = Calibration(fingerprint(model, checkpoint, own), settings_dict, (), windows.numel())
     unfinished.open()
     done: dict[int, LayerCalibration] = {}
     share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
@@ -186,7 +186,11 @@ def calibrate(
 
 
 def read_windows(
-    model: PreTrainedModel, tokenizer: Any, texts: str | Path | Iterable[str], plan: Plan, beside: Checkpoint
+    model: PreTrainedModel,
+    tokenizer: Any,
+    texts: str | Path | Iterable[str],
+    plan: CalibrationPlan,
+    checkpoint: Checkpoint,
 ) -> tuple[torch.Tensor, Any]:
     """Windows of tokens, and their tokenizer: errors are reported here, before passes that take hours.
 
@@ -195,13 +199,13 @@ def read_windows(
     """
     if not callable(tokenizer) or not hasattr(tokenizer, "get_vocab"):
         raise ValueError(f"tokenizer must be the model's own, as of AutoTokenizer; got {type(tokenizer).__name__}.")
-    doubt = beside.doubt(*TOKENIZER_FILES)
+    doubt = checkpoint.doubt(*TOKENIZER_FILES)
     if doubt is not None:
         warnings.warn(doubt, stacklevel=4)
-    own = own_tokenizer(beside)
+    own = own_tokenizer(checkpoint)
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
-        raise ValueError(f"the tokenizer is not the model's own: {wrong}.{beside.unsure}")
+        raise ValueError(f"the tokenizer is not the model's own: {wrong}.{checkpoint.unsure}")
     chosen = plan.settings
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
@@ -220,18 +224,18 @@ def _advance(progress: Progress | None, word: str, share: float) -> Callable[[fl
     return step
 
 
-def _depth(group: Group, plan: Plan) -> float:
+def _depth(group: Group, plan: CalibrationPlan) -> float:
     """Cost of a pass that ends after a group's last layer, as a share of a whole pass."""
     return (max(group.layers) + 1) / plan.layers
 
 
-def _work(group: Group, plan: Plan, windows: int) -> float:
+def _work(group: Group, plan: CalibrationPlan, windows: int) -> float:
     """Cost of a group, in passes over a window: training and evaluation cost as much as many passes."""
     return windows * _depth(group, plan) + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
 def _calibrate_group(
-    model: PreTrainedModel, group: Group, plan: Plan, windows: torch.Tensor, step: Callable[[float], None]
+    model: PreTrainedModel, group: Group, plan: CalibrationPlan, windows: torch.Tensor, step: Callable[[float], None]
 ) -> tuple[LayerCalibration, ...]:
     settings = plan.settings
     priorities = {index: HeadPriorities() for index in group.layers}
@@ -285,9 +289,11 @@ def _index(
     clusters = _clusters(settings, windows)
     each, rotated = (
         list(_centroids(keys, clusters, settings, group.layers[0], device).split(heads))
-        for keys in ([layer.plain_keys[:learned] for layer in layers], [layer.keys[:learned] for layer in layers])
+        for keys in ([layer.pre_rotary_keys[:learned] for layer in layers], [layer.keys[:learned] for layer in layers])
     )
-    buckets = [[assign(k.to(device), own) for k in layer.plain_keys] for layer, own in zip(layers, each, strict=True)]
+    buckets = [
+        [assign(k.to(device), own) for k in layer.pre_rotary_keys] for layer, own in zip(layers, each, strict=True)
+    ]
     classifier, losses = train(layers, buckets, each, learned, settings, lambda: step(0.25))
     for at, (index, layer) in enumerate(zip(group.layers, layers, strict=True)):
         stored = {name: x[at * heads : (at + 1) * heads].half() for name, x in classifier.items()}
@@ -340,7 +346,7 @@ def _centroids(
     return k_means(torch.cat(keys), clusters, settings.iterations, seeded)
 
 
-def estimate(model: PreTrainedModel, plan: Plan) -> dict[str, float]:
+def estimate(model: PreTrainedModel, plan: CalibrationPlan) -> dict[str, float]:
     """Bytes and floating-point operations that a run with `plan.settings.windows` windows would take.
 
     "host_bytes": keys and queries of a group of layers. "device_bytes": what making their index takes at once, besides

@@ -7,7 +7,7 @@ import torch
 
 from turbo_hf.calibration.capture import Seen
 from turbo_hf.calibration.settings import Settings
-from turbo_hf.rotary import unrotate
+from turbo_hf.rotary import undo_rotary
 
 
 @dataclass(slots=True)
@@ -15,17 +15,18 @@ class Samples:
     """Keys and sampled queries of one layer, a list item a window, on the CPU in the model's dtype; of a model on a
     GPU in pinned memory, from which training reads without waiting.
 
-    plain_keys, keys: [Hkv, L, D] before and after rotary embedding. plain_queries, queries: [Hkv, G, n, D], grouped by
-    the KV head that they read. positions: int64 [n]. far: bool [Hkv, G, n], true where the best key is long ago.
+    pre_rotary_keys, keys: [Hkv, L, D] before and after rotary embedding. pre_rotary_queries, queries: [Hkv, G, n, D],
+    grouped by the KV head that they read. positions: int64 [n]. far: bool [Hkv, G, n], true where the best key is long
+    ago.
     scaling, softcap: of the scores. device: where the layer computes, and its index is made.
     """
 
     scaling: float
     softcap: float | None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    plain_keys: list[torch.Tensor] = field(default_factory=list)
+    pre_rotary_keys: list[torch.Tensor] = field(default_factory=list)
     keys: list[torch.Tensor] = field(default_factory=list)
-    plain_queries: list[torch.Tensor] = field(default_factory=list)
+    pre_rotary_queries: list[torch.Tensor] = field(default_factory=list)
     queries: list[torch.Tensor] = field(default_factory=list)
     positions: list[torch.Tensor] = field(default_factory=list)
     far: list[torch.Tensor] = field(default_factory=list)
@@ -40,14 +41,14 @@ class Samples:
         shape, dtype = (heads, seen.query.shape[1] // heads), seen.key.dtype
         query = seen.query[:, :, chosen.to(seen.query.device)]
         rotary = tuple(part[:, chosen.to(part.device)] for part in seen.rotary)
-        plain_query = unrotate(seen.source.module, query, (rotary[0], rotary[1]))[0].unflatten(0, shape)
-        plain_key = unrotate(seen.source.module, seen.key, seen.rotary)[0]
+        pre_rotary_query = undo_rotary(seen.source.module, query, (rotary[0], rotary[1]))[0].unflatten(0, shape)
+        pre_rotary_key = undo_rotary(seen.source.module, seen.key, seen.rotary)[0]
         query = query[0].unflatten(0, shape)
         far = self._is_far(query, seen.key[0], chosen.to(seen.key.device), settings.far)
         self.positions.append(chosen)
-        self.plain_keys.append(_kept(plain_key.to(dtype)))
+        self.pre_rotary_keys.append(_kept(pre_rotary_key.to(dtype)))
         self.keys.append(_kept(seen.key[0]))
-        self.plain_queries.append(_kept(plain_query.to(dtype)))
+        self.pre_rotary_queries.append(_kept(pre_rotary_query.to(dtype)))
         self.queries.append(_kept(query))
         self.far.append(_kept(far))
         if seen.key.is_cuda:

@@ -53,15 +53,6 @@ class Past(NamedTuple):
     room: int
 
 
-class Scoring(NamedTuple):
-    """From products to probabilities. softcap: in units of log2; sas_threshold; sinks: [Hq]; None: without."""
-
-    scaling: float
-    softcap: float | None
-    sas_threshold: float | None
-    sinks: Any
-
-
 class Result(NamedTuple):
     """Where results go: out [B, Hq, M, D], lse float32 [B, Hq, M], broken as `prefill_kernel` has it."""
 

@@ -12,13 +12,13 @@ ROUND_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
-def attend(
-    x, unit, v_scale, m, mass, sas_threshold, SAS: tl.constexpr, TOKEN_SCALE: tl.constexpr, DTYPE: tl.constexpr
+def block_softmax(
+    x, unit, v_scale, m, denom, sas_threshold, SAS: tl.constexpr, TOKEN_SCALE: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
     """One block's softmax. x * unit: scores in base 2, x [NB, R, T], -inf where hidden, unit [NB, R] above 0.
 
     v_scale: [NB], [NB, T] if TOKEN_SCALE. Returns P [NB, R, T] in DTYPE; if that is int8, its sums, int32 [NB, R];
-    weight [NB, R], what P's unit is worth; keep [NB, R], what is left of the sums so far; the new maximum and sum.
+    weight [NB, R], what P's unit is worth; keep [NB, R], what is left of the sums so far; the new m, denom.
     """
     most = tl.max(x, 2)
     top = most * unit
@@ -32,7 +32,7 @@ def attend(
     shift = tl.where(new == -float("inf"), 0.0, new)
     keep = tl.exp2(m - shift)
     weight = tl.exp2(top - shift)
-    mass = mass * keep + tl.sum(p, 2) * weight
+    denom = denom * keep + tl.sum(p, 2) * weight
     if TOKEN_SCALE:
         p = p * v_scale[:, None, :]
         most = tl.max(p, 2) + tl.sum(p * 0.0, 2)
@@ -46,7 +46,7 @@ def attend(
         total = tl.sum(p, 2)
     else:
         total = weight
-    return p.to(DTYPE), total, weight, keep, new, mass
+    return p.to(DTYPE), total, weight, keep, new, denom
 
 
 @triton.jit

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from turbo_hf.kernels._common import LOG2_E, await_launch, tanh
-from turbo_hf.kernels.block_attention import accumulate, attend, scores
+from turbo_hf.kernels.block_attention import accumulate, block_softmax, scores
 from turbo_hf.kernels.full import attend_full
-from turbo_hf.kernels.merge import settle
+from turbo_hf.kernels.merge import finish_or_merge
 from turbo_hf.kernels.queries import channels_of, prepare, query_rows
 from turbo_hf.kernels.shares import attended
 from turbo_hf.kernels.tiles import ask_ahead, channels, keys_of, packed_bytes, to_values, values_of
@@ -37,14 +37,14 @@ def _buckets_of(buckets, listed, live, BLOCK: tl.constexpr, INDEX: tl.constexpr)
 
 
 @triton.jit
-def walk(
-    heads, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, chosen, softcap,
-    sas_threshold, acc, m, mass,
+def attend_sealed(
+    paged, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, chosen, softcap,
+    sas_threshold, acc, m, denom,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, TURBO: tl.constexpr,
     SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr,
     INDEX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles begin to end of sealed blocks of one slot. heads: (k, v, meta, scale); queries, factor: `prepare`.
+    """Tiles begin to end of sealed blocks of one slot. paged: (k, v, meta, scale); queries, factor: `prepare`.
 
     Each query row sees the tokens from `first` to `last`. CHOSEN: `table` is a list of `sealed` blocks, page << 32 |
     number, and all rows see those of their tokens that `attended` keeps by `chosen`, with or without INDEX. `page` is
@@ -52,7 +52,7 @@ def walk(
 
     Returns too how many tokens were kept, by warps and places, if CHOSEN.
     """
-    k_ptr, v_ptr, meta_ptr, scale_ptr = heads
+    k_ptr, v_ptr, meta_ptr, scale_ptr = paged
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
     STAGE2: tl.constexpr = BITS < 8
@@ -121,20 +121,20 @@ def walk(
         elif (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column
             x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
-        p, total, weight, keep, m, mass = attend(x, unit, v_scale, m, mass, sas_threshold, SAS, False, q.dtype)
+        p, total, weight, keep, m, denom = block_softmax(x, unit, v_scale, m, denom, sas_threshold, SAS, False, q.dtype)
         acc = accumulate(acc, to_values(p, BITS), total, values, v_step, v_zero, weight, keep, STAGE2, SPREAD, ASM)
-    return acc, m, mass, counted
+    return acc, m, denom, counted
 
 
 @triton.jit
-def walk_open(
-    opened, at, cap, sealed, length, queries, factor, first, last, choice, softcap, sas_threshold, acc, m, mass,
+def attend_open(
+    opened, at, cap, sealed, length, queries, factor, first, last, chosen, softcap, sas_threshold, acc, m, denom,
     D: tl.constexpr, BLOCK: tl.constexpr, TURBO: tl.constexpr, SAS: tl.constexpr, CAPPED: tl.constexpr,
     SPREAD: tl.constexpr, CHOSEN: tl.constexpr, INDEX: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The open tokens of one row and head: INT8 with one scale a token, or as they are. at: row * Hkv + head, int64.
 
-    CHOSEN: those that `attended` keeps by `choice`, with or without INDEX. Returns how many these are, too.
+    CHOSEN: those that `attended` keeps by `chosen`, with or without INDEX. Returns how many these are, too.
     """
     k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = opened
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
@@ -174,19 +174,19 @@ def walk_open(
         if CHOSEN:
             bucket = place
             if INDEX:
-                bucket = tl.load(choice[0] + place, mask=live, other=0)
-            kept = attended(place, live, bucket, *choice[1], INDEX)
+                bucket = tl.load(chosen[0] + place, mask=live, other=0)
+            kept = attended(place, live, bucket, *chosen[1], INDEX)
             counted += tl.sum(kept.to(tl.int32), 1)
             x = tl.where(kept[:, None, :], x, -float("inf"))
         else:
             seen = (place[:, None, :] >= first) & (place[:, None, :] < last)
             x = tl.where(seen & live[:, None, :], x, -float("inf"))
-        p, total, weight, keep, m, mass = attend(
-            x, mass * 0 + 1, v_scale, m, mass, sas_threshold, SAS, not PLAIN, q.dtype
+        p, total, weight, keep, m, denom = block_softmax(
+            x, denom * 0 + 1, v_scale, m, denom, sas_threshold, SAS, not PLAIN, q.dtype
         )
         p = to_values(p, 16 if PLAIN else 8)
         acc = accumulate(acc, p, total, values, k_scale, k_scale, weight, keep, False, SPREAD, ASM)
-    return acc, m, mass, counted
+    return acc, m, denom, counted
 
 
 @triton.jit
@@ -207,7 +207,7 @@ def _row_of(output, wanted, chunks, kv_heads, order_ptr, sealed_ptr, open_len_pt
 def decode_kernel(
     q_ptr, out_ptr,  # [B, Hq, M, D]
     lse_ptr, starts_ptr, sinks_ptr,  # float32 [B, Hq, M], int64 [B], [Hq]
-    heads,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
+    paged,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
     opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
     order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
     plan_ptr,  # int32: 4 a CTA, 2 an output, as in `ops.schedule`
@@ -255,7 +255,7 @@ def decode_kernel(
             own = slot
             for g in tl.static_range(len(SLOTS)):
                 there = (block < sealed) & (own >= 0) & (own < SLOTS[g])
-                ask_ahead(heads[g], own, page, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
+                ask_ahead(paged[g], own, page, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
                 own -= SLOTS[g]
         queries, factor = prepare(rows, TURBO)
         unit = scaling if CAPPED else scaling * LOG2_E
@@ -267,32 +267,32 @@ def decode_kernel(
         following = _row_of(output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr)
         if FULL:
             tl.static_assert(NB == 1 and len(SLOTS) == 1 and not SAS)
-            acc, m, mass = attend_full(
-                heads[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length,
+            acc, m, denom = attend_full(
+                paged[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length,
                 tile, steps, tl.trans(rows[0]), unit, first.reshape(R), last.reshape(R), softcap,
                 SLOTS[0], D, BLOCK, CAPPED, SPREAD, STAGES, ASM,
             )  # fmt: skip
         else:
             acc = tl.zeros([NB, DP, N], tl.float32)
             m = tl.full([NB, R], -float("inf"), tl.float32)
-            mass = tl.zeros([NB, R], tl.float32)
+            denom = tl.zeros([NB, R], tl.float32)
             own = slot
             for g in tl.static_range(len(SLOTS)):
                 if (own >= 0) & (own < SLOTS[g]):
-                    acc, m, mass, _ = walk(
-                        heads[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
-                        factor, first, last, last, softcap, sas_threshold, acc, m, mass,
+                    acc, m, denom, _ = attend_sealed(
+                        paged[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
+                        factor, first, last, last, softcap, sas_threshold, acc, m, denom,
                         SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, False, False, ASM,
                     )  # fmt: skip
                 own -= SLOTS[g]
             if tile + steps > pages:
-                acc, m, mass, _ = walk_open(
+                acc, m, denom, _ = attend_open(
                     opened, row * kv_heads + head, cap, sealed, length, queries, factor, first, last, last, softcap,
-                    sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
+                    sas_threshold, acc, m, denom, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
                 )  # fmt: skip
 
-        settle(
-            acc, m, mass, (tile == 0) & (steps == pages + 1), parts_ptr, first_cta + output, cta - first_cta, count,
+        finish_or_merge(
+            acc, m, denom, (tile == 0) & (steps == pages + 1), parts_ptr, first_cta + output, cta - first_cta, count,
             arrived_ptr + output, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
             kv_heads, 0, tokens, GROUP, D, SINKS, SPREAD, PARTS,
         )  # fmt: skip

@@ -33,21 +33,21 @@ def _added(x):
 
 
 @triton.jit
-def combine(acc, m, mass, SPREAD: tl.constexpr):
+def combine(acc, m, denom, SPREAD: tl.constexpr):
     """The warps' sums as one: O [N, DP], maximum [N], sum [N].
 
     The maximum is rounded up to a whole number: what parts are scaled by when they are added is then a power of two,
     and their sum the same to the bit whether or not a compiler fuses products with it.
     """
     if SPREAD:
-        m, mass = even(m), even(mass)
+        m, denom = even(m), even(denom)
     top = tl.ceil(tl.max(m, 0))
     rest = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top)[None, :])
-    return tl.trans(_added(acc * rest[:, None, :])), top, tl.sum(mass * rest, 0)
+    return tl.trans(_added(acc * rest[:, None, :])), top, tl.sum(denom * rest, 0)
 
 
 @triton.jit
-def leave_part(o, top, total, parts_ptr, place):
+def store_part(o, top, total, parts_ptr, place):
     """A partial result to its place, complete before this CTA reports it."""
     N: tl.constexpr = o.shape[0]
     DP: tl.constexpr = o.shape[1]
@@ -125,8 +125,8 @@ def finish(
 
 
 @triton.jit
-def settle(
-    acc, m, mass, alone, parts_ptr, first, part, count, arrived_ptr,
+def finish_or_merge(
+    acc, m, denom, alone, parts_ptr, first, part, count, arrived_ptr,
     out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column, columns,
     GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPREAD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
@@ -135,14 +135,14 @@ def settle(
     The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts. alone: there
     is one part.
     """
-    o, top, total = combine(acc, m, mass, SPREAD)
+    o, top, total = combine(acc, m, denom, SPREAD)
     if alone:
         finish(
             o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
             columns, GROUP, D, SINKS,
         )  # fmt: skip
     else:
-        leave_part(o, top, total, parts_ptr, first + part)
+        store_part(o, top, total, parts_ptr, first + part)
         if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1:
             tl.store(arrived_ptr, 0)
             o, top, total = merge(parts_ptr, first, count, o.shape[0], o.shape[1], PARTS)

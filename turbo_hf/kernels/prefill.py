@@ -296,7 +296,9 @@ def _attend(
             state = _past(state, (q, row_scale), past, row, kv_row, m, d, first, scoring, FORM)
 
         if queries.rotated is not None:
-            q, row_scale = _queries(queries.rotated, row, head, column, d, inside, scoring.scaling, broken, INT8, FORM.wide)
+            q, row_scale = _queries(
+                queries.rotated, row, head, column, d, inside, scoring.scaling, broken, INT8, FORM.wide
+            )
         bias = None
         if queries.bias is not None:
             bias = tl.load(queries.bias + row_head * tokens + column, mask=m < count, other=0.0) * LOG2_E
@@ -350,8 +352,8 @@ def prefill_kernel(
     `result.broken`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large
     for INT8, and then for one whose keys or values hold NaN or Inf; FLAGS: a power of two that covers them.
 
-    Of `Queries`, `Chunk`, `Past` (or None), `Scoring`, `Result`, `Form`. k_tiles, v_tiles: descriptors of the quantized
-    operands, [B*Hkv*T, D] and [B*Hkv*D, T], or None. pairs: B*Hq. tokens: M.
+    Of `Queries`, `Chunk`, `Past` (or None), `Scoring` (softcap in units of log2), `Result`, `Form`. k_tiles, v_tiles:
+    descriptors of the quantized operands, [B*Hkv*T, D] and [B*Hkv*D, T], or None. pairs: B*Hq. tokens: M.
     """
     tiles = tl.cdiv(tokens, FORM.block_m)
     # heads that share keys run side by side, and the longest tiles of each first

@@ -7,7 +7,7 @@ from turbo_hf.kernels._common import await_launch, to_l2
 
 
 @triton.jit
-def _unrotated(rows, stride, d, ok, cos, sin, ROTARY: tl.constexpr):
+def _undo_rotary_halves(rows, stride, d, ok, cos, sin, ROTARY: tl.constexpr):
     """Vectors [N, DP] at `rows` [N], before rotary embedding of ROTARY channels (half layout); 0: they have none.
 
     cos, sin: pointers [N] to those of each vector. ok: bool [N, DP], where there are channels.
@@ -46,7 +46,7 @@ def _keys(
     at = keys_ptr + row * strides[0] + head * strides[1] + n.to(tl.int64) * strides[2]
     turn = row * rotary_stride + n.to(tl.int64) * ROTARY
     ok = (n < tokens)[:, None] & (d < D)[None, :]
-    return _unrotated(at, strides[3], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
+    return _undo_rotary_halves(at, strides[3], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
 
 
 @triton.jit
@@ -214,7 +214,7 @@ def _nearest(
     turn = row * rotary_stride + query * ROTARY
     at = keys_ptr + row * strides[0] + head * strides[1] + query * strides[2]
     ok = live[:, None] & (d < D)[None, :]
-    keys = _unrotated(at, strides[3], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
+    keys = _undo_rotary_halves(at, strides[3], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
     c = tile * TILE + tl.arange(0, TILE)
     where = centroids_ptr + (head.to(tl.int64) * buckets + c)[None, :] * D + d[:, None]
     centroids = tl.load(where, mask=(c < buckets)[None, :] & (d < D)[:, None], other=0.0)
@@ -256,7 +256,7 @@ def _layer(
     turn = row * rotary_stride + query * ROTARY
     live = (i < tokens) & (g < GROUP)
     ok = live[:, None] & (d < D)[None, :]
-    q = _unrotated(at, strides[4], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
+    q = _undo_rotary_halves(at, strides[4], d, ok, cos_ptr + turn, sin_ptr + turn, ROTARY)
     x = tl.dot(q.to(weight.dtype), weight, input_precision="ieee")
     if RELU:
         bias = tl.load(bias_ptr + head * units + unit, mask=inside, other=0.0).to(tl.float32)

@@ -66,7 +66,7 @@ def list_kernel(
     visited_ptr,  # uint8 [B, Hkv, M, buckets]
     order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
     starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
-    listed_ptr, found_ptr,  # int64 [lists, room]: page << 32 | number, int32 [lists]
+    listed_ptr, listed_count_ptr,  # int64 [lists, room]: page << 32 | number, int32 [lists]
     table_stride, queries, room, spanned, buckets, sink, window,
     KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, BUCKETS: tl.constexpr, INDEX: tl.constexpr,
     STARTS: tl.constexpr, EARLY: tl.constexpr,
@@ -102,7 +102,7 @@ def list_kernel(
         flags = tl.load(visited_ptr + (pair * queries + query) * buckets + c, mask=c < buckets, other=0)
         # how many of the buckets up to each one are visited; in 16 bit, which all buckets' shared memory takes
         upto = tl.cumsum((flags != 0).to(tl.int32), 0).to(tl.uint16)
-    found = blocks * 0
+    listed_count = blocks * 0
     for start in tl.range(0, blocks, SCAN, num_stages=1):
         # the next ones, while these are looked at
         following = _blocks_from(start + SCAN, table, blocks, spans, spanned, begin, end, SCAN)
@@ -113,10 +113,10 @@ def list_kernel(
             hits -= tl.where(low > 0, tl.gather(upto, tl.maximum(low - 1, 0), 0).to(tl.int32), 0)
             kept = kept | (low < 0) | (hits > 0)
         kept = (kept & (n < blocks)).to(tl.int32)
-        tl.store(listed + found + tl.cumsum(kept, 0) - 1, (page << 32) + n, mask=kept != 0)
-        found += tl.sum(kept, 0)
+        tl.store(listed + listed_count + tl.cumsum(kept, 0) - 1, (page << 32) + n, mask=kept != 0)
+        listed_count += tl.sum(kept, 0)
         n, page, span = following
-    tl.store(found_ptr + own, found)
+    tl.store(listed_count_ptr + own, listed_count)
 
 
 @triton.jit
@@ -135,9 +135,9 @@ def outputs_of(
 
 
 @triton.jit
-def tiles_of(place, closed, found, ok, NB: tl.constexpr):
+def tiles_of(place, closed, listed_count, ok, NB: tl.constexpr):
     """Tiles of NB blocks of an output: of its listed blocks and one of its open tokens, at least one; 0 if not ok."""
-    return tl.where(ok, tl.maximum(tl.cdiv(found, NB) + (place >= closed).to(tl.int32), 1), 0)
+    return tl.where(ok, tl.maximum(tl.cdiv(listed_count, NB) + (place >= closed).to(tl.int32), 1), 0)
 
 
 @triton.jit

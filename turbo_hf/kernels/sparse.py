@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from turbo_hf.kernels._common import LOG2_E, await_launch, to_l2
-from turbo_hf.kernels.decode import walk, walk_open
-from turbo_hf.kernels.merge import settle
+from turbo_hf.kernels.decode import attend_open, attend_sealed
+from turbo_hf.kernels.merge import finish_or_merge
 from turbo_hf.kernels.queries import prepare, query_rows
 from turbo_hf.kernels.shares import outputs_of, over, tiles_of, tiles_of_share
 from turbo_hf.kernels.tiles import ask_ahead
@@ -20,10 +20,10 @@ from turbo_hf.kernels.unpack import entry
 @triton.jit(do_not_specialize=["room", "index_cap", "window", "outputs"])
 def sparse_decode_kernel(
     q_ptr, out_ptr, lse_ptr, sinks_ptr,  # [B, Hq, M, D] twice, float32 [B, Hq, M], [Hq]
-    heads, opened,  # as in `decode_kernel`
+    paged, opened,  # as in `decode_kernel`
     buckets_ptr, visited_ptr,  # int16 [B, Hkv, 1, index_cap], uint8 [B, Hkv, M, 1, C]
     order_ptr, starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B], [B], [B]
-    listed_ptr, found_ptr,  # int64 [lists, room], int32 [lists]: as `list_kernel` leaves them
+    listed_ptr, listed_count_ptr,  # int64 [lists, room], int32 [lists]: as `list_kernel` leaves them
     parts_ptr,  # float32 [shares, N * (DP + STATS)], as in `merge`
     arrived_ptr, read_ptr,  # int32 [outputs], zeros before and after; int64 [1]
     q_strides, room, cap, index_cap, queries, outputs, buckets, sink, window, scaling, softcap,
@@ -47,8 +47,8 @@ def sparse_decode_kernel(
         o, outputs, chunks, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr, KV, BLOCK, STARTS
     )
     await_launch(EARLY, True)
-    founds = tl.load(found_ptr + o // chunks, mask=o < outputs, other=0)
-    tiles = tiles_of(places, closeds, founds, o < outputs, NB)
+    listed_counts = tl.load(listed_count_ptr + o // chunks, mask=o < outputs, other=0)
+    tiles = tiles_of(places, closeds, listed_counts, o < outputs, NB)
     most = tiles_of_share(tiles, outputs, tl.num_programs(0), alone, PARTS, FILLED, SHARES)
     shares_of = over(tiles, most)
     ends = tl.cumsum(shares_of, 0)
@@ -57,7 +57,7 @@ def sparse_decode_kernel(
         output = tl.sum((ends <= share).to(tl.int32), 0)
         own = o == output
         place, closed = tl.sum(tl.where(own, places, 0), 0), tl.sum(tl.where(own, closeds, 0), 0)
-        head, found = tl.sum(tl.where(own, heads_of, 0), 0), tl.sum(tl.where(own, founds, 0), 0)
+        head, listed_count = tl.sum(tl.where(own, heads_of, 0), 0), tl.sum(tl.where(own, listed_counts, 0), 0)
         shares = tl.sum(tl.where(own, shares_of, 0), 0)
         first_share = tl.sum(tl.where(own, ends, 0), 0) - shares
         list_at, query = (output // chunks).to(tl.int64), output // chunks % queries
@@ -67,7 +67,7 @@ def sparse_decode_kernel(
         pair = row * KV + head
         part = share - first_share
         begin = part * (most * NB)
-        count = tl.maximum(tl.minimum(found - begin, most * NB), 0)
+        count = tl.maximum(tl.minimum(listed_count - begin, most * NB), 0)
         at = listed_ptr + list_at * room + begin
         page = entry(at + nb, nb < count, ASM)
         # the query as if it were the row's last token
@@ -78,7 +78,7 @@ def sparse_decode_kernel(
         own = slot
         for g in tl.static_range(len(SLOTS)):
             there = (nb < count) & (own >= 0) & (own < SLOTS[g])
-            ask_ahead(heads[g], own, page >> 32, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
+            ask_ahead(paged[g], own, page >> 32, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
             own -= SLOTS[g]
         buckets_at = buckets_ptr + pair * index_cap
         if INDEX and ASM:
@@ -90,30 +90,30 @@ def sparse_decode_kernel(
 
         acc = tl.zeros([NB, DP, N], tl.float32)
         m = tl.full([NB, R], -float("inf"), tl.float32)
-        mass = tl.zeros([NB, R], tl.float32)
+        denom = tl.zeros([NB, R], tl.float32)
         counted = nb * 0
         for g in tl.static_range(len(SLOTS)):
             if (slot >= 0) & (slot < SLOTS[g]):
-                acc, m, mass, kept = walk(
-                    heads[g], slot, at, count, page, count, 0, tl.cdiv(count, NB), queries_of, factor, 0, 0,
-                    (buckets_at, visit), softcap, sas_threshold, acc, m, mass,
+                acc, m, denom, kept = attend_sealed(
+                    paged[g], slot, at, count, page, count, 0, tl.cdiv(count, NB), queries_of, factor, 0, 0,
+                    (buckets_at, visit), softcap, sas_threshold, acc, m, denom,
                     SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, True, INDEX, ASM,
                 )  # fmt: skip
                 if READ:
                     counted = tl.sum(kept, 1)
             slot -= SLOTS[g]
         if (place >= closed) & (part == shares - 1):
-            acc, m, mass, more = walk_open(
+            acc, m, denom, more = attend_open(
                 opened, pair, cap, closed // BLOCK, place + 1, queries_of, factor, 0, 0, (buckets_at, visit),
-                softcap, sas_threshold, acc, m, mass, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, True, INDEX, ASM,
+                softcap, sas_threshold, acc, m, denom, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, True, INDEX, ASM,
             )  # fmt: skip
             counted += more
         if READ:  # noqa: SIM102 - what is known when the kernel is compiled stands alone
             if output % chunks == 0:
                 tl.atomic_add(read_ptr + nb * 0, counted.to(tl.int64), sem="relaxed")
 
-        settle(
-            acc, m, mass, shares == 1, parts_ptr, first_share, part, shares, arrived_ptr + output,
+        finish_or_merge(
+            acc, m, denom, shares == 1, parts_ptr, first_share, part, shares, arrived_ptr + output,
             out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, place + 1, 0, 1, KV, query, queries, GROUP, D,
             SINKS, SPREAD, PARTS,
         )  # fmt: skip

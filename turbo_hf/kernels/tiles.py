@@ -121,12 +121,12 @@ def _by_thread(x):
 
 @triton.jit
 def ask_ahead(
-    heads, slot, page, ok, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    paged, slot, page, ok, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Pages [NB] of one slot, where ok, come to the L2 cache, while the queries are prepared. heads: as in `walk`."""
+    """Pages [NB] of one slot, where ok, come to the L2 cache as queries are prepared. paged: as in `attend_sealed`."""
     if ASM:
-        k_ptr, v_ptr, meta_ptr, scale_ptr = heads
+        k_ptr, v_ptr, meta_ptr, scale_ptr = paged
         PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
         LINE: tl.constexpr = 128 * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
         PADDED: tl.constexpr = BLOCK * DP * (4 if BITS == 3 else min(BITS, 8)) // 8

@@ -18,9 +18,9 @@ def append_tokens(
     store: KVStore,
     *,
     starts: torch.Tensor | None = None,
-    given: torch.Tensor | None = None,
-    span: torch.Tensor | None = None,
-    broken: torch.Tensor,
+    given_scale: torch.Tensor | None = None,
+    max_scale: torch.Tensor | None = None,
+    nonfinite: torch.Tensor,
     rotate: bool = False,
     backend: str = "auto",
 ) -> None:
@@ -33,9 +33,9 @@ def append_tokens(
         store: one layer's cache, with room for M more open tokens per row; k_open, v_open, their scales and open_len
             change.
         starts: int64 [B], the first column that holds a token of the row; None: all do.
-        given: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
-        span: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
-        broken: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+        given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
+        max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
+        nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
         rotate: rotate keys on the way, as `ops.rotate.rotate_keys` does.
         backend: "auto", "triton" or "reference".
 
@@ -53,7 +53,13 @@ def append_tokens(
         if x.dim() != 4 or x.shape != k.shape or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, dim):
             raise ValueError(f"{name} must be [{batch}, {heads}, M, {dim}] like the store; got {tuple(x.shape)}.")
     scales = (batch, heads, 2)
-    _check_beside(store, starts=(starts, (batch,)), given=(given, scales), span=(span, scales), broken=(broken, (1,)))
+    _check_beside(
+        store,
+        starts=(starts, (batch,)),
+        given_scale=(given_scale, scales),
+        max_scale=(max_scale, scales),
+        nonfinite=(nonfinite, (1,)),
+    )
     if starts is None and k.shape[2] > room:
         raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {room}, open ones included.")
     if rotate:
@@ -62,10 +68,12 @@ def append_tokens(
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
 
         counters = _counters(batch, k.device, gpu.stream(k.device))
-        launch_store.append_tokens(k, v, store, starts, given, span, broken, counters, rotate)
+        launch_store.append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k
-        reference.append_tokens(k, v, store, starts=starts, given=given, span=span, broken=broken)
+        reference.append_tokens(
+            k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
+        )
 
 
 def append_step(
@@ -73,9 +81,9 @@ def append_step(
     v: torch.Tensor,
     store: KVStore,
     *,
-    given: torch.Tensor | None = None,
+    given_scale: torch.Tensor | None = None,
     noted: tuple[torch.Tensor, torch.Tensor] | None = None,
-    broken: torch.Tensor,
+    nonfinite: torch.Tensor,
     arrived: torch.Tensor,
     rotate: bool = False,
     backend: str = "auto",
@@ -89,10 +97,10 @@ def append_step(
         k, v: float [B, Hkv, 1, D].
         store: one layer's cache. A row has at most `block` open tokens; if it has that many, `table[row, sealed[row]]`
             is a page of its own. The pages, the open tokens, their scales, sealed and open_len change.
-        given: float32 [B, Hkv, 2], as in `append_tokens`.
+        given_scale: float32 [B, Hkv, 2], as in `append_tokens`.
         noted: the index int16 [B, Hkv, L, places], with a place for every token of a row, and the buckets of the new
             tokens int16 [B, Hkv, L, 1], which are written to their place in it. None: tokens have no buckets.
-        broken: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+        nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
         arrived: int32 [B], zeros before and after: scratch space of this launch.
         rotate: as in `append_tokens`.
         backend: "auto", "triton" or "reference".
@@ -117,7 +125,9 @@ def append_step(
             f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
             "use append_tokens and seal_open."
         )
-    _check_beside(store, given=(given, (batch, heads, 2)), broken=(broken, (1,)), arrived=(arrived, (batch,)))
+    _check_beside(
+        store, given_scale=(given_scale, (batch, heads, 2)), nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,))
+    )
     if noted is not None and (noted[0].shape[:2] != (batch, heads) or noted[1].shape != (*noted[0].shape[:3], 1)):
         raise ValueError(
             f"noted must be an index [{batch}, {heads}, L, places] and buckets [{batch}, {heads}, L, 1]; got "
@@ -126,10 +136,10 @@ def append_step(
     if uses_triton(backend, k.device, kernel_obstacle(k)):
         from turbo_hf.ops import launch_store  # noqa: PLC0415 - needs Triton
 
-        launch_store.append_step(k, v, store, given, noted, broken, arrived, rotate)
+        launch_store.append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k
-        reference.append_step(k, v, store, given=given, noted=noted, broken=broken, arrived=arrived)
+        reference.append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
 
 
 def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:

@@ -55,7 +55,7 @@ def decode(
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
     check_lengths(store)
     run = reference.decode
-    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.heads)
+    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.paged)
     if uses_triton(backend, q.device, step_obstacle(q, store.block, "fp16" if exact else mode)):
         from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
 

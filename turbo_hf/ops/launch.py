@@ -7,10 +7,10 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from turbo_hf.kernels.arguments import Chunk, Form, Past, Queries, Result, Scoring, View
+from turbo_hf.kernels.arguments import Chunk, Form, Past, Queries, Result, View
 from turbo_hf.kernels.prefill import prefill_kernel
 from turbo_hf.kernels.quantize import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
-from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, half_type, power_of_two
+from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, Scoring, half_type, power_of_two
 from turbo_hf.ops import gpu, launch_store
 from turbo_hf.ops.room import room_for
 from turbo_hf.ops.tuning import prefill_tiles
@@ -116,7 +116,7 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     first = 0
     order, table = past.order.contiguous(), past.table.contiguous()
     with torch.cuda.device_of(k):
-        for pages in past.heads:
+        for pages in past.paged:
             slots = pages.k.shape[1]
             if blocks:
                 unpack_past_kernel[(blocks, slots, batch)](
@@ -164,7 +164,7 @@ def prefill(
         lse.fill_(-torch.inf)
     broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past)
-    scoring, written = Scoring(scaling, _log2(softcap), sas_threshold, sinks), Result(_view(result), lse, broken)
+    scoring, written = Scoring(scaling, _log2(softcap), sinks, sas_threshold), Result(_view(result), lse, broken)
 
     def run(
         parts: Operands,

@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
     groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
-    few tiles. blocks: of a tile. warps: of a CTA. kind: "stream-k", "whole" or "split".
+    few tiles. blocks: of a tile. warps: of a CTA. plan: "stream-k", "whole" or "split".
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -56,17 +56,17 @@ class Shape(NamedTuple):
     alone: int
     blocks: int
     warps: int
-    kind: str
+    plan: str
 
 
 @lru_cache(maxsize=64)
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a cache whose rows have these numbers of tiles."""
-    groups, chunks, ctas, alone, blocks, warps, kind = shape
+    groups, chunks, ctas, alone, blocks, warps, plan = shape
     cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
     each = np.repeat(np.array(tiles), len(cost))
-    if kind != "stream-k":
-        parts = 1 if kind == "whole" else split_count(len(each), max(tiles), ctas)
+    if plan != "stream-k":
+        parts = 1 if plan == "whole" else split_count(len(each), max(tiles), ctas)
         return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
     steps = int(each.sum())
     if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
@@ -130,13 +130,13 @@ def _schedule(
             _workspace(place),
         )
     live = plans[shape, place]
-    return live.words, live.ctas, live.parts, live.kept
+    return live.words, live.ctas, live.parts, live.workspace
 
 
 def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:
     """Tiles for queries like q, whether they become INT8, their channels, padded."""
     padded = max(32, power_of_two(q.shape[3]))
-    widths = {pages.bits for pages in store.heads}
+    widths = {pages.bits for pages in store.paged}
     turbo = mode == "turbo" and widths != {FULL}
     unpacks = widths != {FULL} if mode == "fp16" else max(widths) == FULL and q.element_size() > 2
     tiles = decode_tiles(
@@ -174,17 +174,17 @@ def decode(
     rows, spread = 8, group * tokens <= 4
     per_output = rows // 2 if spread else rows
     chunks = -(-group * tokens // per_output)
-    groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.heads)
+    groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.paged)
     many = q.shape[0] * kv_heads * chunks >= MANY * gpu.sms(q.device)
     tune, turbo, padded = tiles_for(q, store, mode, many=many)
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
-    types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.heads)}
-    alike = types == {q.dtype} and len(store.heads) == 1 and sas_threshold is None
-    shared = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
-    tune = shared or tune
-    warps = FULL_WARPS if shared else tune.blocks
+    types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.paged)}
+    alike = types == {q.dtype} and len(store.paged) == 1 and sas_threshold is None
+    full = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
+    tune = full or tune
+    warps = FULL_WARPS if full else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
     shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
@@ -200,7 +200,7 @@ def decode(
             lse,
             store.open_len if starts is None else starts,
             lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
+            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
             store.order.contiguous(),
             store.table,
@@ -235,7 +235,7 @@ def decode(
             SINKS=sinks is not None,
             STAGES=tune.stages,
             PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
-            FULL=shared is not None,
+            FULL=full is not None,
             **gpu.early(q.device),
             ASM=q.is_cuda,
             num_warps=warps,

@@ -23,7 +23,7 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.launch_decode import FILLED, MERGED, tiles_for
 from turbo_hf.ops.launch_store import pairs_of
 from turbo_hf.ops.room import room_for
-from turbo_hf.ops.schedule import Kept
+from turbo_hf.ops.schedule import KeptWorkspace
 from turbo_hf.reference.select import CLASSIFIER
 
 SCAN = 2048
@@ -137,7 +137,7 @@ def score(
     return out
 
 
-def look_up(
+def assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
@@ -145,7 +145,7 @@ def look_up(
     *,
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.select.look_up`: no launch more than the logits alone."""
+    """`ops.select.assign_and_score`: no launch more than the logits alone."""
     new = New(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
     if classifier is None:
         return new.out, score(queries, centroids, rotary=rotary, new=new)
@@ -237,7 +237,7 @@ def sparse_decode(
     sink_tokens: int,
     window_tokens: int,
     spans: torch.Tensor | None = None,
-    meetings: int = 1,
+    min_collisions: int = 1,
     starts: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -245,7 +245,7 @@ def sparse_decode(
     sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one meeting is asked for."""
+    """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one collision is asked for."""
     batch, heads, queries, dim = q.shape
     kv_heads, cap = store.k_open.shape[1:3]
     group = heads // kv_heads
@@ -271,11 +271,11 @@ def sparse_decode(
     else:
         # launches that are replayed refer to it: it stays as long as they do
         if shape not in store.plans:
-            store.plans[shape] = Kept(_workspace(*shape))
+            store.plans[shape] = KeptWorkspace(_workspace(*shape))
         workspace = store.plans[shape].words
-    listed, found, arrived, parts = workspace
+    listed, listed_count, arrived, parts = workspace
     indexed = buckets is not None and visited is not None
-    flags = found
+    flags = listed_count
     if visited is not None:
         flags = visited.contiguous().view(torch.uint8)
     order = store.order.contiguous()
@@ -283,22 +283,22 @@ def sparse_decode(
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
     known |= gpu.early(q.device)
-    spanned = found if spans is None else spans.contiguous().view(torch.int32)
+    spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     with torch.cuda.device_of(q), room_for(q):
         list_kernel[(lists,)](
-            spanned, flags, order, store.table, *places, listed, found, store.table.stride(0), queries, room,
+            spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, room,
             0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
             BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FUSED,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.heads),
+            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            found if buckets is None else buckets.contiguous(), flags, order, *places, listed, found, parts, arrived,
-            found if read is None else read, q.stride(), room, cap,
+            listed_count if buckets is None else buckets.contiguous(), flags, order, *places, listed, listed_count,
+            parts, arrived, listed_count if read is None else read, q.stride(), room, cap,
             buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
             scaling, softcap or 0.0, sas_threshold or 0.0, alone,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BITS=tuple(pages.bits for pages in store.heads),
+            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BITS=tuple(pages.bits for pages in store.paged),
             GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
             OUTPUTS=power_of_two(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
             SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,

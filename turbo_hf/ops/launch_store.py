@@ -101,9 +101,9 @@ def append_tokens(
     v: torch.Tensor,
     store: KVStore,
     starts: torch.Tensor | None,
-    given: torch.Tensor | None,
-    span: torch.Tensor | None,
-    broken: torch.Tensor,
+    given_scale: torch.Tensor | None,
+    max_scale: torch.Tensor | None,
+    nonfinite: torch.Tensor,
     counters: torch.Tensor,
     rotate: bool = False,
 ) -> None:
@@ -113,10 +113,11 @@ def append_tokens(
     with torch.cuda.device_of(k):
         append_kernel[(-(-tokens // part), pairs_of(batch, heads))](
             k, v, store.k_open, store.v_open, store.k_scale, store.v_scale, store.open_len,
-            store.open_len if starts is None else starts, store.k_scale if given is None else given.contiguous(),
-            broken if span is None else span.view(torch.int32), broken, counters, k.stride(), v.stride(), tokens,
-            store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
-            STARTS=starts is not None, GIVEN=given is not None, SPAN=span is not None,
+            store.open_len if starts is None else starts,
+            store.k_scale if given_scale is None else given_scale.contiguous(),
+            nonfinite if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, k.stride(),
+            v.stride(), tokens, store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
+            STARTS=starts is not None, GIVEN=given_scale is not None, MAX_SCALE=max_scale is not None,
             LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -124,7 +125,7 @@ def append_tokens(
 def seal_open(store: KVStore, blocks: int) -> None:
     """`ops.append.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
-    bits = tuple(pages.bits for pages in store.heads)
+    bits = tuple(pages.bits for pages in store.paged)
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
     if store.k_open.dtype != torch.int8 and min(bits) < FULL:
@@ -134,10 +135,10 @@ def seal_open(store: KVStore, blocks: int) -> None:
     with torch.cuda.device_of(store.k_open):
         # as in `seal_blocks`, products must round as the reference's do
         seal_open_kernel[(blocks, pairs_of(batch, heads))](
-            tuple(pages[1:] for pages in store.heads),
+            tuple(pages[1:] for pages in store.paged),
             tuple(held if width == FULL else codes for width in bits), store.order.contiguous(), store.table,
             store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BLOCK=store.block, **_constants(bits, dim),
+            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block, **_constants(bits, dim),
         )  # fmt: skip
 
 
@@ -145,9 +146,9 @@ def append_step(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
-    given: torch.Tensor | None,
+    given_scale: torch.Tensor | None,
     noted: tuple[torch.Tensor, torch.Tensor] | None,
-    broken: torch.Tensor,
+    nonfinite: torch.Tensor,
     arrived: torch.Tensor,
     rotate: bool = False,
 ) -> None:
@@ -155,13 +156,13 @@ def append_step(
     batch, heads, _, dim = k.shape
     index, buckets = (arrived, arrived) if noted is None else (noted[0], noted[1].contiguous())
     tables, places = (0, 0) if noted is None else index.shape[2:]
-    bits = tuple(pages.bits for pages in store.heads)
+    bits = tuple(pages.bits for pages in store.paged)
     with torch.cuda.device_of(k):
         append_step_kernel[(batch * heads,)](
-            k, v, tuple(pages[1:] for pages in store.heads),
+            k, v, tuple(pages[1:] for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale), store.order.contiguous(), store.table,
-            store.sealed, store.open_len, store.k_scale if given is None else given.contiguous(), index, buckets,
-            broken, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
-            HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.heads), BLOCK=store.block,
-            GIVEN=given is not None, TABLES=tables, LEVELS=_levels(dim) if rotate else 0, **_constants(bits, dim),
+            store.sealed, store.open_len, store.k_scale if given_scale is None else given_scale.contiguous(), index,
+            buckets, nonfinite, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
+            HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block,
+            GIVEN=given_scale is not None, TABLES=tables, LEVELS=_levels(dim) if rotate else 0, **_constants(bits, dim),
         )  # fmt: skip

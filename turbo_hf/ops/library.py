@@ -11,17 +11,17 @@ def pack_past(past: KVStore | None) -> tuple[list[torch.Tensor], list[int]]:
     """A cache as an operator takes it: its tensors, and [block, bits of each group of heads]."""
     if past is None:
         return [], []
-    pages = [x for heads in past.heads for x in heads[1:]]
-    return [*past[1:9], *pages], [past.block, *(heads.bits for heads in past.heads)]
+    tensors = [x for pages in past.paged for x in pages[1:]]
+    return [*past[1:9], *tensors], [past.block, *(pages.bits for pages in past.paged)]
 
 
 def unpack_past(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> KVStore | None:
     """The inverse of `pack_past`."""
     if not tensors:
         return None
-    heads = [PagedHeads(bits, *tensors[8 + 4 * i : 12 + 4 * i]) for i, bits in enumerate(numbers[1:])]
+    paged = [PagedHeads(bits, *tensors[8 + 4 * i : 12 + 4 * i]) for i, bits in enumerate(numbers[1:])]
     order, table, sealed, k_open, v_open, k_scale, v_scale, open_len = tensors[:8]
-    return KVStore(tuple(heads), order, table, sealed, k_open, v_open, k_scale, v_scale, open_len, numbers[0])
+    return KVStore(tuple(paged), order, table, sealed, k_open, v_open, k_scale, v_scale, open_len, numbers[0])
 
 
 @torch.library.custom_op("turbo_hf::prefill", mutates_args=())

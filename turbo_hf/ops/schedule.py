@@ -137,7 +137,7 @@ class LivePlan:
         sealed: of each row.
         most: CTAs that no plan exceeds.
         device: where the words lie.
-        kept: what the launches use besides, and must not be freed before.
+        workspace: what the launches use besides, and must not be freed before.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class LivePlan:
         sealed: Sequence[int],
         most: int,
         device: torch.device,
-        kept: Any = None,
+        workspace: Any = None,
     ):
-        self.kept, self.ctas, self.parts = kept, 0, 0
+        self.workspace, self.ctas, self.parts = workspace, 0, 0
         self._make, self._most, self._device = make, most, device
         self._plan: Plan | None = None
         self.update(sealed)
@@ -168,7 +168,7 @@ class LivePlan:
         self.words.copy_(torch.cat((plan.words[:split], idle, plan.words[split:])), non_blocking=True)
 
 
-class Kept:
+class KeptWorkspace:
     """In place of a `LivePlan`, for launches whose work the device shares out: memory that must not be freed before."""
 
     def __init__(self, words: Any):

@@ -111,7 +111,7 @@ def score(
     return reference.score(queries, centroids, rotary=rotary)
 
 
-def look_up(
+def assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
@@ -154,8 +154,8 @@ def look_up(
     if queries.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys) or kernel_obstacle(queries)):
         from turbo_hf.ops import launch_sparse  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.look_up(keys, queries, centroids, classifier, rotary=rotary)
-    return reference.look_up(keys, queries, centroids, classifier, rotary=rotary)
+        return launch_sparse.assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+    return reference.assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
 
 
 def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ def sparse_decode(
     sink_tokens: int,
     window_tokens: int,
     spans: torch.Tensor | None = None,
-    meetings: int = 1,
+    min_collisions: int = 1,
     starts: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -47,7 +47,7 @@ def sparse_decode(
         spans: int16 [B, Hkv, n, 2], the smallest and the largest bucket in each of the first n blocks of a row, -1:
             unknown. It tells the kernel which blocks it can skip, and does not change the result. None: none is known.
         sink_tokens, window_tokens: how many of the first and newest tokens are always attended to.
-        meetings: in how many tables a key's bucket must be visited.
+        min_collisions: in how many tables a key's bucket must be visited.
         read: int64 [1], to which the number of keys read is added, over rows, KV heads and queries, counting a key once
             if several query heads of a KV head read it; None: not counted.
         backend: "auto", "triton" or "reference".
@@ -75,7 +75,7 @@ def sparse_decode(
     if (buckets is None) != (visited is None):
         raise ValueError("buckets and visited belong together: give both, or neither for the dense part alone.")
     if buckets is not None and visited is not None:
-        _check_buckets(q, kv_heads, longest, buckets, visited, meetings)
+        _check_buckets(q, kv_heads, longest, buckets, visited, min_collisions)
     _check_spans(spans, batch, kv_heads)
     run = reference.sparse_decode
     if uses_triton(backend, q.device, _obstacle(q, store, buckets, visited, mode)):
@@ -91,7 +91,7 @@ def sparse_decode(
         sink_tokens=sink_tokens,
         window_tokens=window_tokens,
         spans=spans,
-        meetings=meetings,
+        min_collisions=min_collisions,
         starts=starts,
         softcap=softcap,
         sinks=sinks,
@@ -102,17 +102,17 @@ def sparse_decode(
 
 
 def _check_buckets(
-    q: torch.Tensor, kv_heads: int, longest: int, buckets: torch.Tensor, visited: torch.Tensor, meetings: int
+    q: torch.Tensor, kv_heads: int, longest: int, buckets: torch.Tensor, visited: torch.Tensor, min_collisions: int
 ) -> None:
     """longest: tokens sealed in the longest row, as far as known."""
     batch = q.shape[0]
     tables = buckets.shape[2]
     asked = [(batch, heads, q.shape[2], tables) for heads in (kv_heads, q.shape[1])]
-    if buckets.shape[:2] != (batch, kv_heads) or visited.shape[:-1] not in asked or not 1 <= meetings <= tables:
+    if buckets.shape[:2] != (batch, kv_heads) or visited.shape[:-1] not in asked or not 1 <= min_collisions <= tables:
         raise ValueError(
             f"buckets must be [{batch}, {kv_heads}, L, cap], visited [{batch}, {kv_heads} or {q.shape[1]}, "
-            f"{q.shape[2]}, L, C], and meetings from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} "
-            f"and {meetings}."
+            f"{q.shape[2]}, L, C], and min_collisions from 1 to L; got {tuple(buckets.shape)}, {tuple(visited.shape)} "
+            f"and {min_collisions}."
         )
     if buckets.dtype != torch.int16 or visited.dtype != torch.bool or buckets.shape[3] < longest:
         raise ValueError(
@@ -138,5 +138,5 @@ def _obstacle(
         return "visits of each query head have no kernel"
     if buckets is not None and buckets.shape[2] > 1:
         return "several hash tables have no kernel"
-    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.heads)
+    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.paged)
     return step_obstacle(q, store.block, "fp16" if exact else mode)

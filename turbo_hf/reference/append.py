@@ -15,9 +15,9 @@ def append_tokens(
     store: KVStore,
     *,
     starts: torch.Tensor | None = None,
-    given: torch.Tensor | None = None,
-    span: torch.Tensor | None = None,
-    broken: torch.Tensor,
+    given_scale: torch.Tensor | None = None,
+    max_scale: torch.Tensor | None = None,
+    nonfinite: torch.Tensor,
 ) -> None:
     tokens = k.shape[2]
     begin = [0] * len(k) if starts is None else starts.tolist()
@@ -33,12 +33,12 @@ def append_tokens(
                 codes = new.to(codes_to.dtype)
                 # 1, or NaN where a token cannot be stored
                 scale = 1 + (codes.float() * 0).sum(-1)
-            broken |= (~torch.isfinite(scale)).any().to(broken.dtype)
-            if given is not None:
-                own = given[row : row + 1, :, i, None]
+            nonfinite |= (~torch.isfinite(scale)).any().to(nonfinite.dtype)
+            if given_scale is not None:
+                own = given_scale[row : row + 1, :, i, None]
                 codes, scale = quantize_tokens(new, torch.where(own > 0, own, scale))
-            if span is not None and new.shape[2]:
-                span[row, :, i] = torch.maximum(span[row, :, i], scale[0].amax(-1))
+            if max_scale is not None and new.shape[2]:
+                max_scale[row, :, i] = torch.maximum(max_scale[row, :, i], scale[0].amax(-1))
             place = codes_to[row, :, to] if i == 0 else codes_to[row, :, :, to].mT
             place.copy_(codes[0])
             scale_to[row, :, to] = scale[0]
@@ -50,9 +50,9 @@ def append_step(
     v: torch.Tensor,
     store: KVStore,
     *,
-    given: torch.Tensor | None = None,
+    given_scale: torch.Tensor | None = None,
     noted: tuple[torch.Tensor, torch.Tensor] | None = None,
-    broken: torch.Tensor,
+    nonfinite: torch.Tensor,
     arrived: torch.Tensor,
 ) -> None:
     if noted is not None:
@@ -63,7 +63,7 @@ def append_step(
     store.sealed.add_(full)
     seal_open(store, 1)
     store.open_len[full] = 0
-    append_tokens(k, v, store, given=given, broken=broken)
+    append_tokens(k, v, store, given_scale=given_scale, nonfinite=nonfinite)
 
 
 def seal_open(store: KVStore, blocks: int) -> None:
@@ -77,7 +77,7 @@ def seal_open(store: KVStore, blocks: int) -> None:
     step = max(1, SEAL_ELEMENTS // (heads * block * dim))
     for begin in range(0, len(row), step):
         part, slot = slice(begin, begin + step), 0
-        for pages in store.heads:
+        for pages in store.paged:
             own = store.order[row[part], slot : slot + pages.k.shape[1]]
             sealed = _sealed(store, pages.bits, row[part], own, token[part])
             for target, source in zip(pages[1:], sealed[1:], strict=True):

@@ -13,7 +13,7 @@ PART = 4096
 """Keys assigned at a time: bounds the float32 scores, one per key and centroid."""
 
 
-def unrotated(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+def undo_rotary_halves(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """x [B, H, M, D] in float32 before rotary embedding; rotary: (cos, sin) [1 or B, M, r] of its tokens, or None.
 
     Half layout: channels c and c + r/2 rotate together; channels from r on do not rotate.
@@ -29,7 +29,7 @@ def unrotated(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
 
 
 def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
-    keys = unrotated(keys, rotary)
+    keys = undo_rotary_halves(keys, rotary)
     wide = centroids.float().mT
     parts = [(part @ wide).argmax(-1) for part in keys.split(PART, 2)]
     return torch.cat(parts, 2).to(torch.int16)
@@ -67,7 +67,7 @@ def classify(
     rotary: Rotary | None = None,
 ) -> torch.Tensor:
     group = queries.shape[3]
-    x = _plain(queries, rotary)
+    x = _pre_rotary(queries, rotary)
     weight_1, bias_1, weight_2, bias_2 = (classifier[name].float() for name in CLASSIFIER)
     hidden = (x @ weight_1[:, None] + bias_1[:, None, None]).relu()
     # the second layer is linear: it runs on the sum
@@ -77,11 +77,11 @@ def classify(
 
 def score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     # inner products are linear: those of the sum
-    x = _plain(queries, rotary).sum(2, keepdim=True)
+    x = _pre_rotary(queries, rotary).sum(2, keepdim=True)
     return torch.matmul(x, centroids.float().mT[:, None]).transpose(2, 3)
 
 
-def look_up(
+def assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
@@ -94,7 +94,7 @@ def look_up(
     return assign(keys, centroids, rotary=rotary), classify(queries, classifier, rotary=rotary)
 
 
-def _plain(queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+def _pre_rotary(queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """Queries [B, Hkv, M, G, D] before rotary embedding: float32 [B, Hkv, G, M, D]."""
     batch, heads, tokens, group, dim = queries.shape
-    return unrotated(queries.transpose(2, 3).flatten(1, 2), rotary).view(batch, heads, group, tokens, dim)
+    return undo_rotary_halves(queries.transpose(2, 3).flatten(1, 2), rotary).view(batch, heads, group, tokens, dim)

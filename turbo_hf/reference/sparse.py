@@ -17,7 +17,7 @@ def sparse_decode(
     sink_tokens: int,
     window_tokens: int,
     spans: torch.Tensor | None = None,
-    meetings: int = 1,
+    min_collisions: int = 1,
     starts: torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -41,18 +41,18 @@ def sparse_decode(
     kept = (causal & ((key < sink_tokens) | (key > place - window_tokens)))[:, None].expand(-1, choices, -1, -1)
     if buckets is not None and visited is not None:
         own = buckets.repeat_interleave(choices // heads, 1)
-        kept = kept | (causal[:, None] & _met(own, visited, places, meetings))
+        kept = kept | (causal[:, None] & _collides(own, visited, places, min_collisions))
     if read is not None:
         read += kept.unflatten(1, (heads, -1)).any(2).sum()
     how = Scoring(scaling, True, None, softcap, sas_threshold, None if mode == "fp16" else torch.int8)
     return attend(q, store, how, starts, sinks, kept)
 
 
-def _met(buckets: torch.Tensor, visited: torch.Tensor, tokens: int, meetings: int) -> torch.Tensor:
-    """bool [B, H, M, tokens], H as `visited` has: whose bucket is visited in `meetings` tables, or is not known."""
+def _collides(buckets: torch.Tensor, visited: torch.Tensor, tokens: int, min_collisions: int) -> torch.Tensor:
+    """bool [B, H, M, tokens], H as `visited` has: bucket visited in `min_collisions` tables, or not known."""
     missing = tokens - buckets.shape[-1]
     bucket = torch.nn.functional.pad(buckets[..., :tokens], (0, max(0, missing)), value=-1).long()
     # [B, H, tables, T] into visited [B, H, M, tables, C]
     at = bucket.clamp(0, visited.shape[-1] - 1)[:, :, None].expand(-1, -1, visited.shape[2], -1, -1)
     met = visited.gather(-1, at) | (bucket < 0)[:, :, None]
-    return met.sum(3) >= meetings
+    return met.sum(3) >= min_collisions

@@ -51,7 +51,7 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         codes, scale = store.k_open.new_zeros(batch, heads, 0, dim), store.k_scale.new_zeros(batch, heads, 0)
         return codes, scale, codes, scale
     keys, values, scales = [], [], []
-    for pages in store.heads:
+    for pages in store.paged:
         k, v = unpack_blocks(pages)
         keys.append(k[store.table])
         values.append(v[store.table])

@@ -74,6 +74,6 @@ def _attend(
 
 def _full_heads(store: KVStore) -> torch.Tensor:
     """bool [B, Hkv]: which heads are stored unquantized."""
-    widths = [pages.bits == FULL for pages in store.heads for _ in range(pages.k.shape[1])]
+    widths = [pages.bits == FULL for pages in store.paged for _ in range(pages.k.shape[1])]
     slot = torch.tensor(widths, device=store.order.device).expand(store.order.shape)
     return torch.zeros_like(slot).scatter(1, store.order, slot)
