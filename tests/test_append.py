@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given_scale", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
+@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
 @pytest.mark.parametrize(
     ("m", "starts"),
     [(1, None), (5, None), (5, [0, 3, 5]), (130, None), (130, [0, 33, 130])],
@@ -97,10 +97,8 @@ def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("m", [3, 70])
 def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torch.device) -> None:
-    store, nonfinite = (
-        cache([3, 5], 16, device, torch.float32, room=m),
-        torch.zeros(1, dtype=torch.int32, device=device),
-    )
+    store = cache([3, 5], 16, device, torch.float32, room=m)
+    nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(2, 2, m, 16, device=device) for _ in range(2))
     starts = torch.tensor([1, m], device=device)
     wanted = torch.stack([expected(x[:1, :, 1:], None)[1].amax(-1) for x in (k, v)], -1)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given_scale", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
+@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
 def test_a_step_seals_what_is_full_and_then_appends(

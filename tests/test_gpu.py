@@ -18,13 +18,12 @@ from turbo_hf import TurboConfig, doctor, graphs, patching
 from turbo_hf.attention import _is_plain, sas_threshold
 from turbo_hf.errors import Notices
 from turbo_hf.layer import TurboLayer
-from turbo_hf.layout import FULL
+from turbo_hf.layout import FULL, Scoring
 from turbo_hf.ops import forecast as forecasts
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
 from turbo_hf.ops.decode import decode, step_obstacle
 from turbo_hf.ops.forecast import forecast
-from turbo_hf.sparse import Scoring
 
 CONSUMER = 99 << 10
 """Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""
