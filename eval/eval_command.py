@@ -193,13 +193,12 @@ def _run(
 
 def _alike(model: Any, wanted: list[str]) -> list[str]:
     text = model.config.get_text_config(decoder=True)
-    counts = {kv_heads(text, layer) for layer in range(len(layer_windows(text)))}
-    # layers of several head counts tell such methods apart
-    heads = counts.pop() if len(counts) == 1 else None
+    counts = sorted({kv_heads(text, layer) for layer in range(len(layer_windows(text)))})
+    heads = " or ".join(map(str, counts))
     return [
         f"One setting under {len(names)} names, for a layer of this model has {heads} KV heads: {', '.join(names)}. "
         "What differs between their rows is noise."
-        for names in (same_settings(wanted, heads) if heads else [])
+        for names in same_settings(wanted, counts)
     ]
 
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
@@ -119,24 +119,28 @@ def expanded(names: list[str]) -> list[str]:
     return list(dict.fromkeys(name for name in found if name != BASELINE))
 
 
-def same_settings(names: list[str], kv_heads: int) -> list[list[str]]:
-    """Methods that differ in a share or choice of heads, which a layer of so many KV heads cannot tell apart."""
-    alike: dict[TurboConfig, list[str]] = {}
-    default = TurboConfig()
+def same_settings(names: list[str], kv_heads: Collection[int]) -> list[list[str]]:
+    """Methods that differ in a share or choice of heads, but not in layers of these numbers of KV heads."""
+    alike: dict[tuple[TurboConfig, ...], list[str]] = {}
     for name in names:
         config = method_named(name).config
         if config is not None:
-            groups = config.head_groups(kv_heads) if config.low_heads else ()
-            low = sum(heads for bits, heads in groups if bits == config.low_bits)
-            # where no head is low, or every one, nothing is chosen
-            plain = replace(
-                config,
-                low_heads=low / kv_heads,
-                low_bits=config.low_bits if low else default.low_bits,
-                head_metric=config.head_metric if 0 < low < kv_heads else default.head_metric,
-            )
-            alike.setdefault(plain, []).append(name)
-    return [own for own in alike.values() if len(own) > 1]
+            alike.setdefault(tuple(_in_effect(config, heads) for heads in kv_heads), []).append(name)
+    return [same for same in alike.values() if len(same) > 1]
+
+
+def _in_effect(config: TurboConfig, kv_heads: int) -> TurboConfig:
+    """The config, with the defaults for what changes nothing in a layer of so many KV heads."""
+    default = TurboConfig()
+    groups = config.head_groups(kv_heads) if config.low_heads else ()
+    low = sum(heads for bits, heads in groups if bits == config.low_bits)
+    return replace(
+        config,
+        low_heads=low / kv_heads,
+        low_bits=config.low_bits if low else default.low_bits,
+        # where no head is low, or every one, nothing is chosen
+        head_metric=config.head_metric if 0 < low < kv_heads else default.head_metric,
+    )
 
 
 def method_named(name: str) -> Method:

@@ -11,7 +11,7 @@ import torch
 from bench_support import CPU, check_refused, complaint, last_json, run
 
 from turbo_hf.eval.bench import generate
-from turbo_hf.eval.bench.generate import Method, Work, attempt, compare, largest
+from turbo_hf.eval.bench.generate import Method, Row, Work, attempt, compare, largest
 from turbo_hf.eval.bench.models import KINDS, random_model
 
 TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
@@ -117,6 +117,22 @@ def test_a_patched_model_that_fails_is_named_and_the_others_stay(monkeypatch: py
     assert base["tokens_s"] > 0
     assert ours["note"] == "failed: ValueError: no such family"
     assert "turbo4 on llama3-8b, 20 tokens: failed" in complaint(result)
+
+
+def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = generate._timed
+
+    def refuse(model: Any, row: Row, *rest: Any) -> Row:
+        if row.method == "SDPA":
+            raise TypeError("no such argument")
+        return timed(model, row, *rest)
+
+    monkeypatch.setattr(generate, "_timed", refuse)
+    result = run(*TINY, "--context", "20", "--json", code=1)
+    base, ours = last_json(result)["rows"][:2]
+    assert (base["tokens_s"], ours["speedup"]) == (None, None)
+    assert ours["tokens_s"] > 0
+    assert "SDPA on llama3-8b, 20 tokens: failed: TypeError: no such argument" in complaint(result)
 
 
 @pytest.mark.parametrize(

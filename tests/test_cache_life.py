@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from families_support import GENERIC_CASES, build
 from models import prompts, tiny_llama, tiny_mistral
 
 import turbo_hf
@@ -96,6 +97,29 @@ def test_a_reset_ends_the_recording() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         own.generate(prompts(1, 9), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("tokens", [2, 40], ids=["shorter-than-the-convolution", "longer"])
+def test_recording_ends_in_linear_layers_too(tokens: int) -> None:
+    case = next(case for case in GENERIC_CASES if case.model_type == "qwen3_next")
+    model = build(case.model_type, **case.options)
+    with turbo_hf.patch(model) as handle, torch.no_grad():
+        plain, cache = handle.new_cache(), handle.new_cache()
+        cache.activate_past_recording()
+        for each in (plain, cache):
+            feed(model, tokens, each)
+        cache.stop_recording()
+        for _ in range(3):
+            want, got = (model(prompts(2, 1), past_key_values=each).logits for each in (plain, cache))
+            assert torch.equal(got, want)
+        first: list[Any] = [each.layers[0] for each in (plain, cache)]
+        assert first[0].conv_states[0].shape == first[1].conv_states[0].shape
+        cache.activate_past_recording()
+        feed(model, 9, cache)
+        cache.reset()
+        want, got = (model(prompts(2, tokens), past_key_values=each).logits for each in (handle.new_cache(), cache))
+        assert torch.equal(got, want)
+        assert [first[1].record_past, cache.turbo_layers()[0].record_past] == [False, False]
 
 
 def test_memory_is_that_of_the_whole_model_and_of_any_cache() -> None:

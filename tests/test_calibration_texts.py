@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,14 @@ def test_a_tokenizer_that_cannot_be_read_is_told(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(model.config, "_name_or_path", str(tmp_path))
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / file).write_text("{")
-    with pytest.warns(UserWarning, match="cannot be read, so that none is compared with it"):
+    message = "cannot be read, so that none is compared with it"
+    with pytest.warns(UserWarning, match=message) as caught:
         turbo_hf.patch(model, "turbo-mixed", calibration=found).remove()
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with turbo_hf.patch(model, "turbo-mixed", calibration=found, strict="fallback") as handle:
+            assert message in "".join(handle.report().warnings)
 
 
 def test_no_more_of_a_file_is_read_than_is_wanted(tmp_path: Path) -> None:

@@ -268,13 +268,13 @@ def test_shares_that_round_to_the_same_heads_are_one_setting() -> None:
     metrics = ("priority", "entropy", "min_max", "variation")
     shares = (0.25, 0.5, 0.75)
     quarter, half, more = ([f"turbo4+low_heads={share}+head_metric={m}" for m in metrics] for share in shares)
-    alike = same_settings(["turbo2", "kivi4", "turbo4", "fp16-eager", *heads], 2)
+    alike = same_settings(["turbo2", "kivi4", "turbo4", "fp16-eager", *heads], [2])
     assert alike == [["turbo4", *quarter], *([a, b] for a, b in zip(half, more, strict=True))]
-    assert same_settings(["turbo4", *heads], 4) == []
+    assert same_settings(["turbo4", *heads], [4]) == []
     # of one head a layer none is low; where every head is, nothing ranks them, but their width counts
-    assert same_settings(["turbo4", *heads], 1) == [["turbo4", *heads]]
+    assert same_settings(["turbo4", *heads], [1]) == [["turbo4", *heads]]
     every = [f"turbo4+low_heads=1.0+head_metric={m}" for m in metrics]
-    assert same_settings([*every, "turbo4+low_heads=1.0+low_bits=3", "turbo4"], 8) == [every]
+    assert same_settings([*every, "turbo4+low_heads=1.0+low_bits=3", "turbo4"], [8]) == [every]
 
 
 def test_fields_of_a_config_are_part_of_a_name() -> None:

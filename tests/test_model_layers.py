@@ -71,5 +71,8 @@ def test_a_calibration_fits_and_is_read_back(model: PreTrainedModel, tmp_path: P
 def test_settings_are_alike_only_if_every_layer_is(model: PreTrainedModel) -> None:
     wanted = ["turbo4", "turbo-mixed"]
     assert _alike(model, wanted) == []
+    # half of two heads and none of one, both times
+    (told,) = _alike(model, [f"turbo4+low_heads={share}+low_bits=2" for share in (0.5, 0.6)])
+    assert told.startswith("One setting under 2 names, for a layer of this model has 1 or 2 KV heads:")
     (told,) = _alike(tiny_llama(num_key_value_heads=1), wanted)
     assert told.startswith("One setting under 2 names, for a layer of this model has 1 KV heads: turbo4, turbo-mixed.")

@@ -9,6 +9,7 @@ from families_support import MIXED, NEW, exact, generate, settle
 from models import SHAPE, prompts
 from torch import Tensor
 from transformers import AutoConfig, Gemma3ForConditionalGeneration, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 import turbo_hf
 from turbo_hf import masks
@@ -68,11 +69,22 @@ def test_a_text_whose_processor_says_that_it_has_no_image_is_compressed(
     gemma3: PreTrainedModel, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masks, "PART", part)
+    made: list[Tensor] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        mask: Any = sdpa_mask(*args, **kwargs)
+        made.append(mask)
+        return mask
+
+    monkeypatch.setattr(masks, "sdpa_mask", spy)
     batch, oracle = settle(gemma3, exact(4), [])
     without = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
     with turbo_hf.patch(gemma3, exact(4)) as handle:
         assert torch.equal(generate(gemma3, without).sequences, oracle)
         assert handle.memory().tokens == int(batch["attention_mask"].sum()) + 3 * (NEW - 1)
+    assert made
+    # all rows of the batch, and a single query at least
+    assert all(mask.numel() <= max(part, mask.shape[0] * mask.shape[-1]) for mask in made)
 
 
 def with_image(gemma3: PreTrainedModel) -> tuple[dict[str, Tensor], Tensor]:

@@ -171,8 +171,16 @@ def test_a_calibration_is_needed_and_must_fit(llama: Any, indexed: Calibration) 
         turbo_hf.patch(model, "saap", calibration=indexed)
     with pytest.raises(ValueError, match="probes must be at most the 16 buckets of a head; got 17"):
         turbo_hf.patch(model, sparse("saap", probes=17), calibration=indexed)
-    with pytest.warns(UserWarning, match="steps visit 8 of the 16 buckets of a head, and so read most keys"):
-        turbo_hf.patch(model, sparse("kmeans", probes=8), calibration=indexed).remove()
+    message = "steps visit 8 of the 16 buckets of a head, and so read most keys"
+    for found in (sparse("kmeans", probes=8), sparse("random", probes=8, buckets=16)):
+        # once, not for each layer
+        with pytest.warns(UserWarning, match=message) as caught:
+            turbo_hf.patch(model, found, calibration=indexed).remove()
+        assert [warning.filename for warning in caught] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with turbo_hf.patch(model, found, calibration=indexed, strict="fallback") as handle:
+                assert [line.startswith(message) for line in handle.report().warnings] == [True]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         turbo_hf.patch(model, sparse("kmeans", probes=7), calibration=indexed).remove()

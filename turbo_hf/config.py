@@ -1,6 +1,5 @@
 """The options: `SparseConfig`, `TurboConfig` and its presets."""
 
-import warnings
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -17,7 +16,7 @@ SELECTORS = (*CALIBRATED, "lsh-reformer", "lsh-gray", "lsh-tables", "random", "w
 MOST_BUCKETS = 1 << 15
 """Maximum number of buckets per KV head: a token's bucket is stored in 16 bits."""
 LARGEST_SEED = (1 << 32) - 1
-"""Layers and windows are added to a seed or multiply it, and torch accepts 64 bits."""
+"""Seeds are multiplied by constants, with layers and windows added, and torch accepts 64 bits."""
 NO_BUCKETS = ("window", "full")
 """Selectors that choose no buckets."""
 USED_BY = {
@@ -150,7 +149,7 @@ class SparseConfig:
         return 2 * (self.tables if self.selector == "lsh-tables" else 1)
 
     def check_buckets(self, buckets: int) -> None:
-        """ValueError if more buckets are to be visited than exist, a warning if it is half of them or more."""
+        """ValueError if more buckets are to be visited than exist."""
         for field, wanted in (("probes", self.count), ("most_probes", self.most_probes)):
             if wanted is not None and wanted > buckets:
                 came = f"got {wanted}" if getattr(self, field) else f"it is {wanted} unless it is given"
@@ -158,11 +157,15 @@ class SparseConfig:
                     f"SparseConfig.{field} must be at most the {buckets} buckets of a head; {came}. Take fewer, or "
                     "more buckets (a calibration with more clusters)."
                 )
-        if self.count is not None and 2 * self.count >= buckets:
-            message = f"steps visit {self.count} of the {buckets} buckets of a head, and so read most keys. Take "
-            warnings.warn(
-                message + "fewer probes (SparseConfig.probes), or a calibration with more clusters.", stacklevel=2
-            )
+
+    def many_probes(self, buckets: int) -> str | None:
+        """A sentence if steps visit half of a head's buckets or more; None: they do not."""
+        if self.count is None or 2 * self.count < buckets:
+            return None
+        return (
+            f"steps visit {self.count} of the {buckets} buckets of a head, and so read most keys. Take fewer probes "
+            "(SparseConfig.probes), or more buckets (a calibration with more clusters)."
+        )
 
 
 DEFAULTS = {field.name: field.default for field in fields(SparseConfig)}

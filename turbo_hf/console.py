@@ -56,11 +56,12 @@ def load_model(model: str, device: str, revision: str | None = None) -> Any:
 
 def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
     """Model and left-padding tokenizer; Exit with a sentence if they cannot be loaded."""
-    loaded = load_model(model, device, revision)
+    require_folder(model)
     try:
+        # before the weights, which take minutes
         tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, padding_side="left")
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise fail(f"cannot load a tokenizer from {model!r}: {error}") from error
+        raise fail(f"cannot load {model!r} (its tokenizer): {error}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return loaded, tokenizer
+    return load_model(model, device, revision), tokenizer

@@ -1,4 +1,4 @@
-"""Hooks of the attention modules: each call gets its layer of the cache, and a pass ends by hearing of NaN and Inf."""
+"""Hooks of the attention modules: each call gets its layer of the cache; a pass that has stored NaN or Inf raises."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,10 @@ class _Spec(NamedTuple):
 def add_hooks(
     modules: Mapping[int, torch.nn.Module], layers: Sequence[LayerReport], strict: Strict
 ) -> list[RemovableHandle]:
+    """Give each attention module its hooks; the handles to remove them by.
+
+    modules: attention modules by layer, at least one. layers: what is done with each layer of the model.
+    """
     hooks = []
     for index, module in modules.items():
         at = layers[index]
@@ -85,5 +89,5 @@ def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> No
 
 
 def is_own(hook: Any) -> bool:
-    """Whether a hook is one of these."""
+    """Whether a hook is one that `add_hooks` has added."""
     return hook is _release_layer or hook is _end_pass or getattr(hook, "func", None) is _bring_layer

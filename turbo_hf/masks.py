@@ -7,7 +7,7 @@ import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 PART = 1 << 26
-"""Numbers of a dense mask that are looked at together."""
+"""Numbers of a dense mask, of all rows of the batch, that are looked at together."""
 
 SLIDING_OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
 CHUNKED_OVERLAY = "chunked_overlay.<locals>.inner_mask"
@@ -54,7 +54,7 @@ def turbo_mask(
         # the window that the layer applies; chunks it does not know
         windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
         blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and len(windows) == 1
-        if blocks and _means_plain(make, attention_mask, q_length, kv_length, windows.pop()):
+        if blocks and _means_plain(make, attention_mask, batch_size, q_length, kv_length, windows.pop()):
             return attention_mask
     return make(0, q_length)
 
@@ -79,15 +79,16 @@ def _only_cell(function: Callable[..., Any]) -> Any:
 def _means_plain(
     make: Callable[[int, int], torch.Tensor | None],
     attention_mask: torch.Tensor | None,
+    batch: int,
     queries: int,
     keys: int,
     window: int | None,
 ) -> bool:
     """Whether a dense mask is causal (and sliding) all the same: blocks of images are allowed for, and there are none.
 
-    make(first, rows): these rows of the mask, bool [B, 1, rows, keys].
+    make(first, rows): these rows of the mask, bool [batch, 1, rows, keys].
     """
-    step = max(1, PART // keys)
+    step = max(1, PART // (batch * keys))
     for first in range(0, queries, step):
         rows = min(step, queries - first)
         made, end = make(first, rows), keys - queries + first + rows

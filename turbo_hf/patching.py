@@ -87,7 +87,7 @@ def patch(
         )
         heads = heads._replace(words="")
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
-    selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers))
+    selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers), notices)
     reference = probe(model) if check else None
     family = family_of(_text_type(model))
     dense = tuple(at.index for at in layers if not at.groups)
@@ -136,7 +136,7 @@ def _check_model(model: PreTrainedModel, notices: Notices) -> None:
         )
     outdated = version_problem()
     if outdated is not None:
-        notices.refuse(outdated)
+        notices.refuse(outdated, 'Or pass strict="warn" to go on.')
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{kind} is an encoder-decoder; only decoder-only models are supported.")
     if text is not model.config and text_key(model.config) is None:

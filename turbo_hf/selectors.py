@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from turbo_hf.config import SparseConfig
+from turbo_hf.config import USED_BY, SparseConfig
 from turbo_hf.layout import Rotary
 from turbo_hf.ops.select import assign, assign_and_score, visit
 
@@ -76,7 +76,8 @@ class Selector:
 
     pre_rotary: it needs queries and keys as they were before rotary embedding. tables: buckets per key. min_collisions:
     how many of those a query must visit for the key to be read. window: newest tokens that are always read. weighs:
-    number of buckets whose key counts it needs; 0: it needs none. draws: it draws random numbers on the host in each
+    number of buckets whose key counts it needs; 0: it needs none. choices: buckets of a head from which it takes
+    `probes`; 0: it does not. draws: it draws random numbers on the host in each
     step, which a replay of the step would not do.
     """
 
@@ -88,6 +89,7 @@ class Selector:
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         self.config, self.layer, self.backend = config, layer, backend
         self.window = config.window_tokens
+        self.choices = config.buckets if config.selector in USED_BY["probes"] else 0
         self.tally = Tally()
 
     def __deepcopy__(self, memo: Any) -> "Selector":
@@ -173,7 +175,8 @@ class Centroids(Selector):
         self, config: SparseConfig, layer: int, centroids: torch.Tensor, pre_rotary: bool, backend: str = "auto"
     ):
         super().__init__(config, layer, backend)
-        config.check_buckets(centroids.shape[1])
+        self.choices = centroids.shape[1]
+        config.check_buckets(self.choices)
         self.pre_rotary = pre_rotary
         self._weights = {"centroids": centroids}
         self._moved: dict[str, torch.Tensor] = {}
@@ -207,9 +210,8 @@ class Centroids(Selector):
         return list(self._moved.values())
 
     def __str__(self) -> str:
-        count = self._weights["centroids"].shape[1]
         rule = f"{self.config.count}" if self.config.mass is None else f"all but {self.config.mass:g} of the mass"
-        return f"{super().__str__()}, {rule} of {count} buckets"
+        return f"{super().__str__()}, {rule} of {self.choices} buckets"
 
 
 class Classifier(Centroids):

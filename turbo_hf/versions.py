@@ -21,7 +21,4 @@ def version_problem() -> str | None:
     here = Version(transformers.__version__)
     if OLDEST <= Version(f"{here.major}.{here.minor}") <= NEWEST:
         return None
-    return (
-        f"transformers {here} is outside the tested range {OLDEST} to {NEWEST}. "
-        'Install one of those, or pass strict="warn" to go on.'
-    )
+    return f"transformers {here} is outside the tested range {OLDEST} to {NEWEST}. Install one of those."

@@ -72,7 +72,7 @@ def _rows(tokens: int, seed: int) -> torch.Tensor:
 
 
 def verify(got: AttentionOutput, sample: Sample, options: dict[str, Any]) -> Check:
-    """Check out [B, Hq, M, D] and lse [B, Hq, M] against the oracle, within the reference's own distance from it.
+    """Check `got`, [B, Hq, M, D] and lse [B, Hq, M], against the oracle, within the reference's own distance from it.
 
     The budget is SLACK times the error of the same mode in plain torch on the same heads, plus one rounding of the
     output; `options` are those of `turbo_hf.ops.prefill.prefill` without the backend.

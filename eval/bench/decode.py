@@ -22,7 +22,7 @@ from turbo_hf.ops.quantize import dequantize
 from turbo_hf.reference import decode as reference
 
 BURST_MS = 40.0
-"""Replays of one method per turn. Decode is bound by memory, whose clock does not depend on power."""
+"""For how long one method is replayed per turn. Decode is bound by memory, whose clock does not depend on power."""
 
 PADDED = "rows padded to the longest, without a mask"
 

@@ -9,7 +9,7 @@ from turbo_hf.config import DEFAULT_PRESET
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.ending import finish, keep, print_notes
 from turbo_hf.eval.bench.facts import facts, headline
-from turbo_hf.eval.bench.generate import Row, Work, compare, methods
+from turbo_hf.eval.bench.generate import SDPA, Row, Work, compare, methods
 from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.options import Folder, Seed, figure, find_device, one_of, require_choice
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
@@ -51,8 +51,8 @@ def generate_command(
 ) -> None:
     """Tokens per second and peak memory of models with random weights: patched, unpatched, and Hugging Face's caches.
 
-    Default: Llama-3-8B's shape, 1k prompts, batch 1. Exits with 1 if a patched model fails; methods that do not fit in
-    memory, or are not installed, get a line in the table.
+    Default: Llama-3-8B's shape, 1k prompts, batch 1. Exits with 1 if a patched model, or the unpatched one, fails;
+    methods that do not fit in memory, or are not installed, get a line in the table.
     """
     try:
         if paper and (context or batch or new):
@@ -89,7 +89,7 @@ def generate_command(
                 keep(result, found, folder)
         del model
         free_memory()
-    failed = [row for row in rows if row.method in presets and row.note.startswith("failed")]
+    failed = [row for row in rows if row.method in (SDPA, *presets) and row.note.startswith("failed")]
     failures = [f"{row.method} on {row.shape}, {row.context} tokens: {row.note}" for row in failed]
     finish(result, json_line, failures)
 

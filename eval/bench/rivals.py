@@ -63,7 +63,7 @@ def _sdpa(
     # expanded outside the clock: the rival is not charged for the copies
     expanded = with_keys(k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False)
     if _problem(expanded) is None:
-        return Rival(name, expanded, (16, 16), "K and V expanded beforehand: no grouped heads here")
+        return Rival(name, expanded, (16, 16), f"K and V expanded beforehand; with grouped heads: {problem}")
     return Rival(name, None, (16, 16), f"cannot run: {problem}")
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,15 +140,15 @@ def names_a_folder(name: str) -> bool:
     return False
 
 
-def own_tokenizer(checkpoint: Checkpoint) -> Any:
-    """The tokenizer stored with a checkpoint; None: there is none, or (with a warning) it cannot be read."""
+def own_tokenizer(checkpoint: Checkpoint, tell: Callable[[str], None]) -> Any:
+    """The tokenizer stored with a checkpoint; None: there is none, or it cannot be read, and `tell` is told so."""
     if checkpoint.file(TOKENIZER) is None:
         return None
     try:
         return AutoTokenizer.from_pretrained(checkpoint.name, revision=checkpoint.commit, local_files_only=True)
     except Exception as error:  # whatever its files, or a package that they need, make of it
         message = f"the tokenizer beside {checkpoint.name!r} cannot be read, so that none is compared with it: {error}"
-        warnings.warn(message, stacklevel=2)
+        tell(message)
         return None
 
 

@@ -58,7 +58,9 @@ def choose_heads(
         if found is None:
             return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "")
         # made with the tokenizer beside the checkpoint, or with one of which nothing can be said here
-        wrong = found.mismatch(model, own_tokenizer(checkpoint) if found.fingerprint.get("tokenizer") else None)
+        wrong = found.mismatch(
+            model, own_tokenizer(checkpoint, notices.note) if found.fingerprint.get("tokenizer") else None
+        )
         if wrong is not None:
             message = f"the calibration of {found.source or 'this process'!r} does not fit this model: {wrong}."
             raise ValueError(f"{message} Make one of this model with turbo-hf calibrate.{checkpoint.unsure}")
@@ -108,7 +110,7 @@ def _nearer(config: TurboConfig, found: Calibration) -> str | None:
 
 
 def choose_selectors(
-    config: TurboConfig, layers: Mapping[int, str], heads: HeadChoice, count: int
+    config: TurboConfig, layers: Mapping[int, str], heads: HeadChoice, count: int, notices: Notices
 ) -> tuple[dict[int, Selector], dict[int, str]]:
     """What chooses the keys of each sparse layer, and words about every layer for the report; two {} without `sparse`.
 
@@ -143,6 +145,8 @@ def choose_selectors(
             words[index] = f"reads every key: {made}"
     if not selectors:
         raise ValueError(f"no layer of this model can be sparse. Layer {max(words)} {words[max(words)]}.")
+    counts = {selector.choices for selector in selectors.values()} - {0}
+    _note(notices, *(sparse.many_probes(buckets) for buckets in sorted(counts)))
     return selectors, words
 
 

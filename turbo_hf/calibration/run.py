@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
@@ -25,6 +24,7 @@ from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.unfinished import Unfinished
+from turbo_hf.errors import warn
 from turbo_hf.layout import power_of_two
 from turbo_hf.model_layers import require_model
 from turbo_hf.patches import attention_layers
@@ -201,8 +201,8 @@ def read_windows(
         raise ValueError(f"tokenizer must be the model's own, as of AutoTokenizer; got {type(tokenizer).__name__}.")
     doubt = checkpoint.doubt(*TOKENIZER_FILES)
     if doubt is not None:
-        warnings.warn(doubt, stacklevel=4)
-    own = own_tokenizer(checkpoint)
+        warn(doubt)
+    own = own_tokenizer(checkpoint, warn)
     wrong = None if own is None else other_tokenizer(tokenizer, own)
     if wrong is not None:
         raise ValueError(f"the tokenizer is not the model's own: {wrong}.{checkpoint.unsure}")

@@ -1,11 +1,11 @@
 """What a run keeps in its output folder before it is done, and how another goes on with it."""
 
 import shutil
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
 from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration
+from turbo_hf.errors import warn
 
 PART = "turbo_calibration.part"
 """Folder of an unfinished run, inside its output folder."""
@@ -58,7 +58,7 @@ class Unfinished:
             raise OSError(f"out: {str(self.out)!r} cannot be made, or not be written: {error}") from error
         if self.anew:
             # behind `calibrate` and its decorator
-            warnings.warn(f"{str(self.out)!r} holds no interrupted run: this one begins anew.", stacklevel=4)
+            warn(f"{str(self.out)!r} holds no interrupted run: this one begins anew.")
 
     def find(self, number: int, like: Calibration) -> tuple[LayerCalibration, ...] | None:
         """The layers of a group that is done; None: it is not. ValueError: of another run than `like`."""

@@ -28,7 +28,7 @@ def sms(device: torch.device) -> int:
 
 
 def stream(device: torch.device) -> int:
-    """The number of the stream that launches on a device go to now: what one uses, others on it may use after it."""
+    """The number of a device's current stream, whose launches run one after another and may share a workspace."""
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
