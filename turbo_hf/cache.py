@@ -1,7 +1,7 @@
 """`TurboCache`: the compressed KV cache as a `transformers.Cache`."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -43,6 +43,15 @@ def _stop_recording(layer: Any) -> None:
         layer.crop(0)
     if isinstance(layer, LinearAttentionCacheLayerMixin | DynamicSlidingWindowLayer):
         layer.record_past = False
+
+
+class _Planned(NamedTuple):
+    """How the `tokens` columns behind `seen` earlier ones are aligned under a mask."""
+
+    mask: torch.Tensor | None
+    seen: int
+    tokens: int
+    chunk: Chunk
 
 
 class TurboCache(Cache):
@@ -110,7 +119,7 @@ class TurboCache(Cache):
         if attention_mask is not None:
             for layer in self.turbo_layers():
                 layer.given_mask = attention_mask
-        self._planned: list[tuple[torch.Tensor | None, int, int, Chunk]] = []
+        self._planned: list[_Planned] = []
 
     def turbo_layers(self) -> list[TurboLayer]:
         """The compressed layers."""
@@ -131,12 +140,14 @@ class TurboCache(Cache):
         valid = layer.valid if layer.is_initialized else None
         if mask is None and valid is None:
             return Chunk(tokens)
-        key = (layer.seen, tokens)
-        found = next((at for at in self._planned if at[1:3] == key and _same_mask(at[0], mask)), None)
-        if found is None:
-            found = (mask, *key, chunk_from_mask(mask, layer.seen, tokens, valid))
-            self._planned.append(found)
-        return found[3] if mask is None else found[3].on(mask.device)
+        columns = (layer.seen, tokens)
+        chunk = next(
+            (at.chunk for at in self._planned if (at.seen, at.tokens) == columns and _same_mask(at.mask, mask)), None
+        )
+        if chunk is None:
+            chunk = chunk_from_mask(mask, *columns, valid)
+            self._planned.append(_Planned(mask, *columns, chunk))
+        return chunk if mask is None else chunk.on(mask.device)
 
     def _require_one_length(self, first: int, tokens: int) -> None:
         """ValueError unless all layers held equally many tokens before this pass, which has reached layer `first`."""

@@ -232,8 +232,7 @@ class TurboLayer(CacheLayerMixin):
 
     def _commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
         block, pool, buffer = self.config.block_size, self.pool, self.buffer
-        whole = [length // block for length in buffer.length]
-        index, lengths = self.bucket_index, self.lengths()
+        index, lengths, whole = self.bucket_index, self.lengths(), [length // block for length in buffer.length]
         to_sort = index.sortable(pool.sealed, lengths, self.turn_start)
         if index.sorts and not (whole_prompt or self.decoded):
             whole = [max(0, end - n) for end, n in zip(index.outside(lengths), pool.sealed, strict=True)]
@@ -243,14 +242,14 @@ class TurboLayer(CacheLayerMixin):
         # a block is final: NaN or Inf noted for its tokens must be reported
         self._check_finite(defer)
         self._rank_heads([row for row, n in enumerate(whole) if n and not self.ranked[row]])
-        old = [min(n, sealed) for n, sealed in zip(leaving, pool.sealed, strict=True)]
-        skip = [min(n - o, w) for n, o, w in zip(leaving, old, whole, strict=True)]
-        if any(old):
-            pool.drop_front(old)
-        new = [w - s for w, s in zip(whole, skip, strict=True)]
-        if any(new):
+        from_pages = [min(n, sealed) for n, sealed in zip(leaving, pool.sealed, strict=True)]
+        unsealed = [min(n - old, w) for n, old, w in zip(leaving, from_pages, whole, strict=True)]
+        if any(from_pages):
+            pool.drop_front(from_pages)
+        to_seal = [w - n for w, n in zip(whole, unsealed, strict=True)]
+        if any(to_seal):
             done = pool.sealed
-            pool.append(new)
+            pool.append(to_seal)
             for row, blocks in enumerate(to_sort):
                 if blocks:
                     buffer.reorder(row, (blocks.start - done[row]) * block, index.sort(row, blocks))
@@ -261,7 +260,8 @@ class TurboLayer(CacheLayerMixin):
             seal_open(store, max(whole), backend=self.config.backend)
         if any(whole):
             buffer.drop_front([n * block for n in whole])
-        self.dropped = [d + (o + s) * block for d, o, s in zip(self.dropped, old, skip, strict=True)]
+        left = zip(self.dropped, from_pages, unsealed, strict=True)
+        self.dropped = [before + (old + new) * block for before, old, new in left]
 
     def leaving(self) -> list[int]:
         """Whole blocks of each row that no later query of a sliding layer will see."""

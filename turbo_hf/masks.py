@@ -31,7 +31,7 @@ def turbo_mask(
     thousands of times smaller than the dense one, and tells the cache where padding is.
     """
     at_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if at_end and _is_plain(mask_function):
+    if at_end and _is_causal(mask_function):
         return attention_mask
 
     def make(first: int, rows: int) -> torch.Tensor | None:
@@ -54,7 +54,7 @@ def turbo_mask(
         # the window that the layer applies; chunks it does not know
         windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
         blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and len(windows) == 1
-        if blocks and _means_plain(make, attention_mask, batch_size, q_length, kv_length, windows.pop()):
+        if blocks and _amounts_to_causal(make, attention_mask, batch_size, q_length, kv_length, windows.pop()):
             return attention_mask
     return make(0, q_length)
 
@@ -76,7 +76,7 @@ def _only_cell(function: Callable[..., Any]) -> Any:
     return cells[0].cell_contents if len(cells) == 1 else None
 
 
-def _means_plain(
+def _amounts_to_causal(
     make: Callable[[int, int], torch.Tensor | None],
     attention_mask: torch.Tensor | None,
     batch: int,
@@ -103,7 +103,7 @@ def _means_plain(
     return True
 
 
-def _is_plain(mask_function: Callable[..., Any]) -> bool:
+def _is_causal(mask_function: Callable[..., Any]) -> bool:
     """Causal, or causal and sliding window. A chunked mask has the same outer shape, so its parts are looked at."""
     if mask_function is causal_mask_function:
         return True
