@@ -306,6 +306,15 @@ def test_buckets_find_their_places(starts: list[int] | None, device: torch.devic
         assert torch.equal(index.buckets[row, ..., n : n + 5 - start], new[row, ..., start:])
 
 
+def tensors_in(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """Those of a launch, at any depth."""
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, tuple):
+            yield from tensors_in(x)
+
+
 def test_every_kernel_starts_on_the_device_of_its_tensors(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
@@ -329,7 +338,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
     def noted(run: Callable[..., Any]) -> Callable[..., Any]:
         def start(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             name = kernel.fn.__name__
-            places = {x.device for x in args if isinstance(x, torch.Tensor)}
+            places = {x.device for x in tensors_in(args)}
             launched[name] = launched.get(name, True) and bool(guards) and places == {guards[-1].device}
             return run(kernel, *args, **kwargs)
 
