@@ -48,6 +48,7 @@ def test_all_layers_are_cropped_or_none() -> None:
     model = tiny_mistral(32)
     with turbo_hf.patch(model, TurboConfig(dense_layers=(1,))) as handle:
         cache = handle.new_cache()
+        cache.crop(0)
         feed(model, 20, cache)
         cache.crop(-2)
         assert lengths(cache) == [18, 18]

@@ -174,6 +174,9 @@ class TurboCache(Cache):
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
+        if tokens_to_remove <= 0 and not any(getattr(layer, "is_initialized", True) for layer in self.layers):
+            # Transformers' own layers fail before the first pass
+            return
         for index, layer in enumerate(self.layers):
             if isinstance(layer, TurboLayer):
                 removable(layer, tokens_to_remove)

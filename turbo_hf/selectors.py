@@ -77,8 +77,8 @@ class Selector:
     pre_rotary: it needs queries and keys as they were before rotary embedding. tables: buckets per key. min_collisions:
     how many of those a query must visit for the key to be read. window: newest tokens that are always read. weighs:
     number of buckets whose key counts it needs; 0: it needs none. choices: buckets of a head from which it takes
-    `probes`; 0: it does not. draws: it draws random numbers on the host in each
-    step, which a replay of the step would not do.
+    `probes`; 0: it does not. draws: it draws random numbers on the host in each step, which a replay of the step would
+    not do.
     """
 
     pre_rotary = False
