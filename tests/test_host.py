@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import check, float_budget, largest
+from gpu_support import tensors_in
 from models import left_padded, prompts, tiny_llama
 from oracle import attend
 from stores import tokens
@@ -304,15 +305,6 @@ def test_buckets_find_their_places(starts: list[int] | None, device: torch.devic
     for row, (n, start) in enumerate(zip(held, starts or [0, 0, 0], strict=True)):
         assert (index.buckets[row, ..., :n] == 9).all()
         assert torch.equal(index.buckets[row, ..., n : n + 5 - start], new[row, ..., start:])
-
-
-def tensors_in(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """Those of a launch, at any depth."""
-    for x in arguments:
-        if isinstance(x, torch.Tensor):
-            yield x
-        elif isinstance(x, tuple):
-            yield from tensors_in(x)
 
 
 def test_every_kernel_starts_on_the_device_of_its_tensors(
