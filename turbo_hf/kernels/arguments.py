@@ -62,8 +62,8 @@ class Result(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for. heads: query heads; group: those of a KV head. dim, padded_dim: channels, and those
-    of a tile.
+    """What the kernel is compiled for. heads: query heads; group: those of a KV head. dim, padded_dim: channels, and
+    those of a tile.
 
     block_m, block: queries and keys of a tile. past_block: tokens of a sealed block; past_tile: those taken at a time,
     fewer only where P has no scale of its tile. window: 0 for none. p_type, p_log2: type of P, and log2 of its largest
