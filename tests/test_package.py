@@ -28,7 +28,7 @@ PUBLIC = {
 # who may be imported by whom: a module imports from its own layer and the earlier ones of this list
 LAYERS = [
     {"turbo_hf.layout", "turbo_hf.config", "turbo_hf.errors", "turbo_hf.files"},
-    {"turbo_hf.model_layers", "turbo_hf.versions"},
+    {"turbo_hf.model_layers", "turbo_hf.versions", "turbo_hf.sources"},
     {"turbo_hf.reference", "turbo_hf.kernels"},
     {"turbo_hf.ops"},
     {
