@@ -46,7 +46,7 @@ def half_cache(layers: Collection[int]) -> Iterator[None]:
         if layer_idx not in layers:
             return store(cache, k, v, layer_idx, *args, **kwargs)
         tokens, past = k.shape[2], cache.get_seq_length(layer_idx)
-        keys, values = store(cache, *(x.half().to(x.dtype) for x in (k, v)), layer_idx, *args, **kwargs)
+        keys, values = store(cache, k.half().to(k.dtype), v.half().to(v.dtype), layer_idx, *args, **kwargs)
         if past and tokens <= DECODE_TOKENS:
             return keys, values
         return torch.cat((keys[:, :, :-tokens], k), 2), torch.cat((values[:, :, :-tokens], v), 2)
@@ -110,7 +110,7 @@ def vocabulary(model: Any) -> int:
 
 
 def apart(one: Answer, other: Answer) -> Tensor:
-    """Differences of two answers: the largest of each logits, in each row up to where they part; of scores, from beams."""
+    """How far two answers differ: for each row and step, up to where they part; for each row, from beams."""
     if one.logits is None or other.logits is None:
         assert one.scores is not None
         assert other.scores is not None

@@ -174,7 +174,7 @@ def _unused(cache: Any, compressed: list[int]) -> str:
     """A sentence if not all layers that the report calls compressed hold tokens of the answer; "" if they do."""
     if not isinstance(cache, TurboCache):
         return f"{WRONG}: the answer's cache is a {type(cache).__name__}"
-    empty = [at for at in compressed if not cache.layers[at].get_seq_length()]
+    empty = [at for at in compressed if not cache.get_seq_length(at)]
     return f"{WRONG}: layers {empty} of the cache are empty" if empty else ""
 
 

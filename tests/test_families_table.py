@@ -89,7 +89,7 @@ def test_what_a_patch_leaves_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
     def forgetful(handle: turbo_hf.Handle) -> None:
         remove(handle)
-        handle._model.left_behind = True
+        vars(handle._model)["left_behind"] = True
 
     monkeypatch.setattr(turbo_hf.Handle, "remove", forgetful)
     row = examine("llama")

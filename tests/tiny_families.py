@@ -120,7 +120,7 @@ SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention
 ALTERNATING = {"layer_types": [LINEAR, FULL] * 2}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-BYTES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+BYTES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 BYTES |= {"vocab_size": 260, "initializer_range": SPREAD}
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
