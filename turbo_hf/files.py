@@ -51,13 +51,19 @@ def append_line(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row).encode() + b"\n")
 
 
-def read_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
-    """The lines of JSON objects that `append_line` wrote, without a torn last one; [] if there is no file.
+def read_lines(path: Path, remedy: str, *, growing: bool = False) -> list[dict[str, Any]]:
+    """The JSON objects of a file that holds one in each line.
+
+    growing: the file is written by `append_line`: it may be missing, and half a line at its end is left out.
 
     Raises:
         ValueError: a line is no JSON object; the message names file and line and ends with `remedy`.
+        OSError: it cannot be read.
     """
-    lines = _whole_lines(path, path.read_bytes()).split(b"\n")[:-1] if path.is_file() else []
+    content = b"" if growing and not path.is_file() else path.read_bytes()
+    lines = (_whole_lines(path, content) if growing else content).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
     return [_parsed(line, f"line {number} of {str(path)!r}", remedy) for number, line in enumerate(lines, 1)]
 
 

@@ -148,8 +148,8 @@ def _rows(opened: TextIO, name: str, characters: int) -> str:
         number += 1
         if len(line) > LONGEST_LINE:
             raise ValueError(
-                f"texts: line {number} of {name} is longer than {LONGEST_LINE:,} characters. Split it: a line holds one "
-                'JSON object with a "text".'
+                f"texts: line {number} of {name} is longer than {LONGEST_LINE:,} characters. Split it: a line holds one"
+                ' JSON object with a "text".'
             )
         if not line.strip():
             continue
