@@ -16,6 +16,10 @@ PARTIAL = ".partial"
 """End of the name of a file that is being written; one that stays is from a process that was killed."""
 
 
+class InUse(OSError):
+    """Another process is writing in a folder."""
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file that exists either in full or not at all: a reader never finds a partial one, nor do writers meet.
 
@@ -85,14 +89,15 @@ def one_writer(folder: Path, name: str, wait: float = 0.0) -> Iterator[None]:
     wait: seconds to wait for another process.
 
     Raises:
-        OSError: another process has it, or the folder cannot be made or written.
+        InUse: another process has it.
+        OSError: the folder cannot be made or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / name)
     try:
         lock.acquire(timeout=wait)
     except Timeout as error:
-        raise OSError(
+        raise InUse(
             f"{str(folder)!r} is in use: another process is writing there. Wait until it is done, or choose another "
             "folder."
         ) from error
