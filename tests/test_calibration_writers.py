@@ -17,7 +17,7 @@ from turbo_hf.calibration import artifacts
 from turbo_hf.calibration.artifacts import CARD, FACTS, TENSORS, LayerCalibration
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.unfinished import LOCK, PART
-from turbo_hf.files import InUse, one_writer
+from turbo_hf.files import InUse, one_writer, write_whole
 
 NAMES = {FACTS, TENSORS, CARD}
 METRICS = ("priority", "entropy", "min_max", "variation")
@@ -81,12 +81,12 @@ def killed(*_: Any) -> NoReturn:
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_kill_leaves_the_former_or_the_new_one(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made(0).save_pretrained(tmp_path)
-    write, left = artifacts.write_whole, iter(range(after))
+    left = iter(range(after))
 
     def dies(path: Path, content: bytes) -> None:
         if next(left, None) is None:
             killed()
-        write(path, content)
+        write_whole(path, content)
 
     with monkeypatch.context() as patched:
         patched.setattr(artifacts, "write_whole", dies)
