@@ -18,7 +18,8 @@ from turbo_hf.versions import version_of
 
 META = "run_meta.json"
 BY_METHOD = "calibrations"
-"""Field of an identity with a value for each method that has one: a later command may bring other methods."""
+CONFIGS = "config_files"
+"""Fields of an identity with a value for each method that has one: a later command may bring other methods."""
 SAMPLED = 64
 """Number of values of each weight that a model's fingerprint reads."""
 
@@ -99,9 +100,10 @@ def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
     if path.is_file():
         before = json.loads(path.read_text("utf-8"))
         was, now = before["identity"], meta["identity"]
-        if BY_METHOD in was and BY_METHOD in now:
-            # a method that only one of the two has is nothing to differ in
-            was[BY_METHOD], now[BY_METHOD] = now[BY_METHOD] | was[BY_METHOD], was[BY_METHOD] | now[BY_METHOD]
+        for field in (BY_METHOD, CONFIGS):
+            if field in was and field in now:
+                # a method that only one of the two has is nothing to differ in
+                was[field], now[field] = now[field] | was[field], was[field] | now[field]
         changed = _differences(was, now)
         if changed:
             raise ValueError(

@@ -28,6 +28,7 @@ PUBLIC = {
 # who may be imported by whom: a module imports from its own layer and the earlier ones of this list
 LAYERS = [
     {
+        "turbo_hf._version",
         "turbo_hf.layout",
         "turbo_hf.options",
         "turbo_hf.config_file",
@@ -53,7 +54,15 @@ LAYERS = [
     {"turbo_hf.hooks", "turbo_hf.generation"},
     {"turbo_hf.calibration"},
     {"turbo_hf.patching"},
-    {"turbo_hf.calibrate_command", "turbo_hf.eval", "turbo_hf.plan", "turbo_hf.doctor", "turbo_hf.console"},
+    {
+        "turbo_hf.calibrate_command",
+        "turbo_hf.conversation",
+        "turbo_hf.eval",
+        "turbo_hf.generate_command",
+        "turbo_hf.plan",
+        "turbo_hf.doctor",
+        "turbo_hf.console",
+    },
     {"turbo_hf.cli"},
 ]
 
@@ -174,6 +183,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 before = set(functions.valid_keys()), set(masks.valid_keys())
 import torch, turbo_hf, turbo_hf.patches, turbo_hf.eval.needle
+assert all(getattr(turbo_hf, name) is not None for name in turbo_hf.__all__)
 assert (set(functions.valid_keys()), set(masks.valid_keys())) == before
 assert not torch.cuda.is_initialized()
 """

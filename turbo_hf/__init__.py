@@ -7,6 +7,8 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from turbo_hf._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from turbo_hf.cache import TurboCache
     from turbo_hf.calibration.artifacts import Calibration
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
     from turbo_hf.errors import Unsupported
     from turbo_hf.handle import Handle
     from turbo_hf.patching import patch
-
-__version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from turbo_hf import __version__
+from turbo_hf._version import __version__
 from turbo_hf.console import Device, Json, err, fail, load, load_model, out, require_folder
 from turbo_hf.generate_command import generate_command
 
