@@ -98,9 +98,9 @@ def known_methods() -> str:
     """The available methods, in one sentence."""
     named = (BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized(), *ABLATIONS)
     return (
-        f"methods are {', '.join(named)}, streaming-N (a window of N tokens), a JSON or YAML file in a preset's place, a "
-        f"preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig, such as "
-        "turbo4/fp16+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such as "
+        f"methods are {', '.join(named)}, streaming-N (a window of N tokens), a JSON or YAML file in a preset's place, "
+        f"a preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig, "
+        "such as turbo4/fp16+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such as "
         "turbo4@window:window_tokens=511"
     )
 
