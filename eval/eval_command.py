@@ -19,14 +19,17 @@ from turbo_hf.eval.methods import (
     BASELINE,
     applied,
     expanded,
+    folder_of,
     is_simulated,
     known_methods,
     method_named,
+    options_of_files,
+    require_options,
     same_settings,
 )
 from turbo_hf.eval.output import Report, show, write_report
 from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import BY_METHOD, META, identity, only_run
+from turbo_hf.eval.record import BY_METHOD, CONFIGS, META, identity, only_run
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve_command import TRACE, Workload, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
@@ -174,6 +177,7 @@ def _run(
     options = {"suite": suite, **asdict(limits), "seed": SEED, "batch": batch, "batch_tokens": batch_tokens}
     digest = None if made is None else made.digest()
     options[BY_METHOD] = {name: digest for name in wanted if _uses_calibration(name)}
+    options[CONFIGS] = options_of_files(wanted)
     notes += skipped
     if str(loaded.device).startswith("cuda"):
         notes.append(NO_PLANS)
@@ -186,6 +190,7 @@ def _run(
         result: dict[str, Any] = {}
         for number, (label, method) in enumerate(runs.items(), 1):
             err.print(f"{label} ({number} of {len(runs)})", style="bold", highlight=False)
+            require_options(method, options[CONFIGS])
             outcomes[label] = run_method(
                 label, method, loaded, prompts, tasks, folder, batch=batch, batch_tokens=batch_tokens, limits=limits,
                 calibration=made,
@@ -252,7 +257,7 @@ def _write(
     if shown and "needle" in samples[BASELINE]:
         cells = {label: needle_cells(own["needle"]) for label, own in samples.items()}
         for label in list(cells)[2:]:
-            pictures.append(folder / f"needle-{label.replace('/', '-')}.png")
+            pictures.append(folder / f"needle-{folder_of(label)}.png")
             needle_map(cells[BASELINE], cells[label], label, pictures[-1])
     heading, notes = f"turbo-hf eval: {identity['model']}, suite {identity['suite']}", [noise(result), *result["notes"]]
     whole = Report(heading, stamps(identity), tables(result), notes, result["meta"], pictures)

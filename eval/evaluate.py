@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.eval.answers import AnsweredLM, Answers
-from turbo_hf.eval.methods import BASELINE
+from turbo_hf.eval.methods import BASELINE, folder_of
 from turbo_hf.eval.model import Batch, TurboLM
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.sdpa import without_plans
@@ -129,7 +129,7 @@ def run_method(
         ValueError: a file of an earlier run is torn or was changed; the message names it and says what to do.
         OSError: a file cannot be written.
     """
-    own = folder / label.replace(" ", "-").replace("/", "-")
+    own = folder / folder_of(label)
     own.mkdir(parents=True, exist_ok=True)
     if not (own / "results.json").is_file():
         torch.manual_seed(SEED)

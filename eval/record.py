@@ -22,7 +22,8 @@ META, LOCK = "run_meta.json", "run.lock"
 RESULTS = ("*/items.db", "*/results.json", "levels.jsonl", "replay_*.json")
 """What only a run with a `META` leaves in its folder."""
 BY_METHOD = "calibrations"
-"""Field of an identity with a value for each method that has one: a later command may bring other methods."""
+CONFIGS = "config_files"
+"""Fields of an identity with a value for each method that has one: a later command may bring other methods."""
 SAMPLED = 64
 """Number of values of each weight that a model's fingerprint reads."""
 
@@ -115,9 +116,10 @@ def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
         was, now = before.get("identity"), meta["identity"]
         if not isinstance(was, dict) or not isinstance(before.get("commands"), list):
             raise ValueError(f"{str(path)!r} was changed: it has no identity or no commands. {elsewhere}")
-        if isinstance(was.get(BY_METHOD), dict) and BY_METHOD in now:
-            # a method that only one of the two has is nothing to differ in
-            was[BY_METHOD], now[BY_METHOD] = now[BY_METHOD] | was[BY_METHOD], was[BY_METHOD] | now[BY_METHOD]
+        for field in (BY_METHOD, CONFIGS):
+            if isinstance(was.get(field), dict) and field in now:
+                # a method that only one of the two has is nothing to differ in
+                was[field], now[field] = now[field] | was[field], was[field] | now[field]
         changed = _differences(was, now)
         if changed:
             raise ValueError(

@@ -13,9 +13,17 @@ from turbo_hf.console import err, load
 from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.options import as_json, find_device
 from turbo_hf.eval.bench.timing import free_memory
-from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated, method_named
+from turbo_hf.eval.methods import (
+    AGAIN,
+    BASELINE,
+    folder_of,
+    is_simulated,
+    method_named,
+    options_of_files,
+    require_options,
+)
 from turbo_hf.eval.output import Report, Table, show, write_report
-from turbo_hf.eval.record import identity, only_run
+from turbo_hf.eval.record import CONFIGS, identity, only_run
 from turbo_hf.eval.report_plots import memory_plot
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
@@ -67,7 +75,7 @@ def serve(name: str, wanted: Sequence[str], workload: Workload, folder: Path, de
         "limit": None,
         "seed": SEED,
     }
-    options |= {"lengths": [[r.context, r.generated] for r in taken]}
+    options |= {"lengths": [[r.context, r.generated] for r in taken], CONFIGS: options_of_files(wanted)}
     with only_run(folder, identity(model, None, {}, options)) as meta:
         return _measure(model, wanted, workload, taken, passed_by, folder, meta)
 
@@ -86,6 +94,7 @@ def _measure(
     levels = _levels(model, runs, workload, folder)
     replays = {}
     for label, method in runs.items():
+        require_options(method, meta["identity"][CONFIGS])
         if taken:
             replays[label] = _replay(model, label, method, taken, workload.batch, folder)
     notes = ["Prompts are random tokens; each reply is as long as asked, whatever the model says."]
@@ -143,7 +152,7 @@ def _levels(model: Any, runs: dict[str, str], workload: Workload, folder: Path) 
 
 def _replay(model: Any, label: str, method: str, taken: list[Request], batch: int, folder: Path) -> dict[str, Any]:
     """The summary; {} if a batch does not fit. Every request's times are stored beside it."""
-    kept = folder / f"replay_{label.replace(' ', '-').replace('/', '-')}.json"
+    kept = folder / f"replay_{folder_of(label)}.json"
     if not kept.is_file():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=err, transient=True) as progress:
