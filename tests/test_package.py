@@ -46,6 +46,7 @@ LAYERS = [
     {"turbo_hf.hooks", "turbo_hf.generation"},
     {"turbo_hf.calibration"},
     {"turbo_hf.patching"},
+    {"turbo_hf.meta_model", "turbo_hf.weights"},
     {"turbo_hf.calibrate_command", "turbo_hf.eval", "turbo_hf.plan", "turbo_hf.doctor", "turbo_hf.console"},
     {"turbo_hf.cli"},
 ]

@@ -6,9 +6,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from turbo_hf.calibration.checkpoint import names_a_folder
+from turbo_hf.errors import Unsupported
+from turbo_hf.meta_model import auto_class, read_config, shortened
 
 out = Console()
 err = Console(stderr=True)
@@ -41,17 +44,28 @@ def require_folder(model: str) -> None:
         raise fail(f"there is no folder {model!r}, and no repository of the Hub can have this name.")
 
 
+def load_config(model: str, revision: str | None = None) -> PreTrainedConfig:
+    """The config of a folder, a config.json or a Hub id; Exit with a sentence if there is none."""
+    require_folder(model)
+    try:
+        return read_config(model, revision)
+    except ValueError as error:
+        raise fail(str(error)) from error
+
+
 def load_model(model: str, device: str, revision: str | None = None) -> Any:
     """A model in eval mode; Exit with a sentence if it cannot be loaded."""
     device = choose_device(device)
     if device == "meta":
         raise fail("--device meta holds no weights to run; choose cpu or cuda.")
-    require_folder(model)
+    config = load_config(model, revision)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
+        loaded: Any = auto_class(config).from_pretrained(model, revision=revision, dtype="auto")
         return loaded.to(device).eval()
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise fail(f"cannot load {model!r} on {device}: {error}") from error
+    except Unsupported as error:
+        raise fail(str(error)) from error
+    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
+        raise fail(f"cannot load {model!r} on {device}: {shortened(error)}") from error
 
 
 def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
