@@ -28,7 +28,7 @@ def test_a_config_without_weights(tmp_path: Path) -> None:
     for name in (str(tmp_path), str(tmp_path / "config.json")):
         said, found = doctor(name)
         assert "LlamaForCausalLM (Llama)" in said
-        assert "layer 1: 2 x 4 bit" in said
+        assert "layers 0, 1: 2 x 4 bit" in said
         assert NOT_COMPARED in said
         assert "self-check" not in said
         assert "without a GPU" not in said

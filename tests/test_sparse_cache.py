@@ -42,7 +42,7 @@ def test_the_report_counts_keys(llama: Any) -> None:
         assert read.share_beyond == 0
     text = str(report)
     assert "layer 0: 2 x 4 bit; reads every key: by dense_layers" in text
-    assert "layer 1: 2 x 4 bit; window" in text
+    assert "layers 1, 2: 2 x 4 bit; window" in text
     assert "of the keys read, 0.00% of those beyond the dense part" in text
 
 

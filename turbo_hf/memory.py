@@ -1,6 +1,8 @@
 """Bytes of a cache: measured on an existing one, or computed for the one that a config would make."""
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,10 +11,31 @@ from turbo_hf.config import TurboConfig
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import page_bytes
 
+SHOWN = 16
+"""Maximum number of lines about single layers, or groups of them, under `str()`."""
+
+
+def group_layers(layers: Iterable[tuple[int, Hashable]]) -> list[tuple[str, Any]]:
+    """(index, what is said of it) of each layer -> the layers in words, and what is said of all of them alike."""
+    alike: dict[Hashable, list[int]] = {}
+    for index, words in layers:
+        alike.setdefault(words, []).append(index)
+    return [(_in_words(indices), words) for words, indices in alike.items()]
+
+
+def _in_words(indices: list[int]) -> str:
+    """ "layer 3", or "layers 0 to 4, 6, 7"."""
+    ends = [0, *(at for at, (one, other) in enumerate(pairwise(indices), 1) if other != one + 1), len(indices)]
+    parts: list[str] = []
+    for start, stop in pairwise(ends):
+        run = indices[start:stop]
+        parts += [f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run)
+    return f"layer{'s' if len(indices) > 1 else ''} {', '.join(parts)}"
+
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one cache.
+    """Bytes of one cache; `str()` shows them in a few lines, with layers of equal bytes together.
 
     layers: bytes of each layer by kind: "codes", "scales", "open" (tokens that do not fill a block yet), "index" (the
     buckets of a sparse layer's tokens), or "dense".
@@ -40,6 +63,24 @@ class Memory:
         """Full-precision bytes over compressed bytes, for the compressed layers; 1.0 for an empty cache."""
         stored = sum(n for layer in self.layers for kind, n in layer.items() if kind != "dense")
         return self.full_precision / stored if stored else 1.0
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "no cache yet"
+        lines = [
+            f"{self.tokens:,} tokens in {self.total:,} bytes; compressed layers: {self.compression:.2f} x smaller",
+            f"  all layers: {_of_kinds(self.by_kind.items())}",
+        ]
+        groups = group_layers((index, tuple(layer.items())) for index, layer in enumerate(self.layers))
+        for layers, kinds in groups[:SHOWN]:
+            lines.append(f"  {'each of ' if layers.startswith('layers') else ''}{layers}: {_of_kinds(kinds)}")
+        if len(groups) > SHOWN:
+            lines.append(f"  and {len(groups) - SHOWN} lines more: see `layers`")
+        return "\n".join(lines)
+
+
+def _of_kinds(kinds: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{kind} {count:,}" for kind, count in kinds)
 
 
 def measure(layers: list[Any]) -> Memory:
