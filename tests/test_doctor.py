@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from models import LAB_MODEL
 from plan_support import SMALL
+from transformers import AutoConfig, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
 from turbo_hf.cli import app
+from turbo_hf.console import load_model
 
 NOT_COMPARED = "Logits were not compared: there are no weights here."
 
@@ -82,6 +85,19 @@ def test_a_checkpoint_of_the_hub_whose_weights_are_absent(tmp_path: Path, monkey
     assert NOT_COMPARED in doctor("me/one")[0]
     (repo / "snapshots" / commit / "model.safetensors.index.json").write_text("{")
     assert "is no index of weights; download it again" in doctor("me/one", code=1)[0]
+
+
+def test_models_are_loaded_by_the_class_of_their_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = {**SMALL, "model_type": "mistral"}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config={**vision, "model_type": "pixtral"})
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "multimodal")
+    assert type(load_model(str(tmp_path / "multimodal"), "cpu")).__name__ == "Mistral3ForConditionalGeneration"
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(typer.Exit):
+        load_model(str(tmp_path), "cpu")
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if "error" in line)
+    assert said == "error: t5 is an encoder-decoder; only decoder-only models are supported."
 
 
 def test_an_adapter_is_of_the_model_that_it_names(tmp_path: Path) -> None:

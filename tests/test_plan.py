@@ -199,6 +199,7 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
             id="deepseek",
         ),
         pytest.param({"model_type": "llama", **SMALL, "head_dim": 24}, "head dim 24 is no multiple of 16", id="dims"),
+        pytest.param({"model_type": "blt"}, "the config of BltForCausalLM has no num_hidden_layers", id="parts"),
         pytest.param({"model_type": "nothing"}, "no model of model_type 'nothing'. A newer version", id="unknown"),
         pytest.param({"hidden_size": 64}, "names no model_type", id="no-type"),
         pytest.param(
