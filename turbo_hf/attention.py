@@ -345,7 +345,7 @@ def _own_attention(module: torch.nn.Module, options: dict[str, Any], unknown: Co
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     for function in (sdpa, eager):
         if function is not None and brought <= _read_by(function):
-            return function  # type: ignore[no-any-return]
+            return function
     unread = sorted(brought - _read_by(sdpa)) or sorted(brought)
     raise Unsupported(
         f"{type(module).__name__} passes {', '.join(unread)} to its attention, which neither the compressed cache nor "

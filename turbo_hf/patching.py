@@ -28,7 +28,7 @@ from turbo_hf.patches import (
     lost_to_bias,
     misfit,
 )
-from turbo_hf.selfcheck import probe, require_agreement
+from turbo_hf.selfcheck import own_logits, require_agreement
 from turbo_hf.versions import version_problem
 
 BIAS_STEP = 0.5
@@ -97,8 +97,8 @@ def patch(
         heads = heads._replace(words="")
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers), notices)
-    reference = probe(model) if check else None
     dense = tuple(at.index for at in layers if not at.groups)
+    own = own_logits(model, modules.values(), chosen, dense) if check else None
     steps, no_graphs = describe(chosen, dense, family is not None, model.device)
     # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
@@ -119,9 +119,9 @@ def patch(
     maker = CacheMaker(len(layers), chosen, int8, dense, heads.orders, selectors)
     door = Door(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
     handle = _apply(model, report, modules, family, maker, door, strict)
-    if reference is not None:
+    if own is not None:
         try:
-            require_agreement(probe(model, handle.new_cache()), reference)
+            require_agreement(model, own, chosen, dense, handle.new_cache())
         except BaseException:
             handle.remove()
             raise
