@@ -36,7 +36,7 @@ LAYERS = [
         "turbo_hf.errors",
         "turbo_hf.files",
     },
-    {"turbo_hf.model_layers", "turbo_hf.versions"},
+    {"turbo_hf.model_layers", "turbo_hf.versions", "turbo_hf.sources"},
     {"turbo_hf.reference", "turbo_hf.kernels"},
     {"turbo_hf.ops"},
     {

@@ -12,6 +12,7 @@ from turbo_hf.cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.handle import LayerReport
 from turbo_hf.layer import TurboLayer
+from turbo_hf.model_layers import given_cache
 
 OTHER_MODEL = "It was made for another model: use handle.new_cache()."
 
@@ -50,7 +51,7 @@ def _bring_layer(
     """Forward pre-hook of an attention module: claim the cache layer and pass it to the attention function."""
     if module.config._attn_implementation != NAME:
         return None
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     count = len(cache.layers) if isinstance(cache, TurboCache) else spec.layers
     # a draft by the first layers alone (assistant_early_exit) changes the config accordingly in the meantime
     if count != spec.layers and count != module.config.num_hidden_layers:  # noqa: PLR1714  the config is slow to ask
@@ -83,7 +84,7 @@ def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) 
 
 def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if isinstance(cache, TurboCache):
         cache.require_finite()
 
