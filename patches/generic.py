@@ -42,13 +42,17 @@ REFUSED = {
 """Model types whose classes look supported but are not."""
 
 
+def chooses_attention(module: torch.nn.Module) -> bool:
+    """Whether it takes its attention from Transformers' AttentionInterface."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
 def is_attention(module: torch.nn.Module) -> bool:
     """Self-attention that stores its keys in a cache and uses Transformers' AttentionInterface."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or not hasattr(module, "layer_idx"):
+    if not (chooses_attention(module) and hasattr(module, "layer_idx")):
         return False
-    parameters = inspect.signature(forward).parameters
+    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
     keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return keywords and "past_key_values" in parameters
 

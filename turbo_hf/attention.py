@@ -2,6 +2,7 @@
 
 import math
 import sys
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,10 @@ NO_WEIGHTS = (
 )
 
 
+_told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""Configs by id, of models without a patch, about which there has been a warning."""
+
+
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
@@ -101,6 +106,8 @@ def turbo_attention(
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if turbo is None:
+        _say_unpatched(module)
     call = turbo or TurboCall(None, None, sliding_window, "raise")
     if call.cache is not None and call.layer is not None:
         if kwargs.get("output_attentions"):
@@ -116,6 +123,22 @@ def turbo_attention(
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     return _dense(module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
+
+
+def left_alone(module: Any, args: Any) -> None:
+    """Forward pre-hook of an attention module that a patched model has besides those that store to its cache."""
+
+
+def _say_unpatched(module: Any) -> None:
+    """Warn, once a config, where this attention runs in a model that has no patch."""
+    config = getattr(module, "config", None)
+    if config is None or left_alone in module._forward_pre_hooks.values() or id(config) in _told:
+        return
+    _told[id(config)] = config
+    warn(
+        f'turbo_hf: attn_implementation="{NAME}" has been set on a model without a patch: nothing is compressed, and '
+        'its attention is Hugging Face\'s. Call turbo_hf.patch(model), or model.set_attn_implementation("sdpa").'
+    )
 
 
 def _refusal(mask: torch.Tensor | None, causal: bool, kwargs: dict[str, Any]) -> str | None:

@@ -20,6 +20,8 @@ def require_model(model: object) -> None:
 def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     """(layer type, keywords of the cache layer for it) of each decoder layer, as Transformers' own caches see them."""
     types, kwargs = get_layer_types_and_kwargs(config)
+    # a draft by the first layers alone (assistant_early_exit) lowers their number, and leaves the list of their types
+    types = types[: config.num_hidden_layers]
     # one dict for all layers up to transformers 5.17, one per layer from 5.23 on
     each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
     for kind, keywords in zip(types, each, strict=True):
