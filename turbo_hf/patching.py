@@ -242,6 +242,6 @@ def _apply(
     """Change the model. door: passes CUDA graph runners to `generate`, if they are wanted."""
     register()
     previous = switch_attention(model, NAME)
-    hooks = add_hooks(modules, report.layers, strict)
-    replaced = replace_methods(model, family, maker, door)
+    hooks = add_hooks(model, modules, report.layers, maker, strict)
+    replaced = replace_methods(model, family, maker, door, strict)
     return Handle(model, report, maker, hooks, replaced, previous)
