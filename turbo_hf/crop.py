@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 if TYPE_CHECKING:
     from turbo_hf.layer import TurboLayer
@@ -39,6 +39,14 @@ def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
 
 def require_recorded(layer: Any, index: int, tokens_to_remove: int) -> None:
     """ValueError if one of Transformers' own layers no longer holds what `crop(tokens_to_remove)` would bring back."""
+    recurrent = isinstance(layer, LinearAttentionCacheLayerMixin) and any(
+        layer.is_recurrent_states_initialized.values()
+    )
+    if recurrent and tokens_to_remove:
+        raise ValueError(
+            f"layer {index}: a {type(layer).__name__} has mixed all tokens into its recurrent state, and none can be "
+            "removed again. Keep a copy.deepcopy of the cache to return to."
+        )
     recording = getattr(layer, "record_past", True)
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
         keys: Any = layer.keys
