@@ -181,18 +181,19 @@ class TurboCache(Cache):
         for layer in layers:
             layer.unchecked = False
 
+    @storing
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
-        if tokens_to_remove <= 0 and not any(getattr(layer, "is_initialized", True) for layer in self.layers):
+        if tokens_to_remove <= 0 and self._rows() is None:
             # Transformers' own layers fail before the first pass
             return
         for index, layer in enumerate(self.layers):
             if isinstance(layer, TurboLayer):
                 removable(layer, tokens_to_remove)
             else:
-                require_recorded(layer, index, tokens_to_remove)
+                require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
         super().crop(tokens_to_remove)
 
     def memory(self) -> Memory:
@@ -211,6 +212,7 @@ class TurboCache(Cache):
             "run it without the patch."
         )
 
+    @storing
     def stop_recording(self) -> None:
         """End the recording that `activate_past_recording` began, and seal blocks that were kept open for a `crop`."""
         for layer in self.layers:
@@ -220,6 +222,7 @@ class TurboCache(Cache):
             if layer.is_initialized:
                 layer.commit()
 
+    @storing
     def reset(self) -> None:
         """Forget every token; the cache can then take another batch."""
         self._planned = []
@@ -248,6 +251,7 @@ class TurboCache(Cache):
         if rows is not None:
             self._select_rows(repeated_rows(repeats, rows))
 
+    @storing
     def _select_rows(self, index: Any) -> None:
         # layers with recurrent states have no other method for it
         super().reorder_cache(index)
