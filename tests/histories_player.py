@@ -33,7 +33,9 @@ class Player(Acts):
                 self.run(world, r, name)
         self.number += 1
         for world in self.worlds:
-            self.finish(world)
+            logits = self.finish(world)
+        self.check_store(world)
+        self.check_alone(world, logits)
         self.judge()
 
     def run(self, world: World, r: Random, name: str) -> None:
@@ -112,8 +114,8 @@ class Player(Acts):
         world.rows = rows
         self.note(world, new, logits, "patched")
 
-    def finish(self, world: World) -> None:
-        """A last pass, and what the first layer holds."""
+    def finish(self, world: World) -> Tensor:
+        """Logits of a last pass."""
         if world.broken is not None:
             world.cache.reset()
             self.emptied(world)
@@ -124,14 +126,14 @@ class Player(Acts):
         new: list[Row] = [[5 + n] for n in range(len(world.rows))]
         logits = self.ask(world, new, world.rows)
         self.note(world, new, logits, "patched")
-        self.check_store(world)
-        self.check_alone(world, logits)
+        return logits
 
     def wrong(self, world: World, r: Random) -> None:
         """A call that must be refused, and change nothing."""
         count, past, cache = len(world.rows), world.past, world.cache
         if world.broken is not None or not past:
             return
+        passes: list[Callable[[], Any]] = []
         calls: list[Callable[[], Any]] = [
             lambda: cache.crop(1),
             lambda: cache.crop(-past - 1),
@@ -144,14 +146,17 @@ class Player(Acts):
         if self.history.family not in LINEAR_FAMILIES:
             changed: list[Row] = [list(row) for row in world.rows]
             changed[0][0] = None if changed[0][0] is not None else 1
-            calls.append(lambda: self.ask(world, [[1]] * count, changed))
-            calls.append(lambda: self.ask(world, [[1]] * (count + 1), [*world.rows, world.rows[0]]))
+            passes.append(lambda: self.ask(world, [[1]] * count, changed))
+            passes.append(lambda: self.ask(world, [[1]] * (count + 1), [*world.rows, world.rows[0]]))
         try:
             with MODES[r.choice(list(MODES))]():
-                number = r.randrange(len(calls))
-                calls[number]()
+                number = r.randrange(len(calls) + len(passes))
+                (calls + passes)[number]()
         except ValueError:
             self.counts["wrong"] += 1
+            if number >= len(calls):
+                # earlier layers may have stored what a later one has refused
+                self.settle(world, "wrong", [])
             return
         raise Fault(f"wrong call {number} is accepted")
 

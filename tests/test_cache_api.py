@@ -45,7 +45,8 @@ CACHE: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "offloading": (SAME, lambda c: c.offloading),
     "prefetch": (REFUSED, lambda c: c.prefetch(0)),
     "reorder_cache": (SAME, lambda c: c.reorder_cache(torch.tensor([1, 0]))),
-    "reset": (SAME, lambda c: c.reset()),
+    # of 5.17, a DynamicCache keeps as many zeros
+    "reset": (OWN, lambda c: c.reset()),
     "update": (SAME, lambda c: c.update(K, V, 0)[0].shape),
     "update_conv_state": (REFUSED, lambda c: c.update_conv_state(K, 0)),
     "update_indexer": (REFUSED, lambda c: c.update_indexer(K, 0)),
@@ -76,7 +77,7 @@ LAYER: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "prefetch": (REFUSED, lambda x: x.prefetch()),
     "record_past": (SAME, lambda x: x.record_past),
     "reorder_cache": (SAME, lambda x: x.reorder_cache(torch.tensor([1, 0]))),
-    "reset": (SAME, lambda x: x.reset()),
+    "reset": (OWN, lambda x: x.reset()),
     "sliding_window": (OWN, lambda x: x.window),
     "supports_early_init": (SAME, lambda x: x.supports_early_init),
     "update": (SAME, lambda x: x.update(K, V)[0].shape),
