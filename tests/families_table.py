@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from families_modes import EVEN, MODES, Answer, apart, generate, half_cache, prompts, verdict
+from families_modes import EVEN, MODES, NEW, Answer, apart, generate, half_cache, prompts, verdict
 from patching_support import changes, snapshot
 from tiny_families import VARIANTS, build, families
 from torch import Tensor
@@ -83,6 +83,9 @@ def _examine(row: Row) -> None:
             row.modes[name] = f"unpatched fails: {_short(error)}"
     if "chunks" in plain and _differ(plain["chunks"], plain["batch"]):
         row.notes.append("unpatched, chunks change its answers")
+    held = getattr(plain["batch"].cache, "get_seq_length", lambda: None)()
+    if held is not None and held < inputs["input_ids"].shape[1] + NEW - 1:
+        row.notes.append(f"unpatched, its cache holds {held} tokens in the end: it forgets the others")
     logits = _logits(model, inputs)
     after = snapshot(model)
     own = changes(before, after)
@@ -282,8 +285,8 @@ python tests/families_table.py --only llama,gemma3_text
 It says whether a family's attention and cache are served rightly, not how much accuracy a trained model keeps at few
 bits: for that, evaluate (`turbo-hf eval`). "yes" means that the patched model has chosen the unpatched one's tokens,
 with unquantized pages (`TurboConfig(bits=16, attention="fp16")`, which keep float16), and that its logits were no
-further off than rounding the unpatched model's own cache to float16 takes them. "But for ties": another token, where
-two were as close as that. The columns:
+further off than about what rounding the unpatched model's own cache to float16 changes. "But for ties": another token,
+where two were as close as that. The columns:
 
 - layers compressed: of how many; the others stay in full precision, for the reason given.
 - batch: three prompts of different length, padded at the left.
