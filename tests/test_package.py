@@ -58,6 +58,7 @@ LAYERS = [
     {"turbo_hf.hooks", "turbo_hf.generation"},
     {"turbo_hf.calibration"},
     {"turbo_hf.patching"},
+    {"turbo_hf.meta_model", "turbo_hf.weights"},
     {
         "turbo_hf.calibrate_command",
         "turbo_hf.conversation",

@@ -15,14 +15,15 @@ from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from turbo_hf._version import __version__
-from turbo_hf.console import Device, Json, err, fail, load, load_model, out, require_folder
+from turbo_hf.console import Device, Json, err, fail, load, load_config, load_model, out
 from turbo_hf.generate_command import generate_command
 
 if TYPE_CHECKING:
     from turbo_hf.doctor import Diagnosis, Machine
     from turbo_hf.eval.demo import Row
     from turbo_hf.eval.needle import Needle
-    from turbo_hf.plan import PlanRow
+    from turbo_hf.plan import Plan
+    from turbo_hf.weights import Weights
 
 
 class Later(NamedTuple):
@@ -217,37 +218,32 @@ def plan_command(
     json_line: Json = False,
 ) -> None:
     """Cache memory before and after, from the config alone: bytes per token, longest context, largest batch."""
-    from transformers import AutoConfig  # noqa: PLC0415
-
     from turbo_hf.eval.bench.shapes import parse_tokens  # noqa: PLC0415
-    from turbo_hf.plan import parse_bytes, plan, weight_bytes  # noqa: PLC0415
+    from turbo_hf.meta_model import meta_model  # noqa: PLC0415
+    from turbo_hf.plan import parse_bytes, plan  # noqa: PLC0415
+    from turbo_hf.weights import weigh  # noqa: PLC0415
 
-    require_folder(model)
+    config = load_config(model)
     try:
-        config = AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise fail(f"cannot read a config from {model!r}: {error}") from error
-    try:
-        weights, tokens = weight_bytes(config), parse_tokens(context)
-        rows = plan(config, context=tokens, batch=batch, gpu_bytes=parse_bytes(gpu_memory), weights=weights)
+        gpu_bytes, tokens = parse_bytes(gpu_memory), parse_tokens(context)
+        unloaded = meta_model(config)
+        weights = weigh(unloaded, model)
+        found = plan(unloaded, context=tokens, batch=batch, gpu_bytes=gpu_bytes, weights=weights.nbytes)
     except ValueError as error:
         raise fail(str(error)) from error
-    _print_plan(rows, f"{Path(model).name}: {tokens} tokens x {batch} on {gpu_memory}", tokens, batch, weights)
-    trained = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if trained:
-        out.print(f"The model was made for {trained:,} positions; what memory allows may be more.", style="dim")
-    out.print("From the config alone: turbo-hf doctor tells whether this model can be patched.", style="dim")
+    _print_plan(found, f"{Path(model).name}: {tokens} tokens x {batch} on {gpu_memory}", tokens, batch, weights)
     if json_line:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "weight_bytes": weights}))  # noqa: T201
+        facts = {**asdict(found), "weight_bytes": weights.nbytes, "weight_note": weights.note}
+        print(json.dumps(facts))  # noqa: T201
 
 
-def _print_plan(rows: "list[PlanRow]", title: str, context: int, batch: int, weights: int) -> None:
+def _print_plan(found: "Plan", title: str, context: int, batch: int, weights: "Weights") -> None:
     table = Table(title=title)
     headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
     for heading in headings:
         first = heading == "method"
         table.add_column(heading, justify="left" if first else "right", overflow="fold", no_wrap=first)
-    for row in rows:
+    for row in found.rows:
         longest = "no limit" if row.longest_context < 0 else f"{row.longest_context:,}"
         table.add_row(
             row.method,
@@ -259,7 +255,10 @@ def _print_plan(rows: "list[PlanRow]", title: str, context: int, batch: int, wei
             f"{row.largest_batch:,}",
         )
     out.print(table)
-    out.print(f"Weights take {weights / 1e9:.2f} GB; a tenth of the GPU is left for activations.", style="dim")
+    out.print(f"Weights take {weights.nbytes / 1e9:.2f} GB; a tenth of the GPU is left for activations.", style="dim")
+    for note in (weights.note, *found.notes):
+        if note:
+            out.print(note, style="dim", markup=False, highlight=False)
 
 
 @app.command("doctor")
@@ -271,13 +270,12 @@ def doctor_command(
     """What this machine and model can do, why not otherwise, and whether the logits agree. Exits with 1 on a
     problem."""
     from turbo_hf.config import DEFAULT_PRESET  # noqa: PLC0415
-    from turbo_hf.doctor import diagnose, machine  # noqa: PLC0415
+    from turbo_hf.doctor import machine  # noqa: PLC0415
 
     found = machine()
     _print_machine(found)
-    diagnosis = None
-    if model is not None:
-        diagnosis = diagnose(load_model(model, device))
+    diagnosis = None if model is None else _diagnose(model, device)
+    if diagnosis is not None:
         _print_diagnosis(diagnosis)
     if json_line:
         facts: dict[str, Any] = {"machine": asdict(found)}
@@ -285,12 +283,28 @@ def doctor_command(
             facts["model"] = {
                 "refusal": diagnosis.refusal,
                 "checks": {name: _finite(asdict(check)) for name, check in diagnosis.checks.items()},
+                "unknown": diagnosis.unknown,
             }
         print(json.dumps(facts))  # noqa: T201
     # a coarser preset may be too coarse for a model; the default must not be
-    failed = diagnosis is not None and (diagnosis.refusal or not diagnosis.checks[DEFAULT_PRESET].passed)
+    check = None if diagnosis is None else diagnosis.checks.get(DEFAULT_PRESET)
+    failed = (diagnosis is not None and diagnosis.refusal) or (check is not None and not check.passed)
     if found.problems or failed:
         raise typer.Exit(1)
+
+
+def _diagnose(model: str, device: str) -> "Diagnosis":
+    """Of the config alone if that is enough for a refusal, or if there are no weights."""
+    from turbo_hf.doctor import diagnose, diagnose_config  # noqa: PLC0415
+    from turbo_hf.weights import has_weights  # noqa: PLC0415
+
+    of_config = diagnose_config(load_config(model))
+    try:
+        if of_config.refusal is not None or not has_weights(model):
+            return of_config
+    except ValueError as error:
+        raise fail(str(error)) from error
+    return diagnose(load_model(model, device))
 
 
 def _finite(figures: dict[str, float]) -> dict[str, float | None]:
@@ -316,6 +330,10 @@ def _print_diagnosis(diagnosis: "Diagnosis") -> None:
         out.print(f"problem: {diagnosis.refusal}", style="bold red", markup=False)
         return
     out.print(str(diagnosis.report), markup=False, highlight=False)
+    for unknown in diagnosis.unknown:
+        out.print(unknown, style="bold", markup=False, highlight=False)
+    if not diagnosis.checks:
+        return
     table = Table(title="self-check: logits against the unpatched model")
     for heading in ("preset", "relative error", "same first choice", "verdict"):
         table.add_column(heading, justify="left" if heading == "preset" else "right")

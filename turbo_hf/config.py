@@ -19,6 +19,8 @@ CALIBRATED = ("saap", "kmeans", "kmeans-rotated")
 SELECTORS = (*CALIBRATED, "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full")
 MOST_BUCKETS = 1 << 15
 """Maximum number of buckets per KV head: a token's bucket is stored in 16 bits."""
+MOST_TOKENS = 1 << 30
+"""Maximum number of tokens that are always read: no row holds more, and places are counted in 32 bits."""
 LARGEST_SEED = (1 << 32) - 1
 """Seeds are multiplied by constants, with layers and windows added, and torch accepts 64 bits."""
 NO_BUCKETS = ("window", "full")
@@ -62,7 +64,7 @@ class SparseConfig(Options):
             Runs in plain torch, without CUDA graphs. False: the query heads of a KV head choose together, by the sum of
             their scores, and read the same keys. Not for "window" and "full", which choose nothing.
         sink_tokens, window_tokens: how many of the first and of the newest tokens of a row are always read (SAAP: 1 +
-            2047).
+            2047), from 0 and 1 to 2^30. A row of no more tokens than these is read in full.
         dense_layers: layers whose steps read every key (SAAP: the first). They remain compressed, unlike those of
             `TurboConfig.dense_layers`.
         seed: seed of the random selectors; below 2^32.
@@ -92,7 +94,8 @@ class SparseConfig(Options):
         for field in ("probes", "most_probes"):
             if getattr(self, field) is not None:
                 at_least(field, getattr(self, field), 1, "SparseConfig")
-        for field, most in (("buckets", MOST_BUCKETS), ("seed", LARGEST_SEED)):
+        largest = {"buckets": MOST_BUCKETS, "sink_tokens": MOST_TOKENS, "window_tokens": MOST_TOKENS}
+        for field, most in (largest | {"seed": LARGEST_SEED}).items():
             if getattr(self, field) > most:
                 raise ValueError(f"SparseConfig.{field} must be at most {most}; got {getattr(self, field)}.")
         share = self.mass

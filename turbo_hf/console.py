@@ -4,10 +4,13 @@ Torch and Transformers take seconds to import, and are imported where they are u
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 out = Console()
 err = Console(stderr=True)
@@ -44,19 +47,35 @@ def require_folder(model: str) -> None:
         raise fail(f"there is no folder {model!r}, and no repository of the Hub can have this name.")
 
 
+def load_config(model: str, revision: str | None = None) -> "PreTrainedConfig":
+    """The config of a folder, a config.json or a Hub id; Exit with a sentence if there is none."""
+    from turbo_hf.meta_model import read_config  # noqa: PLC0415
+
+    require_folder(model)
+    try:
+        return read_config(model, revision)
+    except ValueError as error:
+        raise fail(str(error)) from error
+
+
 def load_model(model: str, device: str, revision: str | None = None, dtype: str = "auto") -> Any:
     """A model in eval mode; Exit with a sentence if it cannot be loaded. dtype: by name; "auto": the checkpoint's."""
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from safetensors import SafetensorError  # noqa: PLC0415
+
+    from turbo_hf.errors import Unsupported  # noqa: PLC0415
+    from turbo_hf.meta_model import auto_class, shortened  # noqa: PLC0415
 
     device = choose_device(device)
     if device == "meta":
         raise fail("--device meta holds no weights to run; choose cpu or cuda.")
-    require_folder(model)
+    config = load_config(model, revision)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        loaded: Any = auto_class(config).from_pretrained(model, revision=revision, dtype=dtype)
         return loaded.to(device).eval()
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise fail(f"cannot load {model!r} on {device}: {error}") from error
+    except Unsupported as error:
+        raise fail(str(error)) from error
+    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
+        raise fail(f"cannot load {model!r} on {device}: {shortened(error)}") from error
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:

@@ -140,6 +140,8 @@ def _check_model(model: PreTrainedModel, notices: Notices) -> None:
         notices.refuse(outdated, 'Or pass strict="warn" to go on.')
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{kind} is an encoder-decoder; only decoder-only models are supported.")
+    if not hasattr(text, "num_hidden_layers"):
+        raise Unsupported(f"the config of {kind} has no num_hidden_layers: its parts have layers of their own.")
     if text is not model.config and text_key(model.config) is None:
         raise Unsupported(
             f"the language model of {kind} lies inside another of its parts. Patch that part "
