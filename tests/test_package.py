@@ -244,8 +244,8 @@ def test_the_wheel_runs_alone(built: Path, tmp_path: Path) -> None:
             env={"PYTHONPATH": str(tmp_path / "site")},
         )  # fmt: skip
 
-    code = "import turbo_hf.patches as p, turbo_hf.eval.needle as n; print(p.__file__, n.__file__, turbo_hf.patch)"
-    done = run("-c", code)
+    code = "from turbo_hf import patch, patches; from turbo_hf.eval import needle"
+    done = run("-c", f"{code}; print(patches.__file__, needle.__file__)")
     assert done.stdout.count(str(tmp_path / "site" / "turbo_hf")) == 2, done.stderr
     assert run("-m", "turbo_hf", "--version").stdout == f"turbo_hf {turbo_hf.__version__}\n"
     done = run("-m", "turbo_hf", "demo")
