@@ -46,7 +46,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def run(*words: str, code: int = 0, typed: str = "") -> Any:
+def run(*words: str, code: int = 0, typed: str | bytes = "") -> Any:
     result = CliRunner().invoke(app, ["generate", *words, "--device", "cpu"], input=typed)
     assert result.exit_code == code, result.output
     return result
@@ -192,6 +192,16 @@ def test_a_prompt_without_tokens_is_told() -> None:
         talk = Conversation(model, lambda text: {"input_ids": []}, handle, {})
         with pytest.raises(ValueError, match="the prompt has no tokens: there is nothing to continue"):
             talk.complete("")
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [(["-"], b"caf\xe9"), (["caf\udce9"], ""), (["--chat"], b"caf\xe9\n")],
+    ids=["input", "argument", "line"],
+)
+def test_bytes_that_are_no_text_are_told(chatty: str, words: list[str], typed: str | bytes) -> None:
+    told = " ".join(run(chatty, *words, code=1, typed=typed).output.split())
+    assert "error: the prompt is not UTF-8 text. Convert it first." in told
 
 
 def test_a_full_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
