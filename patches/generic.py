@@ -45,13 +45,18 @@ REFUSED = {
 """Model types whose classes look supported but are not."""
 
 
+def chooses_attention(kind: type) -> bool:
+    """Whether a class takes its attention from Transformers' AttentionInterface."""
+    code = getattr(inspect.unwrap(getattr(kind, "forward", None) or kind), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
 def is_attention(kind: type) -> bool:
     """Whether a class stores keys and values in a cache and uses Transformers' AttentionInterface."""
-    forward = inspect.unwrap(getattr(kind, "forward", None) or kind)
-    code = getattr(forward, "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
+    if not chooses_attention(kind):
         return False
-    parameters = inspect.signature(forward).parameters
+    forward: Any = getattr(kind, "forward", None)
+    parameters = inspect.signature(inspect.unwrap(forward)).parameters
     keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return keywords and any(name in parameters for name in CACHE_KEYWORDS)
 

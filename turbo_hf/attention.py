@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 import sys
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -61,6 +62,10 @@ NO_WEIGHTS = (
 )
 
 
+_told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""Configs by id, of models without a patch, about which there has been a warning."""
+
+
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
@@ -108,6 +113,8 @@ def turbo_attention(
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if turbo is None:
+        _say_unpatched(module)
     call = turbo or TurboCall(None, None, sliding_window, "raise")
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
@@ -127,6 +134,22 @@ def turbo_attention(
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     own = _own_attention(module, options, unknown)
     return _dense(own, module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
+
+
+def left_alone(module: Any, args: Any) -> None:
+    """Forward pre-hook of an attention module that a patched model has besides those that store to its cache."""
+
+
+def _say_unpatched(module: Any) -> None:
+    """Warn, once a config, where this attention runs in a model that has no patch."""
+    config = getattr(module, "config", None)
+    if config is None or left_alone in module._forward_pre_hooks.values() or id(config) in _told:
+        return
+    _told[id(config)] = config
+    warn(
+        f'turbo_hf: attn_implementation="{NAME}" has been set on a model without a patch: nothing is compressed, and '
+        'its attention is Hugging Face\'s. Call turbo_hf.patch(model), or model.set_attn_implementation("sdpa").'
+    )
 
 
 def _refusal(mask: torch.Tensor | None, causal: bool, unknown: Collection[str]) -> str | None:

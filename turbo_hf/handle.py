@@ -3,11 +3,12 @@
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from turbo_hf.attention import NAME, turbo_attention
@@ -15,7 +16,7 @@ from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.masks import turbo_mask
-from turbo_hf.memory import Memory, measure
+from turbo_hf.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.model_layers import layer_windows
 from turbo_hf.selectors import Selectivity, Selector
 
@@ -83,7 +84,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `patch` did, as a table under `str()`.
+    """What `patch` did, as a table under `str()`, with layers that are alike in one line.
 
     Args:
         model: the class name of the model.
@@ -114,19 +115,38 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
-        for at in self.layers:
-            window = f", window {at.window}" if at.window else ""
-            lines.append(f"  layer {at.index}: {at.storage}{window}{'; ' + at.reason if at.reason else ''}")
-            if at.index in self.sparse:
-                lines[-1] += f"; {self.sparse[at.index]}"
-        lines += [f"  layer {read.layer}: {read}" for read in self.selectivity if read.there]
+        lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
+        lines += self._read()
         lines += [f"  {text}" for text in (self.heads, self.prompts, self.steps) if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
+
+    def _read(self) -> list[str]:
+        """The keys that each sparse layer has read, in words; of many layers the least and the most."""
+        counted = [read for read in self.selectivity if read.there]
+        groups = group_layers((read.layer, str(read)) for read in counted)
+        if len(groups) <= SHOWN:
+            return [f"  {layers}: {words}" for layers, words in groups]
+        least, most = min(counted, key=attrgetter("share")), max(counted, key=attrgetter("share"))
+        return [
+            f"  least, layer {least.layer}: {least}",
+            f"  most, layer {most.layer}: {most}",
+            f"  all {len(counted)} sparse layers: see `selectivity`",
+        ]
+
+    def _of(self, at: LayerReport) -> str:
+        """What was done with one layer, in words."""
+        window = f", window {at.window}" if at.window else ""
+        reason = f"; {at.reason}" if at.reason else ""
+        sparse = f"; {self.sparse[at.index]}" if at.index in self.sparse else ""
+        return f"{at.storage}{window}{reason}{sparse}"
 
 
 @dataclass(slots=True)
 class CacheMaker:
-    """Makes the caches of a patched model with `layers` layers, and remembers the newest for `Handle.memory`."""
+    """Makes the caches of a patched model with `layers` layers, and remembers the newest for `Handle.memory`.
+
+    uncompressed: caches of Transformers' own that plain calls of the model have made; whoever passes one on is told.
+    """
 
     layers: int
     config: TurboConfig
@@ -138,6 +158,7 @@ class CacheMaker:
     newest: "weakref.ref[TurboCache] | None" = None
     measured: Memory | None = None
     active: bool = True
+    uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
@@ -165,6 +186,11 @@ class CacheMaker:
     def _measure(self, number: int, layers: list[Any]) -> None:
         if number == self.made:
             self.measured = measure(layers)
+
+    def forget(self, cache: TurboCache) -> None:
+        """The model has put another cache in the place of `cache`, which `memory` then is not about any more."""
+        if self.newest is not None and self.newest() is cache:
+            self.made, self.newest, self.measured = self.made + 1, None, None
 
     def memory(self) -> Memory:
         """Bytes of the newest cache: as it is now, or as it was when it was released."""

@@ -39,6 +39,8 @@ def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
             "have configs of their own, and no cache in common that could be compressed."
         )
     types, kwargs = get_layer_types_and_kwargs(config)
+    # a draft by the first layers alone (assistant_early_exit) lowers their number, and leaves the list of their types
+    types = types[: config.num_hidden_layers]
     # one dict for all layers up to transformers 5.17, one per layer from 5.23 on
     each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
     for kind, keywords in zip(types, each, strict=True):
