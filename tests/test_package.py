@@ -61,7 +61,7 @@ LAYERS = [
         "turbo_hf.rotary",
         "turbo_hf.steps",
     },
-    {"turbo_hf.masks", "turbo_hf.sparse", "turbo_hf.attention", "turbo_hf.selfcheck"},
+    {"turbo_hf.masks", "turbo_hf.sparse", "turbo_hf.dense_attention", "turbo_hf.attention", "turbo_hf.selfcheck"},
     {"turbo_hf.handle", "turbo_hf.graphs"},
     {"turbo_hf.patches"},
     {"turbo_hf.hooks", "turbo_hf.generation"},
