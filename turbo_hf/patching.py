@@ -204,6 +204,6 @@ def _apply(
     """Change the model. door: passes CUDA graph runners to `generate`, if they are wanted."""
     register()
     previous = switch_attention(model, NAME)
-    hooks = add_hooks(modules, report.layers, strict)
+    hooks = add_hooks(model, modules, report.layers, strict)
     replaced = replace_methods(model, family, maker, door)
     return Handle(model, report, maker, hooks, replaced, previous)
