@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 )
 
 from turbo_hf.chunk import Chunk, chunk_from_mask
-from turbo_hf.config import DEFAULT_PRESET, TurboConfig, at_8_bit, resolve_config
+from turbo_hf.config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.crop import removable, require_recorded
 from turbo_hf.integrity import RESET, Integrity, Pass
 from turbo_hf.layer import TurboLayer
@@ -83,7 +83,7 @@ class TurboCache(Cache):
 
     Args:
         model_config: the model's config (`model.config`).
-        config: a preset's name or a `TurboConfig`.
+        config: a preset's name, a `TurboConfig`, a dict of its options, or the path of a JSON or YAML file of them.
         attention_mask: [B, columns], nonzero at real tokens; only for unpatched models.
         int8_layers, dense_layers: layers kept at 8 bit and in full precision, in addition to those that `config` names.
         head_orders: for the layers named here, the KV heads in order, from the one that needs its bits most to the one
@@ -101,7 +101,7 @@ class TurboCache(Cache):
     def __init__(
         self,
         model_config: PreTrainedConfig,
-        config: str | TurboConfig = DEFAULT_PRESET,
+        config: ConfigLike = DEFAULT_PRESET,
         *,
         attention_mask: torch.Tensor | None = None,
         int8_layers: Iterable[int] = (),
