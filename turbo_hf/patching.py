@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from turbo_hf.attention import NAME
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_heads, choose_selectors
-from turbo_hf.config import DEFAULT_PRESET, TurboConfig, resolve_config
+from turbo_hf.config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
 from turbo_hf.errors import Notices, Strict, Unsupported
 from turbo_hf.generation import PREPARE, replace_methods
 from turbo_hf.graphs import Door, describe
@@ -30,7 +30,7 @@ BIAS_STEP = 0.5
 
 def patch(
     model: PreTrainedModel,
-    config: str | TurboConfig = DEFAULT_PRESET,
+    config: ConfigLike = DEFAULT_PRESET,
     *,
     calibration: Calibration | str | Path | None = "auto",
     revision: str | None = None,
@@ -42,7 +42,8 @@ def patch(
 
     Args:
         model: a loaded decoder-only Transformers model.
-        config: a preset ("int8", "turbo4", "turbo-mixed", "turbo2", "saap") or a `TurboConfig`.
+        config: a preset ("int8", "turbo4", "turbo-mixed", "turbo2", "saap"), a `TurboConfig`, a dict of its options, or
+            the path of a JSON or YAML file of them; dict and file are read as by `TurboConfig.from_dict`.
         calibration: decides which heads get the low bits, if the config has heads of two widths, and provides what
             sparse decoding selects keys by. A `Calibration`, a folder or Hub id that holds one, None for no calibration
             (heads are then ranked by each row's first block), or "auto": the one stored with the checkpoint (in its
@@ -60,9 +61,9 @@ def patch(
     Raises:
         Unsupported (a ValueError): the model, or with strict "raise" a part of it, cannot be compressed, or the check
             failed. Later calls that ask for what a compressed cache cannot do raise it too.
-        ValueError: unknown preset or strict; the model is already patched; the calibration is damaged or belongs to
-            another model; the revision is not the model's.
-        OSError: there is no calibration in the named place.
+        ValueError: unknown preset, option or strict; a config file that is broken; the model is already patched; the
+            calibration is damaged or belongs to another model; the revision is not the model's.
+        OSError: there is no config file, or no calibration, in the named place.
         TypeError: not a Transformers model.
     """
     if strict not in get_args(Strict):
@@ -139,6 +140,8 @@ def _check_model(model: PreTrainedModel, notices: Notices) -> None:
         notices.refuse(outdated, 'Or pass strict="warn" to go on.')
     if model.config.is_encoder_decoder:
         raise Unsupported(f"{kind} is an encoder-decoder; only decoder-only models are supported.")
+    if not hasattr(text, "num_hidden_layers"):
+        raise Unsupported(f"the config of {kind} has no num_hidden_layers: its parts have layers of their own.")
     if text is not model.config and text_key(model.config) is None:
         raise Unsupported(
             f"the language model of {kind} lies inside another of its parts. Patch that part "
@@ -204,6 +207,6 @@ def _apply(
     """Change the model. door: passes CUDA graph runners to `generate`, if they are wanted."""
     register()
     previous = switch_attention(model, NAME)
-    hooks = add_hooks(modules, report.layers, strict)
+    hooks = add_hooks(model, modules, report.layers, strict)
     replaced = replace_methods(model, family, maker, door)
     return Handle(model, report, maker, hooks, replaced, previous)
