@@ -185,6 +185,7 @@ class StepRunner:
             # what was captured refers to the current pages
             self._drop()
         steps = self._steps
+        steps.open()
         steps.begin()
         try:
             out = self._run(steps)
@@ -280,6 +281,7 @@ class StepRunner:
             try:
                 self._replay = self._device.capture(self._step)
             except Exception as error:
+                steps.cancel()
                 self._forget()
                 self._off = True
                 message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
