@@ -54,6 +54,8 @@ def add_hooks(
         hooks.append(module.register_forward_pre_hook(functools.partial(_begin_pass, depth), with_kwargs=True))
         # not called after an exception
         hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
+        failed = functools.partial(_abandon_pass, depth)
+        hooks.append(module.register_forward_hook(failed, with_kwargs=True, always_call=True))
     for index, module in modules.items():
         at = layers[index]
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
@@ -159,6 +161,13 @@ def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[st
         cache.integrity.leave(depth)
 
 
+def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of what calls all layers, also run after an error: one before anything is stored changes nothing."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.integrity.abandon(depth)
+
+
 def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -217,6 +226,7 @@ def is_own(hook: Any) -> bool:
         _watch_cache,
         _begin_pass,
         _finish_pass,
+        _abandon_pass,
         _bring_layer,
         _release_layer,
         _end_pass,
