@@ -84,6 +84,7 @@ class New(NamedTuple):
     value: torch.Tensor
 
 
+@torch.compiler.disable
 def turbo_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -88,6 +88,7 @@ def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: C
     )
 
 
+@torch.compiler.disable
 def _bring_cache(
     maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -107,6 +108,7 @@ def _bring_cache(
     return ((), {**given, "past_key_values": maker.make(model.config)}) if uses_turbo(model) else None
 
 
+@torch.compiler.disable
 def _watch_cache(
     maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
@@ -122,6 +124,7 @@ def _watch_cache(
         say_replaced(model, cache, made, maker, strict)
 
 
+@torch.compiler.disable
 def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -157,6 +160,7 @@ def _bring_layer(
     return args, {**kwargs, "turbo": call}
 
 
+@torch.compiler.disable
 def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook, also run after an error: a claim that this call did not use must not carry over to a later one."""
     call = kwargs.get("turbo")
@@ -164,6 +168,7 @@ def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) 
         call.layer.claimed, call.layer.pending = False, None
 
 
+@torch.compiler.disable
 def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
     cache = kwargs.get("past_key_values")

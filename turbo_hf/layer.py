@@ -283,6 +283,7 @@ class TurboLayer(CacheLayerMixin):
 
     # --- what Transformers calls -------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
