@@ -19,14 +19,17 @@ from turbo_hf.eval.methods import (
     BASELINE,
     applied,
     expanded,
+    folder_of,
     is_simulated,
     known_methods,
     method_named,
+    options_of_files,
+    require_options,
     same_settings,
 )
 from turbo_hf.eval.output import Report, show, write_report
 from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import BY_METHOD, identity, open_run
+from turbo_hf.eval.record import BY_METHOD, CONFIGS, META, identity, only_run
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve_command import TRACE, Workload, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
@@ -88,6 +91,7 @@ def eval_command(
     for package in ("matplotlib",) if suite == "serve" else ("lm_eval", "datasets", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise fail(f'turbo-hf eval needs {package}: pip install "turbo_hf[eval]".')
+    chosen = folder or Path("eval-results") / f"{Path(model).name.replace(':', '-')}-{suite}"
     wanted = expanded([name for words in methods or [DEFAULT_PRESET] for name in words.split(",") if name])
     try:
         if not wanted:
@@ -96,7 +100,6 @@ def eval_command(
             method_named(name)
         if suite not in SUITES:
             raise ValueError(f"unknown suite {suite}; suites are {', '.join(SUITES)}.")
-        chosen = folder or Path("eval-results") / f"{Path(model).name.replace(':', '-')}-{suite}"
         items = limit or (SMOKE_ITEMS if suite == "smoke" else None)
         if suite == "serve":
             if task or shortest or calibration != "auto":
@@ -116,8 +119,22 @@ def eval_command(
         found = _run(model, suite, wanted, data, asked, sizes, calibration, chosen, device)
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake
+    except KeyboardInterrupt as stop:
+        raise _interrupted(chosen) from stop
     if json_line:
         print(as_json(found))  # noqa: T201
+
+
+def _interrupted(folder: Path) -> typer.Exit:
+    """Say what is kept and how to go on; raise the returned exception to end the command."""
+    kept = f"what was done is kept in {folder}; the same command goes on with the rest"
+    err.print(
+        f"interrupted: {kept if (folder / META).is_file() else 'nothing was begun, so that nothing is kept'}.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+    return typer.Exit(130)
 
 
 def _batch_sizes(rows: int | None, tokens: int | None, device: str) -> tuple[int, int | None]:
@@ -160,35 +177,37 @@ def _run(
     options = {"suite": suite, **asdict(limits), "seed": SEED, "batch": batch, "batch_tokens": batch_tokens}
     digest = None if made is None else made.digest()
     options[BY_METHOD] = {name: digest for name in wanted if _uses_calibration(name)}
-    meta = open_run(folder, identity(loaded, tokenizer, tasks, options))
+    options[CONFIGS] = options_of_files(wanted)
     notes += skipped
     if str(loaded.device).startswith("cuda"):
         notes.append(NO_PLANS)
     if any(map(is_simulated, wanted)):
         notes.append(SIMULATION)
     notes += _alike(loaded, wanted)
-    runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{name: name for name in wanted}}
-    outcomes: dict[str, Any] = {}
-    result: dict[str, Any] = {}
-    for number, (label, method) in enumerate(runs.items(), 1):
-        err.print(f"{label} ({number} of {len(runs)})", style="bold", highlight=False)
-        outcomes[label] = run_method(
-            label, method, loaded, prompts, tasks, folder, batch=batch, batch_tokens=batch_tokens, limits=limits,
-            calibration=made,
-        )  # fmt: skip
-        left = list(runs)[number:]
-        if left and number < 3:
-            continue
-        # after each method: an interrupted run leaves a table of what it has so far
-        unfinished = [f"UNFINISHED: {', '.join(left)} still to run; the same command goes on."] if left else []
-        found = report([spec for spec in specs if spec.name in tasks], outcomes)
-        result = {"meta": meta, "notes": [*unfinished, *notes], **found}
-        _write(folder, result, {name: outcome.samples for name, outcome in outcomes.items()}, shown=not left)
-    out.print(
-        f"Kept in {folder}: report.html, report.md, report.json, run_meta.json, samples and results by method.",
-        style="dim",
-    )
-    return result
+    with only_run(folder, identity(loaded, tokenizer, tasks, options)) as meta:
+        runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{name: name for name in wanted}}
+        outcomes: dict[str, Any] = {}
+        result: dict[str, Any] = {}
+        for number, (label, method) in enumerate(runs.items(), 1):
+            err.print(f"{label} ({number} of {len(runs)})", style="bold", highlight=False)
+            require_options(method, options[CONFIGS])
+            outcomes[label] = run_method(
+                label, method, loaded, prompts, tasks, folder, batch=batch, batch_tokens=batch_tokens, limits=limits,
+                calibration=made,
+            )  # fmt: skip
+            left = list(runs)[number:]
+            if left and number < 3:
+                continue
+            # after each method: an interrupted run leaves a table of what it has so far
+            unfinished = [f"UNFINISHED: {', '.join(left)} still to run; the same command goes on."] if left else []
+            found = report([spec for spec in specs if spec.name in tasks], outcomes)
+            result = {"meta": meta, "notes": [*unfinished, *notes], **found}
+            _write(folder, result, {name: outcome.samples for name, outcome in outcomes.items()}, shown=not left)
+        out.print(
+            f"Kept in {folder}: report.html, report.md, report.json, run_meta.json, samples and results by method.",
+            style="dim",
+        )
+        return result
 
 
 def _alike(model: Any, wanted: list[str]) -> list[str]:
@@ -238,7 +257,7 @@ def _write(
     if shown and "needle" in samples[BASELINE]:
         cells = {label: needle_cells(own["needle"]) for label, own in samples.items()}
         for label in list(cells)[2:]:
-            pictures.append(folder / f"needle-{label.replace('/', '-')}.png")
+            pictures.append(folder / f"needle-{folder_of(label)}.png")
             needle_map(cells[BASELINE], cells[label], label, pictures[-1])
     heading, notes = f"turbo-hf eval: {identity['model']}, suite {identity['suite']}", [noise(result), *result["notes"]]
     whole = Report(heading, stamps(identity), tables(result), notes, result["meta"], pictures)

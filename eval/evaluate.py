@@ -1,25 +1,25 @@
 """Run a suite through lm-evaluation-harness: each method in turn, with each item stored as soon as it is answered."""
 
-import contextlib
 import json
 import logging
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lm_eval.api.model import CachingLM
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.eval.methods import BASELINE
+from turbo_hf.eval.answers import AnsweredLM, Answers
+from turbo_hf.eval.methods import BASELINE, folder_of
 from turbo_hf.eval.model import Batch, TurboLM
 from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec
-from turbo_hf.files import write_whole
+from turbo_hf.files import append_line, read_lines, read_object, write_whole
 
 SEED = 1234
 """Seed of few-shot samplers and torch; decoding is greedy."""
@@ -119,46 +119,48 @@ def run_method(
         label: its name in the table and of its folder. method: what the model is patched with.
         model: the loaded model. prompts: of its tokenizer, which pads on the left.
         tasks: from `load_tasks`.
-        folder: folder of the whole run. Below `folder/label`: items.db (answers as they come), batches.jsonl, and, when
-            all is done, samples_TASK.jsonl and results.json.
+        folder: folder of the whole run. Below `folder/label`: items.db (answers as they come, as JSON in an SQLite
+            file), batches.jsonl, and, when all is done, samples_TASK.jsonl and results.json.
         batch: maximum rows per batch. batch_tokens: maximum tokens per batch; None: no limit.
         limits: what the tasks were built with.
         calibration: for methods that need one.
+
+    Raises:
+        ValueError: a file of an earlier run is torn or was changed; the message names it and says what to do.
+        OSError: a file cannot be written.
     """
-    own = folder / label.replace(" ", "-").replace("/", "-")
+    own = folder / folder_of(label)
     own.mkdir(parents=True, exist_ok=True)
     if not (own / "results.json").is_file():
         torch.manual_seed(SEED)
 
         def keep(taken: Batch) -> None:
-            with (own / "batches.jsonl").open("a", encoding="utf-8") as log:
-                log.write(json.dumps(asdict(taken)) + "\n")
+            append_line(own / "batches.jsonl", asdict(taken))
 
-        lm = TurboLM(
-            model,
-            preset=method,
-            calibration=calibration,
-            tokenizer=prompts.tokenizer,
-            prompts=prompts,
-            batch_size=batch,
-            batch_tokens=batch_tokens,
-            max_length=limits.context,
-            on_batch=keep,
-        )
-        caching = CachingLM(lm, str(own / "items.db"))
-        try:
-            with without_plans():
-                found = evaluate(
-                    lm=caching,
-                    task_dict={"tasks": tasks},
-                    limit=limits.limit,
-                    bootstrap_iters=BOOTSTRAP,
-                    log_samples=True,
+        with (
+            closing(Answers(own / "items.db")) as answers,
+            closing(
+                TurboLM(
+                    model,
+                    preset=method,
+                    calibration=calibration,
+                    tokenizer=prompts.tokenizer,
+                    prompts=prompts,
+                    batch_size=batch,
+                    batch_tokens=batch_tokens,
+                    max_length=limits.context,
+                    on_batch=keep,
                 )
-        finally:
-            lm.close()
-            with contextlib.suppress(Exception):  # closing must not hide the error that ended the run
-                caching.dbdict.close()
+            ) as lm,
+            without_plans(),
+        ):
+            found = evaluate(
+                lm=AnsweredLM(lm, answers),
+                task_dict={"tasks": tasks},
+                limit=limits.limit,
+                bootstrap_iters=BOOTSTRAP,
+                log_samples=True,
+            )
         samples: Samples = found.pop("samples")
         for task, rows in samples.items():
             lean = [_lean(row, with_prompt=label == BASELINE) for row in rows]
@@ -181,11 +183,17 @@ def _lean(sample: dict[str, Any], *, with_prompt: bool) -> dict[str, Any]:
 
 
 def _read(own: Path, tasks: list[str]) -> Outcome:
-    samples = {
-        task: [json.loads(line) for line in (own / f"samples_{task}.jsonl").read_text("utf-8").splitlines()]
-        for task in tasks
-    }
-    log = own / "batches.jsonl"
-    lines = log.read_text("utf-8").splitlines() if log.is_file() else []
-    batches = [Batch(**json.loads(line)) for line in lines]
-    return Outcome(json.loads((own / "results.json").read_text("utf-8")), samples, batches)
+    results = own / "results.json"
+    remedy = f"Delete {str(results)!r}, and the same command writes it and all samples anew from the answers beside it."
+    samples = {}
+    for task in tasks:
+        path = own / f"samples_{task}.jsonl"
+        if not path.is_file():
+            raise ValueError(f"{str(path)!r} is missing. {remedy}")
+        samples[task] = read_lines(path, remedy)
+    log, anew = own / "batches.jsonl", f"Delete {str(own)!r}, and the same command asks its items anew."
+    try:
+        batches = [Batch(**line) for line in read_lines(log, anew, growing=True)]
+    except TypeError as error:
+        raise ValueError(f"{str(log)!r} was changed: {error}. {anew}") from error
+    return Outcome(read_object(results, remedy), samples, batches)

@@ -1,8 +1,9 @@
 """The method names that `turbo-hf eval` and the harness adapter know."""
 
+import hashlib
 import importlib.util
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
@@ -12,6 +13,7 @@ from transformers import QuantizedCache
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config import ATTENTION_MODES, PRESETS, SparseConfig, TurboConfig, resolve_config
+from turbo_hf.config_file import names_a_file
 from turbo_hf.eval.simulate import Scheme, gear_l, kivi
 from turbo_hf.eval.simulated_cache import compressed_cache, window_cache
 from turbo_hf.handle import Handle
@@ -30,6 +32,9 @@ MakeCache = Callable[[Any, torch.Tensor], Any]
 """(model, attention mask [B, columns] of the first pass) -> an empty cache for it."""
 
 WINDOW = re.compile(r"streaming-(\d+)")
+
+BASE = re.compile(r".*?\.(?:json|yaml|yml)(?=$|[/+@])|[^/+@]*", re.IGNORECASE)
+"""What a method's choices are added to: the path of a config file, or a preset's name."""
 
 BACKENDS = {"quanto": ("optimum.quanto", (4, 2), {}), "hqq": ("hqq", (4, 2), {"axis_key": 1, "axis_value": 1})}
 """Of Transformers' QuantizedCache: the package that each needs, its widths, and what it must be told."""
@@ -93,9 +98,9 @@ def known_methods() -> str:
     """The available methods, in one sentence."""
     named = (BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized(), *ABLATIONS)
     return (
-        f"methods are {', '.join(named)}, streaming-N (a window of N tokens), a preset followed by "
-        f"/{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig, such as "
-        "turbo4/fp16+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such as "
+        f"methods are {', '.join(named)}, streaming-N (a window of N tokens), a JSON or YAML file in a preset's place, "
+        f"a preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig, "
+        "such as turbo4/fp16+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such as "
         "turbo4@window:window_tokens=511"
     )
 
@@ -106,6 +111,34 @@ def _quantized() -> dict[str, MakeCache]:
         return lambda model, mask: QuantizedCache(backend=backend, config=model.config, nbits=bits, **axes)
 
     return {f"{name}{bits}": maker(name, bits) for name, (_, widths, _) in BACKENDS.items() for bits in widths}
+
+
+def options_of_files(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """For each method that is read from a config file, every option of it as it is now; other names stand for
+    themselves."""
+    configs = {name: method_named(name).config for name in names if names_a_file(_base(name))}
+    return {name: config.to_dict() for name, config in configs.items() if config is not None}
+
+
+def folder_of(label: str) -> str:
+    """The name under which a method's results are kept: of no two methods the same."""
+    name = label.replace(" ", "-").replace("/", "-")
+    if not names_a_file(_base(label)):
+        return name
+    # a/b.json is not a-b.json
+    return f"{name}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
+
+
+def require_options(name: str, before: Mapping[str, Mapping[str, Any]]) -> None:
+    """ValueError if a method's config file has changed since `options_of_files` read it."""
+    now = options_of_files([name])
+    if now.get(name) != before.get(name):
+        raise ValueError(f"the config file of {name} has changed since this run began. Begin anew, with another --out.")
+
+
+def _base(name: str) -> str:
+    found = BASE.match(name)
+    return found[0] if found else ""
 
 
 def is_simulated(name: str) -> bool:
@@ -147,8 +180,9 @@ def method_named(name: str) -> Method:
     """What a name means.
 
     Raises:
-        ValueError: an unknown name (the message lists the known ones), a choice that `TurboConfig` refuses, or a
-            package that is not installed.
+        ValueError: an unknown name (the message lists the known ones), a choice that `TurboConfig` refuses, a config
+            file that is broken, or a package that is not installed.
+        OSError: a config file that is not there.
     """
     if name in (BASELINE, EAGER):
         return Method(name)
@@ -172,14 +206,16 @@ def _need(name: str) -> None:
 
 
 def _patched(name: str) -> TurboConfig:
-    stored, at, sparse = name.partition("@")
+    base = _base(name)
+    stored, at, sparse = name[len(base) :].partition("@")
     head, *changes = stored.split("+")
-    preset, slash, attention = head.partition("/")
-    if preset not in PRESETS or (slash and attention not in ("auto", *ATTENTION_MODES)):
+    _, slash, attention = head.partition("/")
+    known = base in PRESETS or names_a_file(base)
+    if not known or (slash and attention not in ("auto", *ATTENTION_MODES)):
         # a list of methods is split at its commas, and so is "...@saap:dense_layers=0,1"
         hint = " Several layers behind @ are written dense_layers=0+1." if name.isdigit() else ""
         raise ValueError(f"unknown method {name}; {known_methods()}.{hint}")
-    config = resolve_config(preset)
+    config = resolve_config(base)
     chosen: dict[str, Any] = {"attention": attention} if slash else {}
     allowed = [field.name for field in fields(TurboConfig)]
     for change in changes:

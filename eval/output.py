@@ -2,6 +2,7 @@
 
 import base64
 import html
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -51,6 +52,13 @@ def write_report(folder: Path, report: Report) -> None:
     """Write report.md and report.html into `folder`."""
     write_whole(folder / "report.md", markdown(report))
     write_whole(folder / "report.html", page(report))
+
+
+def write_png(path: Path, figure: Any) -> None:
+    """Write a figure of matplotlib."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120)
+    write_whole(path, picture.getvalue())
 
 
 def show(report: Report) -> None:

@@ -1,10 +1,12 @@
 """The identity of a run, so that it can be repeated or resumed, and is never mixed with another."""
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -13,12 +15,15 @@ from typing import Any
 import torch
 
 from turbo_hf.eval.bench.facts import facts
-from turbo_hf.files import write_whole
+from turbo_hf.files import one_writer, read_object, write_whole
 from turbo_hf.versions import version_of
 
-META = "run_meta.json"
+META, LOCK = "run_meta.json", "run.lock"
+RESULTS = ("*/items.db", "*/results.json", "levels.jsonl", "replay_*.json")
+"""What only a run with a `META` leaves in its folder."""
 BY_METHOD = "calibrations"
-"""Field of an identity with a value for each method that has one: a later command may bring other methods."""
+CONFIGS = "config_files"
+"""Fields of an identity with a value for each method that has one: a later command may bring other methods."""
 SAMPLED = 64
 """Number of values of each weight that a model's fingerprint reads."""
 
@@ -80,6 +85,13 @@ def identity(model: Any, tokenizer: Any, tasks: dict[str, Any], options: dict[st
     }
 
 
+@contextlib.contextmanager
+def only_run(folder: Path, what: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`open_run`, and no other process in that folder until the end. OSError: there is one."""
+    with one_writer(folder, LOCK):
+        yield open_run(folder, what)
+
+
 def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
     """Begin a run in `folder`, or continue the one that is there.
 
@@ -91,17 +103,23 @@ def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
         The run's meta: identity, commit, and every command that wrote into the folder.
 
     Raises:
-        ValueError: the folder holds a run of another model, version, data or choice; the message names what differs.
+        ValueError: the folder holds a run of another model, version, data or choice, and the message names what
+            differs; or one that does not say what it is of.
+        OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / META
     meta: dict[str, Any] = {"identity": json.loads(json.dumps(what)), "commands": []}
+    elsewhere = "It says which model, data and options the answers are of: restore it, or choose another --out."
     if path.is_file():
-        before = json.loads(path.read_text("utf-8"))
-        was, now = before["identity"], meta["identity"]
-        if BY_METHOD in was and BY_METHOD in now:
-            # a method that only one of the two has is nothing to differ in
-            was[BY_METHOD], now[BY_METHOD] = now[BY_METHOD] | was[BY_METHOD], was[BY_METHOD] | now[BY_METHOD]
+        before = read_object(path, elsewhere)
+        was, now = before.get("identity"), meta["identity"]
+        if not isinstance(was, dict) or not isinstance(before.get("commands"), list):
+            raise ValueError(f"{str(path)!r} was changed: it has no identity or no commands. {elsewhere}")
+        for field in (BY_METHOD, CONFIGS):
+            if isinstance(was.get(field), dict) and field in now:
+                # a method that only one of the two has is nothing to differ in
+                was[field], now[field] = now[field] | was[field], was[field] | now[field]
         changed = _differences(was, now)
         if changed:
             raise ValueError(
@@ -109,6 +127,8 @@ def open_run(folder: Path, what: dict[str, Any]) -> dict[str, Any]:
                 "Results of different runs are not merged: choose another --out, or restore what it was."
             )
         meta = before
+    elif any(any(folder.glob(pattern)) for pattern in RESULTS):
+        raise ValueError(f"{str(folder)!r} holds results, but no {META}. {elsewhere}")
     meta["commit"] = facts(torch.device("cpu"))["commit"]
     meta["commands"].append({"argv": sys.argv, "began": datetime.now(UTC).isoformat(timespec="seconds")})
     write_whole(path, json.dumps(meta, indent=1))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from turbo_hf.eval.methods import BASELINE
+from turbo_hf.eval.output import write_png
 
 Cells = dict[tuple[int, float], float]
 """Share of needles found, by (length asked for, depth)."""
@@ -43,7 +44,7 @@ def needle_map(base: Cells, other: Cells, name: str, path: Path) -> None:
     axes[0].set_ylabel("depth of the needle")
     figure.supxlabel("tokens of the prompt, at most", fontsize="small")
     figure.colorbar(image, ax=axes, label="share found")
-    figure.savefig(path, dpi=120)
+    write_png(path, figure)
 
 
 def memory_plot(found: dict[str, Any], title: str, path: Path) -> bool:
@@ -74,7 +75,7 @@ def memory_plot(found: dict[str, Any], title: str, path: Path) -> bool:
     axis.set_title(title, fontsize="small")
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    write_png(path, figure)
     return True
 
 
@@ -116,5 +117,5 @@ def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
     axis.set_ylim(max(low, -1), min(high, 101))
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    write_png(path, figure)
     return True

@@ -13,13 +13,21 @@ from turbo_hf.console import err, load
 from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.options import as_json, find_device
 from turbo_hf.eval.bench.timing import free_memory
-from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated, method_named
+from turbo_hf.eval.methods import (
+    AGAIN,
+    BASELINE,
+    folder_of,
+    is_simulated,
+    method_named,
+    options_of_files,
+    require_options,
+)
 from turbo_hf.eval.output import Report, Table, show, write_report
-from turbo_hf.eval.record import identity, open_run
+from turbo_hf.eval.record import CONFIGS, identity, only_run
 from turbo_hf.eval.report_plots import memory_plot
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
-from turbo_hf.files import write_whole
+from turbo_hf.files import append_line, read_lines, read_object, write_whole
 
 RANDOM = "random:"
 """Before a shape's name, in place of a model: its weights are drawn. ":tiny" after it: at a size for tests."""
@@ -28,6 +36,8 @@ TRACE = "traces/azure_llm_2023_conv.csv"
 """In the data folder."""
 
 SEED = 0
+
+REMEDY = "Delete it, and the same command measures anew."
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +75,26 @@ def serve(name: str, wanted: Sequence[str], workload: Workload, folder: Path, de
         "limit": None,
         "seed": SEED,
     }
-    options |= {"lengths": [[r.context, r.generated] for r in taken]}
-    meta = open_run(folder, identity(model, None, {}, options))
+    options |= {"lengths": [[r.context, r.generated] for r in taken], CONFIGS: options_of_files(wanted)}
+    with only_run(folder, identity(model, None, {}, options)) as meta:
+        return _measure(model, wanted, workload, taken, passed_by, folder, meta)
+
+
+def _measure(
+    model: Any,
+    wanted: Sequence[str],
+    workload: Workload,
+    taken: list[Request],
+    passed_by: int,
+    folder: Path,
+    meta: dict[str, Any],
+) -> dict[str, Any]:
+    """taken, passed_by: requests of the trace. meta: from `open_run`."""
     runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{method: method for method in wanted}}
     levels = _levels(model, runs, workload, folder)
     replays = {}
     for label, method in runs.items():
+        require_options(method, meta["identity"][CONFIGS])
         if taken:
             replays[label] = _replay(model, label, method, taken, workload.batch, folder)
     notes = ["Prompts are random tokens; each reply is as long as asked, whatever the model says."]
@@ -107,8 +131,11 @@ def _model(name: str, device: str) -> Any:
 
 def _levels(model: Any, runs: dict[str, str], workload: Workload, folder: Path) -> list[dict[str, Any]]:
     log = folder / "levels.jsonl"
-    rows = [json.loads(line) for line in log.read_text("utf-8").splitlines()] if log.is_file() else []
-    done = {(row["method"], row["context"]) for row in rows}
+    rows = read_lines(log, REMEDY, growing=True)
+    try:
+        done = {(row["method"], row["context"]) for row in rows}
+    except KeyError as error:
+        raise ValueError(f"{str(log)!r} was changed: a line has no {error}. {REMEDY}") from error
     for context in workload.contexts:
         for label, method in runs.items():
             if (label, context) in done:
@@ -118,15 +145,14 @@ def _levels(model: Any, runs: dict[str, str], workload: Workload, folder: Path) 
                     model, method_named(method), context, workload.batch, workload.new, workload.rounds, SEED
                 )
             rows.append({**asdict(measured), "method": label})
-            with log.open("a", encoding="utf-8") as kept:
-                kept.write(json.dumps(rows[-1]) + "\n")
+            append_line(log, rows[-1])
             free_memory()
     return rows
 
 
 def _replay(model: Any, label: str, method: str, taken: list[Request], batch: int, folder: Path) -> dict[str, Any]:
     """The summary; {} if a batch does not fit. Every request's times are stored beside it."""
-    kept = folder / f"replay_{label.replace(' ', '-').replace('/', '-')}.json"
+    kept = folder / f"replay_{folder_of(label)}.json"
     if not kept.is_file():
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=err, transient=True) as progress:
@@ -138,7 +164,9 @@ def _replay(model: Any, label: str, method: str, taken: list[Request], batch: in
         own = {} if found is None else summary(*found)
         requests = [] if found is None else [asdict(one) for one in found[0]]
         write_whole(kept, json.dumps({"summary": own, "requests": requests}, indent=1))
-    summed: dict[str, Any] = json.loads(kept.read_text("utf-8"))["summary"]
+    summed = read_object(kept, REMEDY).get("summary")
+    if not isinstance(summed, dict):
+        raise ValueError(f"{str(kept)!r} was changed: it has no summary. {REMEDY}")
     return summed
 
 

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def run(*words: str, code: int = 0) -> Any:
     """The result of `turbo-hf bench WORDS`, which ends with status `code`."""
     result = CliRunner().invoke(app, ["bench", *words])
-    assert result.exit_code == code, result.output
+    assert result.exit_code == code, result.output or repr(result.exception)
     return result
 
 

@@ -2,17 +2,20 @@
 
 import copy
 import json
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from calibration_support import HEADS, PROSE, TEXTS, lab
 from models import LAB_MODEL, lab_model
 from transformers import AutoTokenizer
 
 import turbo_hf
+from turbo_hf.calibration import texts as texts_of
 from turbo_hf.calibration.checkpoint import tokenizer_hash
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.texts import token_windows
@@ -112,3 +115,71 @@ def test_windows_of_texts(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"holds no .txt or .jsonl file"):
         token_windows(tmp_path / "empty", tokenizer, 128, 6)
+
+
+FILES = {
+    "surrogate.jsonl": (
+        b'{"text": "a"}\n{"text": "cut \\ud83d here"}',
+        r"line 2 of .* has half of a character .* at character 4",
+    ),
+    "deep.jsonl": (b'{"text": ' + b"[" * 200_000, r'line 1 of .* is no JSON object with a "text"'),
+    "other.jsonl": (b'\n{"text": "a"}\n{"x": 1}\n', r"line 3 of .* \(it has no 'text'\)"),
+    "list.jsonl": (b'["text"]', r'line 1 of .* is no JSON object with a "text"'),
+    "number.jsonl": (b'{"text": 3}', r"line 1 of .* \(the text is int\)"),
+    "parts.jsonl": (b'{"text": ["a", "b"]}', r"line 1 of .* \(the text is list\)"),
+    "none.jsonl": (b'{"text": null}', r"line 1 of .* \(the text is NoneType\)"),
+    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', r"line 2 of .* is no JSON object"),
+    "latin.jsonl": ('{"text": "caf\u00e9"}'.encode("latin-1"), "is no UTF-8 text: it has the byte 0xe9"),
+    "utf16.jsonl": ('{"text": "a"}'.encode("utf-16"), "is UTF-16; only UTF-8 is read. Convert it"),
+    "utf16.txt": (PROSE[:1000].encode("utf-16"), "is UTF-16; only UTF-8 is read. Convert it"),
+    "utf16be.txt": (b"\xfe\xff" + PROSE[:1000].encode("utf-16-be"), "is UTF-16; only UTF-8 is read"),
+    "utf32.txt": (PROSE[:1000].encode("utf-32"), "is UTF-32; only UTF-8 is read"),
+    "unmarked.txt": (PROSE[:1000].encode("utf-16-le"), "is binary, or UTF-16 or UTF-32 text without a mark"),
+    "latin.txt": ("caf\u00e9 noir".encode("latin-1"), "is no UTF-8 text: it has the byte 0xe9"),
+    "half.txt": ("caf\u00e9".encode()[:-1], "is no UTF-8 text: it has the byte 0xc3"),
+    "binary.txt": (bytes(range(256)) * 40, "is no UTF-8 text: it has the byte 0x80"),
+    "zeros.txt": (PROSE[:1000].encode() + b"\0", "is binary"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_are_no_texts_are_named(name: str, tmp_path: Path) -> None:
+    content, message = FILES[name]
+    (tmp_path / "a.txt").write_text(PROSE)
+    (tmp_path / name).write_bytes(content)
+    _, tokenizer = lab_model()
+    with pytest.raises(ValueError, match=f"^texts: .*{name}.*") as caught:
+        token_windows(tmp_path, tokenizer, 128, 4)
+    assert re.search(message, str(caught.value))
+
+
+def test_a_mark_before_utf_8_is_no_text(tmp_path: Path) -> None:
+    _, tokenizer = lab_model()
+    (tmp_path / "a.txt").write_bytes(PROSE.encode("utf-8-sig"))
+    (tmp_path / "b.jsonl").write_bytes(json.dumps({"text": PROSE}).encode("utf-8-sig"))
+    plain = token_windows([PROSE], tokenizer, 128, 3)
+    for name in ("a.txt", "b.jsonl"):
+        assert torch.equal(token_windows(tmp_path / name, tokenizer, 128, 3), plain)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_file_without_a_line_end_is_not_read_to_its_end(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tokenizer = lab_model()
+    path = tmp_path / f"endless{suffix}"
+    with path.open("wb") as file:
+        file.write(b'{"text": "' if suffix == ".jsonl" else b"")
+        file.write(PROSE[:30_000].replace("\n", " ").encode())
+        # a file of 10 GB that takes no room
+        file.truncate(10 << 30)
+    monkeypatch.setattr(texts_of, "LONGEST_LINE", 100_000)
+    message = r"line 1 of .*endless.jsonl' is longer than 100,000 characters. Split it"
+    with pytest.raises(ValueError, match=message if suffix == ".jsonl" else "endless.txt' is binary"):
+        token_windows(path, tokenizer, 512, 8)
+
+
+def test_half_characters_are_told_wherever_texts_come_from() -> None:
+    _, tokenizer = lab_model()
+    with pytest.raises(ValueError, match=r"texts: number 1 has half of a character .* at character 2: it was cut"):
+        token_windows([PROSE[:100], "ab\ud83d"], tokenizer, 128, 4)

@@ -19,7 +19,6 @@ def compiled(*arguments: str) -> list[dict[str, Any]]:
         check=False,
         capture_output=True,
         text=True,
-        timeout=500,
         env=environment | {"PYTHONPATH": str(root)},
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,12 +7,12 @@ import pytest
 import torch
 from calibration_support import PROSE, SMALL, same
 from models import lab_model, tiny_llama
+from plan_support import costs
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 import turbo_hf
 from turbo_hf import Calibration, TurboConfig
 from turbo_hf.eval.eval_command import _alike
-from turbo_hf.memory import layer_costs
 from turbo_hf.model_layers import head_dim, kv_heads, layer_windows, shape_field
 
 
@@ -46,7 +46,7 @@ def test_what_the_config_says() -> None:
     assert shape_field(LlamaConfig(), "head_dim") == 128
     assert shape_field(LlamaConfig(), "no_such_field") is None
     # keys and values of two heads of 16 channels, of one of 32: as many numbers
-    assert [cost.per_token for cost in layer_costs(made, None)] == [128.0] * 3
+    assert [cost.per_token for cost in costs(made)] == [128.0] * 3
 
 
 def test_each_layer_is_stored_as_it_is(model: PreTrainedModel) -> None:

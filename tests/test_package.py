@@ -27,26 +27,52 @@ PUBLIC = {
 
 # who may be imported by whom: a module imports from its own layer and the earlier ones of this list
 LAYERS = [
-    {"turbo_hf.layout", "turbo_hf.config", "turbo_hf.errors", "turbo_hf.files"},
-    {"turbo_hf.model_layers", "turbo_hf.versions"},
+    {
+        "turbo_hf._version",
+        "turbo_hf.layout",
+        "turbo_hf.options",
+        "turbo_hf.config_file",
+        "turbo_hf.config",
+        "turbo_hf.errors",
+        "turbo_hf.files",
+    },
+    {"turbo_hf.model_layers", "turbo_hf.versions", "turbo_hf.sources"},
     {"turbo_hf.reference", "turbo_hf.kernels"},
     {"turbo_hf.ops"},
     {
         "turbo_hf.transfer",
         "turbo_hf.chunk",
+        "turbo_hf.rows",
         "turbo_hf.buffer",
         "turbo_hf.pages",
         "turbo_hf.index",
         "turbo_hf.selectors",
     },
-    {"turbo_hf.layer", "turbo_hf.crop", "turbo_hf.memory", "turbo_hf.cache", "turbo_hf.rotary", "turbo_hf.steps"},
+    {
+        "turbo_hf.layer_view",
+        "turbo_hf.layer",
+        "turbo_hf.crop",
+        "turbo_hf.memory",
+        "turbo_hf.cache",
+        "turbo_hf.rotary",
+        "turbo_hf.steps",
+    },
     {"turbo_hf.masks", "turbo_hf.sparse", "turbo_hf.attention", "turbo_hf.selfcheck"},
     {"turbo_hf.handle", "turbo_hf.graphs"},
     {"turbo_hf.patches"},
     {"turbo_hf.hooks", "turbo_hf.generation"},
     {"turbo_hf.calibration"},
     {"turbo_hf.patching"},
-    {"turbo_hf.calibrate_command", "turbo_hf.eval", "turbo_hf.plan", "turbo_hf.doctor", "turbo_hf.console"},
+    {"turbo_hf.meta_model", "turbo_hf.weights"},
+    {
+        "turbo_hf.calibrate_command",
+        "turbo_hf.conversation",
+        "turbo_hf.eval",
+        "turbo_hf.generate_command",
+        "turbo_hf.plan",
+        "turbo_hf.doctor",
+        "turbo_hf.console",
+    },
     {"turbo_hf.cli"},
 ]
 
@@ -139,7 +165,7 @@ def test_reference_imports_torch_and_layout_only() -> None:
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["eval"]]
-    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in wanted}
+    declared = {re.split(r"[^\w-]", line)[0].replace("-", "_").replace("PyYAML", "yaml") for line in wanted}
     imported = {target.split(".")[0] for path in modules().values() for target in all_imports(path)}
     assert imported - set(sys.stdlib_module_names) - {"turbo_hf"} <= declared
 
@@ -167,6 +193,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 before = set(functions.valid_keys()), set(masks.valid_keys())
 import torch, turbo_hf, turbo_hf.patches, turbo_hf.eval.needle
+assert all(getattr(turbo_hf, name) is not None for name in turbo_hf.__all__)
 assert (set(functions.valid_keys()), set(masks.valid_keys())) == before
 assert not torch.cuda.is_initialized()
 """

@@ -153,6 +153,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 tables = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, DYNAMIC_LAYER_TYPE_MAPPING
 before = [dict(table) for table in tables]
 import turbo_hf
+from turbo_hf import patch
 assert [dict(table) for table in tables] == before
 assert not torch.cuda.is_initialized()
 assert "accelerate" not in sys.modules or "turbo_hf" in sys.modules

@@ -50,8 +50,10 @@ def parse(words: list[str]) -> None:
     """Raise for a command or an option that does not exist, or a value of the wrong type."""
     command: Any = typer.main.get_command(app)
     while hasattr(command, "commands"):
-        name, *words = words
-        command = command.commands[name]
+        # also those that are imported when they are called
+        _, command, words = command.resolve_command(
+            command.make_context(command.name, [], resilient_parsing=True), words
+        )
     command.make_context(command.name, words)
 
 

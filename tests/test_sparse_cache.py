@@ -42,7 +42,7 @@ def test_the_report_counts_keys(llama: Any) -> None:
         assert read.share_beyond == 0
     text = str(report)
     assert "layer 0: 2 x 4 bit; reads every key: by dense_layers" in text
-    assert "layer 1: 2 x 4 bit; window" in text
+    assert "layers 1, 2: 2 x 4 bit; window" in text
     assert "of the keys read, 0.00% of those beyond the dense part" in text
 
 
@@ -128,6 +128,15 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"selector": "random", "buckets": 40000}, "SparseConfig.buckets must be at most 32768; got 40000"),
         ({"window_tokens": 0}, "SparseConfig.window_tokens must be a whole number of at least 1; got 0"),
         ({"sink_tokens": -1}, "SparseConfig.sink_tokens must be a whole number of at least 0; got -1"),
+        ({"sink_tokens": True}, "SparseConfig.sink_tokens must be a whole number of at least 0; got True"),
+        ({"sink_tokens": 1.0}, "SparseConfig.sink_tokens must be a whole number of at least 0; got 1.0"),
+        ({"sink_tokens": "1"}, "SparseConfig.sink_tokens must be a whole number of at least 0; got '1'"),
+        ({"sink_tokens": None}, "SparseConfig.sink_tokens must be a whole number of at least 0; got None"),
+        ({"window_tokens": -2047}, "SparseConfig.window_tokens must be a whole number of at least 1; got -2047"),
+        ({"window_tokens": True}, "SparseConfig.window_tokens must be a whole number of at least 1; got True"),
+        ({"window_tokens": 2047.0}, "SparseConfig.window_tokens must be a whole number of at least 1; got 2047.0"),
+        ({"sink_tokens": (1 << 30) + 1}, "SparseConfig.sink_tokens must be at most 1073741824; got 1073741825"),
+        ({"window_tokens": 10**30}, f"SparseConfig.window_tokens must be at most 1073741824; got {10**30}"),
         ({"dense_layers": [0]}, r"SparseConfig.dense_layers must be a tuple of layer indices; got \[0\]"),
     ],
 )

@@ -83,6 +83,14 @@ def test_a_row_is_the_same_alone_and_in_a_batch(llama: Any, selector: str) -> No
         assert torch.equal(answers(llama, config, input_ids=prompts(1, length, length))[0], batch[row])
 
 
+@pytest.mark.parametrize("always", [{"window_tokens": 1 << 30}, {"sink_tokens": 1 << 30}, {"window_tokens": 5000}])
+def test_a_dense_part_beyond_the_context_reads_every_key(llama: Any, always: dict[str, int]) -> None:
+    for selector in ("window", "lsh-reformer"):
+        config = sparse(selector, **small(selector) | always)
+        dense = answers(llama, replace(config, sparse=None), **ragged())
+        assert torch.equal(answers(llama, config, **ragged()), dense)
+
+
 def test_a_choice_by_chance_is_even_and_the_same_again(llama: Any) -> None:
     config = sparse("random", **ANY)
     with turbo_hf.patch(llama, config):

@@ -1,12 +1,22 @@
-"""Attention on a compressed KV cache for Hugging Face Transformers: `turbo_hf.patch(model)`."""
+"""Attention on a compressed KV cache for Hugging Face Transformers: `turbo_hf.patch(model)`.
 
-from turbo_hf.cache import TurboCache
-from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.calibration.run import calibrate
-from turbo_hf.config import PRESETS, SparseConfig, TurboConfig
-from turbo_hf.errors import Unsupported
-from turbo_hf.handle import Handle
-from turbo_hf.patching import patch
+Messages that are no warnings (strict "fallback") go to loggers below "turbo_hf", at level INFO.
+"""
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from turbo_hf._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from turbo_hf.cache import TurboCache
+    from turbo_hf.calibration.artifacts import Calibration
+    from turbo_hf.calibration.run import calibrate
+    from turbo_hf.config import PRESETS, SparseConfig, TurboConfig
+    from turbo_hf.errors import Unsupported
+    from turbo_hf.handle import Handle
+    from turbo_hf.patching import patch
 
 __all__ = [
     "PRESETS",
@@ -19,3 +29,31 @@ __all__ = [
     "calibrate",
     "patch",
 ]
+
+HOMES = {
+    "PRESETS": "turbo_hf.config",
+    "Calibration": "turbo_hf.calibration.artifacts",
+    "Handle": "turbo_hf.handle",
+    "SparseConfig": "turbo_hf.config",
+    "TurboCache": "turbo_hf.cache",
+    "TurboConfig": "turbo_hf.config",
+    "Unsupported": "turbo_hf.errors",
+    "calibrate": "turbo_hf.calibration.run",
+    "patch": "turbo_hf.patching",
+}
+"""The module of each public name, imported at its first use: torch and Transformers take seconds, which the help of the
+command line does not need."""
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,11 @@
 """The one attention function that a patched model calls."""
 
+import functools
+import inspect
 import math
 import sys
 import weakref
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -104,26 +107,34 @@ def turbo_attention(
 
     query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
     Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+
+    Raises:
+        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
+            "raise", a call that the compressed cache cannot serve.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if turbo is None:
         _say_unpatched(module)
     call = turbo or TurboCall(None, None, sliding_window, "raise")
+    options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
     if call.cache is not None and call.layer is not None:
         if kwargs.get("output_attentions"):
             warn(NO_WEIGHTS)
-        reason = _refusal(attention_mask, causal, kwargs)
+        reason = _refusal(attention_mask, causal, unknown)
         if reason is not None:
             complain(call.strict, f"layer {call.layer.index}: {reason}")
+            # before anything is stored
+            _own_attention(module, options, unknown)
         key, value = _pending(call.layer, key, value)
         if reason is None:
             new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
             out = _compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
-    options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
-    return _dense(module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
+    own = _own_attention(module, options, unknown)
+    return _dense(own, module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
 
 
 def left_alone(module: Any, args: Any) -> None:
@@ -142,9 +153,8 @@ def _say_unpatched(module: Any) -> None:
     )
 
 
-def _refusal(mask: torch.Tensor | None, causal: bool, kwargs: dict[str, Any]) -> str | None:
+def _refusal(mask: torch.Tensor | None, causal: bool, unknown: Collection[str]) -> str | None:
     """Why this call cannot run on the compressed cache; None if it can."""
-    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
     if unknown:
         return (
             f"the model passes {', '.join(unknown)} to its attention, which the compressed cache does not know. "
@@ -349,7 +359,35 @@ class _NoGradient(torch.autograd.Function):
         )
 
 
+def _own_attention(module: torch.nn.Module, options: dict[str, Any], unknown: Collection[str]) -> Callable[..., Any]:
+    """Hugging Face's attention function that reads everything that this call brings: SDPA, else the family's eager one.
+
+    Neither raises an error for a keyword that it does not know, which may say which keys a query sees.
+    """
+    brought = {*unknown, *(name for name in ("softcap", "s_aux") if options[name] is not None)}
+    sdpa: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    for function in (sdpa, eager):
+        if function is not None and brought <= _read_by(function):
+            return function
+    unread = sorted(brought - _read_by(sdpa)) or sorted(brought)
+    raise Unsupported(
+        f"{type(module).__name__} passes {', '.join(unread)} to its attention, which neither the compressed cache nor "
+        "Hugging Face's own attention functions read, so that the answer would be wrong. Run it without the patch."
+    )
+
+
+@functools.cache
+def _read_by(function: Callable[..., Any]) -> frozenset[str]:
+    """The keywords that one of Hugging Face's attention functions reads; a paged cache is none that we could serve."""
+    names = set(inspect.signature(function).parameters) - {"cache"}
+    # eager functions take attention sinks, `s_aux`, from the module
+    code = getattr(function, "__code__", None)
+    return frozenset(names | ({"s_aux"} if code is not None and "sinks" in code.co_names else set()))
+
+
 def _dense(
+    own: Callable[..., Any],
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -362,20 +400,18 @@ def _dense(
 ) -> torch.Tensor:
     """Hugging Face's own attention: for no cache, a cache that is not ours, or a pattern that we do not compress."""
     queries, keys = query.shape[2], key.shape[2]
-    uses_sdpa = options["softcap"] is None and options["s_aux"] is None
+    uses_sdpa = own is ALL_ATTENTION_FUNCTIONS["sdpa"]
     # without a mask SDPA can take its flash kernel, whose own causal flag is correct only for square scores
     flash = uses_sdpa and mask is None and window is None and causal and queries == keys
     if not flash and (mask is None or mask.dim() == 2):
         mask = dense_mask(mask, queries, keys, causal=causal, window=window, device=query.device)
     if uses_sdpa:
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
         kept = {name: options[name] for name in ("dropout", "scaling")}
-        out, _ = sdpa(module, query, key, value, mask, is_causal=flash, **kept, **kwargs)
+        out, _ = own(module, query, key, value, mask, is_causal=flash, **kept, **kwargs)
     else:
-        eager = sys.modules[type(module).__module__].eager_attention_forward
         if mask is not None and mask.dtype == torch.bool:
             low = torch.finfo(query.dtype).min
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, low)
         given = {name: option for name, option in options.items() if option is not None}
-        out, _ = eager(module, query, key, value, mask, **given, **kwargs)
+        out, _ = own(module, query, key, value, mask, **given, **kwargs)
     return torch.as_tensor(out)

@@ -1,7 +1,8 @@
 """`TurboCache`: the compressed KV cache as a `transformers.Cache`."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers import PreTrainedConfig
@@ -13,12 +14,16 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from turbo_hf.buffer import storing
 from turbo_hf.chunk import Chunk, chunk_from_mask
-from turbo_hf.config import DEFAULT_PRESET, TurboConfig, at_8_bit, resolve_config
+from turbo_hf.config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.crop import removable, require_recorded
+from turbo_hf.errors import Unsupported
 from turbo_hf.layer import TurboLayer
+from turbo_hf.layer_view import deep_copied, refuse_offloading
 from turbo_hf.memory import Memory, measure
 from turbo_hf.model_layers import COMPRESSED_TYPES, layer_types
+from turbo_hf.rows import chosen_rows, repeated_rows
 from turbo_hf.selectors import Selector
 from turbo_hf.transfer import require_finite
 
@@ -64,7 +69,7 @@ class TurboCache(Cache):
 
     Args:
         model_config: the model's config (`model.config`).
-        config: a preset's name or a `TurboConfig`.
+        config: a preset's name, a `TurboConfig`, a dict of its options, or the path of a JSON or YAML file of them.
         attention_mask: [B, columns], nonzero at real tokens; only for unpatched models.
         int8_layers, dense_layers: layers kept at 8 bit and in full precision, in addition to those that `config` names.
         head_orders: for the layers named here, the KV heads in order, from the one that needs its bits most to the one
@@ -77,12 +82,13 @@ class TurboCache(Cache):
 
     Raises:
         ValueError: an unknown preset, a layer index that the model does not have, or a sparse config without selectors.
+        TypeError: `model_config` is no config.
     """
 
     def __init__(
         self,
         model_config: PreTrainedConfig,
-        config: str | TurboConfig = DEFAULT_PRESET,
+        config: ConfigLike = DEFAULT_PRESET,
         *,
         attention_mask: torch.Tensor | None = None,
         int8_layers: Iterable[int] = (),
@@ -90,6 +96,8 @@ class TurboCache(Cache):
         head_orders: Mapping[int, Sequence[int]] | None = None,
         selectors: Mapping[int, Selector] | None = None,
     ):
+        if not isinstance(model_config, PreTrainedConfig):
+            raise TypeError(f"model_config must be a model's config (model.config); got {type(model_config).__name__}.")
         self.turbo_config = resolve_config(config)
         if self.turbo_config.sparse is not None and selectors is None:
             raise ValueError(
@@ -108,6 +116,8 @@ class TurboCache(Cache):
             if outside:
                 raise ValueError(f"{name} names layers {outside}; the model has layers 0 to {len(types) - 1}.")
         layers: list[Any] = []
+        # of Transformers' own layers, what each was made with
+        self._own_layers: dict[int, dict[str, Any]] = {}
         for index, (kind, kwargs) in enumerate(types):
             if kind in COMPRESSED_TYPES and index not in dense:
                 chosen_config = at_8_bit(self.turbo_config) if index in int8 else self.turbo_config
@@ -115,6 +125,7 @@ class TurboCache(Cache):
                 layers.append(TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index)))
             else:
                 layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
+                self._own_layers[index] = kwargs
         super().__init__(layers=layers)
         if attention_mask is not None:
             for layer in self.turbo_layers():
@@ -170,18 +181,19 @@ class TurboCache(Cache):
         for layer in layers:
             layer.unchecked = False
 
+    @storing
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
-        if tokens_to_remove <= 0 and not any(getattr(layer, "is_initialized", True) for layer in self.layers):
+        if tokens_to_remove <= 0 and self._rows() is None:
             # Transformers' own layers fail before the first pass
             return
         for index, layer in enumerate(self.layers):
             if isinstance(layer, TurboLayer):
                 removable(layer, tokens_to_remove)
             else:
-                require_recorded(layer, index, tokens_to_remove)
+                require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
         super().crop(tokens_to_remove)
 
     def memory(self) -> Memory:
@@ -200,6 +212,7 @@ class TurboCache(Cache):
             "run it without the patch."
         )
 
+    @storing
     def stop_recording(self) -> None:
         """End the recording that `activate_past_recording` began, and seal blocks that were kept open for a `crop`."""
         for layer in self.layers:
@@ -209,14 +222,102 @@ class TurboCache(Cache):
             if layer.is_initialized:
                 layer.commit()
 
+    @storing
     def reset(self) -> None:
         """Forget every token; the cache can then take another batch."""
         self._planned = []
+        for index, made_with in self._own_layers.items():
+            # their own reset leaves zeros of the old batch, in place of which nothing of another shape fits
+            own: Any = self.layers[index]
+            own.__init__(**made_with)
+        for layer in self.turbo_layers():
+            layer.reset()
+
+    # --- rows of the batch -------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row i of every layer continues what row `beam_idx[i]` was: ValueError as in `rows.chosen_rows`."""
+        rows = self._rows()
+        if rows is not None:
+            self._select_rows(chosen_rows(beam_idx, rows))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these rows of every layer: row numbers, a bool mask or a slice; ValueError as in `rows.chosen_rows`."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, side by side: ValueError unless a whole number above 0."""
+        rows = self._rows()
+        if rows is not None:
+            self._select_rows(repeated_rows(repeats, rows))
+
+    @storing
+    def _select_rows(self, index: Any) -> None:
+        # layers with recurrent states have no other method for it
+        super().reorder_cache(index)
+
+    def _rows(self) -> int | None:
+        """Rows of the batch; None before the first pass."""
         for layer in self.layers:
-            _stop_recording(layer)
-        super().reset()
-        for layer in self.layers:
-            if isinstance(layer, DynamicLayer) and layer.is_initialized:
-                # transformers 5.17 leaves as many zeros as there were tokens
-                layer.keys = layer.values = None
-                layer.is_initialized = False
+            if isinstance(layer, TurboLayer):
+                if layer.is_initialized:
+                    return layer.rows
+                continue
+            held = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values()]
+            held += getattr(layer, "recurrent_states", {}).values()
+            found = next((x for x in held if x is not None and x.dim() > 1), None)
+            if found is not None:
+                return len(found)
+        return None
+
+    # --- what a DynamicCache does too --------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[tuple[Any, Any, torch.Tensor | None]]:
+        """(keys, values, window or None) of each layer, as a `DynamicCache` gives them; see `TurboLayer.keys`.
+
+        Raises:
+            Unsupported: a layer without keys (linear attention).
+        """
+        for index, layer in enumerate[Any](self.layers):
+            if not hasattr(layer, "keys"):
+                raise Unsupported(
+                    f"layer {index}: a {type(layer).__name__} has no keys and values to iterate over. Take those of "
+                    "the other layers: cache.layers[i].keys, cache.layers[i].values."
+                )
+            window = torch.tensor(layer.window) if isinstance(layer, TurboLayer) and layer.window else None
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", window)
+
+    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as `prefetch` is. Raises: Unsupported."""
+        refuse_offloading()
+
+    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as `offload` is. Raises: Unsupported."""
+        refuse_offloading()
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Transformers' caches do it, in ordinary tensors also under `torch.inference_mode`."""
+        return _in_ordinary_tensors(super().update_conv_state, *args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `update_conv_state`."""
+        return _in_ordinary_tensors(super().update_recurrent_state, *args, **kwargs)
+
+    @storing
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TurboCache":
+        copied: TurboCache = deep_copied(self, memo)
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if any(layer.is_initialized and layer.buffer.k.is_inference() for layer in self.turbo_layers()):
+            # unpickled under `torch.inference_mode`
+            self.__dict__.update(copy.deepcopy(self).__dict__)
+
+
+def _in_ordinary_tensors(update: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What an update of a state in place gives; a cache may be written again outside `torch.inference_mode`."""
+    if not torch.is_inference_mode_enabled():
+        return update(*args, **kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return update(*args, **kwargs)

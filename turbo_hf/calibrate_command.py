@@ -1,6 +1,7 @@
 """`turbo-hf calibrate`: calibration from the command line."""
 
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,13 @@ def _run(
     try:
         with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
             task = progress.add_task("reading texts", total=1.0)
+
+            def say(found: CalibrationPlan) -> None:
+                # a bar that is shown takes what is printed for itself, and out of a pipe
+                progress.stop()
+                _say_estimate(found, _needs(model, found))
+                progress.start()
+
             found = calibrate(
                 model,
                 tokenizer,
@@ -140,6 +148,7 @@ def _run(
                 resume=resume and finished_groups(folder) > 0,
                 overwrite=overwrite,
                 progress=lambda word, share: progress.update(task, advance=share, description=word),
+                planned=say,
                 revision=revision,
             )
     except KeyboardInterrupt as error:
@@ -180,9 +189,7 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
 def _dry_run(model: Any, tokenizer: Any, plan: CalibrationPlan, texts: str, revision: str | None) -> dict[str, Any]:
     windows, _ = read_windows(model, tokenizer, texts, plan, checkpoint_of(model, revision))
     plan = plan._replace(settings=replace(plan.settings, windows=len(windows)))
-    needs, device = estimate(model, plan), input_device(model)
-    seconds = needs["pass_flops"] / (PASSES * _speed(device, model.dtype))
-    seconds += needs["index_flops"] / (INDEX.get(device.type, 0.25) * _speed(device, torch.float32))
+    needs = _needs(model, plan)
     out.print(f"{len(windows)} windows of {plan.settings.window:,} tokens, {len(plan.groups)} groups of layers:")
     for group in plan.groups:
         kind = "head priorities and index" if group.indexed else "head priorities"
@@ -195,11 +202,37 @@ def _dry_run(model: Any, tokenizer: Any, plan: CalibrationPlan, texts: str, revi
         ("file_bytes", "result"),
     ):
         out.print(f"  {what}: {needs[name] / 1e9:.2f} GB", highlight=False)
-    out.print(f"  time, roughly: {_time(seconds)}", highlight=False)
-    return {**needs, "seconds": seconds, "windows": len(windows), "notes": plan.notes}
+    out.print(f"  time, roughly: {_time(needs['seconds'])}", highlight=False)
+    return {**needs, "windows": len(windows), "notes": plan.notes}
+
+
+def _needs(model: Any, plan: CalibrationPlan) -> dict[str, float]:
+    """`estimate`, and "seconds" at the speed that this device is measured to have; NaN if there is no memory for it."""
+    needs, device = estimate(model, plan), input_device(model)
+    try:
+        passes, index = (_speed(device, dtype) for dtype in (model.dtype, torch.float32))
+    except torch.OutOfMemoryError:
+        return {**needs, "seconds": math.nan}
+    seconds = needs["pass_flops"] / (PASSES * passes)
+    seconds += needs["index_flops"] / (INDEX.get(device.type, 0.25) * index)
+    return {**needs, "seconds": seconds}
+
+
+def _say_estimate(plan: CalibrationPlan, needs: dict[str, float]) -> None:
+    """One line, also where no bar is shown. Of a run that is resumed, it is about the whole of it."""
+    gigabytes = (f"{needs[name] / 1e9:.2f} GB" for name in ("host_bytes", "device_bytes"))
+    out.print(
+        f"estimate: {_time(needs['seconds'])} for {plan.settings.windows} windows of {plan.settings.window:,} tokens, "
+        f"groups of layers: {len(plan.groups)}; {' of the host, '.join(gigabytes)} of the device besides the model.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _time(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "unknown"
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

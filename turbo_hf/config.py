@@ -1,9 +1,13 @@
 """The options: `SparseConfig`, `TurboConfig` and its presets."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from turbo_hf.config_file import SUFFIXES, names_a_file, read_mapping
 from turbo_hf.layout import BITS, BLOCK_SIZES, FULL, WIDTHS
+from turbo_hf.options import Options, at_least, freeze_layers, layer_indices, one_of
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
 ATTENTION_MODES = ("turbo", "int8", "half", "fp8", "fp16")
@@ -15,6 +19,8 @@ CALIBRATED = ("saap", "kmeans", "kmeans-rotated")
 SELECTORS = (*CALIBRATED, "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full")
 MOST_BUCKETS = 1 << 15
 """Maximum number of buckets per KV head: a token's bucket is stored in 16 bits."""
+MOST_TOKENS = 1 << 30
+"""Maximum number of tokens that are always read: no row holds more, and places are counted in 32 bits."""
 LARGEST_SEED = (1 << 32) - 1
 """Seeds are multiplied by constants, with layers and windows added, and torch accepts 64 bits."""
 NO_BUCKETS = ("window", "full")
@@ -28,20 +34,8 @@ USED_BY = {
 """Fields of `SparseConfig` that only these selectors use."""
 
 
-def _one_of(field: str, value: object, allowed: tuple[object, ...], owner: str = "TurboConfig") -> None:
-    # check the type, too: True == 1 and 4.0 == 4 would pass a plain membership test
-    if not any(value == a and type(value) is type(a) for a in allowed):
-        raise ValueError(f"{owner}.{field} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
-
-
-def at_least(field: str, value: object, least: int, owner: str) -> None:
-    """ValueError unless the value is a whole number (not a bool) of at least `least`."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{owner}.{field} must be a whole number of at least {least}; got {value!r}.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SparseConfig:
+class SparseConfig(Options):
     """Which cached keys a decode step attends to (SAAP): all of them, or the dense part and some buckets of the rest.
 
     Prompts, and chunks of more than 16 tokens, attend to everything. In shorter chunks each token chooses for itself,
@@ -70,7 +64,7 @@ class SparseConfig:
             Runs in plain torch, without CUDA graphs. False: the query heads of a KV head choose together, by the sum of
             their scores, and read the same keys. Not for "window" and "full", which choose nothing.
         sink_tokens, window_tokens: how many of the first and of the newest tokens of a row are always read (SAAP: 1 +
-            2047).
+            2047), from 0 and 1 to 2^30. A row of no more tokens than these is read in full.
         dense_layers: layers whose steps read every key (SAAP: the first). They remain compressed, unlike those of
             `TurboConfig.dense_layers`.
         seed: seed of the random selectors; below 2^32.
@@ -91,7 +85,8 @@ class SparseConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _one_of("selector", self.selector, SELECTORS, "SparseConfig")
+        freeze_layers(self, "dense_layers")
+        one_of("selector", self.selector, SELECTORS, "SparseConfig")
         if self.probes is not None and self.mass is not None:
             raise ValueError("SparseConfig takes probes or mass, not both: a number of buckets or a share of mass.")
         for field, least in (("buckets", 2), ("tables", 2), ("sink_tokens", 0), ("window_tokens", 1), ("seed", 0)):
@@ -99,7 +94,8 @@ class SparseConfig:
         for field in ("probes", "most_probes"):
             if getattr(self, field) is not None:
                 at_least(field, getattr(self, field), 1, "SparseConfig")
-        for field, most in (("buckets", MOST_BUCKETS), ("seed", LARGEST_SEED)):
+        largest = {"buckets": MOST_BUCKETS, "sink_tokens": MOST_TOKENS, "window_tokens": MOST_TOKENS}
+        for field, most in (largest | {"seed": LARGEST_SEED}).items():
             if getattr(self, field) > most:
                 raise ValueError(f"SparseConfig.{field} must be at most {most}; got {getattr(self, field)}.")
         share = self.mass
@@ -109,7 +105,7 @@ class SparseConfig:
             raise ValueError(f'SparseConfig.mass needs selector "saap", whose scores are shares; got {self.selector}.')
         if self.most_probes is not None and share is None:
             raise ValueError("SparseConfig.most_probes has no effect without mass.")
-        _one_of("independent", self.independent, (True, False), "SparseConfig")
+        one_of("independent", self.independent, (True, False), "SparseConfig")
         self._refuse_unused()
         if self.selector in ("lsh-gray", "lsh-tables") and self.buckets.bit_count() != 1:
             raise ValueError(
@@ -118,7 +114,12 @@ class SparseConfig:
             )
         if self.selector in ("lsh-reformer", "lsh-gray", "random"):
             self.check_buckets(self.buckets)
-        _layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
+        layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> "SparseConfig":
+        """A config with these options, the others at their defaults. ValueError: an unknown name, or a wrong value."""
+        return cls(**cls._known(options))
 
     def _refuse_unused(self) -> None:
         """ValueError for an option that the selector does not use."""
@@ -172,7 +173,7 @@ DEFAULTS = {field.name: field.default for field in fields(SparseConfig)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurboConfig:
+class TurboConfig(Options):
     """How keys and values are stored, and how attention is computed on them.
 
     Args:
@@ -237,24 +238,26 @@ class TurboConfig:
     sparse: SparseConfig | None = None
 
     def __post_init__(self) -> None:
-        _one_of("bits", self.bits, WIDTHS)
-        _one_of("low_bits", self.low_bits, BITS)
-        _one_of("head_metric", self.head_metric, HEAD_METRICS)
-        _one_of("block_size", self.block_size, BLOCK_SIZES)
-        _one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES)
-        _one_of("rotate_keys", self.rotate_keys, (True, False))
-        _one_of("attention", self.attention, ("auto", *ATTENTION_MODES))
-        _one_of("backend", self.backend, BACKENDS)
-        _one_of("v_scale", self.v_scale, V_SCALES)
-        _one_of("smooth_k", self.smooth_k, (True, False))
-        _one_of("hadamard", self.hadamard, (True, False))
+        for field in ("int8_layers", "dense_layers"):
+            freeze_layers(self, field)
+        one_of("bits", self.bits, WIDTHS, "TurboConfig")
+        one_of("low_bits", self.low_bits, BITS, "TurboConfig")
+        one_of("head_metric", self.head_metric, HEAD_METRICS, "TurboConfig")
+        one_of("block_size", self.block_size, BLOCK_SIZES, "TurboConfig")
+        one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES, "TurboConfig")
+        one_of("rotate_keys", self.rotate_keys, (True, False), "TurboConfig")
+        one_of("attention", self.attention, ("auto", *ATTENTION_MODES), "TurboConfig")
+        one_of("backend", self.backend, BACKENDS, "TurboConfig")
+        one_of("v_scale", self.v_scale, V_SCALES, "TurboConfig")
+        one_of("smooth_k", self.smooth_k, (True, False), "TurboConfig")
+        one_of("hadamard", self.hadamard, (True, False), "TurboConfig")
         if self.attention == "fp16" and (self.smooth_k or self.hadamard):
             raise ValueError(
                 'TurboConfig.smooth_k and hadamard prepare keys for rounding; attention "fp16" rounds none. '
                 "Leave them out, or choose another attention."
             )
-        _one_of("sas", self.sas, (True, False))
-        _one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False))
+        one_of("sas", self.sas, (True, False), "TurboConfig")
+        one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
         share = self.low_heads
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"TurboConfig.low_heads must be a share from 0 to 1; got {share!r}.")
@@ -274,13 +277,30 @@ class TurboConfig:
         if threshold is not None and not self.sas:
             raise ValueError(f"TurboConfig.sas_threshold has no effect without sas=True; got {threshold!r}.")
         if self.int8_layers != "auto":
-            _layer_indices("int8_layers", self.int8_layers, ' or "auto"')
-        _layer_indices("dense_layers", self.dense_layers, "")
+            layer_indices("int8_layers", self.int8_layers, ' or "auto"', "TurboConfig")
+        layer_indices("dense_layers", self.dense_layers, "", "TurboConfig")
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
         lacking = self.sparse is not None and self.sparse.kernel_obstacle
         if lacking and self.backend == "triton":
             raise ValueError(f'TurboConfig.backend "triton" cannot run here: {lacking}. Choose "auto" or "reference".')
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> "TurboConfig":
+        """A config of options by name, as `to_dict` and JSON or YAML files have them.
+
+        Args:
+            options: the fields that are given; the others have the values of the preset named by "preset", or else
+                their defaults. Layers may be lists; "sparse" is a dict of all that is not default in it, or None.
+
+        Raises:
+            ValueError: an unknown name (the message has the known ones), an unknown preset, or a wrong value.
+        """
+        given = cls._known(options, ("preset",))
+        base = resolve_preset(given.pop("preset")) if "preset" in given else cls()
+        if isinstance(given.get("sparse"), Mapping):
+            given["sparse"] = SparseConfig.from_dict(given["sparse"])
+        return replace(base, **given)
 
     def _check_full(self) -> None:
         """ValueError for options that round what 16-bit heads keep unrounded."""
@@ -319,12 +339,6 @@ class TurboConfig:
         return tuple((bits, heads) for bits, heads in groups if heads)
 
 
-def _layer_indices(field: str, value: object, also: str, owner: str = "TurboConfig") -> None:
-    good = isinstance(value, tuple) and all(type(i) is int and i >= 0 for i in value)
-    if not good:
-        raise ValueError(f"{owner}.{field} must be a tuple of layer indices{also}; got {value!r}.")
-
-
 DEFAULT_PRESET = "turbo4"
 
 PRESETS: dict[str, TurboConfig] = {
@@ -338,13 +352,41 @@ PRESETS: dict[str, TurboConfig] = {
 which needs a calibration."""
 
 
-def resolve_config(config: "str | TurboConfig") -> TurboConfig:
-    """A preset's name or a `TurboConfig` -> `TurboConfig`. ValueError names the presets."""
+ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
+"""What stands for a `TurboConfig`: itself, a preset's name, a dict of options, or the path of a JSON or YAML file."""
+
+
+def resolve_preset(name: object) -> TurboConfig:
+    """A preset by its name. ValueError names the presets."""
+    if isinstance(name, str) and name in PRESETS:
+        return PRESETS[name]
+    raise ValueError(f"unknown preset {name!r}; presets are {', '.join(PRESETS)}.")
+
+
+def resolve_config(config: ConfigLike) -> TurboConfig:
+    """What stands for a config -> `TurboConfig`.
+
+    Raises:
+        ValueError: no preset's name (the message has them), or a dict or file that `TurboConfig.from_dict` refuses; the
+            message names the file.
+        OSError: a file that is not there, or cannot be read.
+    """
     if isinstance(config, TurboConfig):
         return config
     if isinstance(config, str) and config in PRESETS:
         return PRESETS[config]
-    raise ValueError(f"config must be a TurboConfig or one of the presets {', '.join(PRESETS)}; got {config!r}.")
+    if isinstance(config, Mapping):
+        return TurboConfig.from_dict(config)
+    if isinstance(config, str | Path) and names_a_file(config):
+        options = read_mapping(Path(config))
+        try:
+            return TurboConfig.from_dict(options)
+        except ValueError as error:
+            raise ValueError(f"the config file {config}: {error}") from error
+    raise ValueError(
+        f"config must be a TurboConfig, a dict of its options, a {', '.join(SUFFIXES)} file, or one of the presets "
+        f"{', '.join(PRESETS)}; got {config!r}."
+    )
 
 
 def at_8_bit(config: TurboConfig) -> TurboConfig:

@@ -1,14 +1,16 @@
-"""What the commands share: output, common options, refusals, and loading of models."""
+"""What the commands share: output, common options, refusals, and loading of models.
+
+Torch and Transformers take seconds to import, and are imported where they are used: the help does not wait for them.
+"""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turbo_hf.calibration.checkpoint import names_a_folder
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 out = Console()
 err = Console(stderr=True)
@@ -30,6 +32,8 @@ def fail(message: str) -> typer.Exit:
 
 def choose_device(device: str) -> str:
     """`device`; for "auto" the first GPU, or the CPU if there is none."""
+    import torch  # noqa: PLC0415
+
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
@@ -37,31 +41,59 @@ def choose_device(device: str) -> str:
 
 def require_folder(model: str) -> None:
     """Exit with a sentence if `model` can only be a folder, and is none."""
+    from turbo_hf.calibration.checkpoint import names_a_folder  # noqa: PLC0415
+
     if names_a_folder(model) and not Path(model).exists():
         raise fail(f"there is no folder {model!r}, and no repository of the Hub can have this name.")
 
 
-def load_model(model: str, device: str, revision: str | None = None) -> Any:
-    """A model in eval mode; Exit with a sentence if it cannot be loaded."""
+def load_config(model: str, revision: str | None = None) -> "PreTrainedConfig":
+    """The config of a folder, a config.json or a Hub id; Exit with a sentence if there is none."""
+    from turbo_hf.meta_model import read_config  # noqa: PLC0415
+
+    require_folder(model)
+    try:
+        return read_config(model, revision)
+    except ValueError as error:
+        raise fail(str(error)) from error
+
+
+def load_model(model: str, device: str, revision: str | None = None, dtype: str = "auto") -> Any:
+    """A model in eval mode; Exit with a sentence if it cannot be loaded. dtype: by name; "auto": the checkpoint's."""
+    from safetensors import SafetensorError  # noqa: PLC0415
+
+    from turbo_hf.errors import Unsupported  # noqa: PLC0415
+    from turbo_hf.meta_model import auto_class, shortened  # noqa: PLC0415
+
     device = choose_device(device)
     if device == "meta":
         raise fail("--device meta holds no weights to run; choose cpu or cuda.")
-    require_folder(model)
+    config = load_config(model, revision)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype="auto")
+        loaded: Any = auto_class(config).from_pretrained(model, revision=revision, dtype=dtype)
         return loaded.to(device).eval()
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
-        raise fail(f"cannot load {model!r} on {device}: {error}") from error
+    except Unsupported as error:
+        raise fail(str(error)) from error
+    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
+        raise fail(f"cannot load {model!r} on {device}: {shortened(error)}") from error
 
 
-def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
-    """Model and left-padding tokenizer; Exit with a sentence if they cannot be loaded."""
+def load_tokenizer(model: str, revision: str | None = None) -> Any:
+    """A left-padding tokenizer; Exit with a sentence if it cannot be loaded."""
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
     require_folder(model)
     try:
-        # before the weights, which take minutes
         tokenizer: Any = AutoTokenizer.from_pretrained(model, revision=revision, padding_side="left")
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         raise fail(f"cannot load {model!r} (its tokenizer): {error}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load(model: str, device: str, revision: str | None = None) -> tuple[Any, Any]:
+    """Model and left-padding tokenizer; Exit with a sentence if they cannot be loaded."""
+    # before the weights, which take minutes
+    tokenizer = load_tokenizer(model, revision)
     return load_model(model, device, revision), tokenizer

@@ -2,13 +2,15 @@
 
 import platform
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from turbo_hf.config import DEFAULT_PRESET, PRESETS
 from turbo_hf.handle import Report
+from turbo_hf.meta_model import key_bias_note, meta_model, patch_report
 from turbo_hf.ops.gpu import obstacle as gpu_obstacle
 from turbo_hf.patching import patch
 from turbo_hf.selfcheck import SelfCheck, compare, probe
@@ -33,11 +35,12 @@ class Machine:
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """What patching with the default preset did, and each preset's self-check; `refusal` if the model cannot be
-    patched."""
+    patched; `unknown`: what could not be found out without weights."""
 
     report: Report | None
     checks: dict[str, SelfCheck]
     refusal: str | None
+    unknown: tuple[str, ...] = ()
 
 
 def machine() -> Machine:
@@ -77,3 +80,15 @@ def diagnose(model: Any) -> Diagnosis:
     except ValueError as error:
         return Diagnosis(None, {}, str(error))
     return Diagnosis(report, checks, None)
+
+
+def diagnose_config(config: PreTrainedConfig) -> Diagnosis:
+    """The same for a config alone: what patching with the default preset would do, and no self-check."""
+    try:
+        model = meta_model(config)
+        report = patch_report(model, DEFAULT_PRESET)
+    except ValueError as error:
+        return Diagnosis(None, {}, str(error))
+    unknown = ("Logits were not compared: there are no weights here.", key_bias_note(model, report))
+    # how prompts run depends on the device
+    return Diagnosis(replace(report, prompts=""), {}, None, tuple(x for x in unknown if x is not None))

@@ -1,10 +1,140 @@
-"""Atomic file writes."""
+"""Files that are whole or not there, JSON whose faults are named, and one writer at a time in a folder."""
 
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from filelock import FileLock, Timeout
+
+logger = logging.getLogger(__name__)
+PARTIAL = ".partial"
+"""End of the name of a file that is being written; one that stays is from a process that was killed."""
+
+
+class InUse(OSError):
+    """Another process is writing in a folder."""
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file that exists either in full or not at all: a reader never finds a partial one."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    partial.replace(path)
+    """Write a file that exists either in full or not at all: a reader never finds a partial one, nor do writers meet.
+
+    Raises:
+        OSError: it cannot be written, on a full disk for example; the message names it. What was there before stays.
+    """
+    partial = path.with_name(f"{path.name}.{uuid4().hex[:12]}{PARTIAL}")
+    with _named(path):
+        try:
+            with partial.open("xb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                # otherwise the new name may reach the disk before the content does
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+
+def append_line(path: Path, row: dict[str, Any]) -> None:
+    """Append a line of JSON to a file, after its last whole line: half a line is what a killed process leaves.
+
+    Raises:
+        OSError: it cannot be written; the message names it.
+    """
+    with _named(path), path.open("a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        if file.read(1) not in (b"", b"\n"):
+            file.seek(0)
+            file.truncate(len(_whole_lines(path, file.read())))
+        file.write(json.dumps(row).encode() + b"\n")
+
+
+def read_lines(path: Path, remedy: str, *, growing: bool = False) -> list[dict[str, Any]]:
+    """The JSON objects of a file that holds one in each line.
+
+    growing: the file is written by `append_line`: it may be missing, and half a line at its end is left out.
+
+    Raises:
+        ValueError: a line is no JSON object; the message names file and line and ends with `remedy`.
+        OSError: it cannot be read.
+    """
+    content = b"" if growing and not path.is_file() else path.read_bytes()
+    lines = (_whole_lines(path, content) if growing else content).split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return [_parsed(line, f"line {number} of {str(path)!r}", remedy) for number, line in enumerate(lines, 1)]
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The JSON object that a file holds.
+
+    Raises:
+        ValueError: it holds none; the message names it and ends with `remedy`.
+        OSError: it cannot be read.
+    """
+    return _parsed(path.read_bytes(), repr(str(path)), remedy)
+
+
+@contextlib.contextmanager
+def one_writer(folder: Path, name: str, wait: float = 0.0) -> Iterator[None]:
+    """Keep other processes that write the same thing out of a folder, which is made if it is missing.
+
+    name: of the lock, a file that is there meanwhile. The system gives up the lock of a process that is killed.
+    wait: seconds to wait for another process.
+
+    Raises:
+        InUse: another process has it.
+        OSError: the folder cannot be made or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / name)
+    try:
+        lock.acquire(timeout=wait)
+    except Timeout as error:
+        raise InUse(
+            f"{str(folder)!r} is in use: another process is writing there. Wait until it is done, or choose another "
+            "folder."
+        ) from error
+    try:
+        yield
+    finally:
+        if type(lock) is FileLock:
+            # while it is held: whoever waits for this file sees that it is gone, and makes another
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+        lock.release()
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors name this file: those of a write name none, or a partial one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
+
+
+def _whole_lines(path: Path, content: bytes) -> bytes:
+    """What ends with a line's end."""
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        logger.warning("%s: half a line at its end, of a process that was killed, is left out.", path)
+    return whole
+
+
+def _parsed(content: bytes, name: str, remedy: str) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is torn, or was changed: it is no JSON ({error}). {remedy}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} was changed: it is no JSON object. {remedy}")
+    return found

@@ -166,8 +166,7 @@ def _candidates(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(generator, EarlyExitCandidateGenerator):
         # it lowers the number of layers in the config for each draft, and after an error Transformers leaves it so
         config = getattr(model, model.base_model_prefix).config
-        replacement: Any = functools.partial(_draft, generator.get_candidates, config)
-        generator.get_candidates = replacement
+        generator.__dict__["get_candidates"] = functools.partial(_draft, generator.get_candidates, config)
     return generator
 
 

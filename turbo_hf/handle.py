@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from turbo_hf.cache import TurboCache
 from turbo_hf.config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.masks import turbo_mask
-from turbo_hf.memory import Memory, measure
+from turbo_hf.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.model_layers import layer_windows
 from turbo_hf.selectors import Selectivity, Selector
 
@@ -83,7 +84,7 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `patch` did, as a table under `str()`.
+    """What `patch` did, as a table under `str()`, with layers that are alike in one line.
 
     Args:
         model: the class name of the model.
@@ -114,14 +115,30 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
-        for at in self.layers:
-            window = f", window {at.window}" if at.window else ""
-            lines.append(f"  layer {at.index}: {at.storage}{window}{'; ' + at.reason if at.reason else ''}")
-            if at.index in self.sparse:
-                lines[-1] += f"; {self.sparse[at.index]}"
-        lines += [f"  layer {read.layer}: {read}" for read in self.selectivity if read.there]
+        lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
+        lines += self._read()
         lines += [f"  {text}" for text in (self.heads, self.prompts, self.steps) if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
+
+    def _read(self) -> list[str]:
+        """The keys that each sparse layer has read, in words; of many layers the least and the most."""
+        counted = [read for read in self.selectivity if read.there]
+        groups = group_layers((read.layer, str(read)) for read in counted)
+        if len(groups) <= SHOWN:
+            return [f"  {layers}: {words}" for layers, words in groups]
+        least, most = min(counted, key=attrgetter("share")), max(counted, key=attrgetter("share"))
+        return [
+            f"  least, layer {least.layer}: {least}",
+            f"  most, layer {most.layer}: {most}",
+            f"  all {len(counted)} sparse layers: see `selectivity`",
+        ]
+
+    def _of(self, at: LayerReport) -> str:
+        """What was done with one layer, in words."""
+        window = f", window {at.window}" if at.window else ""
+        reason = f"; {at.reason}" if at.reason else ""
+        sparse = f"; {self.sparse[at.index]}" if at.index in self.sparse else ""
+        return f"{at.storage}{window}{reason}{sparse}"
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from turbo_hf.cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.handle import CacheMaker, LayerReport
 from turbo_hf.layer import TurboLayer
+from turbo_hf.model_layers import given_cache
 from turbo_hf.patches.generic import chooses_attention
 
 OTHER_MODEL = "It was made for another model: use handle.new_cache()."
@@ -57,7 +58,7 @@ def add_hooks(
     hooked = set(modules.values())
     for other in model.modules():
         named = getattr(getattr(other, "config", None), "_attn_implementation", None) == NAME
-        if named and other not in hooked and chooses_attention(other):
+        if named and other not in hooked and chooses_attention(type(other)):
             hooks.append(other.register_forward_pre_hook(left_alone))
     return hooks
 
@@ -131,7 +132,7 @@ def _bring_layer(
     """Forward pre-hook of an attention module: claim the cache layer and pass it to the attention function."""
     if module.config._attn_implementation != NAME:
         return None
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     count = len(cache.layers) if isinstance(cache, TurboCache) else spec.layers
     # a draft by the first layers alone (assistant_early_exit) changes the config accordingly in the meantime
     if count != spec.layers and count != module.config.num_hidden_layers:  # noqa: PLR1714  the config is slow to ask
@@ -171,7 +172,7 @@ def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) 
 @torch.compiler.disable
 def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if isinstance(cache, TurboCache):
         cache.require_finite()
 

@@ -13,6 +13,7 @@ from turbo_hf.eval.bench.generate import Row as GenerateRow
 from turbo_hf.eval.bench.options import as_json, figure
 from turbo_hf.eval.bench.rivals import BASELINES
 from turbo_hf.eval.bench.rows import Row
+from turbo_hf.files import write_whole
 
 
 def print_rows(title: str, first: str, rows: Sequence[Row], columns: dict[str, tuple[str, str]]) -> None:
@@ -50,7 +51,7 @@ def keep(result: dict[str, Any], rows: Sequence[Any], folder: Path | None) -> No
     """Add the rows of a case to the result, and save all of it: an interrupted run keeps what it has."""
     result["rows"] += [asdict(row) for row in rows]
     if folder is not None:
-        (folder / f"{result['bench']}.json").write_text(as_json(result, indent=1) + "\n")
+        write_whole(folder / f"{result['bench']}.json", as_json(result, indent=1) + "\n")
 
 
 def untimed(rows: Sequence[Row]) -> list[str]:

@@ -22,7 +22,9 @@ def first_token_command(
     length: Annotated[str, typer.Option(help="Tokens of the prompt, such as 32k.")] = "32k",
     batch: Annotated[int, typer.Option(min=1, help="Prompts.")] = 1,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model; default: 32, those of 8B.")] = None,
-    preset: Annotated[str, typer.Option(help="Preset that stores the cache.")] = DEFAULT_PRESET,
+    preset: Annotated[
+        str, typer.Option("--preset", "--config", help="What stores the cache: a preset, or a JSON or YAML file.")
+    ] = DEFAULT_PRESET,
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model: tests the command, measures nothing.")] = False,
     seconds: Annotated[float, typer.Option(min=0.0, help="Approximate seconds of timing.")] = 5.0,
     folder: Folder = None,
@@ -31,9 +33,10 @@ def first_token_command(
 ) -> None:
     """Time to first token of a model of Llama-3-8B's shape with random weights, against the unpatched model."""
     try:
-        names = [one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ("auto",)]
+        stored = resolve_config(preset)
+        names = [one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or (stored.attention,)]
         # checked above: one of the names that the field allows
-        methods = {name: replace(resolve_config(preset), attention=cast(Any, name)) for name in names}
+        methods = {name: replace(stored, attention=cast(Any, name)) for name in names}
         tokens, where = parse_tokens(length), find_device(device)
         require_choice(where, tiny or layers is not None, "--layers 1 --length 1k, or --tiny to try the command")
         layers = layers or 32
@@ -48,6 +51,7 @@ def first_token_command(
     out.print(headline(about), style="bold", highlight=False)
     _print(rows, f"{batch} x {tokens_label(tokens)} tokens, {layers} layers, {preset}")
     given = {"batch": batch, "tokens": tokens, "layers": layers, "preset": preset, "tiny": tiny}
+    given["config"] = stored.to_dict()
     result = {"bench": "first-token", "facts": about, "options": given, "rows": []}
     keep(result, rows, folder)
     finish(result, json_line)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from turbo_hf.config import DEFAULT_PRESET
+from turbo_hf.config import DEFAULT_PRESET, resolve_config
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.ending import finish, keep, print_notes
 from turbo_hf.eval.bench.facts import facts, headline
@@ -30,7 +30,10 @@ def generate_command(
         list[str] | None, typer.Option(help=f"Prompts, or {LARGEST}: about all that fit; may be repeated.")
     ] = None,
     new: Annotated[int | None, typer.Option(min=2, help="Tokens to generate; default 128.")] = None,
-    preset: Annotated[list[str] | None, typer.Option(help="Preset of the patch; may be repeated.")] = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option("--preset", "--config", help="Of the patch: a preset, or a JSON or YAML file; may be repeated."),
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
     chunk: Annotated[
         int | None, typer.Option("--prefill-chunk", min=1, help="Prompt tokens per pass; default: all.")
@@ -64,6 +67,7 @@ def generate_command(
         works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
         presets = preset or [DEFAULT_PRESET]
         chosen, where = methods(presets, cuda_graphs), find_device(device)
+        configs = {name: resolve_config(name).to_dict() for name in presets}
         if None in batches and where.type != "cuda" and not tiny:
             raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
         require_choice(where, tiny or layers is not None, "--layers 1, or --tiny to try the command")
@@ -74,7 +78,7 @@ def generate_command(
     about = facts(where)
     out.print(headline(about), style="bold", highlight=False)
     given: dict[str, Any] = {"layers": layers, "chunk": chunk, "rounds": rounds, "most": most, "seed": seed}
-    given["cuda_graphs"] = cuda_graphs
+    given |= {"cuda_graphs": cuda_graphs, "configs": configs}
     result: dict[str, Any] = {"bench": "generate", "facts": about, "options": {**given, "tiny": tiny}, "rows": []}
     rows: list[Row] = []
     for name in shapes:

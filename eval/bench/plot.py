@@ -7,6 +7,7 @@ from pathlib import Path
 from turbo_hf.eval.bench.decode import DecodeRow
 from turbo_hf.eval.bench.prefill import PrefillRow
 from turbo_hf.eval.bench.shapes import tokens_label
+from turbo_hf.eval.output import write_png
 
 
 def require_matplotlib() -> None:
@@ -43,7 +44,7 @@ def plot(rows: list[PrefillRow], title: str, path: Path) -> None:
     figure.supxlabel("rows x tokens")
     figure.supylabel("TFLOP/s, quantization included")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(path, dpi=120)
+    write_png(path, figure)
 
 
 def plot_decode(rows: list[DecodeRow], title: str, path: Path) -> None:
@@ -73,4 +74,4 @@ def plot_decode(rows: list[DecodeRow], title: str, path: Path) -> None:
     figure.supxlabel("rows x tokens, by tokens in all")
     figure.supylabel("microseconds of a launch")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(path, dpi=120)
+    write_png(path, figure)

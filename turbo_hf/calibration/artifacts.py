@@ -1,5 +1,6 @@
 """`Calibration`: the result of a calibration run, and the two files and the card that store it."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +19,7 @@ from transformers.utils.hub import cached_file
 from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenizer_hash
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config import HEAD_METRICS, MOST_BUCKETS
-from turbo_hf.files import write_whole
+from turbo_hf.files import PARTIAL, one_writer, write_whole
 from turbo_hf.model_layers import shape_field
 from turbo_hf.ops.quantize import FLOATS
 from turbo_hf.reference.select import CLASSIFIER
@@ -26,6 +27,8 @@ from turbo_hf.reference.select import CLASSIFIER
 SCHEMA = 2
 FORMAT = "turbo_hf calibration"
 FACTS, TENSORS, CARD = "turbo_calibration.json", "turbo_calibration.safetensors", "turbo_calibration.md"
+LOCK, WAIT = f"{FACTS}.lock", 60.0
+"""Held while the files are replaced, and how many seconds another process waits for that."""
 NO_INDEX = "no index: "
 """Start of the note of a layer that has head priorities alone; the reason follows."""
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -142,16 +145,26 @@ class Calibration:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write `turbo_calibration.json`, `.safetensors` and a card `.md` into `folder`, which may hold other files.
 
+        A calibration that is there is replaced as a whole: whoever reads meanwhile, or after a process that was killed
+        or a disk that was full, finds the former one or this one.
+
         Raises:
             ValueError: `folder` is a file.
-            OSError: it cannot be created or written.
+            OSError: it cannot be created or written, or another process writes there; the message names the file.
         """
         path = Path(folder)
         if path.exists() and not path.is_dir():
             raise ValueError(f"folder must be a folder, or the name of a new one; {str(folder)!r} is a file.")
-        path.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files().items():
-            write_whole(path / name, content)
+        files = self._files()
+        with one_writer(path, LOCK, WAIT):
+            _settle(path)
+            try:
+                write_whole(_waiting(path, files[FACTS]), files[TENSORS])
+                # from here on the new calibration counts
+                write_whole(path / FACTS, files[FACTS])
+            finally:
+                _settle(path)
+            write_whole(path / CARD, files[CARD])
 
     def digest(self) -> str:
         """Identifies a calibration: the start of a SHA-256 of the files that store it."""
@@ -169,7 +182,6 @@ class Calibration:
             "sha256": hashlib.sha256(tensors).hexdigest(),
         }
         facts["facts_sha256"] = facts_hash(facts)
-        # tensors first: the facts hold their hash, and are what a reader looks for
         return {TENSORS: tensors, FACTS: (json.dumps(facts, indent=1) + "\n").encode(), CARD: self.card().encode()}
 
     def card(self) -> str:
@@ -213,22 +225,62 @@ class Calibration:
             ValueError: it is damaged, or has another schema.
             OSError: there is none.
         """
-        folder = Path(name)
-        if folder.is_dir() and not (folder / FACTS).is_file():
-            raise OSError(f"there is no calibration in {str(name)!r}: the folder has no {FACTS}.")
-        if folder.is_dir() and not (folder / TENSORS).is_file():
-            raise ValueError(f"the calibration in {str(name)!r} is damaged: the folder has no {TENSORS}.{AGAIN}")
-        if not folder.is_dir() and names_a_folder(str(name)):
+        if Path(name).is_dir():
+            return _read_folder(Path(name), str(name))
+        if names_a_folder(str(name)):
             raise OSError(f"there is no calibration in {str(name)!r}: there is no such folder.")
-        options = {"revision": revision, "token": token, "local_files_only": local_files_only}
+        options = {"token": token, "local_files_only": local_files_only}
         parts, missing = [], "there is no calibration in"
         for part in (FACTS, TENSORS):
             try:
-                parts.append(Path(str(cached_file(str(name), part, **options))).read_bytes())
+                path = Path(str(cached_file(str(name), part, revision=revision, **options)))
+                parts.append(path.read_bytes())
             except OSError as error:
                 raise OSError(f"{missing} {str(name)!r}, or it cannot be reached: {error}") from error
-            missing = f"there is no {TENSORS} beside the {FACTS} in"
+            # the second of the same commit, whatever is pushed meanwhile
+            revision, missing = path.parent.name, f"there is no {TENSORS} beside the {FACTS} in"
         return _read(parts[0], parts[1], str(name))
+
+
+def _waiting(folder: Path, facts: bytes) -> Path:
+    """The tensors' file that goes with these facts, before `_settle` gives it its name."""
+    wanted = ""
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        wanted = str(json.loads(facts).get("sha256"))[:16]
+    return folder / f"{TENSORS}.{wanted if wanted.isalnum() else ''}{PARTIAL}"
+
+
+def _settle(folder: Path) -> None:
+    """Finish what a writer began, or undo it; only for the one that holds the lock."""
+    facts = folder / FACTS
+    if facts.is_file() and (waiting := _waiting(folder, facts.read_bytes())).is_file():
+        waiting.replace(folder / TENSORS)
+    for name in (FACTS, TENSORS, CARD):
+        for left in folder.glob(f"{name}.*{PARTIAL}"):
+            left.unlink()
+
+
+def _read_folder(folder: Path, source: str) -> Calibration:
+    """`Calibration.from_pretrained` of a folder, whose files another process may be replacing."""
+    try:
+        facts = (folder / FACTS).read_bytes()
+        while True:
+            try:
+                return _read(facts, _read_tensors(folder, facts, source), source)
+            except ValueError:
+                before, facts = facts, (folder / FACTS).read_bytes()
+                if facts == before:
+                    raise
+    except FileNotFoundError as error:
+        raise OSError(f"there is no calibration in {source!r}: the folder has no {FACTS}.") from error
+
+
+def _read_tensors(folder: Path, facts: bytes, source: str) -> bytes:
+    # in this order: what has left the first place is in the second
+    for path in (_waiting(folder, facts), folder / TENSORS):
+        with contextlib.suppress(FileNotFoundError):
+            return path.read_bytes()
+    raise ValueError(f"the calibration in {source!r} is damaged: the folder has no {TENSORS}.{AGAIN}")
 
 
 def facts_hash(facts: Mapping[str, Any]) -> str:

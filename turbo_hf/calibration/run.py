@@ -121,6 +121,7 @@ def calibrate(
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    planned: Callable[[CalibrationPlan], None] | None = None,
     revision: str | None = None,
 ) -> Calibration:
     """Run a model over texts and learn from its keys, values and queries. The model is not changed.
@@ -141,6 +142,7 @@ def calibrate(
             False, the presence of any is an error.
         overwrite: replace the calibration in `out` once this one is done; if False, the presence of one is an error.
         progress: called with a description and the share of all work done since the last call.
+        planned: called with what will be done, for as many windows as the texts fill, before the first pass.
         revision: the Hub revision that the model was loaded from, if not main: Transformers 5.23 keeps no record of it.
 
     Returns:
@@ -151,7 +153,7 @@ def calibrate(
             in the model; a model in training mode; `resume` without `out`, or after a run with other settings, texts or
             model; an interrupted run in `out` without `resume`, or a calibration there without `overwrite`; a revision
             that is not the model's.
-        OSError: `out` cannot be written.
+        OSError: `out` cannot be written, or another process writes there.
         TypeError: not a Transformers model.
     """
     unfinished = Unfinished(out, resume, overwrite)
@@ -161,28 +163,32 @@ def calibrate(
     windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
     settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
     empty = Calibration(fingerprint(model, checkpoint, own), settings_dict, (), windows.numel())
-    unfinished.open()
-    done: dict[int, LayerCalibration] = {}
-    share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
-    for number, group in enumerate(plan.groups):
-        step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
-        layers = unfinished.find(number, empty)
-        if layers is not None:
-            step(_work(group, plan, len(windows)))
-        else:
-            layers = _calibrate_group(model, group, plan, windows, step)
-            unfinished.keep(number, empty, layers)
-        done |= {layer.index: layer for layer in layers}
-    release = getattr(torch.accelerator, "empty_host_cache", None)
-    if model.device.type == "cuda" and release is not None:
-        # otherwise pinned memory would be kept until the process ends
-        release()
-    rest = {
-        index: LayerCalibration(index, {}, note=plan.notes[index]) for index in range(plan.layers) if index not in done
-    }
-    found = replace(empty, layers=tuple(layer for _, layer in sorted((done | rest).items())))
-    unfinished.close(found)
-    return found
+    with unfinished.open():
+        if planned is not None:
+            planned(plan._replace(settings=replace(chosen, windows=len(windows))))
+        done: dict[int, LayerCalibration] = {}
+        share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
+        for number, group in enumerate(plan.groups):
+            step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
+            layers = unfinished.find(number, empty)
+            if layers is not None:
+                step(_work(group, plan, len(windows)))
+            else:
+                layers = _calibrate_group(model, group, plan, windows, step)
+                unfinished.keep(number, empty, layers)
+            done |= {layer.index: layer for layer in layers}
+        release = getattr(torch.accelerator, "empty_host_cache", None)
+        if model.device.type == "cuda" and release is not None:
+            # otherwise pinned memory would be kept until the process ends
+            release()
+        rest = {
+            index: LayerCalibration(index, {}, note=plan.notes[index])
+            for index in range(plan.layers)
+            if index not in done
+        }
+        found = replace(empty, layers=tuple(layer for _, layer in sorted((done | rest).items())))
+        unfinished.close(found)
+        return found
 
 
 def read_windows(

@@ -1,5 +1,6 @@
 """Texts to windows of tokens, read one file, or one row of a dataset, at a time."""
 
+import codecs
 import importlib
 import json
 import math
@@ -8,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -19,6 +20,15 @@ WANTED = "a .txt or .jsonl file, a folder of them, a dataset of the Hub (owner/n
 LONGEST_NAME = 4096
 CHARACTERS = 16
 """Characters read per token wanted; what is not needed is not tokenized."""
+LONGEST_LINE = 1 << 26
+"""Characters of the longest line of a .jsonl file, which is read whole: a file may be one endless line."""
+MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""What files in other encodings begin with; the longer ones first, as one of UTF-16 begins one of UTF-32."""
 
 
 def files_of(source: str | Path | Iterable[str]) -> list[Path]:
@@ -68,7 +78,7 @@ def _stream(name: str) -> Iterator[str]:
         for row in rows:
             if not isinstance(row.get("text"), str):
                 raise ValueError(f'rows have no column "text" of strings, but {", ".join(row)}.')
-            yield row["text"]
+            yield _encodable(row["text"], "a row")
     except (OSError, ValueError) as error:
         raise ValueError(
             f"texts: there is no file or folder {name!r}, and the dataset of that name cannot be read: {error}"
@@ -85,24 +95,74 @@ def _given(texts: Iterable[object]) -> Iterator[str]:
                 f"texts: number {number}, {text!r}, names a file. Strings are texts themselves: pass its "
                 "folder, or what it holds."
             )
-        yield text
+        yield _encodable(text, f"texts: number {number}")
+
+
+def _encodable(text: str, name: str) -> str:
+    """The text itself; ValueError if it is none: half of a character, which JSON can hold, but no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} has half of a character (a lone surrogate, {text[error.start]!r}) at character {error.start}: it "
+            "was cut inside of one. Remove it."
+        ) from error
+    return text
 
 
 def _read(file: Path, characters: int) -> str:
-    """About that many characters from the beginning of a file; no more of it is kept."""
-    with file.open(encoding="utf-8", errors="replace") as opened:
-        if file.suffix != ".jsonl":
-            return opened.read(characters)
-        texts, left = [], characters
+    """About that many characters from the beginning of a file; no more of it is kept.
+
+    Raises:
+        ValueError: no UTF-8 text, or a line of a .jsonl file that is no text; the message names the file.
+    """
+    name = repr(str(file))
+    with file.open("rb") as raw:
+        start = raw.read(4)
+    encoding = next((kind for mark, kind in MARKS.items() if start.startswith(mark)), None)
+    if encoding is not None:
+        raise ValueError(
+            f"texts: {name} is {encoding}; only UTF-8 is read. Convert it, as by iconv -f {encoding} -t UTF-8."
+        )
+    try:
+        # without the mark that some editors put before UTF-8
+        with file.open(encoding="utf-8-sig") as opened:
+            found = _rows(opened, name, characters) if file.suffix == ".jsonl" else opened.read(characters)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"texts: {name} is no UTF-8 text: it has the byte 0x{error.object[error.start]:02x} where that cannot be. "
+            "Convert it if it is text in another encoding, as by iconv -t UTF-8; binary files have no text."
+        ) from error
+    if file.suffix != ".jsonl" and "\0" in found:
+        raise ValueError(
+            f"texts: {name} is binary, or UTF-16 or UTF-32 text without a mark: it has zero bytes. Convert it if it is "
+            "text, as by iconv -f UTF-16LE -t UTF-8."
+        )
+    return found
+
+
+def _rows(opened: TextIO, name: str, characters: int) -> str:
+    """The texts of the first lines of a .jsonl file, about that many characters in all."""
+    texts, left, number = [], characters, 0
+    while left > 0 and (line := opened.readline(LONGEST_LINE + 1)):
+        number += 1
+        if len(line) > LONGEST_LINE:
+            raise ValueError(
+                f"texts: line {number} of {name} is longer than {LONGEST_LINE:,} characters. Split it: a line holds one"
+                ' JSON object with a "text".'
+            )
+        if not line.strip():
+            continue
         try:
-            for line in filter(str.strip, opened):
-                texts.append(json.loads(line)["text"])
-                left -= len(texts[-1])
-                if left <= 0:
-                    break
-            return "\n\n".join(texts)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f'texts: a line of {str(file)!r} is no JSON object with a "text" ({error}).') from error
+            text = json.loads(line)["text"]
+            if not isinstance(text, str):
+                raise TypeError(f"the text is {type(text).__name__}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f'texts: line {number} of {name} is no JSON object with a "text" ({why}).') from error
+        texts.append(_encodable(text, f"texts: line {number} of {name}"))
+        left -= len(text)
+    return "\n\n".join(texts)
 
 
 def token_windows(source: str | Path | Iterable[str], tokenizer: Any, window: int, windows: int) -> torch.Tensor:
@@ -114,7 +174,7 @@ def token_windows(source: str | Path | Iterable[str], tokenizer: Any, window: in
     text than the first.
 
     Raises:
-        ValueError: no texts, or too few tokens for two windows.
+        ValueError: no texts, files that are none (the message names them), or too few tokens for two windows.
     """
     files = files_of(source)
     prefix = list(tokenizer("")["input_ids"])

@@ -1,0 +1,316 @@
+"""Evaluation: the answers that a run keeps are JSON, whole, and asked for once; a results folder runs no code."""
+
+import errno
+import json
+import math
+import os
+import pickle
+import sqlite3
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from models import LAB_MODEL, lab_model
+from typer.testing import CliRunner
+
+pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
+pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
+
+from turbo_hf.cli import app
+from turbo_hf.eval.answers import MAKE, TABLE, AnsweredLM, Answers
+from turbo_hf.eval.evaluate import Outcome, load_tasks, run_method
+from turbo_hf.eval.model import TurboLM
+from turbo_hf.eval.prompts import Prompts
+from turbo_hf.eval.record import LOCK, META, open_run
+from turbo_hf.eval.suites import Limits
+from turbo_hf.eval.tasks import carried_prose, needle_task, prose_task
+from turbo_hf.files import InUse, one_writer
+
+LIMITS = Limits(context=2048, longest=512)
+GIVEN: dict[str, Any] = {
+    "a": "a reply, \u2028 with ä and \ud83d",
+    "b": "",
+    "c": -12.345678901234567,
+    "d": (-0.1, True),
+    "e": (-math.inf, False),
+    "f": 0,
+}
+
+
+class Harmful:
+    """Unpickling it makes a file."""
+
+    def __init__(self, proof: Path):
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.proof,)
+
+
+def change(path: Path, *statements: str, values: tuple[Any, ...] = ()) -> None:
+    """Change a file of answers as anyone could."""
+    with sqlite3.connect(path) as file:
+        for statement in statements:
+            file.execute(statement, values)
+    file.close()
+
+
+def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "items.db"
+    answers = Answers(path)
+    for key, answer in GIVEN.items():
+        assert key not in answers
+        answers.add(key, answer)
+    # there before the file is closed: the process may be killed
+    other = Answers(path)
+    for kept in (answers, other):
+        assert {key: kept[key] for key in GIVEN} == GIVEN
+    answers.close()
+    other.close()
+    assert [found.name for found in tmp_path.iterdir()] == ["items.db"]
+
+
+def test_pickles_of_the_harness_are_refused_and_not_read(tmp_path: Path) -> None:
+    model = type("Model", (), {"set_cache_hook": lambda self, hook: None})()
+    path, proof = tmp_path / "items.db", tmp_path / "proof"
+    theirs = CachingLM(model, str(path))
+    theirs.dbdict["key"] = Harmful(proof)
+    theirs.dbdict.close()
+    with pytest.raises(
+        ValueError, match=r"items.db', the answers so far, .* holds pickles, as those of earlier version"
+    ):
+        Answers(path)
+    assert not proof.exists()
+    # what is said to be text is not unpickled either
+    change(path, f'UPDATE "{TABLE}" SET value = ?', values=(pickle.dumps(Harmful(proof), 0).decode(),))
+    with pytest.raises(
+        ValueError, match=r"an answer is no JSON .* Delete it, and the same command asks its items anew"
+    ):
+        Answers(path)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize("value", ["[1.0]", "[1, true]", "[1.0, 1]", "null", "true", "{}", "[", "[" * 100_000, "[[]]"])
+def test_what_is_no_answer_is_refused(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "items.db"
+    change(path, MAKE)
+    change(path, f'INSERT INTO "{TABLE}" VALUES (?, ?)', values=("key", value))
+    with pytest.raises(ValueError, match=r"items.db', the answers so far, is torn or was changed: .* Delete it"):
+        Answers(path)
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        (f'CREATE VIEW "{TABLE}" AS SELECT 1 AS key, 2 AS value',),
+        (MAKE, f'CREATE TRIGGER t AFTER INSERT ON "{TABLE}" BEGIN DELETE FROM "{TABLE}"; END'),
+        (MAKE, "CREATE TABLE other (a)"),
+        (f'CREATE TABLE "{TABLE}" (key TEXT PRIMARY KEY, value BLOB, c AS (abs(1)))',),
+        ("CREATE TABLE other (a)",),
+    ],
+    ids=["view", "trigger", "table", "column", "another"],
+)
+def test_a_file_with_more_than_answers_is_refused(statements: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "items.db"
+    change(path, *statements)
+    with pytest.raises(ValueError, match=r"it has other tables than 'unnamed'. Delete it"):
+        Answers(path)
+
+
+def test_a_torn_file_of_answers_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "items.db"
+    answers = Answers(path)
+    for number in range(200):
+        answers.add(str(number), "a reply" * 10)
+    answers.close()
+    whole = path.read_bytes()
+    for torn in (whole[:3000], whole[: len(whole) // 2], b"no database" * 1000):
+        path.write_bytes(torn)
+        with pytest.raises(ValueError, match=r"items.db', the answers so far, is torn or was changed: .* Delete it"):
+            Answers(path)
+
+
+def test_answers_that_do_not_fit_the_disk_are_told(tmp_path: Path) -> None:
+    answers = Answers(tmp_path / "items.db")
+    answers._file.execute("PRAGMA max_page_count = 4")
+    with pytest.raises(
+        OSError, match=r"items.db', the answers so far, cannot be written: .*full.* What is there stays"
+    ):
+        answers.add("key", "x" * 100_000)
+    assert "key" not in answers
+    answers.close()
+
+
+class Model:
+    """A model of the harness that dies at its n-th answer, and counts what it is asked."""
+
+    def __init__(self, dies: int):
+        self.left, self.asked = dies, list[str]()
+        self.hook: Any = None
+
+    def set_cache_hook(self, hook: Any) -> None:
+        self.hook = hook
+
+    def _answer(self, kind: str, requests: list[Instance], answer: Any) -> list[Any]:
+        for request in requests:
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            self.asked.append(request.args[0])
+            self.hook.add_partial(kind, request.args, answer)
+        return [answer for _ in requests]
+
+    def loglikelihood(self, requests: list[Instance]) -> list[Any]:
+        return self._answer("loglikelihood", requests, (-1.5, True))
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[Any]:
+        return self._answer("loglikelihood_rolling", requests, -2.5)
+
+    def generate_until(self, requests: list[Instance]) -> list[Any]:
+        return self._answer("generate_until", requests, "reply")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "answer"),
+    [
+        ("loglikelihood", ("end",), (-1.5, True)),
+        ("loglikelihood_rolling", (), -2.5),
+        ("generate_until", ({"until": ["."]},), "reply"),
+    ],
+)
+def test_a_killed_call_goes_on_at_its_next_request(
+    kind: str, more: tuple[Any, ...], answer: Any, tmp_path: Path
+) -> None:
+    requests = [Instance(kind, {}, (text, *more), at) for at, text in enumerate("abcde")]
+    model = Model(3)
+    first = Answers(tmp_path / "items.db")
+    with pytest.raises(KeyboardInterrupt):
+        getattr(AnsweredLM(model, first), kind)(requests)
+    first.close()
+    model.left = 10
+    again = Answers(tmp_path / "items.db")
+    lm = AnsweredLM(model, again)
+    assert lm.left == 10
+    assert getattr(lm, kind)(requests) == [answer] * 5
+    assert model.asked == list("abcde")
+    assert getattr(lm, kind)(requests) == [answer] * 5
+    assert len(model.asked) == 5
+    again.close()
+
+
+def test_requests_that_sample_are_asked_each_time(tmp_path: Path) -> None:
+    request = Instance("generate_until", {}, ("a", {"do_sample": True}), 0)
+    model, answers = Model(10), Answers(tmp_path / "items.db")
+    for _ in range(2):
+        assert AnsweredLM(model, answers).generate_until([request]) == ["reply"]
+    assert model.asked == ["a", "a"]
+    answers.close()
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def small_run(folder: Path) -> Outcome:
+    model, tokenizer = lab_model()
+    specs = [needle_task(tokenizer, [150], [0.0, 1.0], [0]), prose_task("prose", carried_prose(2, 4))]
+    tasks, _ = load_tasks(specs, Prompts(tokenizer), LIMITS)
+    return run_method("int8", "int8", model, Prompts(tokenizer), tasks, folder, batch=1, limits=LIMITS)
+
+
+def test_a_method_is_read_from_whole_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome, own = small_run(tmp_path), tmp_path / "int8"
+    for name, remedy in (
+        ("results.json", r"Delete '.*results.json', and the same command writes it and all samples anew"),
+        ("samples_needle.jsonl", r"Delete '.*results.json', and the same command writes it and all samples anew"),
+        ("batches.jsonl", r"Delete '.*int8', and the same command asks its items anew"),
+    ):
+        kept = (own / name).read_bytes()
+        (own / name).write_bytes(kept[: len(kept) // 3] + b"\n")
+        with pytest.raises(ValueError, match=f"{name}' is torn, or was changed: .*{remedy}"):
+            small_run(tmp_path)
+        (own / name).write_bytes(kept)
+    (own / "samples_needle.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"samples_needle.jsonl' is missing. Delete '.*results.json'"):
+        small_run(tmp_path)
+
+    def never(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("everything was answered before")
+
+    # what the remedy promises
+    (own / "results.json").unlink()
+    monkeypatch.setattr(TurboLM, "_model_generate", never)
+    monkeypatch.setattr(TurboLM, "_loglikelihood_tokens", never)
+    again = small_run(tmp_path)
+    assert again.samples == outcome.samples
+    assert again.results["results"] == outcome.results["results"]
+    assert again.batches == outcome.batches
+    with sqlite3.connect(own / "items.db") as file:
+        kinds = {type(json.loads(value)) for (value,) in file.execute(f'SELECT value FROM "{TABLE}"')}
+    file.close()
+    assert kinds == {str, float}
+
+
+def test_a_full_disk_ends_a_run_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+
+        def full(_: int) -> NoReturn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"No space left on device: .*samples_"):
+            small_run(tmp_path)
+    assert {path.name for path in (tmp_path / "int8").iterdir()} == {"items.db", "batches.jsonl"}
+    assert small_run(tmp_path).samples["needle"]
+
+
+def command(folder: Path, code: int) -> str:
+    words = ["eval", str(LAB_MODEL), "--task", "prose", "--limit", "1", "--longest", "512", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*words, "--out", str(folder)])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def test_a_folder_that_does_not_say_what_it_is_of_is_refused(tmp_path: Path) -> None:
+    about = {"model": "a"}
+    open_run(tmp_path, about)
+    for content in ('{"identity": {', "[]", "{}", '{"identity": {"model": "a"}, "commands": 3}'):
+        (tmp_path / META).write_text(content)
+        with pytest.raises(ValueError, match=rf"{META}' .* restore it, or choose another --out"):
+            open_run(tmp_path, about)
+    (tmp_path / META).unlink()
+    open_run(tmp_path, about)
+    (tmp_path / META).unlink()
+    (tmp_path / "turbo4").mkdir()
+    (tmp_path / "turbo4" / "items.db").write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"holds results, but no {META}. It says which model"):
+        open_run(tmp_path, about)
+
+
+def test_ctrl_c_says_how_to_go_on_and_a_second_run_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    folder = tmp_path / "out"
+
+    def interrupt(*_: Any, **__: Any) -> NoReturn:
+        with pytest.raises(InUse, match="is in use"), one_writer(folder, LOCK):
+            pass
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("turbo_hf.eval.eval_command.load", interrupt_before)
+        told = command(folder, 130)
+    assert "interrupted: nothing was begun, so that nothing is kept." in told
+    with monkeypatch.context() as patched:
+        patched.setattr(TurboLM, "_loglikelihood_tokens", interrupt)
+        told = command(folder, 130)
+    assert f"interrupted: what was done is kept in {folder}; the same command goes on with the rest." in told
+    with one_writer(folder, LOCK):
+        assert "is in use: another process is writing there" in command(folder, 1)
+    assert "Kept in" in command(folder, 0)
+    assert not (folder / LOCK).exists()
+
+
+def interrupt_before(*_: Any, **__: Any) -> NoReturn:
+    raise KeyboardInterrupt

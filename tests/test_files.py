@@ -1,0 +1,171 @@
+"""Files: whole or not there, torn ones named, and one writer at a time in a folder."""
+
+import errno
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from turbo_hf.files import InUse, append_line, one_writer, read_lines, read_object, write_whole
+
+
+def full(*_: Any, **__: Any) -> NoReturn:
+    """In place of a call that finds the disk full."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_many_writers_of_one_file_each_write_it_whole(tmp_path: Path) -> None:
+    path, errors = tmp_path / "file", list[Exception]()
+    contents = [letter * 200_000 for letter in "abcd"]
+
+    def write(content: str) -> None:
+        try:
+            for _ in range(20):
+                write_whole(path, content)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(content,)) for content in contents]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert not path.exists() or path.read_text() in contents
+    assert not errors
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_what_was_there_and_names_the_file(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_whole(path, b"before")
+    monkeypatch.setattr(os if call == "fsync" else Path, call, full)
+    with pytest.raises(
+        OSError, match=f"cannot be written: No space left on device: '{re.escape(str(path))}'"
+    ) as caught:
+        write_whole(path, b"after")
+    assert caught.value.errno == errno.ENOSPC
+    assert path.read_bytes() == b"before"
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]
+
+
+def test_an_interrupt_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: int) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file", "content")
+    assert not list(tmp_path.iterdir())
+
+
+def test_half_a_line_at_the_end_is_left_out_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "log.jsonl"
+    assert read_lines(path, "", growing=True) == []
+    append_line(path, {"a": 1})
+    append_line(path, {"a": "ä\u2028"})
+    rows = [{"a": 1}, {"a": "ä\u2028"}]
+    assert read_lines(path, "", growing=True) == rows
+    path.write_bytes(path.read_bytes() + b'{"a": 3')
+    assert read_lines(path, "", growing=True) == rows
+    assert "half a line at its end, of a process that was killed, is left out" in caplog.text
+    with pytest.raises(ValueError, match=r"line 3 of '.*log.jsonl' is torn, or was changed: .* Do this\.$"):
+        read_lines(path, "Do this.")
+    append_line(path, {"a": 4})
+    assert read_lines(path, "Do this.") == [*rows, {"a": 4}]
+    for other in (b"[1]\n", b"\n", b"\xff\n", b"[" * 100_000 + b"\n"):
+        path.write_bytes(b'{"a": 1}\n' + other + b'{"a": 2}\n')
+        with pytest.raises(ValueError, match=r"line 2 of '.*log.jsonl' .* Do this\.$"):
+            read_lines(path, "Do this.", growing=True)
+
+
+@pytest.mark.parametrize("content", [b'{"a":\n', b"", b"\xff\xfe{", b"[1]", b"null", b"[" * 100_000])
+def test_a_file_that_is_no_object_is_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "facts.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"'.*facts.json' .* Do this\.$"):
+        read_object(path, "Do this.")
+
+
+def test_an_append_to_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.BytesIO):
+        write = full
+
+    monkeypatch.setattr(Path, "open", lambda *_: Full())
+    with pytest.raises(OSError, match=r"cannot be written: No space left on device: '.*log.jsonl'"):
+        append_line(tmp_path / "log.jsonl", {"a": 1})
+
+
+def test_a_second_writer_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    with one_writer(folder, "lock"), pytest.raises(InUse, match=r"folder' is in use: another process is writing"):
+        in_another_thread(folder)
+    with one_writer(folder, "lock"), one_writer(folder, "another"):
+        pass
+    assert not list(folder.iterdir())
+
+
+def in_another_thread(folder: Path) -> None:
+    """Take the lock there, and raise here what that raises."""
+    raised: list[Exception] = []
+
+    def take() -> None:
+        try:
+            with one_writer(folder, "lock"):
+                pass
+        except OSError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    for error in raised:
+        raise error
+
+
+def test_only_one_writes_at_a_time(tmp_path: Path) -> None:
+    inside, most = list[int](), 0
+
+    def work(number: int) -> None:
+        nonlocal most
+        for _ in range(25):
+            with one_writer(tmp_path, "lock", wait=60):
+                inside.append(number)
+                most = max(most, len(inside))
+                inside.pop()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+
+
+def test_a_killed_writer_leaves_the_folder_free(tmp_path: Path) -> None:
+    script = f"""
+import time
+from pathlib import Path
+from turbo_hf.files import one_writer
+with one_writer(Path({str(tmp_path)!r}), "lock"):
+    print("taken", flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "taken\n"
+        with pytest.raises(InUse), one_writer(tmp_path, "lock"):
+            pass
+        child.send_signal(signal.SIGKILL)
+    assert (tmp_path / "lock").exists()
+    with one_writer(tmp_path, "lock"):
+        pass
+    assert not (tmp_path / "lock").exists()
