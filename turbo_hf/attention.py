@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from turbo_hf.cache import TurboCache
 from turbo_hf.chunk import Chunk
+from turbo_hf.compiling import untraced
 from turbo_hf.config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layer import TurboLayer
@@ -87,7 +88,7 @@ class New(NamedTuple):
     value: torch.Tensor
 
 
-@torch.compiler.disable
+@untraced
 def turbo_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -149,7 +150,7 @@ def _say_unpatched(module: Any) -> None:
     _told[id(config)] = config
     warn(
         f'turbo_hf: attn_implementation="{NAME}" has been set on a model without a patch: nothing is compressed, and '
-        'its attention is Hugging Face\'s. Call turbo_hf.patch(model), or model.set_attn_implementation("sdpa").'
+        "its attention is Hugging Face's. Call turbo_hf.patch(model), or model.set_attn_implementation with another."
     )
 
 

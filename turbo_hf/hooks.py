@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from turbo_hf.attention import NAME, TurboCall, left_alone
 from turbo_hf.cache import TurboCache
+from turbo_hf.compiling import untraced
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.handle import CacheMaker, LayerReport
 from turbo_hf.layer import TurboLayer
@@ -89,7 +90,7 @@ def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: C
     )
 
 
-@torch.compiler.disable
+@untraced
 def _bring_cache(
     maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -109,7 +110,7 @@ def _bring_cache(
     return ((), {**given, "past_key_values": maker.make(model.config)}) if uses_turbo(model) else None
 
 
-@torch.compiler.disable
+@untraced
 def _watch_cache(
     maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
@@ -125,7 +126,7 @@ def _watch_cache(
         say_replaced(model, cache, made, maker, strict)
 
 
-@torch.compiler.disable
+@untraced
 def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -161,7 +162,7 @@ def _bring_layer(
     return args, {**kwargs, "turbo": call}
 
 
-@torch.compiler.disable
+@untraced
 def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook, also run after an error: a claim that this call did not use must not carry over to a later one."""
     call = kwargs.get("turbo")
@@ -169,7 +170,7 @@ def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) 
         call.layer.claimed, call.layer.pending = False, None
 
 
-@torch.compiler.disable
+@untraced
 def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
     cache = given_cache(kwargs)
