@@ -36,6 +36,7 @@ LAYERS = [
         "turbo_hf.layout",
         "turbo_hf.options",
         "turbo_hf.config_file",
+        "turbo_hf.compiling",
         "turbo_hf.config",
         "turbo_hf.errors",
         "turbo_hf.files",

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.cache import TurboCache
 from turbo_hf.chunk import Chunk
+from turbo_hf.compiling import untraced
 from turbo_hf.config import TurboConfig
 from turbo_hf.dense_attention import dense_attention, own_attention
 from turbo_hf.errors import Strict, Unsupported, complain, warn
@@ -83,6 +84,7 @@ class New(NamedTuple):
     value: torch.Tensor
 
 
+@untraced
 def turbo_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -144,7 +146,7 @@ def _say_unpatched(module: Any) -> None:
     _told[id(config)] = config
     warn(
         f'turbo_hf: attn_implementation="{NAME}" has been set on a model without a patch: nothing is compressed, and '
-        'its attention is Hugging Face\'s. Call turbo_hf.patch(model), or model.set_attn_implementation("sdpa").'
+        "its attention is Hugging Face's. Call turbo_hf.patch(model), or model.set_attn_implementation with another."
     )
 
 

@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 
 from turbo_hf.attention import NAME, TurboCall, left_alone
 from turbo_hf.cache import TurboCache
+from turbo_hf.compiling import untraced
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.handle import CacheMaker, LayerReport
 from turbo_hf.integrity import STEP
@@ -97,6 +98,7 @@ def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: C
     )
 
 
+@untraced
 def _bring_cache(
     maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -116,6 +118,7 @@ def _bring_cache(
     return ((), {**given, "past_key_values": maker.make(model.config)}) if uses_turbo(model) else None
 
 
+@untraced
 def _watch_cache(
     maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
@@ -147,6 +150,7 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | Non
     return next((x for x in (kwargs.get("past_key_values"), *args) if isinstance(x, TurboCache)), None)
 
 
+@untraced
 def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of what calls all layers: refuse a cache of which an earlier pass has broken off."""
     cache = _cache_of(args, kwargs)
@@ -154,6 +158,7 @@ def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str
         cache.begin_pass(depth)
 
 
+@untraced
 def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of what calls all layers: the pass has not broken off."""
     cache = _cache_of(args, kwargs)
@@ -161,6 +166,7 @@ def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[st
         cache.integrity.leave(depth)
 
 
+@untraced
 def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of what calls all layers, also run after an error: one before anything is stored changes nothing."""
     cache = _cache_of(args, kwargs)
@@ -168,6 +174,7 @@ def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[s
         cache.integrity.abandon(depth)
 
 
+@untraced
 def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -204,6 +211,7 @@ def _bring_layer(
     return args, {**kwargs, "turbo": call}
 
 
+@untraced
 def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook, also run after an error: a claim that this call did not use must not carry over to a later one."""
     call = kwargs.get("turbo")
@@ -212,6 +220,7 @@ def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) 
         call.layer.integrity.unclaim(call.layer.index)
 
 
+@untraced
 def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
     cache = given_cache(kwargs)
