@@ -20,7 +20,18 @@ from histories_acts import Fault, History
 from histories_player import Player
 from histories_support import CONFIGS, FAMILIES, subject
 
-ACTS = {"advance": 10, "crop": 4, "choose": 3, "fork": 2, "record": 2, "look": 1, "reset": 1, "wrong": 1, "broken": 3}
+ACTS = {
+    "advance": 10,
+    "crop": 4,
+    "choose": 3,
+    "fork": 2,
+    "record": 2,
+    "look": 1,
+    "reset": 1,
+    "roll_back": 1,
+    "wrong": 1,
+    "broken": 4,
+}
 """Acts, and how often they are drawn."""
 
 

@@ -154,16 +154,24 @@ class Acts:
 
         def done(_: None) -> None:
             if world.broken is not None:
-                # what is left is whole again
-                held = world.cache.get_seq_length()
-                world.rows, world.broken = [row[:held] for row in world.broken], None
-                world.life, world.reopened = [None] * len(rows), [n + 1 for n in world.reopened]
-                return
+                raise Fault("a broken cache is cropped")
             world.rows = rows
             world.reopened = [n + more for n, more in zip(world.reopened, reached, strict=True)]
             self.lived(world, ("crop", count))
 
         return Act(call, done, [rows])
+
+    def roll_back(self, world: World, r: Random) -> Act | None:
+        """Take back what is left of a pass that broke off."""
+
+        def done(_: int) -> None:
+            if world.broken is not None:
+                # what is left is whole again
+                held = world.cache.get_seq_length()
+                world.rows, world.broken = [row[:held] for row in world.broken], None
+                world.life, world.reopened = [None] * len(world.rows), [n + 1 for n in world.reopened]
+
+        return Act(world.cache.roll_back, done, [])
 
     def reopened(self, world: World, count: int) -> list[bool]:
         """Of each row whether a crop by `count` columns reaches a sealed block."""

@@ -63,8 +63,9 @@ class Player(Acts):
     def break_off(self, world: World, r: Random) -> None:
         """An act in whose midst something fails."""
         name = r.choices(list(BREAKABLE), list(BREAKABLE.values()))[0]
+        name = "roll_back" if world.broken else name
         act = getattr(self, name)(world, r)
-        if act is None or world.broken is not None:
+        if act is None:
             return
         kind = r.choice(("operation", "line"))
         count = r.randint(1, r.choice((20, 200, 2000)))
@@ -75,7 +76,7 @@ class Player(Acts):
             self.counts[f"broken {name}"] += 1
             self.settle(world, name, act.after)
         except ValueError:
-            if not (name == "crop" and self.may_refuse_crop()):
+            if not (world.broken or (name == "crop" and self.may_refuse_crop())):
                 raise
         else:
             act.done(result)
@@ -86,8 +87,8 @@ class Player(Acts):
             world.cache.reset()
             self.emptied(world)
             return
-        candidates = [world.rows, *after]
-        held = world.cache.get_seq_length()
+        held, kept = world.cache.get_seq_length(), world.broken
+        candidates = [world.rows, *after] if kept is None else [[row[:held] for row in kept]]
         count = {layer.rows for layer in world.cache.turbo_layers() if layer.is_initialized} or {len(world.rows)}
         fit = [rows for rows in candidates if len(rows[0]) == held and {len(rows)} == count]
         asked = (fit or [world.rows])[0]
@@ -96,7 +97,7 @@ class Player(Acts):
             logits = self.ask(world, new, asked)
         except ValueError:
             self.counts["refused after a failure"] += 1
-            world.broken = max(candidates, key=lambda rows: len(rows[0]))
+            world.broken = kept or max(candidates, key=lambda rows: len(rows[0]))
             world.life = [None] * len(world.rows)
             return
         if not fit:
@@ -107,15 +108,17 @@ class Player(Acts):
             right = oracle(self.made, told)
             errors.append(max(largest(logits[n, -1] - right[row][-1]) for n, row in enumerate(told)))
         rows = fit[errors.index(min(errors))]
-        if rows is not world.rows or name in ("record", "crop", "choose"):
+        if rows is not world.rows or name in ("record", "crop", "choose", "roll_back"):
             # how it came to this is not known
             world.life = [None] * len(rows)
-            world.reopened = [max(world.reopened) + (name == "crop")] * len(rows)
-        world.rows = rows
+            world.reopened = [max(world.reopened) + (name in ("crop", "roll_back"))] * len(rows)
+        world.rows, world.broken = rows, None
         self.note(world, new, logits, "patched")
 
     def finish(self, world: World) -> Tensor:
         """Logits of a last pass."""
+        if world.broken is not None:
+            self.run(world, Random(self.number), "roll_back")
         if world.broken is not None:
             world.cache.reset()
             self.emptied(world)

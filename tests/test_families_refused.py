@@ -50,7 +50,7 @@ def test_refused_types_exist() -> None:
         pytest.param(
             "deepseek_v32",
             {**LATENT, **EXPERTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16},
-            "indexed_attention is neither full nor sliding-window attention, nor anything that is known here",
+            "_attention is neither full nor sliding-window attention, nor anything that is known here",
             id="unknown-kind",
         ),
         pytest.param("bart", {"d_model": 64, "decoder_layers": 2}, "cross-attention", id="cross-attention"),

@@ -189,9 +189,13 @@ def test_after_a_step_that_was_broken_off_the_next_is_refused(bench: Bench, befo
         bench.step()
     hook.remove()
     counts = bench.counts
-    with pytest.raises(ValueError, match=f"hold {40 + before} and {41 + before} tokens: an earlier pass ended"):
+    with pytest.raises(ValueError, match=r"an earlier pass .* broke off when 1 of its 2 layers held its tokens"):
         bench.step()
+    assert [layer.seen for layer in bench.cache.turbo_layers()] == [41 + before, 40 + before]
     assert bench.counts == counts
+    assert bench.cache.roll_back() == 1
+    bench.step()
+    assert [layer.seen for layer in bench.cache.turbo_layers()] == [41 + before, 41 + before]
 
 
 def test_another_cache_is_another_beginning(bench: Bench) -> None:

@@ -254,7 +254,8 @@ def test_the_self_check_looks_beyond_windows(window: int | None, monkeypatch: py
     model = tiny_mistral(190)
     turbo_hf.patch(model, "int8", check=True).remove()
     monkeypatch.setattr(
-        "turbo_hf.attention.dense_mask", lambda *args, **options: dense_mask(*args, **{**options, "window": window})
+        "turbo_hf.dense_attention.dense_mask",
+        lambda *args, **options: dense_mask(*args, **{**options, "window": window}),
     )
     with pytest.raises(Unsupported, match="self-check failed: without a cache"):
         turbo_hf.patch(model, "int8", check=True)

@@ -151,7 +151,7 @@ def test_a_pass_that_broke_off_is_not_gone_on_with() -> None:
         with pytest.raises(RuntimeError, match="broken off"):
             model(ids[:, :1], past_key_values=held)
         hook.remove()
-        with pytest.raises(ValueError, match=r"layers of this TurboCache hold 40 and 41 tokens: an earlier pass ended"):
+        with pytest.raises(ValueError, match=r"an earlier pass .* broke off when 1 of its 2 layers"):
             model(ids[:, :1], past_key_values=held)
         held.reset()
         model(ids, past_key_values=held)

@@ -1,24 +1,21 @@
 """The one attention function that a patched model calls."""
 
-import functools
-import inspect
 import math
-import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from turbo_hf.cache import TurboCache
 from turbo_hf.chunk import Chunk
+from turbo_hf.compiling import untraced
 from turbo_hf.config import TurboConfig
+from turbo_hf.dense_attention import dense_attention, own_attention
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import Rotary, Scoring, narrowed
-from turbo_hf.masks import dense_mask
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.ops.rotate import rotate_keys, rotate_queries
@@ -87,6 +84,7 @@ class New(NamedTuple):
     value: torch.Tensor
 
 
+@untraced
 def turbo_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -125,15 +123,15 @@ def turbo_attention(
         if reason is not None:
             complain(call.strict, f"layer {call.layer.index}: {reason}")
             # before anything is stored
-            _own_attention(module, options, unknown)
+            own_attention(module, options, unknown)
         key, value = _pending(call.layer, key, value)
         if reason is None:
             new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
             out = _compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
-    own = _own_attention(module, options, unknown)
-    return _dense(own, module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
+    own = own_attention(module, options, unknown)
+    return dense_attention(own, module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
 
 
 def left_alone(module: Any, args: Any) -> None:
@@ -148,7 +146,7 @@ def _say_unpatched(module: Any) -> None:
     _told[id(config)] = config
     warn(
         f'turbo_hf: attn_implementation="{NAME}" has been set on a model without a patch: nothing is compressed, and '
-        'its attention is Hugging Face\'s. Call turbo_hf.patch(model), or model.set_attn_implementation("sdpa").'
+        "its attention is Hugging Face's. Call turbo_hf.patch(model), or model.set_attn_implementation with another."
     )
 
 
@@ -356,61 +354,3 @@ class _NoGradient(torch.autograd.Function):
             "turbo_hf: attention over a compressed cache has no gradient. For gradients, call the model without a "
             "TurboCache (use_cache=False) or remove the patch."
         )
-
-
-def _own_attention(module: torch.nn.Module, options: dict[str, Any], unknown: Collection[str]) -> Callable[..., Any]:
-    """Hugging Face's attention function that reads everything that this call brings: SDPA, else the family's eager one.
-
-    Neither raises an error for a keyword that it does not know, which may say which keys a query sees.
-    """
-    brought = {*unknown, *(name for name in ("softcap", "s_aux") if options[name] is not None)}
-    sdpa: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    for function in (sdpa, eager):
-        if function is not None and brought <= _read_by(function):
-            return function
-    unread = sorted(brought - _read_by(sdpa)) or sorted(brought)
-    raise Unsupported(
-        f"{type(module).__name__} passes {', '.join(unread)} to its attention, which neither the compressed cache nor "
-        "Hugging Face's own attention functions read, so that the answer would be wrong. Run it without the patch."
-    )
-
-
-@functools.cache
-def _read_by(function: Callable[..., Any]) -> frozenset[str]:
-    """The keywords that one of Hugging Face's attention functions reads; a paged cache is none that we could serve."""
-    names = set(inspect.signature(function).parameters) - {"cache"}
-    # eager functions take attention sinks, `s_aux`, from the module
-    code = getattr(function, "__code__", None)
-    return frozenset(names | ({"s_aux"} if code is not None and "sinks" in code.co_names else set()))
-
-
-def _dense(
-    own: Callable[..., Any],
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    window: int | None,
-    causal: bool,
-    options: dict[str, Any],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """Hugging Face's own attention: for no cache, a cache that is not ours, or a pattern that we do not compress."""
-    queries, keys = query.shape[2], key.shape[2]
-    uses_sdpa = own is ALL_ATTENTION_FUNCTIONS["sdpa"]
-    # without a mask SDPA can take its flash kernel, whose own causal flag is correct only for square scores
-    flash = uses_sdpa and mask is None and window is None and causal and queries == keys
-    if not flash and (mask is None or mask.dim() == 2):
-        mask = dense_mask(mask, queries, keys, causal=causal, window=window, device=query.device)
-    if uses_sdpa:
-        kept = {name: options[name] for name in ("dropout", "scaling")}
-        out, _ = own(module, query, key, value, mask, is_causal=flash, **kept, **kwargs)
-    else:
-        if mask is not None and mask.dtype == torch.bool:
-            low = torch.finfo(query.dtype).min
-            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, low)
-        given = {name: option for name, option in options.items() if option is not None}
-        out, _ = own(module, query, key, value, mask, **given, **kwargs)
-    return torch.as_tensor(out)

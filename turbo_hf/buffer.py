@@ -5,11 +5,12 @@ In a layer that has 16-bit heads: unquantized, with scale 1.
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from turbo_hf.config import TurboConfig
+from turbo_hf.integrity import Integrity
 from turbo_hf.ops.quantize import head_scores, quantize_tokens
 from turbo_hf.ops.rotate import unrotate_keys
 from turbo_hf.transfer import require_finite, send, shared
@@ -18,7 +19,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def storing(method: Callable[P, R]) -> Callable[P, R]:
+class Marked(Protocol):
+    """What a cache consists of. name: in errors."""
+
+    integrity: Integrity
+    name: str
+
+
+S = TypeVar("S", bound=Marked)
+
+
+def ordinary(method: Callable[P, R]) -> Callable[P, R]:
     """No gradients, and ordinary tensors also under `torch.inference_mode`: a cache may be written again outside it."""
     guarded = torch.inference_mode(False)(torch.no_grad()(method))
 
@@ -31,6 +42,22 @@ def storing(method: Callable[P, R]) -> Callable[P, R]:
     return stores
 
 
+def storing(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """As `ordinary`; and if it breaks off, what it was writing stays marked as torn."""
+    stores = ordinary(method)
+
+    @functools.wraps(method)
+    def marked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        integrity = self.integrity
+        # one call may be within another
+        integrity.writing, before = self.name, integrity.writing
+        result = stores(self, *args, **kwargs)
+        integrity.writing = before
+        return result
+
+    return marked
+
+
 class Tokens(NamedTuple):
     """Tokens with one scale each. k, v: int8 or 16-bit [..., H, N, D]; k_scale, v_scale: float32 [..., H, N]."""
 
@@ -38,6 +65,14 @@ class Tokens(NamedTuple):
     k_scale: torch.Tensor
     v: torch.Tensor
     v_scale: torch.Tensor
+
+
+class Quantized(NamedTuple):
+    """New tokens [B, H, M, D] as they are, and on scales of their own."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    own: Tokens
 
 
 def to_open(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: str) -> Tokens:
@@ -137,27 +172,27 @@ class OpenBuffer:
             self.v_scale[row, :, target] = v_scale[row, :, source]
         self.length, self._device_length = after, None
 
+    def quantized(self, k: torch.Tensor, v: torch.Tensor, layer: int, backend: str) -> Quantized:
+        """New tokens [B, H, M, D] for `take`; ValueError if they hold NaN or Inf. layer: its number, for the error."""
+        own = to_open(k, v, self.k.dtype, backend)
+        require_finite({layer: ~(torch.isfinite(own.k_scale).all() & torch.isfinite(own.v_scale).all())})
+        return Quantized(k, v, own)
+
     def take(
         self,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        new: Quantized,
         starts: list[int] | None,
-        layer: int,
         given_scale: torch.Tensor | None,
         max_scale: torch.Tensor | None,
         backend: str,
     ) -> None:
-        """In plain torch what `ops.append.append_tokens` does in a kernel. layer: the number to name in an error.
-
-        NaN and Inf are reported before anything is stored.
-        """
-        tokens = to_open(k, v, self.k.dtype, backend)
-        require_finite({layer: ~(torch.isfinite(tokens.k_scale).all() & torch.isfinite(tokens.v_scale).all())})
+        """In plain torch what `ops.append.append_tokens` does in a kernel."""
+        tokens = new.own
         if max_scale is not None:
             largest = torch.stack((tokens.k_scale.amax(-1), tokens.v_scale.amax(-1)), -1)
             torch.maximum(max_scale, largest, out=max_scale)
         if given_scale is not None:
-            tokens = on_scale(k, v, tokens, given_scale, backend)
+            tokens = on_scale(new.k, new.v, tokens, given_scale, backend)
         self.append(tokens, starts)
 
     def first_block(self, rows: torch.Tensor | slice, block: int) -> Tokens:

@@ -1,24 +1,28 @@
 """`TurboCache`: the compressed KV cache as a `transformers.Cache`."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
+    CacheLayerMixin,
+    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
 
-from turbo_hf.buffer import storing
+from turbo_hf.buffer import ordinary
 from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.crop import removable, require_recorded
 from turbo_hf.errors import Unsupported
+from turbo_hf.integrity import RESET, Integrity, Pass
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layer_view import deep_copied, refuse_offloading
 from turbo_hf.memory import Memory, measure
@@ -26,6 +30,22 @@ from turbo_hf.model_layers import COMPRESSED_TYPES, layer_types
 from turbo_hf.rows import chosen_rows, repeated_rows
 from turbo_hf.selectors import Selector
 from turbo_hf.transfer import require_finite
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _whole(method: Callable[Concatenate["TurboCache", P], None]) -> Callable[Concatenate["TurboCache", P], None]:
+    """An operation on all layers: a broken cache is refused, and broken off it leaves one that is."""
+    changes = ordinary(method)
+
+    @functools.wraps(method)
+    def operation(self: "TurboCache", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        begun = self.integrity.begin(operation=method.__name__.strip("_"))
+        changes(self, *args, **kwargs)
+        begun.ended = True
+
+    return operation
 
 
 def _same_mask(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -116,17 +136,21 @@ class TurboCache(Cache):
             if outside:
                 raise ValueError(f"{name} names layers {outside}; the model has layers 0 to {len(types) - 1}.")
         layers: list[Any] = []
-        # of Transformers' own layers, what each was made with
-        self._own_layers: dict[int, dict[str, Any]] = {}
+        # what makes each of Transformers' own layers
+        self._others: dict[int, Callable[[], Any]] = {}
         for index, (kind, kwargs) in enumerate(types):
             if kind in COMPRESSED_TYPES and index not in dense:
                 chosen_config = at_8_bit(self.turbo_config) if index in int8 else self.turbo_config
                 window, own_order = kwargs.get("sliding_window"), orders.get(index)
                 layers.append(TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index)))
             else:
-                layers.append(DYNAMIC_LAYER_TYPE_MAPPING[kind](**kwargs))
-                self._own_layers[index] = kwargs
+                self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
+                layers.append(self._others[index]())
         super().__init__(layers=layers)
+        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if not isinstance(layer, DummyLayer)}
+        self.integrity = Integrity(storing)
+        for layer in self.turbo_layers():
+            layer.integrity = self.integrity
         if attention_mask is not None:
             for layer in self.turbo_layers():
                 layer.given_mask = attention_mask
@@ -173,6 +197,19 @@ class TurboCache(Cache):
                 "ended in an error midway. reset() it, or take a new one."
             )
 
+    def begin_pass(self, depth: int) -> None:
+        """A module that calls all layers begins (`Integrity.enter`); `integrity.leave` ends it.
+
+        Raises:
+            ValueError: an earlier pass or call broke off, for NaN or anything else; or another thread uses the cache.
+        """
+        try:
+            self.integrity.enter(depth)
+        except ValueError:
+            # the better reason, if it is one
+            self.require_finite()
+            raise
+
     def require_finite(self) -> None:
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""
         layers = [layer for layer in self.turbo_layers() if layer.unchecked]
@@ -181,20 +218,152 @@ class TurboCache(Cache):
         for layer in layers:
             layer.unchecked = False
 
-    @storing
+    # --- what changes layers ---------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `Cache`.
+
+        Raises:
+            ValueError: the cache is broken, or another thread uses it.
+        """
+        update = super().update
+        if isinstance(self.layers[layer_idx], TurboLayer):
+            # it marks what it stores, which may be later
+            return update(key_states, value_states, layer_idx, *args, **kwargs)
+        rows = self._rows()
+        if rows is not None and len(key_states) != rows:
+            raise ValueError(
+                f"layer {layer_idx}: the cache holds {rows} rows; this pass brings {len(key_states)}. Use a new "
+                "TurboCache, or reset() this one."
+            )
+        with_layer = functools.partial(update, key_states, value_states, layer_idx, *args, **kwargs)
+        return self._marked(with_layer, layer_idx, "")
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in `Cache`; refused as `update` is."""
+        update = functools.partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
+        return self._marked(update, layer_idx, f"conv {state_idx}")
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in `Cache`; refused as `update` is."""
+        update = functools.partial(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, **kwargs)
+        return self._marked(update, layer_idx, f"recurrent {state_idx}")
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """As in `Cache`; refused as `update` is."""
+        update = functools.partial(super().update_indexer, indexer_key_states, layer_idx)
+        return self._marked(update, layer_idx, "indexer")
+
+    def _marked(self, update: Callable[[], R], layer: int, kind: str) -> R:
+        """The result of an update of one of Transformers' own layers."""
+        self.integrity.turn(layer, 0 if kind else self.get_seq_length(layer), kind)
+        self.integrity.writing = f"layer {layer}"
+        # states are written in place, also outside `torch.inference_mode` later
+        result = ordinary(update)() if kind and torch.is_inference_mode_enabled() else update()
+        self.integrity.writing = None
+        self.integrity.settle(layer)
+        return result
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
+        if layer_idx is not None:
+            self._read(layer_idx, f"whether {state_idx}")
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in `Cache`. Within a pass, what comes of it may be changed in place."""
+        self._read(layer_idx, f"conv {state_idx}")
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in `Cache`. Within a pass, what comes of it may be changed in place."""
+        self._read(layer_idx, f"recurrent {state_idx}")
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def _read(self, layer: int, kind: str) -> None:
+        held = self.layers[layer]
+        if isinstance(held, LinearAttentionCacheLayerMixin) and any(held.has_previous_state.values()):
+            self.integrity.read(layer, kind)
+
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`."""
+        """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`, and
+        after a pass that broke off (`roll_back`)."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
+        self.integrity.require_whole()
         if tokens_to_remove <= 0 and self._rows() is None:
             # Transformers' own layers fail before the first pass
             return
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, TurboLayer):
-                removable(layer, tokens_to_remove)
-            else:
-                require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
+        for index in range(len(self.layers)):
+            self._require_croppable(index, tokens_to_remove)
+        self._crop(tokens_to_remove)
+
+    def _require_croppable(self, index: int, tokens_to_remove: int) -> None:
+        layer = self.layers[index]
+        if isinstance(layer, TurboLayer):
+            removable(layer, tokens_to_remove)
+        else:
+            require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
+
+    @_whole
+    def _crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
+
+    def roll_back(self) -> int:
+        """After a pass that broke off (an error, Ctrl-C): take back what some layers have stored of it, as `crop` does.
+
+        Returns the columns taken back: 0 if no layer has stored any, or no pass has broken off. Not to be called while
+        another thread uses the cache.
+
+        Raises:
+            ValueError: a layer was being written, or can no longer be cropped; nothing has changed. `reset()` it then.
+        """
+        before = self.integrity.before()
+        surplus = {layer: self.get_seq_length(layer) - held for (layer, kind), held in before.items() if not kind}
+        columns = sum(layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin))
+        was_empty = bool(before) and columns == sum(surplus.values())
+        if not was_empty:
+            self._require_kept(before, surplus)
+        masks = [turbo.given_mask for turbo in self.turbo_layers()]
+        recording = [index for index in range(len(self.layers)) if self.is_recording_past(index)]
+        self.integrity.last = Pass(operation="roll_back")
+        if was_empty:
+            self._empty()
+            for layer in (self.layers[index] for index in recording):
+                if isinstance(layer, TurboLayer | DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin):
+                    layer.activate_past_recording()
+        else:
+            for index, count in surplus.items():
+                held: Any = self.layers[index]
+                held.crop(-count)
+        for turbo, mask in zip(self.turbo_layers(), masks, strict=True):
+            # of columns to come, too
+            turbo.given_mask = mask
+        self.integrity.forget()
+        return max(surplus.values(), default=0)
+
+    def _require_kept(self, before: Mapping[tuple[int, str], int], surplus: Mapping[int, int]) -> None:
+        """ValueError unless layers still hold what they held before they took `surplus` columns, and other states."""
+        changed = [layer for layer, kind in before if kind]
+        if changed:
+            kind = type(self.layers[changed[0]]).__name__
+            raise ValueError(f"layer {changed[0]}: a {kind} does not keep what it held before a pass: {RESET}")
+        try:
+            for layer, count in surplus.items():
+                self._require_croppable(layer, -count)
+        except ValueError as error:
+            raise ValueError(f"{error} What broke off cannot be taken back: {RESET}") from None
+
+    @_whole
+    def activate_past_recording(self) -> None:
+        """Wait for `crop` after each pass before dropping what it may bring back."""
+        super().activate_past_recording()
 
     def memory(self) -> Memory:
         """Bytes by layer and kind, as currently allocated."""
@@ -212,7 +381,7 @@ class TurboCache(Cache):
             "run it without the patch."
         )
 
-    @storing
+    @_whole
     def stop_recording(self) -> None:
         """End the recording that `activate_past_recording` began, and seal blocks that were kept open for a `crop`."""
         for layer in self.layers:
@@ -222,21 +391,28 @@ class TurboCache(Cache):
             if layer.is_initialized:
                 layer.commit()
 
-    @storing
+    @ordinary
     def reset(self) -> None:
-        """Forget every token; the cache can then take another batch."""
+        """Forget every token, also of a broken cache; it can then take another batch."""
+        self.integrity.last = Pass(operation="reset")
+        self._empty()
+        self.integrity.forget()
+
+    def _empty(self) -> None:
         self._planned = []
-        for index, made_with in self._own_layers.items():
-            # their own reset leaves zeros of the old batch, in place of which nothing of another shape fits
-            own: Any = self.layers[index]
-            own.__init__(**made_with)
         for layer in self.turbo_layers():
             layer.reset()
+        for index, make in self._others.items():
+            # what an exception has left of a layer may not be fit for its own `reset`
+            held = vars(self.layers[index])
+            held.clear()
+            held.update(vars(make()))
 
     # --- rows of the batch -------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row i of every layer continues what row `beam_idx[i]` was: ValueError as in `rows.chosen_rows`."""
+        self.integrity.require_whole()
         rows = self._rows()
         if rows is not None:
             self._select_rows(chosen_rows(beam_idx, rows))
@@ -247,11 +423,12 @@ class TurboCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, side by side: ValueError unless a whole number above 0."""
+        self.integrity.require_whole()
         rows = self._rows()
         if rows is not None:
             self._select_rows(repeated_rows(repeats, rows))
 
-    @storing
+    @_whole
     def _select_rows(self, index: Any) -> None:
         # layers with recurrent states have no other method for it
         super().reorder_cache(index)
@@ -277,7 +454,9 @@ class TurboCache(Cache):
 
         Raises:
             Unsupported: a layer without keys (linear attention).
+            ValueError: the cache is broken.
         """
+        self.integrity.require_whole()
         for index, layer in enumerate[Any](self.layers):
             if not hasattr(layer, "keys"):
                 raise Unsupported(
@@ -295,15 +474,7 @@ class TurboCache(Cache):
         """Refused, as `offload` is. Raises: Unsupported."""
         refuse_offloading()
 
-    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As Transformers' caches do it, in ordinary tensors also under `torch.inference_mode`."""
-        return _in_ordinary_tensors(super().update_conv_state, *args, **kwargs)
-
-    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As `update_conv_state`."""
-        return _in_ordinary_tensors(super().update_recurrent_state, *args, **kwargs)
-
-    @storing
+    @ordinary
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboCache":
         copied: TurboCache = deep_copied(self, memo)
         return copied
@@ -313,11 +484,3 @@ class TurboCache(Cache):
         if any(layer.is_initialized and layer.buffer.k.is_inference() for layer in self.turbo_layers()):
             # unpickled under `torch.inference_mode`
             self.__dict__.update(copy.deepcopy(self).__dict__)
-
-
-def _in_ordinary_tensors(update: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """What an update of a state in place gives; a cache may be written again outside `torch.inference_mode`."""
-    if not torch.is_inference_mode_enabled():
-        return update(*args, **kwargs)
-    with torch.inference_mode(False), torch.no_grad():
-        return update(*args, **kwargs)

@@ -185,6 +185,7 @@ class StepRunner:
             # what was captured refers to the current pages
             self._drop()
         steps = self._steps
+        steps.open()
         steps.begin()
         try:
             out = self._run(steps)
@@ -199,11 +200,13 @@ class StepRunner:
 
     def __del__(self) -> None:
         # `generate` has released it: the only sign that it has ended
-        steps = self._steps
+        steps: Steps | None = getattr(self, "_steps", None)
+        if steps is None:
+            return
         self._forget()
         # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors, or
         # while another runner captures, where what is launched does not run
-        if steps is not None and not (sys.is_finalizing() or _capturing(steps.nonfinite)):
+        if not (sys.is_finalizing() or _capturing(steps.nonfinite)):
             steps.close()
 
     def _is_step(self, kwargs: dict[str, Any]) -> bool:
@@ -280,6 +283,7 @@ class StepRunner:
             try:
                 self._replay = self._device.capture(self._step)
             except Exception as error:
+                steps.cancel()
                 self._forget()
                 self._off = True
                 message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
@@ -345,6 +349,10 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "there are global module hooks, which a replay would not call"
     for module in modules:
+        if module._compiled_call_impl is not None or hasattr(
+            module.__dict__.get("forward"), "_torchdynamo_orig_callable"
+        ):
+            return "torch.compile has compiled it"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         # Transformers' own hooks record outputs, and are requested by a keyword
         foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]

@@ -5,7 +5,7 @@ A pass that has stored NaN or Inf, or has put another cache in the place of a co
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,10 @@ from transformers import Cache, PreTrainedModel
 
 from turbo_hf.attention import NAME, TurboCall, left_alone
 from turbo_hf.cache import TurboCache
+from turbo_hf.compiling import untraced
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.handle import CacheMaker, LayerReport
+from turbo_hf.integrity import STEP
 from turbo_hf.layer import TurboLayer
 from turbo_hf.model_layers import given_cache
 from turbo_hf.patches.generic import chooses_attention
@@ -48,6 +50,13 @@ def add_hooks(
         model.register_forward_pre_hook(functools.partial(_bring_cache, maker), with_kwargs=True),
         model.register_forward_hook(functools.partial(_watch_cache, maker, strict), with_kwargs=True),
     ]
+    for depth, module in enumerate(_around(model, modules.values()), start=STEP + 1):
+        # behind the hook that may bring the cache
+        hooks.append(module.register_forward_pre_hook(functools.partial(_begin_pass, depth), with_kwargs=True))
+        # not called after an exception
+        hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
+        failed = functools.partial(_abandon_pass, depth)
+        hooks.append(module.register_forward_hook(failed, with_kwargs=True, always_call=True))
     for index, module in modules.items():
         at = layers[index]
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
@@ -89,6 +98,7 @@ def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: C
     )
 
 
+@untraced
 def _bring_cache(
     maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -108,6 +118,7 @@ def _bring_cache(
     return ((), {**given, "past_key_values": maker.make(model.config)}) if uses_turbo(model) else None
 
 
+@untraced
 def _watch_cache(
     maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
@@ -123,6 +134,47 @@ def _watch_cache(
         say_replaced(model, cache, made, maker, strict)
 
 
+def _around(model: torch.nn.Module, modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules whose forward pass calls all of `modules`, the outermost first."""
+    found = [model]
+    while True:
+        inside = (x for x in found[-1].children() if {*modules} <= {*x.modules()})
+        # a list of layers is not called itself, and what stands in it is one layer of several
+        called = next((x for x in inside if type(x).forward is not torch.nn.Module.forward), None)
+        if called is None or called in modules:
+            return found
+        found.append(called)
+
+
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | None:
+    return next((x for x in (kwargs.get("past_key_values"), *args) if isinstance(x, TurboCache)), None)
+
+
+@untraced
+def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of what calls all layers: refuse a cache of which an earlier pass has broken off."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.begin_pass(depth)
+
+
+@untraced
+def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of what calls all layers: the pass has not broken off."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.integrity.leave(depth)
+
+
+@untraced
+def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of what calls all layers, also run after an error: one before anything is stored changes nothing."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.integrity.abandon(depth)
+
+
+@untraced
 def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -152,19 +204,23 @@ def _bring_layer(
                 "the model is in training mode, and a compressed cache has no gradients. Call model.eval() to "
                 "generate, or train without a TurboCache (use_cache=False)."
             )
+        layer.integrity.claim(spec.layer)
         layer.claimed = True
     rotary = kwargs.get("position_embeddings") if layer is not None and layer.selector is not None else None
     call = TurboCall(cache if layer is not None else None, layer, spec.window, spec.strict, rotary)
     return args, {**kwargs, "turbo": call}
 
 
+@untraced
 def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook, also run after an error: a claim that this call did not use must not carry over to a later one."""
     call = kwargs.get("turbo")
     if call is not None and call.layer is not None:
         call.layer.claimed, call.layer.pending = False, None
+        call.layer.integrity.unclaim(call.layer.index)
 
 
+@untraced
 def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
     cache = given_cache(kwargs)
@@ -177,6 +233,9 @@ def is_own(hook: Any) -> bool:
     return getattr(hook, "func", hook) in (
         _bring_cache,
         _watch_cache,
+        _begin_pass,
+        _finish_pass,
+        _abandon_pass,
         _bring_layer,
         _release_layer,
         _end_pass,

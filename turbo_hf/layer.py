@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
-from turbo_hf.buffer import OpenBuffer, storing
+from turbo_hf.buffer import OpenBuffer, Quantized, ordinary, storing
 from turbo_hf.chunk import Chunk, Step, chunk_from_given_mask
+from turbo_hf.compiling import untraced
 from turbo_hf.config import TurboConfig
 from turbo_hf.crop import removable
 from turbo_hf.index import BucketIndex
+from turbo_hf.integrity import Integrity
 from turbo_hf.layer_view import DequantizedView
 from turbo_hf.layout import FULL, KVStore, full_type
 from turbo_hf.ops.append import append_step, append_tokens, seal_open
@@ -23,6 +25,12 @@ from turbo_hf.transfer import require_finite, shared
 
 DECODE_TOKENS = 16
 """Up to this many new tokens over a past count as decoding: they are stored before attention reads the cache."""
+
+HELD = (
+    *("rows", "pool", "buffer", "bucket_index", "order", "ranked"),
+    *("dropped", "turn_start", "valid_prefix", "universal", "nonfinite"),
+)
+"""Attributes of a layer that holds tokens."""
 
 
 class TurboLayer(DequantizedView):
@@ -52,6 +60,8 @@ class TurboLayer(DequantizedView):
         super().__init__()
         self.selector = selector
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
+        # of its cache, which all of its layers share
+        self.integrity, self.name = Integrity({index: type(self).__name__}), f"layer {index}"
         self.is_sliding = window is not None
         # unchecked: what kernels have noted in `nonfinite` is still to be read
         self.record_past = self.claimed = self.unchecked = self.decoded = False
@@ -60,7 +70,7 @@ class TurboLayer(DequantizedView):
         self.step: Step | None = None
         self.seen = 0
 
-    @storing
+    @ordinary
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take batch, heads, head dim, dtype and device from the first keys."""
         if key_states.shape != value_states.shape:
@@ -94,11 +104,11 @@ class TurboLayer(DequantizedView):
 
     def reset(self) -> None:
         """Drop every token and release the memory; the layer can then take another batch."""
-        if self.is_initialized:
-            del self.rows, self.pool, self.buffer, self.bucket_index, self.order, self.ranked
-            del self.dropped, self.turn_start, self.valid_prefix, self.universal, self.nonfinite
         self.is_initialized = self.claimed = self.unchecked = self.decoded = self.record_past = False
-        self.seen, self.pending, self.given_mask = 0, None, None
+        self.seen, self.pending, self.given_mask, self.step = 0, None, None, None
+        # an earlier reset may have broken off between two of them
+        for held in HELD:
+            self.__dict__.pop(held, None)
 
     def lengths(self) -> list[int]:
         """Tokens held by each row (older ones may have left a sliding window)."""
@@ -159,7 +169,6 @@ class TurboLayer(DequantizedView):
                 f"{k.shape[0]} of {k.shape[1]}. Use a new TurboCache, or reset() this one."
             )
 
-    @storing
     def append(
         self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, buckets: torch.Tensor | None = None, defer: bool = False
     ) -> None:
@@ -172,6 +181,31 @@ class TurboLayer(DequantizedView):
             # the first column of the longest row: what lies before it is padding of all
             first = min(chunk.starts or [0])
             self.lazy_initialization(k[:, :, first:], v[:, :, first:])
+        # what can be refused is, before anything is written
+        ready = None if self.step is not None or self.appends_in_place() else self._quantized(k, v, chunk)
+        self.integrity.turn(self.index, self.seen)
+        self._append(k, v, chunk, buckets, defer, ready)
+        if self.step is not None:
+            # its launch has sealed what was full
+            self.integrity.settle(self.index)
+
+    @ordinary
+    def _quantized(self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk) -> Quantized:
+        """What `OpenBuffer.take` stores."""
+        k = rotate_keys(k, self.config.backend) if self.config.rotates else k
+        # the contents of padding are arbitrary, and must not affect a scale
+        return self.buffer.quantized(chunk.blank(k), chunk.blank(v), self.index, self.config.backend)
+
+    @storing
+    def _append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        chunk: Chunk,
+        buckets: torch.Tensor | None,
+        defer: bool,
+        ready: Quantized | None,
+    ) -> None:
         decoding = self.is_decoding(chunk.tokens)
         if self.decoded and not decoding:
             # a new turn: what it sorts can be taken back as a whole
@@ -189,19 +223,16 @@ class TurboLayer(DequantizedView):
         self.bucket_index.append(buckets, self.lengths(), chunk.tokens, chunk.starts)
         # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
         given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
-        if self.appends_in_place():
+        if ready is None:
             self.buffer.reserve(chunk.tokens, chunk.starts)
             append_tokens(
                 k, v, self.store(), starts=chunk.begin(self.device), given_scale=given_scale, max_scale=max_scale, **how
             )
             self.buffer.count(chunk.tokens, chunk.starts)
         else:
-            k = rotate_keys(k, self.config.backend) if self.config.rotates else k
-            # the contents of padding are arbitrary, and must not affect a scale
-            blank = chunk.blank(k), chunk.blank(v)
-            self.buffer.take(*blank, chunk.starts, self.index, given_scale, max_scale, self.config.backend)
+            self.buffer.take(ready, chunk.starts, given_scale, max_scale, self.config.backend)
         self._count_columns(chunk)
-        if not decoding and self.appends_in_place():
+        if not decoding and ready is None:
             self._check_finite(defer)
 
     def appends_in_place(self) -> bool:
@@ -223,7 +254,6 @@ class TurboLayer(DequantizedView):
             self.valid_prefix = torch.cat((valid, chunk.valid.to(self.device)), 1)
         self.seen += chunk.tokens
 
-    @storing
     def commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
         """Seal every whole block of open tokens, and drop what has left the window. Waits while `record_past`.
 
@@ -231,7 +261,9 @@ class TurboLayer(DequantizedView):
         """
         if not self.record_past and self.step is None:
             self._commit(defer, whole_prompt)
+        self.integrity.settle(self.index)
 
+    @storing
     def _commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
         block, pool, buffer = self.config.block_size, self.pool, self.buffer
         index, lengths, whole = self.bucket_index, self.lengths(), [length // block for length in buffer.length]
@@ -285,6 +317,7 @@ class TurboLayer(DequantizedView):
 
     # --- what Transformers calls -------------------------------------------------------------------------------
 
+    @untraced
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -313,6 +346,7 @@ class TurboLayer(DequantizedView):
 
     def dense(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The newest `columns` columns, dequantized: [B, Hkv, columns, D], 0 at padding."""
+        self.integrity.require_untorn()
         first = self.seen - min(columns, self.seen)
         k, v = dequantize(self.store(), self.dtype, self.config.rotates)
         token = torch.arange(first, self.seen, device=self.device).expand(self.rows, -1)
@@ -326,17 +360,17 @@ class TurboLayer(DequantizedView):
         k, v = (torch.take_along_dim(x, pick, 2).masked_fill(~valid, 0.0) for x in (k, v))
         return k, v
 
-    @storing
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns (0 or negative, see `removable`), then seal what waited."""
         # assisted decoding in transformers 5.17 passes a tensor, which must not become part of `seen`
         tokens_to_remove = int(tokens_to_remove)
         counts = removable(self, tokens_to_remove)
+        if counts:
+            self._remove(-tokens_to_remove, counts)
         if self.is_initialized:
-            if counts:
-                self._remove(-tokens_to_remove, counts)
             self._commit()
 
+    @storing
     def _remove(self, columns: int, counts: list[int]) -> None:
         left = [held - count for held, count in zip(self.lengths(), counts, strict=True)]
         self.bucket_index.cut(left)

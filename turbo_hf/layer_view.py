@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from turbo_hf.buffer import storing
+from turbo_hf.buffer import ordinary
 from turbo_hf.errors import Unsupported
 
 
@@ -65,7 +65,7 @@ class DequantizedView(CacheLayerMixin):
         """Refused, as `offload` is. Raises: Unsupported."""
         refuse_offloading()
 
-    @storing
+    @ordinary
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return deep_copied(self, memo)
 
@@ -75,7 +75,7 @@ class DequantizedView(CacheLayerMixin):
 
 
 def deep_copied(thing: Any, memo: dict[int, Any]) -> Any:
-    """For `__deepcopy__`, which is `storing`: a copy of ordinary tensors, whatever mode is on."""
+    """For `__deepcopy__`, which is `ordinary`: a copy of ordinary tensors, whatever mode is on."""
     made = memo[id(thing)] = object.__new__(type(thing))
     made.__dict__.update(copy.deepcopy(thing.__dict__, memo))
     return made

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from turbo_hf.errors import out_of_memory
+
 
 def chosen_rows(chosen: Any, rows: int) -> torch.Tensor:
     """The rows that `chosen` names among `rows`, int64 [n] on the host: each from 0 to rows - 1, at least one.
@@ -44,7 +46,9 @@ def _numbers(chosen: Any) -> torch.Tensor:
     try:
         # an empty list would be one of floats
         found = torch.as_tensor(list(chosen) if isinstance(chosen, range | tuple) else chosen)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
         found = None
     if found is not None and not found.numel():
         found = found.to(torch.int64)

@@ -16,6 +16,7 @@ from turbo_hf.buffer import storing
 from turbo_hf.cache import TurboCache
 from turbo_hf.chunk import Step
 from turbo_hf.config import TurboConfig
+from turbo_hf.integrity import STEP
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import FULL
 from turbo_hf.ops.decode import step_obstacle
@@ -28,6 +29,8 @@ AHEAD = 8
 SLACK = 32
 """Pages of a layer that may be reserved in any case; else a block a row, or a twentieth of the pages in use. What steps
 leave unused is given back when they end."""
+
+STEPS = "a decode step"
 
 
 @dataclass(slots=True)
@@ -119,11 +122,18 @@ class Steps:
         limit: columns that the cache will hold at the end; None: not known. Pages are reserved for no more.
     """
 
-    @storing
+    name = "what decode steps prepare"
+
     def __init__(self, cache: TurboCache, limit: int | None):
-        # of a pass that was broken off: nothing is read while steps run
+        # nothing is read while steps run
         cache.require_finite()
+        self.integrity = cache.integrity
+        self.integrity.require_whole()
         self.cache, self.layers, self._limit = cache, cache.turbo_layers(), limit
+        self._prepare()
+
+    @storing
+    def _prepare(self) -> None:
         first = self.layers[0]
         self._arrived = torch.zeros(first.rows, dtype=torch.int32, device=first.device)
         # one flag tensor, so that one read tells of all layers
@@ -209,9 +219,19 @@ class Steps:
                 for plan in group.plans.values():
                     plan.update(group.after())
 
+    def open(self) -> None:
+        """From here to `finish`, the cache is one that a broken pass has left.
+
+        Raises:
+            ValueError: it is one already.
+        """
+        self.integrity.enter(STEP)
+        self.integrity.writing = STEPS
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, a pass over the cache is the step: its layers count nothing."""
+        self.integrity.again(STEP)
         for group in self._groups:
             step = Step(tuple(group.after()), group.plans, self._arrived)
             for layer in group.layers:
@@ -230,6 +250,8 @@ class Steps:
             layer.pool.sealed = layer.pool.device_sealed().tolist()
             # of a row that seals the open tokens are fewer afterwards
             layer.seen += layer.buffer.length != held
+        if self.integrity.writing == STEPS:
+            self.integrity.writing = None
 
     def tensors(self) -> list[Any]:
         """What the launches of a step refer to. As long as these are the same objects, it can be replayed."""
@@ -261,3 +283,12 @@ class Steps:
                 layer.seen += 1
                 if layer.selector is not None:
                     layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)
+        if self.integrity.writing == STEPS:
+            self.integrity.writing = None
+        self.integrity.leave(STEP)
+
+    def cancel(self) -> None:
+        """After a capture that failed: nothing has been stored."""
+        self.integrity.again(STEP)
+        self.integrity.writing = None
+        self.integrity.leave(STEP)

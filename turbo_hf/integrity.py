@@ -1,0 +1,201 @@
+"""Whether a cache is whole: which pass or call has begun to change it, and has not ended.
+
+What breaks off leaves its mark, wherever the exception came from: marks are set before a change and cleared after it,
+never in an exception handler. The next use finds the mark and refuses.
+"""
+
+from collections.abc import Mapping
+from threading import get_ident
+
+RESET = "reset() it, or take a new one."
+STEP = 0
+"""The depth of a step that may be replayed (`steps.Steps`); those of the modules in it follow."""
+
+READ = "read "
+"""Kinds that begin so note that a layer's state was taken."""
+
+
+class Pass:
+    """A forward pass over a cache, or an operation on all of its layers.
+
+    announced: hooks tell when it begins and ends; else it has ended once every layer has stored its tokens.
+    operation: its name; "" for a forward pass.
+    """
+
+    def __init__(self, announced: bool = False, operation: str = "", ended: bool = False):
+        self.announced, self.operation, self.ended = announced, operation, ended
+        self.thread = get_ident()
+        # modules that have announced it and not returned, by their depth
+        self.calls: list[int] = []
+        # what each layer held that has begun to store new tokens, by layer and kind of state: columns, else 0
+        self.done: dict[tuple[int, str], int] = {}
+        # the layer whose new tokens are on their way to it, and the one whose turn has begun and not ended
+        self.claimed: int | None = None
+        self.at: int | None = None
+        # whoever comes after it: of several threads, the first in this list
+        self.later: list[Pass] = []
+
+
+class Integrity:
+    """The marks of one cache, which all of its layers share. A copy of a broken cache is broken.
+
+    Args:
+        layers: for each layer that stores anything, its class.
+    """
+
+    def __init__(self, layers: Mapping[int, str]):
+        self.layers = dict(layers)
+        self.forget()
+
+    def forget(self) -> None:
+        """There is nothing left that could be broken."""
+        # what is being written, or was when it broke off
+        self.writing: str | None = None
+        self.last = Pass(ended=True)
+
+    def _broken(self, last: Pass) -> str | None:
+        """What has begun and not ended, as a sentence with its remedy; None: the cache is whole."""
+        if self.writing is not None:
+            return self._torn()
+        if last.ended:
+            return None
+        if last.operation:
+            return f"an earlier {last.operation}() of this TurboCache broke off midway: {RESET}"
+        if (
+            last.at is None
+            and last.claimed is None
+            and (not last.done or (not last.announced and self._complete(last)))
+        ):
+            return None
+        stored = {layer for layer, _ in last.done}
+        return (
+            f"an earlier pass over this TurboCache broke off when {len(stored)} of its {len(self.layers)} layers held "
+            f"its tokens (or another thread still runs it). roll_back() takes them back where it can; or {RESET}"
+        )
+
+    def _torn(self) -> str:
+        return (
+            f"{self.writing} of this TurboCache was being written when an earlier pass or call broke off (or another "
+            f"thread is writing it): {RESET}"
+        )
+
+    def _complete(self, last: Pass) -> bool:
+        """Whether every layer has stored the tokens of a pass whose end nobody tells."""
+        kinds: dict[int, set[str]] = {layer: set() for layer in self.layers}
+        for layer, kind in last.done:
+            if layer in kinds and not kind.startswith(READ):
+                kinds[layer].add(kind)
+        # layers of one class have the same states; which, is known when they have been seen
+        alike: dict[str, set[str]] = {}
+        return all(
+            held and alike.setdefault(self.layers[layer], held - {""}) == held - {""} for layer, held in kinds.items()
+        )
+
+    def require_whole(self) -> None:
+        """ValueError if a pass or call has begun to change the cache, and has not ended."""
+        broken = self._broken(self.last)
+        if broken is not None:
+            raise ValueError(broken)
+
+    def require_untorn(self) -> None:
+        """ValueError if something was being written when a pass or call broke off."""
+        if self.writing is not None:
+            raise ValueError(self._torn())
+
+    def begin(self, announced: bool = False, operation: str = "") -> Pass:
+        """A new pass or operation; ValueError as in `require_whole`."""
+        last, new = self.last, Pass(announced, operation)
+        broken = self._broken(last)
+        if broken is not None:
+            raise ValueError(broken)
+        # what another thread has read of the cache must be so until it stores
+        used = last.announced and not last.ended and last.thread != new.thread
+        if not used:
+            last.later.append(new)
+        if used or last.later[0] is not new:
+            raise ValueError(f"another thread has begun to use this TurboCache, or broke off there: {RESET}")
+        self.last = new
+        return new
+
+    def enter(self, depth: int) -> None:
+        """A module that calls all layers begins. depth: among those that do, the outermost first."""
+        last = self.last
+        within = not (last.ended or last.done) and last.calls and last.calls[-1] < depth
+        if not (within and last.thread == get_ident()):
+            last = self.begin(announced=True)
+        last.calls.append(depth)
+
+    def leave(self, depth: int) -> None:
+        """The module has returned, without an exception."""
+        last = self.last
+        if last.calls and last.calls[-1] == depth and last.thread == get_ident():
+            last.calls.pop()
+            last.ended = not last.calls
+
+    def abandon(self, depth: int) -> None:
+        """The module has returned, perhaps with an exception, which leaves no trace if it came before all changes."""
+        last = self.last
+        touched = last.done or last.claimed is not None or self.writing is not None
+        if depth in last.calls and last.thread == get_ident() and not touched:
+            last.ended = True
+
+    def again(self, depth: int) -> None:
+        """What the module has called did not run, and is called once more."""
+        last = self.last
+        if last.calls[:1] == [depth]:
+            last.calls, last.done, last.at = [depth], {}, None
+
+    def claim(self, layer: int) -> None:
+        """The layer's new tokens are on their way to it."""
+        self.last.claimed = layer
+
+    def unclaim(self, layer: int) -> None:
+        """They have reached it, or will not."""
+        if self.last.claimed == layer:
+            self.last.claimed = None
+
+    def turn(self, layer: int, held: int, kind: str = "") -> None:
+        """A layer, which holds `held` columns, begins to store new ones, or another kind of state; `settle` ends it.
+
+        Raises:
+            ValueError: this is a new pass, as the layer has had its turn, and the last one has not ended.
+        """
+        self.unclaim(layer)
+        last, key = self.last, (layer, kind)
+        again = key in last.done and not (kind and last.announced)
+        other = last.ended or last.operation or last.thread != get_ident()
+        if other or again or last.claimed is not None:
+            last = self.begin()
+        last.at = layer
+        last.done[key] = held
+
+    def settle(self, layer: int) -> None:
+        """The layer's turn has ended."""
+        if self.last.at == layer:
+            self.last.at = None
+
+    def read(self, layer: int, kind: str) -> None:
+        """A model takes a layer's state, which it may then change in place. Outside of a pass, nobody does.
+
+        Raises:
+            ValueError: this is a new pass, as the layer has had its turn, and the last one has not ended.
+        """
+        last, key = self.last, (layer, READ + kind)
+        if last.ended and last.announced:
+            return
+        stored = any(held == layer and kind and not kind.startswith(READ) for held, kind in last.done)
+        again = not last.announced and (stored or key in last.done)
+        if last.ended or last.operation or again or last.thread != get_ident():
+            last = self.begin()
+        last.done[key] = 0
+
+    def before(self) -> dict[tuple[int, str], int]:
+        """Of the pass that broke off, `Pass.done`; {} if none did.
+
+        Raises:
+            ValueError: it broke off while something was written, or was no forward pass. What it changed is not known.
+        """
+        broken = self._broken(self.last)
+        if broken is not None and (self.writing is not None or self.last.operation):
+            raise ValueError(broken)
+        return {} if broken is None else dict(self.last.done)
