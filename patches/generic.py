@@ -38,6 +38,7 @@ REFUSED = {
     "hrm_text": "it runs its layers several times a token, each time with another layer of the cache",
     "jetmoe": "its attention repeats keys and values after the cache has seen them",
     "minimax": "it takes no cache but its own",
+    "mllama_text_model": "its cross-attention layers keep the keys of images in the same cache",
     "moshi": "its attention sees further than the window of its cache",
     "zamba": "one attention module serves several of its layers",
     "zamba2": "one attention module serves several of its layers",

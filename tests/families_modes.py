@@ -125,8 +125,9 @@ def apart(one: Answer, other: Answer) -> Tensor:
 def verdict(ours: Answer, plain: Answer, half: Answer) -> str:
     """ "yes", perhaps with other tokens where rounding decides, or what is wrong. half: as plain, in `half_cache`.
 
-    What rounding changes is the median over the tokens that it changes: a few may tip something over, such as a router. It is a measure
-    of what is left, too: in deep layers, keys on the edge between two float16 numbers fall on either side.
+    What rounding changes is the median over the tokens that it changes: a few may tip something over, such as a router.
+    It is a measure of what is left, too: in deep layers, keys on the edge between two float16 numbers fall on either
+    side.
     """
     changed = apart(plain, half)
     off, rounding = float(apart(ours, half).max()), float(changed[changed > 0].median()) if changed.any() else 0.0

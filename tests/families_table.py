@@ -83,9 +83,11 @@ def _examine(row: Row) -> None:
             row.modes[name] = f"unpatched fails: {_short(error)}"
     if "chunks" in plain and _differ(plain["chunks"], plain["batch"]):
         row.notes.append("unpatched, chunks change its answers")
-    held = getattr(plain["batch"].cache, "get_seq_length", lambda: None)()
-    if held is not None and held < inputs["input_ids"].shape[1] + NEW - 1:
-        row.notes.append(f"unpatched, its cache holds {held} tokens in the end: it forgets the others")
+    # one without attention has no length
+    with contextlib.suppress(AttributeError, ValueError):
+        held = plain["batch"].cache.get_seq_length()
+        if held < inputs["input_ids"].shape[1] + NEW - 1:
+            row.notes.append(f"unpatched, its cache holds {held} tokens in the end: it forgets the others")
     logits = _logits(model, inputs)
     after = snapshot(model)
     own = changes(before, after)
