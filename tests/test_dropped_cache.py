@@ -9,7 +9,7 @@ import torch
 from generate_support import EXACT4
 from graphs_support import watch_runners
 from models import SHAPE, left_padded, prompts
-from transformers import DynamicCache, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
+from transformers import DynamicCache, GenerationMixin, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
@@ -45,8 +45,10 @@ def long_phi(kind: str = "phi3", **overrides: Any) -> Any:
     return model.eval()
 
 
-def answer(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    return model.generate(ids, **{"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, **options})
+def answer(model: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+    return model.generate(
+        input_ids, **{"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, **options}
+    )
 
 
 def settled(model: Any, lengths: list[int]) -> dict[str, torch.Tensor]:
@@ -177,17 +179,30 @@ def test_only_new_tokens_are_refused_where_all_are_computed_again() -> None:
         assert held.get_seq_length() == 41
 
 
-@pytest.mark.skipif(not forgets, reason="this version of Transformers computes all tokens again")
-def test_a_version_that_loses_the_prompt_is_told_of() -> None:
-    model, ids = long_phi(), prompts(1, SWITCH - 5)
-    want = answer(model, ids).sequences
+class Forgetful(Phi3ForCausalLM):
+    """It passes the newest token alone where all are to be computed again, as Phi-4-multimodal does."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is not None and SWITCH >= cache.get_seq_length() > 0 and input_ids.shape[1] > SWITCH:
+            kwargs["past_key_values"] = None
+        return GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)
+
+
+def test_a_model_that_loses_the_prompt_is_told_of() -> None:
+    torch.manual_seed(0)
+    model = Forgetful(Phi3Config(**SHAPE)).eval()
+    batch = settled(model, [SWITCH - 5])
+    want = answer(model, **batch).sequences
     with turbo_hf.patch(model, FULL), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = answer(model, ids)
+        out = answer(model, **batch)
     assert torch.equal(out.sequences, want)
     assert isinstance(out.past_key_values, TurboCache)
     (warning,) = [x for x in caught if "lacks the prompt" in str(x.message)]
     assert warning.filename == __file__
+    with turbo_hf.patch(model, FULL), pytest.raises(Unsupported, match=r"lacks the prompt.*do not pad"):
+        answer(model, **left_padded([prompts(1, SWITCH - 5)[0], prompts(1, 9)[0]]))
 
 
 # --- models that bring another cache ----------------------------------------------------------------------------------
