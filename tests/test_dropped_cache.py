@@ -179,14 +179,18 @@ def test_only_new_tokens_are_refused_where_all_are_computed_again() -> None:
         assert held.get_seq_length() == 41
 
 
-class Forgetful(Phi3ForCausalLM):
-    """It passes the newest token alone where all are to be computed again, as Phi-4-multimodal does."""
+def newest_alone(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+    """Inputs of the newest token alone where all are to be computed again, as Phi-4-multimodal has them."""
+    cache, prepare = kwargs.get("past_key_values"), GenerationMixin.prepare_inputs_for_generation
+    if cache is not None and SWITCH >= cache.get_seq_length() > 0 and input_ids.shape[1] > SWITCH:
+        kwargs["past_key_values"] = None
+    return prepare(model, input_ids, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        if cache is not None and SWITCH >= cache.get_seq_length() > 0 and input_ids.shape[1] > SWITCH:
-            kwargs["past_key_values"] = None
-        return GenerationMixin.prepare_inputs_for_generation(self, input_ids, **kwargs)
+
+class Forgetful(Phi3ForCausalLM):
+    """It loses the prompt."""
+
+    prepare_inputs_for_generation: Any = newest_alone
 
 
 def test_a_model_that_loses_the_prompt_is_told_of() -> None:
@@ -217,13 +221,18 @@ class Fickle(Phi3ForCausalLM):
         return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
 
 
-class FickleInputs(Phi3ForCausalLM):
-    """Its inputs name a cache of its own after ten tokens."""
+def others_inputs(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+    """Inputs with a cache of the model's own after ten tokens."""
+    cache, prepare = kwargs.get("past_key_values"), GenerationMixin.prepare_inputs_for_generation
+    if cache is not None and cache.get_seq_length() == 12:
+        kwargs["past_key_values"] = DynamicCache(config=model.config)
+    return prepare(model, input_ids, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() == 12:
-            past_key_values = DynamicCache(config=self.config)
-        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+
+class FickleInputs(Phi3ForCausalLM):
+    """Its inputs bring another cache."""
+
+    prepare_inputs_for_generation: Any = others_inputs
 
 
 @pytest.mark.parametrize("kind", [Fickle, FickleInputs])
