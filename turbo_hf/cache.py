@@ -11,7 +11,6 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -147,7 +146,9 @@ class TurboCache(Cache):
                 self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
                 layers.append(self._others[index]())
         super().__init__(layers=layers)
-        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if not isinstance(layer, DummyLayer)}
+        # not the dummy layers, which transformers 5.17 does not have
+        kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
+        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
         self.integrity = Integrity(storing)
         for layer in self.turbo_layers():
             layer.integrity = self.integrity
