@@ -1,8 +1,9 @@
 """`TurboCache`: the compressed KV cache as a `transformers.Cache`."""
 
+import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -15,13 +16,17 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from turbo_hf.buffer import ordinary
 from turbo_hf.chunk import Chunk, chunk_from_mask
 from turbo_hf.config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.crop import removable, require_recorded
+from turbo_hf.errors import Unsupported
 from turbo_hf.integrity import RESET, Integrity, Pass
 from turbo_hf.layer import TurboLayer
+from turbo_hf.layer_view import deep_copied, refuse_offloading
 from turbo_hf.memory import Memory, measure
 from turbo_hf.model_layers import COMPRESSED_TYPES, layer_types
+from turbo_hf.rows import chosen_rows, repeated_rows
 from turbo_hf.selectors import Selector
 from turbo_hf.transfer import require_finite
 
@@ -31,11 +36,12 @@ R = TypeVar("R")
 
 def _whole(method: Callable[Concatenate["TurboCache", P], None]) -> Callable[Concatenate["TurboCache", P], None]:
     """An operation on all layers: a broken cache is refused, and broken off it leaves one that is."""
+    changes = ordinary(method)
 
     @functools.wraps(method)
     def operation(self: "TurboCache", /, *args: P.args, **kwargs: P.kwargs) -> None:
         begun = self.integrity.begin(operation=method.__name__.strip("_"))
-        method(self, *args, **kwargs)
+        changes(self, *args, **kwargs)
         begun.ended = True
 
     return operation
@@ -95,6 +101,7 @@ class TurboCache(Cache):
 
     Raises:
         ValueError: an unknown preset, a layer index that the model does not have, or a sparse config without selectors.
+        TypeError: `model_config` is no config.
     """
 
     def __init__(
@@ -108,6 +115,8 @@ class TurboCache(Cache):
         head_orders: Mapping[int, Sequence[int]] | None = None,
         selectors: Mapping[int, Selector] | None = None,
     ):
+        if not isinstance(model_config, PreTrainedConfig):
+            raise TypeError(f"model_config must be a model's config (model.config); got {type(model_config).__name__}.")
         self.turbo_config = resolve_config(config)
         if self.turbo_config.sparse is not None and selectors is None:
             raise ValueError(
@@ -223,6 +232,12 @@ class TurboCache(Cache):
         if isinstance(self.layers[layer_idx], TurboLayer):
             # it marks what it stores, which may be later
             return update(key_states, value_states, layer_idx, *args, **kwargs)
+        rows = self._rows()
+        if rows is not None and len(key_states) != rows:
+            raise ValueError(
+                f"layer {layer_idx}: the cache holds {rows} rows; this pass brings {len(key_states)}. Use a new "
+                "TurboCache, or reset() this one."
+            )
         with_layer = functools.partial(update, key_states, value_states, layer_idx, *args, **kwargs)
         return self._marked(with_layer, layer_idx, "")
 
@@ -249,7 +264,8 @@ class TurboCache(Cache):
         """The result of an update of one of Transformers' own layers."""
         self.integrity.turn(layer, 0 if kind else self.get_seq_length(layer), kind)
         self.integrity.writing = f"layer {layer}"
-        result = update()
+        # states are written in place, also outside `torch.inference_mode` later
+        result = ordinary(update)() if kind and torch.is_inference_mode_enabled() else update()
         self.integrity.writing = None
         self.integrity.settle(layer)
         return result
@@ -281,7 +297,7 @@ class TurboCache(Cache):
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
         self.integrity.require_whole()
-        if tokens_to_remove <= 0 and not any(getattr(layer, "is_initialized", True) for layer in self.layers):
+        if tokens_to_remove <= 0 and self._rows() is None:
             # Transformers' own layers fail before the first pass
             return
         for index in range(len(self.layers)):
@@ -293,7 +309,7 @@ class TurboCache(Cache):
         if isinstance(layer, TurboLayer):
             removable(layer, tokens_to_remove)
         else:
-            require_recorded(layer, index, tokens_to_remove)
+            require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
 
     @_whole
     def _crop(self, tokens_to_remove: int) -> None:
@@ -345,21 +361,6 @@ class TurboCache(Cache):
             raise ValueError(f"{error} What broke off cannot be taken back: {RESET}") from None
 
     @_whole
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Row i continues what row `beam_idx[i]` was, int64 [B]."""
-        super().reorder_cache(beam_idx)
-
-    @_whole
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times, side by side."""
-        super().batch_repeat_interleave(repeats)
-
-    @_whole
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices`."""
-        super().batch_select_indices(indices)
-
-    @_whole
     def activate_past_recording(self) -> None:
         """Wait for `crop` after each pass before dropping what it may bring back."""
         super().activate_past_recording()
@@ -390,6 +391,7 @@ class TurboCache(Cache):
             if layer.is_initialized:
                 layer.commit()
 
+    @ordinary
     def reset(self) -> None:
         """Forget every token, also of a broken cache; it can then take another batch."""
         self.integrity.last = Pass(operation="reset")
@@ -405,3 +407,80 @@ class TurboCache(Cache):
             held = vars(self.layers[index])
             held.clear()
             held.update(vars(make()))
+
+    # --- rows of the batch -------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row i of every layer continues what row `beam_idx[i]` was: ValueError as in `rows.chosen_rows`."""
+        self.integrity.require_whole()
+        rows = self._rows()
+        if rows is not None:
+            self._select_rows(chosen_rows(beam_idx, rows))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these rows of every layer: row numbers, a bool mask or a slice; ValueError as in `rows.chosen_rows`."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, side by side: ValueError unless a whole number above 0."""
+        self.integrity.require_whole()
+        rows = self._rows()
+        if rows is not None:
+            self._select_rows(repeated_rows(repeats, rows))
+
+    @_whole
+    def _select_rows(self, index: Any) -> None:
+        # layers with recurrent states have no other method for it
+        super().reorder_cache(index)
+
+    def _rows(self) -> int | None:
+        """Rows of the batch; None before the first pass."""
+        for layer in self.layers:
+            if isinstance(layer, TurboLayer):
+                if layer.is_initialized:
+                    return layer.rows
+                continue
+            held = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values()]
+            held += getattr(layer, "recurrent_states", {}).values()
+            found = next((x for x in held if x is not None and x.dim() > 1), None)
+            if found is not None:
+                return len(found)
+        return None
+
+    # --- what a DynamicCache does too --------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[tuple[Any, Any, torch.Tensor | None]]:
+        """(keys, values, window or None) of each layer, as a `DynamicCache` gives them; see `TurboLayer.keys`.
+
+        Raises:
+            Unsupported: a layer without keys (linear attention).
+            ValueError: the cache is broken.
+        """
+        self.integrity.require_whole()
+        for index, layer in enumerate[Any](self.layers):
+            if not hasattr(layer, "keys"):
+                raise Unsupported(
+                    f"layer {index}: a {type(layer).__name__} has no keys and values to iterate over. Take those of "
+                    "the other layers: cache.layers[i].keys, cache.layers[i].values."
+                )
+            window = torch.tensor(layer.window) if isinstance(layer, TurboLayer) and layer.window else None
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", window)
+
+    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as `prefetch` is. Raises: Unsupported."""
+        refuse_offloading()
+
+    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as `offload` is. Raises: Unsupported."""
+        refuse_offloading()
+
+    @ordinary
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TurboCache":
+        copied: TurboCache = deep_copied(self, memo)
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if any(layer.is_initialized and layer.buffer.k.is_inference() for layer in self.turbo_layers()):
+            # unpickled under `torch.inference_mode`
+            self.__dict__.update(copy.deepcopy(self).__dict__)

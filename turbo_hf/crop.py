@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 if TYPE_CHECKING:
     from turbo_hf.layer import TurboLayer
@@ -37,9 +37,23 @@ def removable(layer: "TurboLayer", tokens_to_remove: int) -> list[int]:
     return counts
 
 
-def require_recorded(layer: Any, index: int, tokens_to_remove: int) -> None:
-    """ValueError if one of Transformers' own layers no longer holds what `crop(tokens_to_remove)` would bring back."""
+def require_recorded(layer: Any, index: int, tokens_to_remove: int, seen: int) -> None:
+    """ValueError if one of Transformers' own layers no longer holds what `crop(tokens_to_remove)` would bring back.
+
+    seen: columns of the whole cache.
+    """
     recording = getattr(layer, "record_past", True)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
+            raise ValueError(
+                f"layer {index}: a {type(layer).__name__} has mixed all tokens into its recurrent state, and none can "
+                "be removed again. Keep a copy.deepcopy of the cache to return to."
+            )
+        for number, state in layer.conv_states.items():
+            kernel: Any = layer.conv_kernel_size[number]
+            # a state is shorter than its kernel where it holds all that there was
+            if state is not None and state.shape[-1] + tokens_to_remove < min(kernel, seen + tokens_to_remove):
+                recording = False
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
         keys: Any = layer.keys
         held, seen = keys.shape[-2], int(layer.get_seq_length())

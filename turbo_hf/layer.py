@@ -4,20 +4,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from turbo_hf.buffer import OpenBuffer, Quantized, ordinary, storing
 from turbo_hf.chunk import Chunk, Step, chunk_from_given_mask
+from turbo_hf.compiling import untraced
 from turbo_hf.config import TurboConfig
 from turbo_hf.crop import removable
 from turbo_hf.index import BucketIndex
 from turbo_hf.integrity import Integrity
+from turbo_hf.layer_view import DequantizedView
 from turbo_hf.layout import FULL, KVStore, full_type
 from turbo_hf.ops.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.quantize import dequantize
 from turbo_hf.ops.rotate import rotate_keys
 from turbo_hf.pages import PagePool
+from turbo_hf.rows import chosen_rows, repeated_rows
 from turbo_hf.selectors import Selector
 from turbo_hf.transfer import require_finite, shared
 
@@ -31,7 +33,7 @@ HELD = (
 """Attributes of a layer that holds tokens."""
 
 
-class TurboLayer(CacheLayerMixin):
+class TurboLayer(DequantizedView):
     """Keys and values of one attention layer: sealed pages and an open INT8 buffer, with one length per row.
 
     Padding is not stored: each row begins at its first real token, so its blocks and scales are the same alone and in
@@ -315,6 +317,7 @@ class TurboLayer(CacheLayerMixin):
 
     # --- what Transformers calls -------------------------------------------------------------------------------
 
+    @untraced
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -386,20 +389,17 @@ class TurboLayer(CacheLayerMixin):
             if tokens.k.shape[2]:
                 self.buffer.append(tokens, starts)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i continues what row `beam_idx[i]` was. Sealed pages are shared, not copied."""
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row i continues what row `beam_idx[i]` was (`rows.chosen_rows`). Sealed pages are shared, not copied."""
         if self.is_initialized:
-            self._select_rows(beam_idx)
+            self._select_rows(chosen_rows(beam_idx, self.rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, side by side."""
         if self.is_initialized:
-            self._select_rows(torch.arange(self.rows).repeat_interleave(repeats))
+            self._select_rows(repeated_rows(repeats, self.rows))
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows `indices` (numbers, or a bool mask)."""
-        if self.is_initialized:
-            self._select_rows(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+    batch_select_indices = reorder_cache
 
     @storing
     def _select_rows(self, index: torch.Tensor) -> None:

@@ -51,6 +51,10 @@ class Tally:
     dense: int = 0
     read: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
+    def __reduce__(self) -> Any:
+        # a cache that is loaded belongs to no patch that counts
+        return Tally, ()
+
     def counter(self, device: torch.device) -> torch.Tensor:
         """int64 [1] for `ops.sparse_decode(read=...)`."""
         if device not in self.read:

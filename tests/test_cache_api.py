@@ -1,0 +1,310 @@
+"""A `TurboCache` beside a `DynamicCache`: every public name of it works as there, or is refused in a sentence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import left_padded, prompts, tiny_llama, tiny_mistral
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+import turbo_hf
+from turbo_hf import TurboCache, TurboConfig, Unsupported
+from turbo_hf.layer import TurboLayer
+
+K, V = torch.randn(2, 2, 2, 3, 16, generator=torch.Generator().manual_seed(0))
+SAME, REFUSED, OWN = "as a DynamicCache does", "refused", "something of its own"
+
+# what users and Transformers do with a cache of two layers and two rows that holds 40 columns
+CACHE: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "activate_past_recording": (SAME, lambda c: c.activate_past_recording()),
+    "batch_repeat_interleave": (SAME, lambda c: c.batch_repeat_interleave(2)),
+    "batch_select_indices": (SAME, lambda c: c.batch_select_indices([1])),
+    "batch_size": (SAME, lambda c: c.batch_size),
+    "crop": (SAME, lambda c: c.crop(-2)),
+    "early_initialization": (SAME, lambda c: c.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))),
+    "get_conv_state": (REFUSED, lambda c: c.get_conv_state(0)),
+    "get_mask_sizes": (SAME, lambda c: c.get_mask_sizes(3, 1)),
+    "get_max_length": (SAME, lambda c: (c.get_max_length(), c.get_max_length(0))),
+    "get_query_offset": (SAME, lambda c: c.get_query_offset()),
+    "get_recurrent_state": (REFUSED, lambda c: c.get_recurrent_state(0)),
+    "get_seq_length": (SAME, lambda c: (c.get_seq_length(), c.get_seq_length(1))),
+    "has_previous_state": (REFUSED, lambda c: c.has_previous_state(0)),
+    "is_compileable": (SAME, lambda c: c.is_compileable),
+    "is_croppable": (SAME, lambda c: c.is_croppable),
+    "is_dummy": (SAME, lambda c: c.is_dummy),
+    "is_initialized": (SAME, lambda c: c.is_initialized),
+    "is_linear": (SAME, lambda c: c.is_linear),
+    "is_recording_past": (OWN, lambda c: c.is_recording_past(0)),
+    "is_sliding": (SAME, lambda c: c.is_sliding),
+    "layer_class_to_replicate": (SAME, lambda c: c.layer_class_to_replicate),
+    "layers": (SAME, lambda c: len(c.layers)),
+    "offload": (REFUSED, lambda c: c.offload(0)),
+    "offloading": (SAME, lambda c: c.offloading),
+    "prefetch": (REFUSED, lambda c: c.prefetch(0)),
+    "reorder_cache": (SAME, lambda c: c.reorder_cache(torch.tensor([1, 0]))),
+    # of 5.17, a DynamicCache keeps as many zeros
+    "reset": (OWN, lambda c: c.reset()),
+    "update": (SAME, lambda c: c.update(K, V, 0)[0].shape),
+    "update_conv_state": (REFUSED, lambda c: c.update_conv_state(K, 0)),
+    "update_indexer": (REFUSED, lambda c: c.update_indexer(K, 0)),
+    "update_recurrent_state": (REFUSED, lambda c: c.update_recurrent_state(K, 0)),
+    # up to transformers 5.17
+    "get_max_cache_shape": (SAME, lambda c: c.get_max_cache_shape()),
+    "max_batch_size": (SAME, lambda c: c.max_batch_size),
+    "max_cache_len": (REFUSED, lambda c: c.max_cache_len),
+}
+LAYER: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "activate_past_recording": (SAME, lambda x: x.activate_past_recording()),
+    "batch_repeat_interleave": (SAME, lambda x: x.batch_repeat_interleave(2)),
+    "batch_select_indices": (SAME, lambda x: x.batch_select_indices([1])),
+    "crop": (SAME, lambda x: x.crop(-2)),
+    "cumulative_length": (OWN, lambda x: x.seen),
+    "device": (SAME, lambda x: x.device),
+    "dtype": (SAME, lambda x: x.dtype),
+    "get_mask_sizes": (SAME, lambda x: x.get_mask_sizes(3)),
+    "get_max_length": (SAME, lambda x: x.get_max_length()),
+    "get_seq_length": (SAME, lambda x: x.get_seq_length()),
+    "is_compileable": (SAME, lambda x: x.is_compileable),
+    "is_croppable": (SAME, lambda x: x.is_croppable),
+    "is_initialized": (SAME, lambda x: x.is_initialized),
+    "is_sliding": (SAME, lambda x: x.is_sliding),
+    "keys": (SAME, lambda x: x.keys.shape),
+    "lazy_initialization": (OWN, lambda x: None),
+    "offload": (REFUSED, lambda x: x.offload()),
+    "prefetch": (REFUSED, lambda x: x.prefetch()),
+    "record_past": (SAME, lambda x: x.record_past),
+    "reorder_cache": (SAME, lambda x: x.reorder_cache(torch.tensor([1, 0]))),
+    "reset": (OWN, lambda x: x.reset()),
+    "sliding_window": (OWN, lambda x: x.window),
+    "supports_early_init": (SAME, lambda x: x.supports_early_init),
+    "update": (SAME, lambda x: x.update(K, V)[0].shape),
+    "values": (SAME, lambda x: x.values.shape),
+    # up to transformers 5.17
+    "get_max_cache_shape": (SAME, lambda x: x.get_max_cache_shape()),
+}
+
+
+def fill(cache: Any, tokens: int = 40) -> Any:
+    """The cache, with so many columns of two rows in two layers."""
+    k, v = torch.randn(2, 2, 2, tokens, 16, generator=torch.Generator().manual_seed(1))
+    for layer in range(2):
+        cache.update(k, v, layer)
+    return cache
+
+
+def pair(window: int | None) -> tuple[Any, Any]:
+    """A filled cache of each kind."""
+    config = tiny_mistral(window).config
+    return fill(TurboCache(config, TurboConfig(bits=8, block_size=32))), fill(DynamicCache(config=config))
+
+
+def public(*things: Any) -> list[str]:
+    """Names that do not begin with an underscore."""
+    return sorted({name for thing in things for name in dir(thing) if not name.startswith("_")})
+
+
+@pytest.mark.parametrize("window", [None, 24], ids=["full", "window"])
+@pytest.mark.parametrize("name", public(Cache, DynamicCache(config=tiny_llama().config)))
+def test_what_a_dynamic_cache_has(name: str, window: int | None) -> None:
+    assert name in CACHE, f"this version of Transformers has a new name, Cache.{name}: decide what a TurboCache does"
+    how, use = CACHE[name]
+    turbo, stock = pair(window)
+    if name == "crop" and window:
+        # both forget
+        for cache in (turbo, stock):
+            cache.activate_past_recording()
+            fill(cache, 5)
+    check(how, use, turbo, stock, f"{name}|layer|TurboCache")
+
+
+@pytest.mark.parametrize("window", [None, 24], ids=["full", "window"])
+@pytest.mark.parametrize("name", public(CacheLayerMixin, *(layer for w in (None, 24) for layer in pair(w)[1].layers)))
+def test_what_a_layer_of_a_dynamic_cache_has(name: str, window: int | None) -> None:
+    assert name in LAYER, f"this version of Transformers has a new name of layers, {name}: decide what TurboLayer does"
+    how, use = LAYER[name]
+    turbo, stock = (cache.layers[1] for cache in pair(window))
+    if not hasattr(stock, name):
+        how = OWN
+    if name == "crop" and window:
+        for layer in (turbo, stock):
+            layer.activate_past_recording()
+            layer.update(K, V)
+    check(how, use, turbo, stock, "TurboCache")
+
+
+def check(how: str, use: Callable[[Any], Any], turbo: Any, stock: Any, said: str) -> None:
+    """Use both, and compare what they give, and the columns and keys that they have afterwards."""
+    if how == REFUSED:
+        with pytest.raises((ValueError, AttributeError), match=said) as refused:
+            use(turbo)
+        assert len(str(refused.value)) > 40
+        assert isinstance(refused.value, ValueError) or "max_cache_len" in str(refused.value)
+    elif how == OWN:
+        use(turbo)
+    else:
+        assert use(turbo) == use(stock)
+        assert turbo.get_seq_length() == stock.get_seq_length()
+        for got, want in zip(getattr(turbo, "layers", [turbo]), getattr(stock, "layers", [stock]), strict=True):
+            if want.keys is None or not want.get_seq_length():
+                assert got.keys is None
+            else:
+                assert got.keys.shape[:2] == want.keys.shape[:2]
+                width = min(got.keys.shape[2], want.keys.shape[2])
+                # 8 bits
+                assert torch.allclose(got.keys[:, :, -width:], want.keys[:, :, -width:], atol=0.1)
+
+
+# --- keys and values -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 24], ids=["full", "window"])
+def test_keys_and_values_can_be_read_as_from_a_dynamic_cache(window: int | None) -> None:
+    turbo, stock = pair(window)
+    for got, want in zip(turbo, stock, strict=True):
+        assert [x.shape for x in got[:2]] == [x.shape for x in want[:2]]
+        assert all(torch.allclose(x, y, atol=0.1) for x, y in zip(got[:2], want[:2], strict=True))
+        assert got[2] == want[2]
+    assert turbo.layers[0].keys.dtype == K.dtype
+    assert repr(turbo) == repr(stock).replace(type(stock).__name__, "TurboCache", 1).replace(
+        type(stock.layers[0]).__name__, "TurboLayer"
+    )
+
+
+def test_what_was_read_makes_a_dynamic_cache() -> None:
+    model, ids = tiny_llama(), prompts(2, 60)
+    cache = TurboCache(model.config, TurboConfig(bits=4, block_size=32))
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        loose = DynamicCache(list(cache))
+        want, got = (model(ids[:, 40:], past_key_values=each).logits for each in (cache, loose))
+    torch.testing.assert_close(got, want)
+
+
+def test_padding_reads_as_zeros() -> None:
+    model, batch = tiny_llama(), left_padded([prompts(1, n, seed=n)[0] for n in (40, 9)])
+    with turbo_hf.patch(model) as handle, torch.no_grad():
+        cache: Any = handle.new_cache()
+        assert (cache.layers[0].keys, cache.layers[0].values) == (None, None)
+        model(**batch, past_key_values=cache)
+    for layer in cache.layers:
+        for shown in (layer.keys, layer.values):
+            assert shown.shape == (2, 2, 40, 16)
+            assert not shown[1, :, :31].any()
+            assert shown[1, :, 31:].abs().amax(-1).min() > 0
+
+
+def test_keys_and_values_cannot_be_written() -> None:
+    turbo, _ = pair(None)
+    layer: Any = turbo.layers[0]
+    before = layer.keys.clone()
+    for name in ("keys", "values"):
+        with pytest.raises(Unsupported, match=r"layer 0: keys and values of a TurboCache .* cannot be set"):
+            setattr(layer, name, before)
+    for write in (layer.keys.zero_, lambda: layer.values[0].mul_(2), lambda: layer.keys.__setitem__(0, 1.0)):
+        with pytest.raises(RuntimeError, match="make a clone"):
+            write()
+    assert torch.equal(layer.keys, before)
+
+
+def test_linear_layers_have_none_to_iterate_over() -> None:
+    from histories_support import subject  # noqa: PLC0415 - builds models
+
+    cache = subject("qwen3_next", "int8").new_cache()
+    with pytest.raises(Unsupported, match="layer 0: a LinearAttentionLayer has no keys and values to iterate over"):
+        list(cache)
+
+
+def test_a_cache_is_made_from_a_config() -> None:
+    model: Any = tiny_llama()
+    with pytest.raises(TypeError, match=r"must be a model's config \(model.config\); got LlamaForCausalLM"):
+        TurboCache(model)
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------
+
+CHOICES: list[Any] = [
+    pytest.param((0, 2), [0, 2], id="tuple"),
+    pytest.param([2, 0, 2], [2, 0, 2], id="list"),
+    pytest.param([-1], [2], id="negative"),
+    pytest.param(range(2), [0, 1], id="range"),
+    pytest.param(slice(1, None), [1, 2], id="slice"),
+    pytest.param([True, False, True], [0, 2], id="mask"),
+    pytest.param(np.array([2, 1]), [2, 1], id="numpy"),
+    pytest.param(np.array([False, True, True]), [1, 2], id="numpy-mask"),
+    pytest.param(torch.tensor([2, -3], dtype=torch.int32), [2, 0], id="int32"),
+]
+WRONG: list[Any] = [
+    pytest.param([3], r"rows \[3\] do not exist: the cache holds 3 rows, 0 to 2", id="beyond"),
+    pytest.param(torch.tensor([0, -4]), r"rows \[-4\] do not exist", id="before"),
+    pytest.param([True, False], "a mask of 2 rows was given; the cache holds 3", id="short-mask"),
+    pytest.param([], "no row was chosen", id="empty"),
+    pytest.param(slice(2, 2), "no row was chosen", id="empty-slice"),
+    pytest.param([False] * 3, "no row was chosen", id="empty-mask"),
+    pytest.param(1, r"bool mask or a slice; got torch.int64 \[\]", id="number"),
+    pytest.param([0.5], "got torch.float", id="floats"),
+    pytest.param([[0, 1]], r"got torch.int64 \[1, 2\]", id="two-dimensional"),
+    pytest.param("01", "got str", id="text"),
+    pytest.param(None, "got NoneType", id="none"),
+    pytest.param(torch.ones(3, dtype=torch.uint8), "got torch.uint8", id="bytes"),
+]
+
+
+def three_rows(dense: tuple[int, ...]) -> Any:
+    """A cache of three rows of different length."""
+    model = tiny_llama()
+    handle = turbo_hf.patch(model, TurboConfig(bits=8, block_size=32, dense_layers=dense))
+    batch = left_padded([prompts(1, n, seed=n)[0] for n in (50, 9, 33)])
+    cache = handle.new_cache()
+    with torch.no_grad():
+        model(**batch, past_key_values=cache)
+    return cache
+
+
+def shown(cache: TurboCache) -> list[torch.Tensor]:
+    """All that a cache holds."""
+    return [x for layer in cache for x in layer[:2]]
+
+
+@pytest.mark.parametrize("dense", [(), (1,)], ids=["compressed", "beside-dense"])
+@pytest.mark.parametrize("way", ["batch_select_indices", "reorder_cache"])
+@pytest.mark.parametrize(("chosen", "rows"), CHOICES)
+def test_rows_are_chosen_by(chosen: Any, rows: list[int], way: str, dense: tuple[int, ...]) -> None:
+    cache = three_rows(dense)
+    before = shown(cache)
+    getattr(cache, way)(chosen)
+    assert all(torch.equal(got, want[rows]) for got, want in zip(shown(cache), before, strict=True))
+    assert all(layer.rows == len(rows) for layer in cache.turbo_layers())
+
+
+@pytest.mark.parametrize("way", ["batch_select_indices", "reorder_cache"])
+@pytest.mark.parametrize(("chosen", "said"), WRONG)
+def test_a_wrong_choice_changes_nothing(chosen: Any, said: str, way: str) -> None:
+    cache = three_rows((0,))
+    before = shown(cache)
+    for thing in (cache, cache.layers[1]):
+        with pytest.raises(ValueError, match=said):
+            getattr(thing, way)(chosen)
+    assert all(torch.equal(got, want) for got, want in zip(shown(cache), before, strict=True))
+
+
+@pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "2", [1, 2, 1]])
+def test_a_wrong_number_of_repeats_changes_nothing(repeats: Any) -> None:
+    cache = three_rows((0,))
+    for thing in (cache, cache.layers[1]):
+        with pytest.raises(ValueError, match="repeats must be a whole number of at least 1; got"):
+            thing.batch_repeat_interleave(repeats)
+    assert cache.turbo_layers()[0].rows == len(shown(cache)[0]) == 3
+
+
+def test_an_empty_cache_has_no_rows_to_choose() -> None:
+    cache: Any = TurboCache(tiny_llama().config, dense_layers=(1,))
+    cache.reorder_cache([7])
+    cache.batch_select_indices(slice(0, 0))
+    cache.batch_repeat_interleave(3)
+    cache.crop(0)
+    assert not any(layer.is_initialized for layer in cache.layers)
+    assert isinstance(cache.layers[0], TurboLayer)
+    assert isinstance(cache.layers[1], DynamicLayer)
