@@ -332,11 +332,11 @@ class TurboCache(Cache):
         if not was_empty:
             self._require_kept(before, surplus)
         masks = [turbo.given_mask for turbo in self.turbo_layers()]
-        recording = [index for index in range(len(self.layers)) if self.is_recording_past(index)]
+        recording = [layer for layer in self.layers if getattr(layer, "record_past", False)]
         self.integrity.last = Pass(operation="roll_back")
         if was_empty:
             self._empty()
-            for layer in (self.layers[index] for index in recording):
+            for layer in recording:
                 if isinstance(layer, TurboLayer | DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin):
                     layer.activate_past_recording()
         else:
