@@ -1,6 +1,6 @@
 """Breaks off every operation on a cache at every line that it runs, by every route, and says what is left of the cache.
 
-    python tests/break_everywhere.py [--step 1] [--routes compressed,unpatched]
+    python tests/break_everywhere.py [--step 1] [--routes compressed,unpatched,replayed]
 
 Exits with 1 if any cache was read on and wrong.
 """
@@ -8,13 +8,43 @@ Exits with 1 if any cache was read on and wrong.
 import argparse
 import sys
 from collections import Counter
+from typing import Any
 
-from breaks_support import OPERATIONS, SOURCES, TORCH, Broken, BrokenError, every_line, routes
+from breaks_support import (
+    HELD,
+    OPERATIONS,
+    SOURCES,
+    TORCH,
+    Broken,
+    BrokenError,
+    Operation,
+    Route,
+    every_line,
+    routes,
+)
+from graphs_support import Again, replayed
+from models import tiny_llama
+
+import turbo_hf
+from turbo_hf import TurboConfig
+from turbo_hf.layer import TurboLayer
+
+STEPS = [
+    Operation(f"steps behind {held}", held, 4, replayed(Again, 4), one_by_one=True) for held in (HELD - 20, HELD - 1)
+]
+
+
+def _replayed() -> Route:
+    """Steps over a stand-in for CUDA graphs."""
+    vars_of: Any = TurboLayer
+    vars_of.appends_in_place = lambda layer: layer.seen > 0
+    model = tiny_llama()
+    return Route("replayed", model, turbo_hf.patch(model, TurboConfig(bits=8, block_size=32)).new_cache)
 
 
 def main() -> int:
     """Print one line for each route, operation and kind of error, and the sum."""
-    known = routes()
+    known = {**routes(), "replayed": _replayed}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step", type=int, default=1, help="break off at each so-manieth line")
     parser.add_argument("--routes", default=",".join(known))
@@ -22,7 +52,7 @@ def main() -> int:
     total: Counter[str] = Counter()
     for name in chosen.routes.split(","):
         route = known[name]()
-        for operation in OPERATIONS:
+        for operation in STEPS if name == "replayed" else OPERATIONS:
             for kind in (Broken, BrokenError):
                 try:
                     found = every_line(route, operation, kind, chosen.step, SOURCES + TORCH)

@@ -133,12 +133,16 @@ def launches() -> list[tuple[Any, str]]:
 
 @dataclass
 class Route:
-    """A model, and how it comes to a cache. exact: sealing loses nothing, so that what was rolled back is as before."""
+    """A model, and how it comes to a cache.
+
+    exact: sealing loses nothing, so that what was rolled back is as before. near: by what logits may differ.
+    """
 
     name: str
     model: Any
     new_cache: Callable[[], TurboCache]
     exact: bool = False
+    near: float = 1e-4
     ids: Tensor = field(default_factory=lambda: prompts(ROWS, HELD + 40))
 
     @torch.no_grad()
@@ -213,12 +217,13 @@ def routes() -> dict[str, Callable[[], Route]]:
 
 @dataclass(frozen=True)
 class Operation:
-    """What is done to a cache of `held` tokens, and the columns that it adds."""
+    """What is done to a cache of `held` tokens, and the columns that it adds; one by one: each column is a pass."""
 
     name: str
     held: int
     adds: int
     do: Callable[[Route, TurboCache], Any]
+    one_by_one: bool = False
 
 
 def _order(_: Route, cache: TurboCache) -> None:
@@ -263,13 +268,18 @@ class Judge:
             self.base = route.new_cache()
             self.base.activate_past_recording()
             route.run(self.base, 0, operation.held)
-        self.before = self._next(copy.deepcopy(self.base))
         done = copy.deepcopy(self.base)
-        operation.do(route, done)
-        self.columns = done.get_seq_length()
-        self.after = self._next(copy.deepcopy(done))
+        # what a whole cache answers, by its columns, before and after the operation
+        self.before = self._next(copy.deepcopy(self.base))
+        self.wanted = [(done.get_seq_length(), self.before, "before")]
+        for at in range(operation.adds if operation.one_by_one else 1):
+            if operation.one_by_one:
+                route.run(done, operation.held + at, 1)
+            else:
+                operation.do(route, done)
+            self.wanted.append((done.get_seq_length(), self._next(copy.deepcopy(done)), "after"))
         # what was sealed and is opened again has the precision of its pages, in the layers that had come so far
-        self.lost = 1e-4
+        self.lost = route.near
         if operation.adds > 0 and operation.held and not route.exact:
             with suppress(ValueError):
                 done.crop(-operation.adds)
@@ -294,11 +304,8 @@ class Judge:
             got = self._next(cache)
         except ValueError as error:
             return self._refused(cache, twin, str(error))
-        for name, columns, want in (
-            ("before", self.operation.held, self.before),
-            ("after", self.columns, self.after),
-        ):
-            if claimed == columns and got.shape == want.shape and bool((got - want).abs().max() < 1e-4):
+        for columns, want, name in self.wanted:
+            if claimed == columns and got.shape == want.shape and bool((got - want).abs().max() < self.route.near):
                 return name
         return "WRONG: accepted"
 
@@ -312,11 +319,12 @@ class Judge:
             if "roll_back() takes" in message and "reset() it" not in str(error):
                 return f"WRONG: roll_back: {error}"
         else:
-            if twin.get_seq_length() != self.operation.held:
+            known = {columns: want for columns, want, _ in self.wanted[:-1]}
+            if twin.get_seq_length() not in known:
                 return "WRONG: rolled back to another length"
-            rolled = " and rolled back"
+            rolled, want = " and rolled back", known[twin.get_seq_length()]
             got = self._next(twin)
-            if bool((got - self.before).abs().max() > self.lost):
+            if bool((got - want).abs().max() > self.lost):
                 return "WRONG: rolled back to other tokens"
         cache.reset()
         again = self.route.run(cache, 0, 9)
@@ -333,12 +341,16 @@ def every_line(
 ) -> Counter[str]:
     """Verdicts over an exception at each `step`-th line of an operation."""
     judge, found = Judge(route, operation), Counter[str]()
+    whole = copy.deepcopy(judge.base)
     with Lines(files=files) as lines:
-        operation.do(route, copy.deepcopy(judge.base))
+        operation.do(route, whole)
     for at in range(first, lines.count + 1, step):
         cache = copy.deepcopy(judge.base)
         with TOLERATED, Lines(at, error, files) as broken:
             operation.do(route, cache)
+        if not broken.place:
+            # a first run has filled caches of Python's own
+            break
         _note(found, judge.of(cache), broken.place)
     return found
 
@@ -346,12 +358,16 @@ def every_line(
 def every_call(route: Route, operation: Operation, places: list[tuple[Any, str]], step: int = 1) -> Counter[str]:
     """Verdicts over an error in each `step`-th call of some functions."""
     judge, found = Judge(route, operation), Counter[str]()
+    whole = copy.deepcopy(judge.base)
     with Calls(places) as calls:
-        operation.do(route, copy.deepcopy(judge.base))
+        operation.do(route, whole)
     for at in range(1, calls.count + 1, step):
         cache = copy.deepcopy(judge.base)
         with TOLERATED, Calls(places, at) as broken:
             operation.do(route, cache)
+        if not broken.place:
+            # a first run has filled caches of Python's own
+            break
         _note(found, judge.of(cache), broken.place)
     return found
 

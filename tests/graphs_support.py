@@ -9,7 +9,7 @@ from models import SHAPE, left_padded, prompts
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import Calibration, TurboConfig, generation, graphs
+from turbo_hf import Calibration, TurboCache, TurboConfig, generation, graphs
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
 from turbo_hf.graphs import StepRunner
@@ -95,3 +95,19 @@ def an_index(model: Any) -> Calibration:
         classifier = {name: drawn(*shape) for name, shape in shapes.items()}
         layers.append(LayerCalibration(index, {}, drawn(16, dim), classifier, rotated_centroids=drawn(16, dim)))
     return Calibration(fingerprint(model, Checkpoint("")), {}, tuple(layers), 0)
+
+
+def replayed(device: Callable[[], Any], steps: int) -> Callable[[Any, TurboCache], None]:
+    """The `do` of an `Operation`: a step that warms, one that is captured, replayed ones; then the runner goes."""
+
+    @torch.no_grad()
+    def run(route: Any, cache: TurboCache) -> None:
+        runner = StepRunner(route.model, None, device())
+        for _ in range(steps):
+            held = cache.get_seq_length()
+            new = route.ids[:, held : held + 1].contiguous()
+            at = torch.full_like(new, held)
+            runner(input_ids=new, position_ids=at, past_key_values=cache, use_cache=True, return_dict=True)
+        assert runner.captures
+
+    return run

@@ -200,11 +200,13 @@ class StepRunner:
 
     def __del__(self) -> None:
         # `generate` has released it: the only sign that it has ended
-        steps = self._steps
+        steps: Steps | None = getattr(self, "_steps", None)
+        if steps is None:
+            return
         self._forget()
         # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors, or
         # while another runner captures, where what is launched does not run
-        if steps is not None and not (sys.is_finalizing() or _capturing(steps.nonfinite)):
+        if not (sys.is_finalizing() or _capturing(steps.nonfinite)):
             steps.close()
 
     def _is_step(self, kwargs: dict[str, Any]) -> bool:

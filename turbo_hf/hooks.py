@@ -39,6 +39,8 @@ def add_hooks(
         hooks.append(module.register_forward_pre_hook(functools.partial(_begin_pass, depth), with_kwargs=True))
         # not called after an exception
         hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
+        failed = functools.partial(_abandon_pass, depth)
+        hooks.append(module.register_forward_hook(failed, with_kwargs=True, always_call=True))
     for index, module in modules.items():
         at = layers[index]
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
@@ -77,6 +79,13 @@ def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[st
     cache = _cache_of(args, kwargs)
     if cache is not None:
         cache.integrity.leave(depth)
+
+
+def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of what calls all layers, also run after an error: one before anything is stored changes nothing."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.integrity.abandon(depth)
 
 
 def _bring_layer(
@@ -127,5 +136,5 @@ def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> No
 
 def is_own(hook: Any) -> bool:
     """Whether a hook is one that `add_hooks` has added."""
-    own = (_release_layer, _end_pass, _bring_layer, _begin_pass, _finish_pass)
+    own = (_release_layer, _end_pass, _bring_layer, _begin_pass, _finish_pass, _abandon_pass)
     return getattr(hook, "func", hook) in own

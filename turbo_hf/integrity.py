@@ -108,9 +108,12 @@ class Integrity:
         broken = self._broken(last)
         if broken is not None:
             raise ValueError(broken)
-        last.later.append(new)
-        if last.later[0] is not new:
-            raise ValueError(f"another thread has begun to use this TurboCache, or broke off at once: {RESET}")
+        # what another thread has read of the cache must be so until it stores
+        used = last.announced and not last.ended and last.thread != new.thread
+        if not used:
+            last.later.append(new)
+        if used or last.later[0] is not new:
+            raise ValueError(f"another thread has begun to use this TurboCache, or broke off there: {RESET}")
         self.last = new
         return new
 
@@ -128,6 +131,13 @@ class Integrity:
         if last.calls and last.calls[-1] == depth and last.thread == get_ident():
             last.calls.pop()
             last.ended = not last.calls
+
+    def abandon(self, depth: int) -> None:
+        """The module has returned, perhaps with an exception, which leaves no trace if it came before all changes."""
+        last = self.last
+        touched = last.done or last.claimed is not None or self.writing is not None
+        if depth in last.calls and last.thread == get_ident() and not touched:
+            last.ended = True
 
     def again(self, depth: int) -> None:
         """What the module has called did not run, and is called once more."""

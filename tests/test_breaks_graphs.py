@@ -1,0 +1,51 @@
+"""A decode step that breaks off where steps are captured and replayed: as without, right or refused."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from breaks_support import HELD, Broken, BrokenError, Operation, Route, every_line
+from graphs_support import Again, replayed
+from models import tiny_llama
+
+import turbo_hf
+from turbo_hf import TurboConfig
+from turbo_hf.graphs import CudaDevice
+from turbo_hf.layer import TurboLayer
+
+CONFIG = TurboConfig(bits=8, block_size=32)
+STEPS = 4
+HOLDS = pytest.mark.parametrize("held", [HELD - 20, HELD - 1], ids=["open", "seals"])
+ERRORS = pytest.mark.parametrize("error", [Broken, BrokenError])
+# of a runner that is collected while the exception comes
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+def judged(found: Counter[str]) -> None:
+    assert set(found) <= {"before", "after", "refused", "refused and rolled back"}, found
+    assert found["refused and rolled back"]
+    assert found["after"]
+
+
+@HOLDS
+@ERRORS
+def test_an_exception_at_any_line_of_replayed_steps(
+    held: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    model = tiny_llama()
+    route = Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
+    judged(every_line(route, Operation("steps", held, STEPS, replayed(Again, STEPS), one_by_one=True), error, 131))
+
+
+@pytest.mark.gpu
+@HOLDS
+@ERRORS
+def test_on_a_gpu_an_exception_at_any_line_of_captured_steps(held: int, error: type[BaseException]) -> None:
+    model: Any = tiny_llama(attn_implementation="sdpa").cuda()
+    route = Route("captured", model, turbo_hf.patch(model, CONFIG).new_cache, near=1e-3)
+    route.ids = route.ids.cuda()
+    steps = replayed(lambda: CudaDevice(model.device), STEPS)
+    judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 37))
+    torch.cuda.synchronize()
