@@ -7,6 +7,8 @@ from turbo_hf.patches import (
     gemma2,
     gemma3,
     gemma4,
+    gpt_bigcode,
+    gpt_neox,
     gpt_oss,
     granite,
     llama,
@@ -20,8 +22,17 @@ from turbo_hf.patches import (
 )
 from turbo_hf.patches.generic import Family, lost_to_bias
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
+from turbo_hf.patches.misfits import misfit
 
-__all__ = ["FAMILIES", "AttentionLayer", "Family", "attention_layers", "family_of", "lost_to_bias"]
+__all__ = [
+    "FAMILIES",
+    "AttentionLayer",
+    "Family",
+    "attention_layers",
+    "family_of",
+    "lost_to_bias",
+    "misfit",
+]
 
 FAMILIES: tuple[Family, ...] = (
     llama.FAMILY,
@@ -35,6 +46,8 @@ FAMILIES: tuple[Family, ...] = (
     gemma3.FAMILY,
     gemma4.FAMILY,
     gpt_oss.FAMILY,
+    gpt_neox.FAMILY,
+    gpt_bigcode.FAMILY,
     olmo2.FAMILY,
     granite.FAMILY,
 )

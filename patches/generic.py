@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import CODE_MAX, HEAD_DIM_MULTIPLE
+from turbo_hf.model_layers import CACHE_KEYWORDS, module_head_dim
 from turbo_hf.ops.rotate import rotate_keys
 
 PROBES = 65
@@ -38,19 +39,26 @@ REFUSED = {
     "jetmoe": "its attention repeats keys and values after the cache has seen them",
     "minimax": "it takes no cache but its own",
     "moshi": "its attention sees further than the window of its cache",
+    "zamba": "one attention module serves several of its layers",
+    "zamba2": "one attention module serves several of its layers",
 }
 """Model types whose classes look supported but are not."""
 
 
-def is_attention(module: torch.nn.Module) -> bool:
-    """Self-attention that stores its keys in a cache and uses Transformers' AttentionInterface."""
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names or not hasattr(module, "layer_idx"):
+def chooses_attention(kind: type) -> bool:
+    """Whether a class takes its attention from Transformers' AttentionInterface."""
+    code = getattr(inspect.unwrap(getattr(kind, "forward", None) or kind), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def is_attention(kind: type) -> bool:
+    """Whether a class stores keys and values in a cache and uses Transformers' AttentionInterface."""
+    if not chooses_attention(kind):
         return False
-    parameters = inspect.signature(forward).parameters
+    forward: Any = getattr(kind, "forward", None)
+    parameters = inspect.signature(inspect.unwrap(forward)).parameters
     keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return keywords and "past_key_values" in parameters
+    return keywords and any(name in parameters for name in CACHE_KEYWORDS)
 
 
 def obstacle(module: torch.nn.Module) -> str | None:
@@ -59,13 +67,11 @@ def obstacle(module: torch.nn.Module) -> str | None:
         return "cross-attention"
     if hasattr(module, "kv_lora_rank"):
         return "multi-head latent attention (its cache is compressed already)"
-    known = REFUSED.get(getattr(getattr(module, "config", None), "model_type", ""))
-    if known is not None:
-        return known
-    head_dim = getattr(module, "head_dim", None)
-    if not isinstance(head_dim, int):
-        encoder = getattr(module, "is_causal", True) is False
-        return "its attention is not causal, as in encoders" if encoder else "its class names no head_dim"
+    if getattr(module, "is_causal", True) is False:
+        return "its attention is not causal, as in encoders"
+    head_dim = module_head_dim(module)
+    if head_dim is None:
+        return "its class does not say how many channels a head has"
     if head_dim % HEAD_DIM_MULTIPLE:
         return f"head dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}"
     value_dim = getattr(module, "v_head_dim", head_dim)
@@ -74,12 +80,14 @@ def obstacle(module: torch.nn.Module) -> str | None:
     return None
 
 
-def shares_keys(module: torch.nn.Module) -> bool:
-    """Whether it shares keys with other layers, in either direction: these must remain in full precision."""
+def shares_keys(module: torch.nn.Module) -> str | None:
+    """How it shares keys with other layers, which must then remain in full precision; None if it does not."""
     if getattr(module.config, "num_kv_shared_layers", None) == 0:
         # transformers 5.17 marks layers of Gemma 4 whose keys nobody reads
-        return False
-    return bool(getattr(module, "is_kv_shared_layer", False) or getattr(module, "store_full_length_kv", False))
+        return None
+    if getattr(module, "is_kv_shared_layer", False):
+        return "it reads the keys and values of an earlier layer, and keeps none"
+    return "later layers read its keys and values" if getattr(module, "store_full_length_kv", False) else None
 
 
 @torch.no_grad()
@@ -101,6 +109,6 @@ def lost_to_bias(module: Any, rotated: bool) -> float:
     x[0] = 0
     keys = projection(x.to("cpu" if bias.is_meta else bias.device, bias.dtype)).float()
     if rotated:
-        keys = rotate_keys(keys.unflatten(-1, (-1, module.head_dim))[None], "reference")[0].flatten(1)
+        keys = rotate_keys(keys.unflatten(-1, (-1, module_head_dim(module)))[None], "reference")[0].flatten(1)
     spread = keys[1:].std(0).median()
     return float(keys[0].abs().amax() / CODE_MAX / spread.clamp(min=torch.finfo(torch.float32).tiny))

@@ -8,7 +8,22 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from turbo_hf.model_layers import COMPRESSED_TYPES, layer_windows
-from turbo_hf.patches.generic import is_attention, obstacle, shares_keys
+from turbo_hf.patches.generic import REFUSED, is_attention, obstacle, shares_keys
+
+NO_KEYS = "it keeps no keys and values"
+BESIDES = "one layer of the cache holds its keys and values and a recurrent state"
+
+LEFT_ALONE = {
+    "linear_attention": f"{NO_KEYS}, but a state of fixed size (linear attention)",
+    "conv": f"{NO_KEYS}, but its last inputs (convolution)",
+    "moe": NO_KEYS,
+    "mlp": NO_KEYS,
+    "dummy": NO_KEYS,
+    "chunked_attention": "chunked_attention is neither full nor sliding-window attention",
+    "hybrid": BESIDES,
+    "hybrid_sliding": BESIDES,
+}
+"""Kinds of layers that are right beside compressed ones (chunks get a dense mask), and why they are not compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +32,8 @@ class AttentionLayer:
 
     module: its attention module; None where it has none or several, or is of a kind whose window no cache of ours
     knows. window: tokens that a query sees; None: all. obstacle: why its keys and values are left alone; "" if nothing
-    does. by_design: that is how the model is built, and no shortcoming of ours.
+    does. by_design: that is how the model is built, and no shortcoming of ours. unknown: nobody knows whether it is
+    right in full precision either, on a patched model.
     """
 
     index: int
@@ -25,6 +41,7 @@ class AttentionLayer:
     window: int | None
     obstacle: str = ""
     by_design: bool = False
+    unknown: bool = False
 
 
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
@@ -33,22 +50,31 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     found: defaultdict[int, list[Any]] = defaultdict(list)
     each: Iterable[Any] = model.modules()
     for module in each:
-        if is_attention(module) and getattr(module, "config", None) is text:
+        if is_attention(type(module)) and hasattr(module, "layer_idx") and getattr(module, "config", None) is text:
             found[module.layer_idx].append(module)
-    return [_layer(index, kind, window, found[index]) for index, (kind, window) in enumerate(layer_windows(text))]
+    reason = REFUSED.get(text.model_type)
+    return [
+        _layer(index, kind, window, found[index], reason) for index, (kind, window) in enumerate(layer_windows(text))
+    ]
 
 
-def _layer(index: int, kind: str, window: int | None, modules: list[Any]) -> AttentionLayer:
+def _layer(index: int, kind: str, window: int | None, modules: list[Any], known: str | None) -> AttentionLayer:
+    """One layer. known: why no layer of this type of model can be compressed, if so."""
+    if known is not None:
+        return AttentionLayer(index, None, window, known, unknown=True)
+    only = modules[0] if len(modules) == 1 else None
+    shared = None if only is None else shares_keys(only)
+    if kind in LEFT_ALONE:
+        # of these, the window that the cache knows is the layer's
+        module = only if LEFT_ALONE[kind] is BESIDES else None
+        return AttentionLayer(index, module, window, shared or LEFT_ALONE[kind], by_design=True)
     if kind not in COMPRESSED_TYPES:
-        reason = f"{kind} is neither full nor sliding-window attention"
-        return AttentionLayer(index, None, window, reason, by_design=True)
+        reason = f"{kind} is neither full nor sliding-window attention, nor anything that is known here"
+        return AttentionLayer(index, None, window, reason, unknown=True)
     if not modules:
-        reason = "its attention class does not use Transformers' AttentionInterface with a Cache"
-        return AttentionLayer(index, None, window, reason)
-    if len(modules) > 1:
-        return AttentionLayer(index, None, window, "it has more than one attention module (cross-attention)")
-    module = modules[0]
-    if shares_keys(module):
-        reason = "it shares its keys and values with other layers"
-        return AttentionLayer(index, module, window, reason, by_design=True)
-    return AttentionLayer(index, module, window, obstacle(module) or "")
+        reason = "it has no attention module that uses Transformers' AttentionInterface with a Cache"
+        return AttentionLayer(index, None, window, reason, unknown=True)
+    if only is None:
+        reason = "it has more than one attention module (cross-attention)"
+        return AttentionLayer(index, None, window, reason, unknown=True)
+    return AttentionLayer(index, only, window, shared or obstacle(only) or "", by_design=shared is not None)

@@ -43,6 +43,8 @@ DELTA_NET = {
     "linear_value_head_dim": 16,
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
+GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}
+QUARTER_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 SHARED = {
     "num_hidden_layers": 6,
     "num_kv_shared_layers": 2,
@@ -79,6 +81,10 @@ FAMILY_CASES = (
         variant="-heads",
     ),
     Case("gpt_oss", {**MIXED, **EXPERTS}),
+    Case("gpt_neox", {"rope_parameters": QUARTER_ROPE}),
+    Case("gpt_neox", {"use_parallel_residual": False}, variant="-one-residual"),
+    Case("gpt_bigcode", {**GPT2, "n_positions": 4096}),
+    Case("gpt_bigcode", {**GPT2, "n_positions": 4096, "multi_query": False}, variant="-many-heads"),
     Case("olmo2", {}),
     Case("granite", {"attention_multiplier": 0.2}),
 )
@@ -93,7 +99,9 @@ GENERIC_CASES = (
     Case("phi", {"partial_rotary_factor": 0.5}),
     Case("nemotron", {}),
     Case("phimoe", {"sliding_window": WINDOW, **EXPERTS}),
-    Case("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4}),
+    Case("gpt2", GPT2),
+    Case("bert", {"is_decoder": True}),
+    Case("ctrl", {**GPT2, "n_positions": 4096, "dff": 96}),
     Case("qwen3_next", {"layer_types": [LINEAR, FULL, LINEAR], **DELTA_NET, **EXPERTS}, dense=(0, 2)),
     Case("bamba", {"attn_layer_indices": [1], **MAMBA}, dense=(0, 2)),
     Case(

@@ -31,8 +31,9 @@ from families_support import (
     widths,
 )
 from models import prompts
+from patching_support import changes, snapshot
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import turbo_hf
@@ -135,7 +136,7 @@ def test_oracle_notices_what_is_dropped(dropped: str) -> None:
     assert largest(ours - want) > 1000 * budget
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "gpt_neox", "gpt_bigcode"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -160,9 +161,32 @@ def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
         assert torch.equal(run(), oracle)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt_bigcode"])
+def test_a_second_turn_and_the_way_back(name: str) -> None:
+    """Unquantized, the second turn's tokens are the model's own; without the patch everything is as it was."""
+    case = next(case for case in FAMILY_CASES if case.model_type == name)
+    model, batch = build(name, **case.options), padded()
+    before, plain = snapshot(model), logits(model, **renamed(batch))
+
+    def turns(cache: Any) -> Tensor:
+        first = generate(model, batch, past_key_values=cache).sequences
+        ids = torch.cat((first, prompts(len(LENGTHS), 20, 7)), 1)
+        mask = torch.nn.functional.pad(batch["attention_mask"], (0, ids.shape[1] - first.shape[1] + NEW), value=1)
+        again = generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache).sequences
+        return torch.as_tensor(again)
+
+    want = turns(DynamicCache(config=model.config))
+    with turbo_hf.patch(model, exact(16)) as handle:
+        assert torch.equal(turns(handle.new_cache()), want)
+    assert not changes(before, snapshot(model))
+    assert torch.equal(logits(model, **renamed(batch)), plain)
+
+
 def test_every_family_file_names_a_family_that_is_tested_here() -> None:
     files = [
-        name for _, name, _ in pkgutil.iter_modules(turbo_hf.patches.__path__) if name not in ("generic", "layers")
+        name
+        for _, name, _ in pkgutil.iter_modules(turbo_hf.patches.__path__)
+        if name not in ("generic", "layers", "misfits")
     ]
     families = [importlib.import_module(f"turbo_hf.patches.{name}").FAMILY for name in files]
     assert all(isinstance(family, Family) and family.notes for family in families)

@@ -3,13 +3,14 @@
 from typing import Any
 
 import pytest
-from families_support import CHUNKED, EXPERTS, FULL, build
-from models import VOCABULARY
+from families_support import CHUNKED, EXPERTS, FULL, MAMBA, build
+from models import VOCABULARY, tiny_llama
 from transformers import AutoConfig, AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import turbo_hf
 from turbo_hf.errors import Unsupported
+from turbo_hf.model_layers import layer_windows
 from turbo_hf.patches.generic import REFUSED
 
 LATENT = {
@@ -32,11 +33,26 @@ def test_refused_types_exist() -> None:
     [
         pytest.param("deepseek_v3", {**LATENT, **EXPERTS, "num_key_value_heads": 4}, "latent attention", id="latent"),
         pytest.param("deepseek_v2", {**LATENT, **EXPERTS, "num_key_value_heads": 4}, "latent attention", id="latent-2"),
-        pytest.param("gpt_neox", {}, "does not use Transformers' AttentionInterface", id="other-interface"),
-        pytest.param("gpt_bigcode", {}, "does not use Transformers' AttentionInterface", id="fused-cache"),
+        pytest.param("bloom", {}, "no attention module that uses Transformers' AttentionInterface", id="interface"),
+        pytest.param("gptj", {"rotary_dim": 8}, "no attention module that uses Transformers' Att", id="interface-2"),
         pytest.param("llama", {"head_dim": 24}, "head dim 24 is no multiple of 16", id="head-dim"),
         pytest.param("mimo_v2_flash", {"v_head_dim": 8, **EXPERTS}, "16 channels a head and its values 8", id="values"),
-        pytest.param("bert", {"is_decoder": True}, "names no head_dim", id="no-head-dim"),
+        pytest.param("bert", {}, "its attention is not causal, as in encoders", id="encoder"),
+        pytest.param("mamba", {}, "it keeps no keys and values, but a state of fixed size", id="no-attention"),
+        pytest.param("zamba", {"head_dim": 32}, "one attention module serves several of its layers", id="zamba"),
+        pytest.param("hrm_text", {"num_layers_per_stack": 2}, "it runs its layers several times a token", id="hrm"),
+        pytest.param(
+            "falcon_h1",
+            {**MAMBA, "mamba_d_ssm": 128},
+            "one layer of the cache holds its keys and values and a rec",
+            id="hybrid",
+        ),
+        pytest.param(
+            "deepseek_v32",
+            {**LATENT, **EXPERTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16},
+            "_attention is neither full nor sliding-window attention, nor anything that is known here",
+            id="unknown-kind",
+        ),
         pytest.param("bart", {"d_model": 64, "decoder_layers": 2}, "cross-attention", id="cross-attention"),
         pytest.param(
             "gpt2", {"n_embd": 64, "n_head": 4, "add_cross_attention": True}, "cross-attention", id="cross-attention-2"
@@ -64,6 +80,19 @@ def test_a_model_that_cannot_be_compressed_is_refused(
         turbo_hf.patch(model, strict=strict)
     assert model.config._attn_implementation is before
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_class_that_does_not_say_how_wide_its_heads_are() -> None:
+    model: Any = tiny_llama()
+    for layer in model.model.layers:
+        del layer.self_attn.head_dim
+    with pytest.raises(Unsupported, match="its class does not say how many channels a head has"):
+        turbo_hf.patch(model)
+
+
+def test_a_config_that_does_not_say_how_many_layers_there_are() -> None:
+    with pytest.raises(Unsupported, match="the config of blt does not say how many layers there are"):
+        layer_windows(AutoConfig.for_model("blt"))
 
 
 @pytest.mark.parametrize("model_type", ["t5", "bart"])

@@ -1,16 +1,20 @@
 """The shape of the package: its public names, its layers, its size, and what an installation holds."""
 
 import ast
+import logging
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import turbo_hf
+from turbo_hf.errors import logger
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = {
@@ -32,11 +36,12 @@ LAYERS = [
         "turbo_hf.layout",
         "turbo_hf.options",
         "turbo_hf.config_file",
+        "turbo_hf.compiling",
         "turbo_hf.config",
         "turbo_hf.errors",
         "turbo_hf.files",
     },
-    {"turbo_hf.model_layers", "turbo_hf.versions"},
+    {"turbo_hf.model_layers", "turbo_hf.versions", "turbo_hf.sources"},
     {"turbo_hf.reference", "turbo_hf.kernels"},
     {"turbo_hf.ops"},
     {
@@ -58,7 +63,7 @@ LAYERS = [
         "turbo_hf.rotary",
         "turbo_hf.steps",
     },
-    {"turbo_hf.masks", "turbo_hf.sparse", "turbo_hf.attention", "turbo_hf.selfcheck"},
+    {"turbo_hf.masks", "turbo_hf.sparse", "turbo_hf.dense_attention", "turbo_hf.attention", "turbo_hf.selfcheck"},
     {"turbo_hf.handle", "turbo_hf.graphs"},
     {"turbo_hf.patches"},
     {"turbo_hf.hooks", "turbo_hf.generation"},
@@ -210,19 +215,72 @@ def test_folders_refuse_a_second_name(folder: str) -> None:
     assert f"Import this package as turbo_hf.{folder}" in done.stderr
 
 
-def test_the_wheel_holds_every_module(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)],
-        check=True,
-        timeout=300,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an sdist, and with a wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("built")
+    # without isolation: nothing is fetched
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, timeout=300, capture_output=True)
+    return folder
+
+
+def test_the_wheel_holds_every_module(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
     inside = set(zipfile.ZipFile(wheel).namelist())
     expected = {name.replace(".", "/") for name in modules()}
     missing = {name for name in expected if not {f"{name}.py", f"{name}/__init__.py"} & inside}
     assert not missing
     assert {"turbo_hf/py.typed", "turbo_hf/eval/haystack.txt"} <= inside
+    assert {name.split("/")[0] for name in inside} == {"turbo_hf", f"turbo_hf-{turbo_hf.__version__}.dist-info"}
+    assert not any("lab-llama" in name or name.endswith((".json", ".png")) for name in inside)
+
+
+def test_the_sdist_holds_what_is_said_about_the_package(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as packed:
+        inside = {name.partition("/")[2] for name in packed.getnames()}
+    assert {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "eval/haystack.txt", "eval/README.md"} <= inside
+    assert not any(name.startswith(("tests", "examples")) for name in inside)
+
+
+def test_the_wheel_runs_alone(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "empty").mkdir()
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words], check=False, cwd=tmp_path / "empty", capture_output=True, text=True, timeout=120,
+            env={"PYTHONPATH": str(tmp_path / "site")},
+        )  # fmt: skip
+
+    code = "from turbo_hf import patch, patches; from turbo_hf.eval import needle"
+    done = run("-c", f"{code}; print(patches.__file__, needle.__file__)")
+    assert done.stdout.count(str(tmp_path / "site" / "turbo_hf")) == 2, done.stderr
+    assert run("-m", "turbo_hf", "--version").stdout == f"turbo_hf {turbo_hf.__version__}\n"
+    done = run("-m", "turbo_hf", "demo")
+    assert done.returncode == 1
+    assert "the included model is not beside this installation; pass --model" in done.stderr
+
+
+def test_the_version_is_one() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", turbo_hf.__version__)
+    assert version("turbo_hf") == turbo_hf.__version__
+    newest = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest == turbo_hf.__version__
+
+
+def test_messages_go_to_the_packages_logger() -> None:
+    handlers = logging.getLogger("turbo_hf").handlers
+    assert [type(handler) for handler in handlers] == [logging.NullHandler]
+    assert logger.name.startswith("turbo_hf.")
+
+
+def test_a_name_that_is_not_there_is_told() -> None:
+    with pytest.raises(AttributeError, match="module 'turbo_hf' has no attribute 'path'"):
+        getattr(turbo_hf, "path")  # noqa: B009 - the type checker knows that it is not there
+    assert set(turbo_hf.__all__) < set(dir(turbo_hf))
 
 
 def test_the_sanitizer_runs_tests_that_exist() -> None:

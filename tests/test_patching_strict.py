@@ -220,13 +220,14 @@ def spoken(strict: str, message: str, caplog: pytest.LogCaptureFixture, call: An
 def test_a_call_that_cannot_be_compressed(
     strict: Literal["raise", "warn", "fallback"], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unknown keywords, and masks that are no columns of tokens: dense attention over the same cache, or an error."""
+    """Keywords of SDPA, and masks that are no columns of tokens: dense attention over the same cache, or an error."""
     model, ids, step = tiny_llama(), prompts(2, 70), prompts(2, 1, 1)
     hidden = torch.ones(2, 1, 70, 70, dtype=torch.bool).tril()
     hidden[:, :, 40:, :40] = False
     additive = torch.zeros(hidden.shape).masked_fill(~hidden, torch.finfo(torch.float32).min)
     calls: list[tuple[dict[str, Any], str]] = [
-        ({"position_bias": torch.ones(1), "cu_seqlens": 1}, "layer 0: the model passes cu_seqlens, position_bias to"),
+        # SDPA reads it, and a constant changes nothing
+        ({"position_bias": torch.ones(1)}, "layer 0: the model passes position_bias to"),
         ({"attention_mask": additive}, "layer 0: the attention mask is no causal or sliding-window mask"),
         ({"is_causal": False}, "layer 0: attention is not causal here"),
     ]

@@ -113,7 +113,7 @@ def test_chunked_layers_stay_dense_and_states_are_constant() -> None:
         intermediate_size_mlp=96, **EXPERTS,
     )  # fmt: skip
     assert chunked.rows[0].cache_bytes == (99 + 10**6) * 128
-    assert "1 of 2 layers stay in full precision: chunked_attention" in chunked.notes[0]
+    assert "1 of 2 layers are not compressed, each because chunked_attention" in chunked.notes[0]
     linear = plan_of("qwen3_next", context=1000, layer_types=[LINEAR, FULL], **EXPERTS)
     assert linear.rows[0].bytes_per_token == 128
     assert linear.rows[0].cache_bytes == 1000 * 128 + linear.rows[0].constant_bytes

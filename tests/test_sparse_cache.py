@@ -137,7 +137,7 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"window_tokens": 2047.0}, "SparseConfig.window_tokens must be a whole number of at least 1; got 2047.0"),
         ({"sink_tokens": (1 << 30) + 1}, "SparseConfig.sink_tokens must be at most 1073741824; got 1073741825"),
         ({"window_tokens": 10**30}, f"SparseConfig.window_tokens must be at most 1073741824; got {10**30}"),
-        ({"dense_layers": [0]}, r"SparseConfig.dense_layers must be a tuple of layer indices; got \[0\]"),
+        ({"dense_layers": [-1]}, r"SparseConfig.dense_layers must be a tuple of layer indices; got \(-1,\)"),
     ],
 )
 def test_a_wrong_choice_gets_one_sentence(options: dict[str, Any], message: str) -> None:

@@ -1,20 +1,21 @@
 """The one attention function that a patched model calls."""
 
 import math
-import sys
+import weakref
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from turbo_hf.cache import TurboCache
 from turbo_hf.chunk import Chunk
+from turbo_hf.compiling import untraced
 from turbo_hf.config import TurboConfig
+from turbo_hf.dense_attention import dense_attention, own_attention
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layer import TurboLayer
 from turbo_hf.layout import Rotary, Scoring, narrowed
-from turbo_hf.masks import dense_mask
 from turbo_hf.ops.decode import decode
 from turbo_hf.ops.prefill import prefill
 from turbo_hf.ops.rotate import rotate_keys, rotate_queries
@@ -58,6 +59,10 @@ NO_WEIGHTS = (
 )
 
 
+_told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""Configs by id, of models without a patch, about which there has been a warning."""
+
+
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
@@ -79,6 +84,7 @@ class New(NamedTuple):
     value: torch.Tensor
 
 
+@untraced
 def turbo_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -98,29 +104,54 @@ def turbo_attention(
 
     query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
     Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+
+    Raises:
+        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
+            "raise", a call that the compressed cache cannot serve.
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if turbo is None:
+        _say_unpatched(module)
     call = turbo or TurboCall(None, None, sliding_window, "raise")
+    options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
     if call.cache is not None and call.layer is not None:
         if kwargs.get("output_attentions"):
             warn(NO_WEIGHTS)
-        reason = _refusal(attention_mask, causal, kwargs)
+        reason = _refusal(attention_mask, causal, unknown)
         if reason is not None:
             complain(call.strict, f"layer {call.layer.index}: {reason}")
+            # before anything is stored
+            own_attention(module, options, unknown)
         key, value = _pending(call.layer, key, value)
         if reason is None:
             new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
             out = _compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
-    options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
-    return _dense(module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
+    own = own_attention(module, options, unknown)
+    return dense_attention(own, module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
 
 
-def _refusal(mask: torch.Tensor | None, causal: bool, kwargs: dict[str, Any]) -> str | None:
+def left_alone(module: Any, args: Any) -> None:
+    """Forward pre-hook of an attention module that a patched model has besides those that store to its cache."""
+
+
+def _say_unpatched(module: Any) -> None:
+    """Warn, once a config, where this attention runs in a model that has no patch."""
+    config = getattr(module, "config", None)
+    if config is None or left_alone in module._forward_pre_hooks.values() or id(config) in _told:
+        return
+    _told[id(config)] = config
+    warn(
+        f'turbo_hf: attn_implementation="{NAME}" has been set on a model without a patch: nothing is compressed, and '
+        "its attention is Hugging Face's. Call turbo_hf.patch(model), or model.set_attn_implementation with another."
+    )
+
+
+def _refusal(mask: torch.Tensor | None, causal: bool, unknown: Collection[str]) -> str | None:
     """Why this call cannot run on the compressed cache; None if it can."""
-    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
     if unknown:
         return (
             f"the model passes {', '.join(unknown)} to its attention, which the compressed cache does not know. "
@@ -323,35 +354,3 @@ class _NoGradient(torch.autograd.Function):
             "turbo_hf: attention over a compressed cache has no gradient. For gradients, call the model without a "
             "TurboCache (use_cache=False) or remove the patch."
         )
-
-
-def _dense(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    window: int | None,
-    causal: bool,
-    options: dict[str, Any],
-    kwargs: dict[str, Any],
-) -> torch.Tensor:
-    """Hugging Face's own attention: for no cache, a cache that is not ours, or a pattern that we do not compress."""
-    queries, keys = query.shape[2], key.shape[2]
-    uses_sdpa = options["softcap"] is None and options["s_aux"] is None
-    # without a mask SDPA can take its flash kernel, whose own causal flag is correct only for square scores
-    flash = uses_sdpa and mask is None and window is None and causal and queries == keys
-    if not flash and (mask is None or mask.dim() == 2):
-        mask = dense_mask(mask, queries, keys, causal=causal, window=window, device=query.device)
-    if uses_sdpa:
-        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        kept = {name: options[name] for name in ("dropout", "scaling")}
-        out, _ = sdpa(module, query, key, value, mask, is_causal=flash, **kept, **kwargs)
-    else:
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        if mask is not None and mask.dtype == torch.bool:
-            low = torch.finfo(query.dtype).min
-            mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, low)
-        given = {name: option for name, option in options.items() if option is not None}
-        out, _ = eager(module, query, key, value, mask, **given, **kwargs)
-    return torch.as_tensor(out)

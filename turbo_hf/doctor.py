@@ -74,7 +74,7 @@ def diagnose(model: Any) -> Diagnosis:
         checks, report = {}, None
         # a sparse preset needs a calibration, and a short text shows nothing of it
         for preset in (name for name, config in PRESETS.items() if config.sparse is None):
-            with patch(model, preset) as handle:
+            with patch(model, preset, check=preset == DEFAULT_PRESET) as handle:
                 report = handle.report() if preset == DEFAULT_PRESET else report
                 checks[preset] = compare(probe(model, handle.new_cache()), reference)
     except ValueError as error:

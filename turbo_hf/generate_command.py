@@ -84,6 +84,17 @@ def generate_command(
 
 
 def _texts(prompt: str | None) -> Iterator[str]:
+    """What is to be answered. ValueError: it is not UTF-8 text."""
+    try:
+        for text in _typed(prompt):
+            # bytes of other encodings come as lone surrogates
+            text.encode()
+            yield text
+    except UnicodeError as error:
+        raise ValueError("the prompt is not UTF-8 text. Convert it first.") from error
+
+
+def _typed(prompt: str | None) -> Iterator[str]:
     """The one prompt, or each line that is typed."""
     if prompt is not None:
         yield sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt

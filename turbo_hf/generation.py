@@ -7,21 +7,28 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
 
 from turbo_hf.attention import NAME
 from turbo_hf.cache import TurboCache
-from turbo_hf.errors import Unsupported
+from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.graphs import Door, StepRunner, cuda_device, model_obstacle
 from turbo_hf.handle import CacheMaker
-from turbo_hf.hooks import is_own
+from turbo_hf.hooks import by_name, is_own, say_replaced, uses_turbo
 from turbo_hf.patches import Family
 
-PREPARE = "_prepare_cache_for_generation"
+PREPARE, INPUTS = "_prepare_cache_for_generation", "prepare_inputs_for_generation"
+CANDIDATES = "_get_candidate_generator"
+FORGETS = (
+    "turbo_hf: {model} drops its cache of {tokens} tokens here, as its rotary frequencies change with the length, and "
+    "this version of Transformers then computes the newest token alone: what it generates from here on lacks the "
+    "prompt, with or without the patch. Of Phi-3 and PhiMoE, Transformers 5.23 computes all tokens again: upgrade it."
+)
 MAY_COMPILE, COMPILED = "_valid_auto_compile_criteria", "get_compiled_call"
 
 
 def replace_methods(
-    model: PreTrainedModel, family: Family | None, maker: CacheMaker, door: Door | None
+    model: PreTrainedModel, family: Family | None, maker: CacheMaker, door: Door | None, strict: Strict
 ) -> list[tuple[torch.nn.Module, str, Any]]:
     """Put the patch's methods on the instances; returns (module, name, previous attribute) for each.
 
@@ -29,6 +36,8 @@ def replace_methods(
     """
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
+        (model, INPUTS, functools.partial(_prepare_inputs, maker, strict, model.__dict__.get(INPUTS))),
+        (model, CANDIDATES, functools.partial(_candidates, model.__dict__.get(CANDIDATES))),
         (model, "init_continuous_batching", _refuse_continuous_batching),
     ]
     if door is not None:
@@ -43,7 +52,10 @@ def replace_methods(
     replaced = [(module, name, module.__dict__.get(name)) for module, name, _ in methods]
     for module, name, method in methods:
         # not a bound method: a deep copy of the model copies a partial along with its cache maker
-        module.__dict__[name] = functools.partial(method, module)
+        replacement: Any = functools.partial(method, module)
+        # `generate` reads from the signature which keywords a model knows
+        replacement.__wrapped__ = module.__dict__.get(name) or getattr(type(module), name)
+        module.__dict__[name] = replacement
     return replaced
 
 
@@ -60,9 +72,9 @@ def _prepare_cache(
     given = model_kwargs.get("past_key_values")
     named = generation_config.cache_implementation
     original: Callable[..., Any] = before or functools.partial(type(model)._prepare_cache_for_generation, model)
-    chosen = model.config.get_text_config(decoder=True)._attn_implementation
-    if chosen != NAME:
+    if not uses_turbo(model):
         if maker.active:
+            chosen = model.config.get_text_config(decoder=True)._attn_implementation
             warnings.warn(
                 f"turbo_hf: set_attn_implementation has chosen {chosen!r} since the patch, so this call is not "
                 f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").',
@@ -80,6 +92,7 @@ def _prepare_cache(
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
     if given is not None and not isinstance(given, TurboCache):
+        maker.uncompressed.discard(given)
         warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
     elif given is None and named is not None:
         warnings.warn(
@@ -88,6 +101,81 @@ def _prepare_cache(
             stacklevel=4,
         )
     return original(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _prepare_inputs(
+    maker: CacheMaker, strict: Strict, before: Any, model: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """In place of `prepare_inputs_for_generation`: where the model drops its cache, the pass fills it anew.
+
+    Phi-3 and its like have other rotary frequencies beyond `original_max_position_embeddings`, and compute all keys
+    again: Transformers passes no cache then, for which the model makes one of Transformers' own.
+    """
+    method = type(model).prepare_inputs_for_generation
+    original: Callable[..., dict[str, Any]] = before or functools.partial(method, model)
+    inputs, named = original(*args, **kwargs), by_name(method, args, kwargs)
+    given, kept = named.get("past_key_values"), inputs.get("past_key_values")
+    if not isinstance(given, TurboCache) or kept is given or not uses_turbo(model):
+        return inputs
+    if kept is not None:
+        say_replaced(model, given, kept, maker, strict)
+        return inputs
+    held = given.get_seq_length()
+    if held:
+        if _columns(inputs) < named["input_ids"].shape[1]:
+            # one token is what such a pass leaves behind: this has been said then
+            if held > 1:
+                warnings.warn(FORGETS.format(model=type(model).__name__, tokens=held), stacklevel=5)
+            mask = inputs.get("attention_mask")
+            inputs["attention_mask"] = None if mask is None else mask[:, -_columns(inputs) :]
+        else:
+            _require_all_tokens(model, inputs)
+        _empty(given)
+    return {**inputs, "past_key_values": given}
+
+
+def _columns(inputs: dict[str, Any]) -> int:
+    """Tokens, padding included, that the inputs of a pass hold."""
+    ids = inputs.get("input_ids")
+    return int((inputs["inputs_embeds"] if ids is None else ids).shape[1])
+
+
+def _require_all_tokens(model: Any, inputs: dict[str, Any]) -> None:
+    """Raise `Unsupported` unless the inputs of a pass over no past hold every token that they know of."""
+    columns, mask, places = _columns(inputs), inputs.get("attention_mask"), inputs.get("position_ids")
+    whole = mask.shape[-1] if mask is not None else columns if places is None else int(places.max()) + 1
+    if columns < whole:
+        raise Unsupported(
+            f"{type(model).__name__} drops what its cache holds, as its rotary frequencies change with the length, and "
+            f"this call passes only the newest {columns} of {whole} tokens: the answer would lack the others. Pass all "
+            "of them as input_ids."
+        )
+
+
+def _empty(cache: TurboCache) -> None:
+    """Forget every token, and go on recording if that is what the cache does."""
+    recording = any(layer.record_past for layer in cache.turbo_layers())
+    cache.reset()
+    if recording:
+        cache.activate_past_recording()
+
+
+def _candidates(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `_get_candidate_generator`: a draft that breaks off leaves the model all of its layers."""
+    generator = (before or functools.partial(type(model)._get_candidate_generator, model))(*args, **kwargs)
+    if isinstance(generator, EarlyExitCandidateGenerator):
+        # it lowers the number of layers in the config for each draft, and after an error Transformers leaves it so
+        config = getattr(model, model.base_model_prefix).config
+        generator.__dict__["get_candidates"] = functools.partial(_draft, generator.get_candidates, config)
+    return generator
+
+
+def _draft(get_candidates: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    layers = config.num_hidden_layers
+    try:
+        return get_candidates(*args, **kwargs)
+    finally:
+        config.num_hidden_layers = layers
 
 
 def _check_rows(mask: Any) -> None:

@@ -349,6 +349,10 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "there are global module hooks, which a replay would not call"
     for module in modules:
+        if module._compiled_call_impl is not None or hasattr(
+            module.__dict__.get("forward"), "_torchdynamo_orig_callable"
+        ):
+            return "torch.compile has compiled it"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         # Transformers' own hooks record outputs, and are requested by a keyword
         foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]

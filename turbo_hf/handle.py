@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from turbo_hf.attention import NAME, turbo_attention
@@ -143,7 +143,10 @@ class Report:
 
 @dataclass(slots=True)
 class CacheMaker:
-    """Makes the caches of a patched model with `layers` layers, and remembers the newest for `Handle.memory`."""
+    """Makes the caches of a patched model with `layers` layers, and remembers the newest for `Handle.memory`.
+
+    uncompressed: caches of Transformers' own that plain calls of the model have made; whoever passes one on is told.
+    """
 
     layers: int
     config: TurboConfig
@@ -155,6 +158,7 @@ class CacheMaker:
     newest: "weakref.ref[TurboCache] | None" = None
     measured: Memory | None = None
     active: bool = True
+    uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
@@ -182,6 +186,11 @@ class CacheMaker:
     def _measure(self, number: int, layers: list[Any]) -> None:
         if number == self.made:
             self.measured = measure(layers)
+
+    def forget(self, cache: TurboCache) -> None:
+        """The model has put another cache in the place of `cache`, which `memory` then is not about any more."""
+        if self.newest is not None and self.newest() is cache:
+            self.made, self.newest, self.measured = self.made + 1, None, None
 
     def memory(self) -> Memory:
         """Bytes of the newest cache: as it is now, or as it was when it was released."""

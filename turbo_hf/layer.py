@@ -7,6 +7,7 @@ import torch
 
 from turbo_hf.buffer import OpenBuffer, Quantized, ordinary, storing
 from turbo_hf.chunk import Chunk, Step, chunk_from_given_mask
+from turbo_hf.compiling import untraced
 from turbo_hf.config import TurboConfig
 from turbo_hf.crop import removable
 from turbo_hf.index import BucketIndex
@@ -316,6 +317,7 @@ class TurboLayer(DequantizedView):
 
     # --- what Transformers calls -------------------------------------------------------------------------------
 
+    @untraced
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from turbo_hf.compiling import untraced
+
 PART = 1 << 26
 """Numbers of a dense mask, of all rows of the batch, that are looked at together."""
 
@@ -15,6 +17,7 @@ BLOCK_OVERLAY = "blockwise_overlay.<locals>.inner_mask"
 AND, OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
 
 
+@untraced
 def turbo_mask(
     batch_size: int,
     q_length: int,

@@ -1,11 +1,21 @@
-"""Checks of models, and what a config says about each layer: its kind, window, KV heads and head dim."""
+"""Checks of models, and what configs and attention modules say about each layer: kind, window, KV heads, head dim."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from turbo_hf.errors import Unsupported
+
 COMPRESSED_TYPES = ("full_attention", "sliding_attention")
+
+CACHE_KEYWORDS = ("past_key_values", "layer_past")
+"""Names under which attention modules are given the cache."""
+
+HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
+"""Names under which attention modules keep the channels of a head."""
 
 
 def require_model(model: object) -> None:
@@ -18,8 +28,19 @@ def require_model(model: object) -> None:
 
 
 def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
-    """(layer type, keywords of the cache layer for it) of each decoder layer, as Transformers' own caches see them."""
+    """(layer type, keywords of the cache layer for it) of each decoder layer, as Transformers' own caches see them.
+
+    Raises:
+        Unsupported: the config does not say how many layers there are.
+    """
+    if getattr(config, "num_hidden_layers", None) is None:
+        raise Unsupported(
+            f"the config of {config.model_type} does not say how many layers there are (num_hidden_layers): its parts "
+            "have configs of their own, and no cache in common that could be compressed."
+        )
     types, kwargs = get_layer_types_and_kwargs(config)
+    # a draft by the first layers alone (assistant_early_exit) lowers their number, and leaves the list of their types
+    types = types[: config.num_hidden_layers]
     # one dict for all layers up to transformers 5.17, one per layer from 5.23 on
     each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
     for kind, keywords in zip(types, each, strict=True):
@@ -50,3 +71,15 @@ def shape_field(config: PreTrainedConfig, name: str) -> Any:
     """A field of the config; None if missing; a list with one value per layer if layers differ in it."""
     each = [getattr(own, name, None) for own in config.per_layer_config]
     return each if any(value != each[0] for value in each) else each[0]
+
+
+def given_cache(kwargs: Mapping[str, Any]) -> Any:
+    """The cache that a call of an attention module brings; None without one."""
+    # an empty cache is false
+    return next((kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None), None)
+
+
+def module_head_dim(module: nn.Module) -> int | None:
+    """Channels of a head of an attention module; None if its class keeps that number under no name known here."""
+    found = (getattr(module, name, None) for name in HEAD_DIMS)
+    return next((number for number in found if isinstance(number, int)), None)

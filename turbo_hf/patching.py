@@ -17,11 +17,18 @@ from turbo_hf.generation import PREPARE, replace_methods
 from turbo_hf.graphs import Door, describe
 from turbo_hf.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
 from turbo_hf.hooks import add_hooks, is_own
-from turbo_hf.model_layers import kv_heads, require_model
+from turbo_hf.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.ops.forecast import forecast
 from turbo_hf.ops.tuning import describe_prefill
-from turbo_hf.patches import AttentionLayer, Family, attention_layers, family_of, lost_to_bias
-from turbo_hf.selfcheck import probe, require_agreement
+from turbo_hf.patches import (
+    AttentionLayer,
+    Family,
+    attention_layers,
+    family_of,
+    lost_to_bias,
+    misfit,
+)
+from turbo_hf.selfcheck import own_logits, require_agreement
 from turbo_hf.versions import version_problem
 
 BIAS_STEP = 0.5
@@ -75,8 +82,10 @@ def patch(
     found = attention_layers(model)
     layers = [_choose(at, chosen) for at in found]
     modules = {at.index: at.module for at in found if at.module is not None}
-    dims = {int(getattr(module, "head_dim", 0)) for n, module in modules.items() if layers[n].groups} - {0}
-    _judge(layers, f"{type(model).__name__} ({_text_type(model)})", chosen, notices)
+    dims = {module_head_dim(module) or 0 for n, module in modules.items() if layers[n].groups} - {0}
+    family = family_of(_text_type(model))
+    _require_layers(model, found, layers, chosen, family)
+    _judge(layers, notices)
     forecast(chosen, {x.device for x in model.parameters()}, model.dtype, dims, notices)
     if not hasattr(type(model), PREPARE):
         notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
@@ -89,9 +98,8 @@ def patch(
         heads = heads._replace(words="")
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers), notices)
-    reference = probe(model) if check else None
-    family = family_of(_text_type(model))
     dense = tuple(at.index for at in layers if not at.groups)
+    own = own_logits(model, modules.values(), chosen, dense) if check else None
     steps, no_graphs = describe(chosen, dense, family is not None, model.device)
     # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
@@ -112,9 +120,9 @@ def patch(
     maker = CacheMaker(len(layers), chosen, int8, dense, heads.orders, selectors)
     door = Door(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
     handle = _apply(model, report, modules, family, maker, door, strict)
-    if reference is not None:
+    if own is not None:
         try:
-            require_agreement(probe(model, handle.new_cache()), reference)
+            require_agreement(model, own, chosen, dense, handle.new_cache())
         except BaseException:
             handle.remove()
             raise
@@ -171,16 +179,43 @@ def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
     return LayerReport(at.index, config.head_groups(heads), at.window, "")
 
 
-def _judge(layers: list[LayerReport], model: str, config: TurboConfig, notices: Notices) -> None:
-    """Refuse what cannot be done with these layers, and note what the user should know about them."""
+def _require_layers(
+    model: PreTrainedModel,
+    found: list[AttentionLayer],
+    layers: list[LayerReport],
+    config: TurboConfig,
+    family: Family | None,
+) -> None:
+    """Refuse, under any `strict`, what leaves nothing to compress, or would be wrong on a patched model in any case.
+
+    Raises:
+        ValueError: the config names a layer that the model does not have.
+        Unsupported: no layer can be compressed, or the model expects of attention what a patch does not do.
+    """
+    name = f"{type(model).__name__} ({_text_type(model)})"
     named = (*config.dense_layers, *(config.int8_layers if config.int8_layers != "auto" else ()))
     outside = [index for index in named if index >= len(layers)]
     if outside:
         raise ValueError(f"TurboConfig names layer {outside[0]}; the model has layers 0 to {len(layers) - 1}.")
-    refused = tuple(at.index for at in layers if at.refused)
     if not any(at.groups for at in layers):
-        why = layers[refused[0] if refused else 0].reason if layers else "it has no attention layer"
-        raise Unsupported(f"no layer of {model} can be compressed: {why}.")
+        refused = [at.reason for at in layers if at.refused]
+        why = refused[0] if refused else ", ".join(dict.fromkeys(at.reason for at in layers))
+        raise Unsupported(f"no layer of {name} can be compressed: {why or 'it has no attention layer'}.")
+    unknown = [at for at in found if at.unknown]
+    if unknown:
+        numbers = ", ".join(str(at.index) for at in unknown)
+        raise Unsupported(
+            f"layers {numbers} of {name} might be wrong on a patched model, compressed or not: {unknown[0].obstacle}. "
+            "Run it without the patch."
+        )
+    reason = misfit(model, family.methods if family is not None else ())
+    if reason is not None:
+        raise Unsupported(f"{name} would be wrong on a patched model: {reason}. Run it without the patch.")
+
+
+def _judge(layers: list[LayerReport], notices: Notices) -> None:
+    """Refuse layers that cannot be compressed, and note what the user should know about the others."""
+    refused = tuple(at.index for at in layers if at.refused)
     if refused:
         notices.refuse(
             f"layers {', '.join(map(str, refused))} cannot be compressed: {layers[refused[0]].reason}.",
@@ -207,6 +242,6 @@ def _apply(
     """Change the model. door: passes CUDA graph runners to `generate`, if they are wanted."""
     register()
     previous = switch_attention(model, NAME)
-    hooks = add_hooks(model, modules, report.layers, strict)
-    replaced = replace_methods(model, family, maker, door)
+    hooks = add_hooks(model, modules, report.layers, maker, strict)
+    replaced = replace_methods(model, family, maker, door, strict)
     return Handle(model, report, maker, hooks, replaced, previous)

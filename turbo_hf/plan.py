@@ -109,7 +109,7 @@ def _notes(model: PreTrainedModel, report: Report, positions: int | None, contex
     """What the user should know about the rows."""
     count = len(report.layers)
     notes = [
-        f"{n} of {count} layers stay in full precision: {reason}."
+        f"{n} of {count} layers are not compressed, each because {reason}."
         for reason, n in Counter(at.reason for at in report.layers if not at.groups).items()
     ]
     bias = key_bias_note(model, report)

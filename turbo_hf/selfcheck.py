@@ -1,22 +1,42 @@
-"""Checks that a patched model still computes what it did: logits over a short text, both prompt and decoding."""
+"""Checks that a patched model still computes what it did: logits of a padded batch, of a prompt, a chunk and steps."""
 
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from turbo_hf.cache import TurboCache
+from turbo_hf.config import TurboConfig
 from turbo_hf.errors import Unsupported
+from turbo_hf.model_layers import layer_windows
 from turbo_hf.transfer import input_device
 
 DECODED = 16
 """Tokens that are fed one by one, so that attention reads the compressed cache."""
 
+CHUNK = 24
+"""Tokens that join the prompt in a second pass: more than a decode step, over a past."""
+
 PROMPT = 144
-"""Tokens of the prompt: two sealed blocks and an open one."""
+"""Tokens of the shorter prompts: two sealed blocks and an open one. The longest goes beyond the model's windows."""
+
+LONGEST = 4096
+"""Tokens of a window beyond which no prompt is made: eager attention keeps all scores in memory."""
+
+WORK = 4e11
+"""Parameters times tokens beyond which no prompt is made longer on a CPU: a few seconds."""
+
+REACHES = ("index_topk", "indexer_budget", "original_max_position_embeddings", "attention_chunk_size")
+"""Fields of a config that name a number of tokens beyond which attention is another one, besides windows."""
 
 LOST = 0.5
 """Relative error of the logits at which a check fails: half of the signal is gone."""
+
+SLACK, MOST = 4, 0.5
+"""Where nothing is quantized, it fails at an error of so many times what rounding does to the logits, or of `MOST`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +53,74 @@ class SelfCheck:
         return self.error < LOST  # false for NaN, too
 
 
+class Batch(NamedTuple):
+    """Prompts of different length, padded at the left: ids and mask [rows, tokens]; parts: the tokens of each pass."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """The unpatched model's logits, as `probe` gives them: in one pass, and over a cache that quantizes nothing.
+
+    rounding, stored: the distance from `plain` of logits with other rounding in attention, and of `cached`.
+    """
+
+    plain: torch.Tensor
+    cached: torch.Tensor
+    rounding: float
+    stored: float
+
+
+def batch(model: PreTrainedModel) -> Batch:
+    """Fixed random prompts: one beyond the model's windows, if that is worth its time, and two of `PROMPT` and half."""
+    config = model.config.get_text_config(decoder=True)
+    reaches = [window or 0 for _, window in layer_windows(config)]
+    reaches += [number for name in REACHES if isinstance(number := getattr(config, name, None), int)]
+    reaches.append((getattr(config, "index_block_size", 0) or 0) * (getattr(config, "index_topk_blocks", 0) or 0))
+    device = input_device(model)
+    limit = min(LONGEST, WORK / max(1, model.num_parameters())) if device.type == "cpu" else LONGEST
+    beyond = max((reach for reach in reaches if reach <= limit), default=0)
+    longest = beyond + PROMPT + CHUNK + DECODED
+    longest = min(longest, getattr(config, "max_position_embeddings", None) or longest)
+    steps, chunk = min(DECODED, longest // 4), min(CHUNK, longest // 4)
+    added = steps + chunk
+    lengths = [longest, added + min(PROMPT, longest - added), added + min(PROMPT // 2, longest - added)]
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.vocab_size, (len(lengths), longest), generator=seeded, device="cpu")
+    mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
+    parts = (longest - added, chunk, *[1] * steps)
+    return Batch(ids.to(device), mask.long().to(device), parts)
+
+
 @torch.no_grad()
 def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
-    """float32 logits [DECODED + 1, vocabulary] after a fixed random prompt: the prompt's, then token by token.
+    """float32 logits [rows, tokens, vocabulary] of `batch`: of the end of the prompt, of a chunk, and of single tokens.
 
     `cache` None: in one pass, without a cache.
     """
     call: Any = model
-    config = model.config.get_text_config(decoder=True)
-    tokens = min(PROMPT + DECODED, getattr(config, "max_position_embeddings", None) or PROMPT + DECODED)
-    seeded = torch.Generator().manual_seed(0)
-    ids = torch.randint(config.vocab_size, (1, tokens), generator=seeded, device="cpu").to(input_device(model))
-    prompt = tokens - DECODED
-    if cache is None:
-        logits = call(ids, use_cache=False).logits[0, prompt - 1 :]
-    else:
-        parts = [ids[:, :prompt], *(ids[:, i : i + 1] for i in range(prompt, tokens))]
-        logits = torch.cat([call(part, past_key_values=cache).logits[0, -1:] for part in parts])
-    return torch.as_tensor(logits).float()
+    ids, mask, parts = batch(model)
+    known = inspect.signature(type(model).forward).parameters
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    kept, total = min(DECODED, parts[0]), ids.shape[1]
+    passes, found = (parts if cache is not None else (total,)), []
+    for end, count in zip(torch.tensor(passes).cumsum(0).tolist(), passes, strict=True):
+        here = slice(end - count, end)
+        wanted = min(count, total - parts[0] + kept if cache is None else max(kept, parts[1]))
+        options: dict[str, Any] = {"past_key_values": cache} if cache is not None else {"use_cache": False}
+        if "position_ids" in known:
+            options["position_ids"] = places[:, here]
+        if "logits_to_keep" in known:
+            options["logits_to_keep"] = wanted
+        out = call(ids[:, here], attention_mask=mask[:, :end], **options)
+        # a model without a head gives its states
+        states = out.logits if hasattr(out, "logits") else out.last_hidden_state
+        found.append(torch.as_tensor(states)[:, -wanted:].float())
+    logits = torch.cat(found, 1)
+    return logits[:, -(total - parts[0] + kept) :]
 
 
 def compare(logits: torch.Tensor, reference: torch.Tensor) -> SelfCheck:
@@ -60,19 +130,99 @@ def compare(logits: torch.Tensor, reference: torch.Tensor) -> SelfCheck:
     difference = logits - logits.mean(-1, keepdim=True) - centred
     error = (difference.norm() / centred.norm()).item()
     agreement = (logits.argmax(-1) == reference.argmax(-1)).float().mean().item()
-    return SelfCheck(error, agreement, len(reference))
+    return SelfCheck(error, agreement, reference[..., 0].numel())
 
 
-def require_agreement(logits: torch.Tensor, reference: torch.Tensor) -> None:
-    """`Unsupported` if the check of a patch has failed."""
-    if not reference.isfinite().all():
+def unquantized(
+    model: PreTrainedModel, config: TurboConfig, dense: tuple[int, ...], padded: bool = False
+) -> TurboCache:
+    """A cache in 16 bit for `probe`. padded: it is told where the padding is, which an unpatched model does not do."""
+    exact = TurboConfig(bits=16, attention="fp16", block_size=config.block_size, backend=config.backend)
+    return TurboCache(model.config, exact, dense_layers=dense, attention_mask=batch(model).mask if padded else None)
+
+
+def own_logits(
+    model: PreTrainedModel, modules: Iterable[torch.nn.Module], config: TurboConfig, dense: tuple[int, ...]
+) -> Own:
+    """What `require_agreement` compares with, taken before the patch.
+
+    modules: the attention modules. dense: layers that will not be compressed.
+
+    Raises:
+        Unsupported: the logits hold NaN or Inf.
+    """
+    plain = probe(model)
+    if not plain.isfinite().all():
         raise Unsupported(
             "self-check: the unpatched model's own logits hold NaN or Inf, so that nothing can be compared. Check its "
             "weights and dtype, or patch without check=True."
         )
-    found = compare(logits, reference)
+    hooks = [module.register_forward_hook(_Rounding()) for module in modules]
+    try:
+        rounded = probe(model)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    cached = probe(model, unquantized(model, config, dense, padded=True))
+    return Own(plain, cached, _distance(rounded, plain), _distance(cached, plain))
+
+
+class _Rounding:
+    """Forward hook of an attention module: moves its output by random numbers as large as one rounding of its type."""
+
+    def __init__(self) -> None:
+        self.seeded: torch.Generator | None = None
+
+    def __call__(self, module: Any, args: Any, output: Any) -> Any:
+        x, *others = output if isinstance(output, tuple) else (output,)
+        if self.seeded is None:
+            self.seeded = torch.Generator(x.device).manual_seed(0)
+        noise = torch.randn(x.shape, generator=self.seeded, device=x.device, dtype=torch.float32)
+        size = torch.finfo(x.dtype).eps * x.float().square().mean(-1, keepdim=True).sqrt()
+        moved = (x.float() + size * noise).to(x.dtype)
+        return (moved, *others) if isinstance(output, tuple) else moved
+
+
+def require_agreement(
+    model: PreTrainedModel, own: Own, config: TurboConfig, dense: tuple[int, ...], cache: TurboCache
+) -> None:
+    """`Unsupported` if the patched model's logits are not its own: without a cache, with one that quantizes nothing,
+    and with `cache`.
+
+    Where nothing is quantized, what is left is rounding, of which `own` tells what it does to the logits. A wrong mask
+    does more.
+    """
+    for case, got, want, rounding in (
+        ("without a cache", probe(model), own.plain, own.rounding),
+        (
+            "over a cache that quantizes nothing",
+            probe(model, unquantized(model, config, dense)),
+            own.cached,
+            max(own.rounding, own.stored),
+        ),
+    ):
+        distance = _distance(got, want)
+        if not distance <= min(SLACK * rounding, MOST):
+            raise Unsupported(
+                f"self-check failed: {case}, the logits differ by {distance:.2%} from the unpatched model's, of which "
+                f"rounding explains {rounding:.2%}. This model expects something of attention that a patch does not do "
+                "(a mask, a keyword). The patch is off again; run this model without it."
+            )
+    found = compare(probe(model, cache), own.plain)
     if not found.passed:
         raise Unsupported(
             f"self-check failed: the logits differ by {found.error:.0%} from the unpatched model's. The patch is "
             "off again; try a preset with more bits, or TurboConfig(dense_layers=...)."
         )
+
+
+def _distance(logits: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest relative error of a row's prompt, chunk or steps; for each of them, the median over its tokens.
+
+    A router of experts that changes its mind about one token is no wrong mask, which shows at most tokens.
+    """
+    centred = reference - reference.mean(-1, keepdim=True)
+    difference = logits - logits.mean(-1, keepdim=True) - centred
+    errors = difference.norm(dim=-1) / centred.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    # NaN is larger than any number
+    return max(float(part.median(-1).values.max().nan_to_num(torch.inf)) for part in errors.split(DECODED // 2, -1))

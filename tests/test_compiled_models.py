@@ -1,0 +1,101 @@
+"""torch.compile around a patched model, and around one that is not patched and given a TurboCache."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import left_padded, prompts, tiny_llama
+from torch import Tensor
+
+import turbo_hf
+from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.graphs import model_obstacle
+from turbo_hf.hooks import is_own
+
+CONFIG = TurboConfig(bits=4, block_size=32)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """What one test has compiled is not another's."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def answer(model: Any, **options: Any) -> Tensor:
+    """Greedy tokens after a padded batch, whose rows seal a block while they are decoded."""
+    batch = left_padded([prompts(1, length, length)[0] for length in (60, 45)])
+    return torch.as_tensor(model.generate(**batch, max_new_tokens=8, do_sample=False, **options))
+
+
+def forward(model: Any) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def call(model: Any) -> None:
+    model.compile(backend="eager")
+
+
+def layers(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+
+def compiled() -> int:
+    """Graphs so far."""
+    return int(torch._dynamo.utils.counters["frames"]["ok"])
+
+
+@pytest.mark.parametrize("compile_it", [forward, layers])
+def test_a_patched_model_may_be_compiled(compile_it: Callable[[Any], None]) -> None:
+    model = tiny_llama(num_hidden_layers=1, attn_implementation="sdpa")
+    with turbo_hf.patch(model, CONFIG) as handle:
+        want, before = answer(model), compiled()
+        compile_it(model)
+        assert torch.equal(answer(model), want)
+        assert handle.memory().tokens == 60 + 45 + 2 * 7
+        assert compiled() > before
+
+
+def test_an_own_loop_over_a_compiled_model() -> None:
+    model, ids = tiny_llama(num_hidden_layers=1, attn_implementation="sdpa"), prompts(2, 70)
+    with turbo_hf.patch(model, CONFIG), torch.no_grad():
+
+        def loop() -> list[Tensor]:
+            out = model(ids[:, :60], use_cache=True)
+            assert isinstance(out.past_key_values, TurboCache)
+            found = [out.logits]
+            for at in range(60, 66):
+                out = model(ids[:, at : at + 1], past_key_values=out.past_key_values)
+                found.append(out.logits)
+            return found
+
+        want, before = loop(), compiled()
+        call(model)
+        for one, other in zip(loop(), want, strict=True):
+            torch.testing.assert_close(one, other)
+        assert compiled() > before
+
+
+def test_a_cache_of_an_unpatched_model_that_is_compiled() -> None:
+    model = tiny_llama(num_hidden_layers=1, attn_implementation="sdpa")
+    want, before = answer(model, past_key_values=TurboCache(model.config, CONFIG)), compiled()
+    layers(model)
+    cache = TurboCache(model.config, CONFIG)
+    assert torch.equal(answer(model, past_key_values=cache), want)
+    assert cache.get_seq_length() == 67
+    assert compiled() > before
+
+
+@pytest.mark.parametrize("compile_it", [forward, call, layers])
+def test_steps_of_a_compiled_model_are_not_replayed(
+    compile_it: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turbo_hf.graphs._place_obstacle", lambda *args: None)
+    model = tiny_llama(num_hidden_layers=1)
+    with turbo_hf.patch(model, CONFIG):
+        assert model_obstacle(model, is_own) is None
+        compile_it(model)
+        assert model_obstacle(model, is_own) == "torch.compile has compiled it"

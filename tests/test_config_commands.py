@@ -1,0 +1,84 @@
+"""Config files on the command line: wherever a preset can be named, and in a run that is continued."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import LAB_MODEL
+from typer.testing import CliRunner
+
+from turbo_hf import TurboConfig
+from turbo_hf.cli import app
+
+
+def command(*words: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [*words, "--device", "cpu", "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout.splitlines()[-1]) if code == 0 else " ".join(result.output.split())
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text("preset: turbo2\ndense_layers: [0]\nattention: fp16\n")
+    return path
+
+
+def test_demo(mine: Path) -> None:
+    found = command("demo", "--prompts", "2", "--longest", "300", "--config", str(mine), "--method", "turbo2")
+    by_file, by_name = found["rows"][1], found["rows"][2]
+    assert by_file["method"] == str(mine)
+    # a layer in full precision
+    assert by_file["kv_bytes_per_token"] > by_name["kv_bytes_per_token"]
+
+
+def test_benches(mine: Path) -> None:
+    words = ("--layers", "2", "--tiny", "--config", str(mine))
+    found = command("bench", "generate", *words, "--context", "40", "--new", "2", "--rounds", "1")
+    options = TurboConfig(bits=2, dense_layers=(0,), attention="fp16").to_dict()
+    assert found["options"]["configs"] == {str(mine): options}
+    assert str(mine) in {row["method"] for row in found["rows"]}
+    mine.write_text("bits: 2\nattention: fp16\n")
+    found = command("bench", "first-token", *words, "--length", "64", "--seconds", "0.01")
+    assert found["options"]["config"] == TurboConfig(bits=2, attention="fp16").to_dict()
+    # of the file, where no mode is asked for
+    assert "fp16" in {row["method"] for row in found["rows"]}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("demo", "--method"),
+        ("eval", str(LAB_MODEL), "--suite", "serve", "--methods"),
+        ("bench", "generate", "--tiny", "--preset"),
+        ("bench", "first-token", "--tiny", "--preset"),
+        ("generate", str(LAB_MODEL), "hello", "--preset"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_files_that_are_wrong_get_one_sentence(words: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason='matplotlib is not installed: pip install -e ".[eval]"')
+    path = tmp_path / "mine.json"
+    told = command(*words, str(path), code=1)
+    assert f"error: there is no config file {path}." in told
+    path.write_text('{"bit": 4}')
+    told = command(*words, str(path), code=1)
+    assert f"error: the config file {path}: TurboConfig has no option bit; options are preset, bits, " in told
+    assert "Traceback" not in told
+
+
+def test_a_run_of_a_file_is_of_what_the_file_said(mine: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason='matplotlib is not installed: pip install -e ".[eval]"')
+    words = ["eval", str(LAB_MODEL), "--suite", "serve", "--context", "40", "--new", "2", "--rounds", "1"]
+    words += ["--batch", "1", "--out", str(tmp_path / "out"), "--methods", str(mine)]
+    found = command(*words)
+    assert [row["method"] for row in found["levels"]] == ["fp16", "fp16 again", str(mine)]
+    want = TurboConfig(bits=2, dense_layers=(0,), attention="fp16").to_dict()
+    assert found["meta"]["identity"]["config_files"] == {str(mine): want}
+    # the same options in other words, and another method beside it
+    mine.write_text("bits: 2\nattention: fp16\ndense_layers: [0]\n")
+    assert command(*words[:-1], f"{mine},turbo4")["levels"][:3] == found["levels"]
+    mine.write_text("bits: 3\nattention: fp16\ndense_layers: [0]\n")
+    told = command(*words, code=1)
+    assert f"config_files.{mine}.bits was 2, now 3." in told

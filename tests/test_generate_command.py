@@ -1,0 +1,213 @@
+"""`turbo-hf generate`: streamed text, chats, and what it says of mistakes."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import LAB_MODEL, lab_model, tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+import turbo_hf
+from turbo_hf import TurboConfig
+from turbo_hf.cli import app
+from turbo_hf.conversation import Conversation, sampling
+from turbo_hf.generate_command import _note_positions
+
+LAB = str(LAB_MODEL)
+PROMPT = "The special magic number is 4281. The number is"
+EXACT = TurboConfig(bits=16, attention="fp16", block_size=32)
+TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] == 'refuse' %}{{ raise_exception('no such word') }}{% endif %}"
+    "{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: Any) -> None:
+        raise AssertionError(f"a connection was tried: {args}")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr(socket, "getaddrinfo", refused)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The carried model with a chat template."""
+    folder = tmp_path_factory.mktemp("chatty")
+    AutoModelForCausalLM.from_pretrained(LAB_MODEL, dtype="auto").save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(LAB_MODEL)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*words: str, code: int = 0, typed: str | bytes = "") -> Any:
+    result = CliRunner().invoke(app, ["generate", *words, "--device", "cpu"], input=typed)
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_prompt_is_continued(tmp_path: Path) -> None:
+    result = run(LAB, PROMPT, "--max-new-tokens", "8", "--memory", "--json")
+    text, line = result.stdout.splitlines()
+    facts = json.loads(line)
+    (reply,) = facts["replies"]
+    assert text == reply["text"]
+    assert "4281" in text
+    assert facts["config"] == TurboConfig().to_dict()
+    assert facts["memory"]["tokens"] == reply["prompt_tokens"] + reply["new_tokens"] - 1
+    assert f"KV cache: {facts['memory']['tokens']} tokens in {facts['memory']['bytes']:,} bytes, " in result.stderr
+    assert f"{facts['memory']['compression']:.2f} x less than in bfloat16." in result.stderr
+    # the text alone is on standard output
+    assert run(LAB, PROMPT, "--max-new-tokens", "8").stdout == f"{text}\n"
+    assert run(LAB, "-", "--max-new-tokens", "8", typed=f"{PROMPT}\n").stdout == f"{text}\n"
+    mine = tmp_path / "mine.json"
+    mine.write_text('{"preset": "int8", "block_size": 32}')
+    facts = json.loads(
+        run(
+            LAB, PROMPT, "--config", str(mine), "--dtype", "float32", "--max-new-tokens", "2", "--json"
+        ).stdout.splitlines()[-1]
+    )
+    assert facts["config"] == TurboConfig(bits=8, block_size=32).to_dict()
+    assert facts["dtype"] == "torch.float32"
+
+
+def test_it_says_what_generate_says() -> None:
+    model, tokenizer = lab_model()
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    with turbo_hf.patch(model, EXACT) as handle:
+        want = model.generate(**inputs, max_new_tokens=12)[0, inputs.input_ids.shape[1] :]
+        reply = Conversation(model, tokenizer, handle, {"max_new_tokens": 12}).complete(PROMPT)
+    assert reply.text == tokenizer.decode(want, skip_special_tokens=True)
+    assert reply.new_tokens == len(want)
+
+
+def test_a_seed_repeats_what_is_sampled() -> None:
+    words = (LAB, "The grass is", "--max-new-tokens", "9", "--temperature", "1.5", "--top-p", "0.95")
+    one, same, other = (run(*words, "--seed", seed).stdout for seed in ("1", "1", "2"))
+    assert one == same != other
+    greedy = run(*words[:4], "--temperature", "0").stdout
+    assert greedy == run(*words[:4]).stdout, "the generation config of this model says greedy"
+
+
+def test_sampling_is_as_the_generation_config_says_unless_it_is_chosen() -> None:
+    assert sampling(None, None) == {}
+    assert sampling(0.7, None) == {"do_sample": True, "temperature": 0.7}
+    assert sampling(None, 0.9) == {"do_sample": True, "top_p": 0.9}
+    assert sampling(0, None)["do_sample"] is False
+
+
+def test_a_chat_goes_on_with_its_cache(chatty: str) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(chatty)
+    said = ["The special magic number is 4281. What is it?", "And again?", "The number is?"]
+    messages: list[dict[str, str]] = []
+    with turbo_hf.patch(model, EXACT) as handle:
+        talk = Conversation(model, tokenizer, handle, {"max_new_tokens": 12, "do_sample": False})
+        first = talk.cache
+        replies = [talk.answer(words) for words in said]
+    # a template that writes earlier turns otherwise begins anew, and answers as well
+    for words, reply in zip(said, replies, strict=True):
+        messages.append({"role": "user", "content": words})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        want = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        assert reply.text == tokenizer.decode(want, skip_special_tokens=True)
+        assert reply.prompt_tokens == ids["input_ids"].shape[1]
+        messages.append({"role": "assistant", "content": reply.text})
+    assert replies[0].reused_tokens == 0
+    reused = [later.reused_tokens for later in replies[1:]]
+    assert (talk.cache is first) == all(reused)
+    assert any(reused)
+
+
+def test_a_turn_that_is_written_otherwise_is_read_anew(chatty: str) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(chatty, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(chatty)
+    tokenizer.chat_template = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'][:9] }}")
+    with turbo_hf.patch(model, EXACT) as handle:
+        talk = Conversation(model, tokenizer, handle, {"max_new_tokens": 12, "do_sample": False})
+        first = talk.cache
+        talk.answer("The special magic number is 4281. What is it?")
+        second = talk.answer("And again?")
+    assert second.reused_tokens == 0
+    assert talk.cache is not first
+    assert talk.cache.get_seq_length() == second.prompt_tokens + second.new_tokens - 1
+
+
+@pytest.mark.usefixtures("no_network")
+def test_lines_are_messages(chatty: str) -> None:
+    result = run(chatty, "--chat", "--max-new-tokens", "6", "--json", typed="Hello there.\n\n  \nWho is it?\n")
+    facts = json.loads(result.stdout.splitlines()[-1])
+    assert len(facts["replies"]) == 2
+    assert all(reply["text"] in result.stdout for reply in facts["replies"])
+    assert facts["memory"]["tokens"] == sum(facts["replies"][1][name] for name in ("prompt_tokens", "new_tokens")) - 1
+    once = json.loads(run(chatty, "Hello there.", "--chat", "--max-new-tokens", "6", "--json").stdout.splitlines()[-1])
+    assert once["replies"][0]["text"] == facts["replies"][0]["text"]
+
+
+def test_more_tokens_than_the_model_was_made_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_llama(max_position_embeddings=1024)
+    _note_positions(model, 1024)
+    assert not capsys.readouterr().err
+    _note_positions(model, 1025)
+    assert "note: these are 1,025 tokens; the model was made for 1,024 positions." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([LAB], "there is no prompt: write it behind the model, or - for standard input, or chat with --chat."),
+        ([LAB, "hi", "--chat"], "has no chat template. Without --chat, it continues the prompt as plain text."),
+        ([LAB, "hi", "--dtype", "int8"], "unknown dtype int8; choose from auto, float32, bfloat16, float16."),
+        ([LAB, "hi", "--temperature", "-1"], "the temperature must be 0 (greedy) or a number above; got -1.0."),
+        ([LAB, "hi", "--temperature", "nan"], "the temperature must be 0 (greedy) or a number above; got nan."),
+        ([LAB, "hi", "--top-p", "0"], "top-p must be a share of probability, above 0 and at most 1; got 0.0."),
+        ([LAB, "hi", "--top-p", "0.9", "--temperature", "0"], "temperature 0 is greedy, and top-p has no effect"),
+        ([LAB, "hi", "--preset", "turbo5"], "one of the presets int8, turbo4, turbo-mixed, turbo2, saap; got 'turbo5'"),
+        ([LAB, "hi", "--preset", "saap"], 'selector "saap" needs a calibration'),
+        (["./nowhere", "hi"], "there is no folder './nowhere', and no repository of the Hub can have this name."),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_mistakes_get_one_sentence(words: list[str], message: str) -> None:
+    result = run(*words, code=1)
+    assert "Traceback" not in result.output
+    assert message in " ".join(result.output.split())
+
+
+def test_a_template_that_refuses_is_told(chatty: str) -> None:
+    result = run(chatty, "refuse", "--chat", code=1)
+    assert "the chat template of this model refuses the conversation: no such word" in " ".join(result.output.split())
+
+
+def test_a_prompt_without_tokens_is_told() -> None:
+    model, _ = lab_model()
+    with turbo_hf.patch(model, EXACT) as handle:
+        talk = Conversation(model, lambda text: {"input_ids": []}, handle, {})
+        with pytest.raises(ValueError, match="the prompt has no tokens: there is nothing to continue"):
+            talk.complete("")
+
+
+@pytest.mark.parametrize(
+    ("words", "typed"),
+    [(["-"], b"caf\xe9"), (["caf\udce9"], ""), (["--chat"], b"caf\xe9\n")],
+    ids=["input", "argument", "line"],
+)
+def test_bytes_that_are_no_text_are_told(chatty: str, words: list[str], typed: str | bytes) -> None:
+    told = " ".join(run(chatty, *words, code=1, typed=typed).output.split())
+    assert "error: the prompt is not UTF-8 text. Convert it first." in told
+
+
+def test_a_full_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("turbo_hf.conversation.Conversation.complete", full)
+    told = " ".join(run(LAB, "hi", code=1).output.split())
+    assert "error: the memory of cpu is full. Take a shorter prompt or fewer bits." in told

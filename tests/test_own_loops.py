@@ -1,0 +1,175 @@
+"""Calls of a patched model outside of `generate`, and its attention on a model without a patch."""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from models import prompts, tiny_llama
+from patching_support import EXACT, SMALL, tiny
+from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, LlamaModel
+
+import turbo_hf
+from turbo_hf import TurboCache
+from turbo_hf.attention import NAME
+from turbo_hf.memory import Memory
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """The warnings of a block, each time one is issued."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+        texts += [str(warning.message) for warning in caught]
+
+
+@torch.no_grad()
+def loop(model: Any, ids: torch.Tensor, **first: Any) -> tuple[list[int], Any]:
+    """Ten greedy tokens of an own loop, and the cache that it ends with."""
+    out, tokens = model(ids, **first), []
+    for _ in range(10):
+        tokens.append(int(out.logits[0, -1].argmax()))
+        out = model(torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values)
+    return tokens, out.past_key_values
+
+
+def test_use_cache_gives_a_compressed_cache() -> None:
+    model, ids = tiny_llama(), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL) as handle, said() as texts:
+        want = model.generate(ids, max_new_tokens=10, do_sample=False)[0, 70:].tolist()
+        for call in ({"use_cache": True}, {"use_cache": True, "past_key_values": None}):
+            tokens, cache = loop(model, ids, **call)
+            assert isinstance(cache, TurboCache)
+            assert tokens == want
+            assert handle.memory() == cache.memory()
+            assert handle.memory().tokens == 80
+    assert not texts
+    assert isinstance(loop(model, ids, use_cache=True)[1], DynamicCache)
+
+
+def test_arguments_by_position() -> None:
+    model, ids = tiny_llama(), prompts(2, 40)
+    mask = torch.ones_like(ids)
+    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        want = model(ids, mask, None, cache).logits
+        assert cache.get_seq_length() == 40
+        for call in ((ids, mask, None, None, None, None, True), (ids, mask, None, None)):
+            out = model(*call, **({} if len(call) > 4 else {"use_cache": True}))
+            assert isinstance(out.past_key_values, TurboCache)
+            assert torch.equal(out.logits, want)
+        assert isinstance(model(ids, use_cache=True, return_dict=False)[1], TurboCache)
+
+
+def test_a_plain_call_is_the_models_own() -> None:
+    """As lm-eval makes them: no cache is named, and `config.use_cache` is True by default."""
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(2, 70)
+    with torch.no_grad():
+        stock = model(ids).logits
+    with turbo_hf.patch(model, "turbo2") as handle, torch.no_grad(), said() as texts:
+        for call in ({}, {"use_cache": None}, {"use_cache": False}):
+            out = model(ids, **call)
+            assert torch.equal(out.logits, stock)
+            assert not isinstance(out.past_key_values, TurboCache)
+        assert handle.memory() == Memory((), 0, 0)
+    assert not texts
+
+
+@pytest.mark.parametrize("tuples", [False, True])
+def test_a_loop_over_the_cache_of_a_plain_call_is_told_once(tuples: bool) -> None:
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL), torch.no_grad(), said() as texts:
+        first = model(ids, return_dict=not tuples)
+        cache = first[1]
+        assert isinstance(cache, Cache)
+        for _ in range(3):
+            model(ids[:, :1], past_key_values=cache)
+        given = DynamicCache(config=model.config)
+        for _ in range(2):
+            model(ids, past_key_values=given, use_cache=True)
+    assert len(texts) == 1
+    assert "made by a plain call of the model, and is not compressed" in texts[0]
+    assert "model(..., use_cache=True) or past_key_values=handle.new_cache()" in texts[0]
+
+
+def test_generate_tells_of_such_a_cache_once() -> None:
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL), torch.no_grad(), said() as texts:
+        cache = model(ids[:, :60]).past_key_values
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert [text.partition(":")[2] for text in texts] == [" a DynamicCache was passed, so this call is not compressed."]
+
+
+def test_training_keeps_the_models_own_cache() -> None:
+    model, ids = tiny_llama(attn_implementation="sdpa").train(), prompts(2, 40)
+    with turbo_hf.patch(model, SMALL):
+        out = model(ids, labels=ids, use_cache=True)
+        assert isinstance(out.past_key_values, DynamicCache)
+        out.loss.backward()
+        model.eval()
+        loss = model(ids, labels=ids, use_cache=True).loss
+        with pytest.raises(RuntimeError, match=r"no gradient.*use_cache=False"):
+            loss.backward()
+
+
+def test_use_cache_where_another_attention_has_been_chosen() -> None:
+    model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 40)
+    with turbo_hf.patch(model, SMALL), torch.no_grad():
+        model.set_attn_implementation("sdpa")
+        assert isinstance(model(ids, use_cache=True).past_key_values, DynamicCache)
+        model.set_attn_implementation(NAME)
+
+
+def test_copies_and_models_without_a_head() -> None:
+    model, ids = tiny_llama(), prompts(1, 70)
+    with turbo_hf.patch(model, SMALL) as handle:
+        twin = copy.deepcopy(model)
+        assert isinstance(loop(twin, ids, use_cache=True)[1], TurboCache)
+        assert handle.memory() == Memory((), 0, 0), "the copy's cache is not this model's"
+    body: Any = LlamaModel(tiny_llama().config).eval()
+    with pytest.warns(UserWarning, match="has no generate"):
+        handle = turbo_hf.patch(body, EXACT)
+    with handle, torch.no_grad():
+        assert isinstance(body(ids, use_cache=True).past_key_values, TurboCache)
+
+
+# --- attn_implementation="turbo_hf" without a patch -------------------------------------------------------------------
+
+UNPATCHED = 'attn_implementation="turbo_hf" has been set on a model without a patch: nothing is compressed'
+
+
+def unpatched(model: Any) -> list[str]:
+    """What two calls of `generate` say."""
+    with said() as texts:
+        for _ in range(2):
+            model.generate(prompts(2, 40), max_new_tokens=3, do_sample=False)
+    return [text for text in texts if UNPATCHED in text]
+
+
+def test_attention_without_a_patch_is_told_once() -> None:
+    model = tiny_llama(attn_implementation="sdpa")
+    with torch.no_grad():
+        stock = model(prompts(2, 40)).logits
+    turbo_hf.patch(model, SMALL).remove()
+    model.set_attn_implementation(NAME)
+    assert len(unpatched(model)) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(model(prompts(2, 40)).logits, stock)
+    another: Any = LlamaForCausalLM._from_config(LlamaConfig(**vars(tiny_llama().config)), attn_implementation=NAME)
+    assert len(unpatched(another.eval())) == 1
+    model.set_attn_implementation("sdpa")
+    with turbo_hf.patch(model, SMALL):
+        assert not unpatched(model)
+
+
+def test_layers_that_a_patched_model_leaves_alone_say_nothing() -> None:
+    options = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16}
+    model = tiny("llama4_text", **options, num_local_experts=2, intermediate_size_mlp=96, num_experts_per_tok=1)
+    with turbo_hf.patch(model, SMALL):
+        assert not unpatched(model)
+        assert not unpatched(copy.deepcopy(model))
