@@ -191,7 +191,9 @@ class Integrity:
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
         last.done[key] = 0
-        last.taken[key] = [(state, state._version) for state in states if state is not None]
+        if not last.announced:
+            own = [state for state in states if state is not None and not state.is_inference()]
+            last.taken[key] = [(state, state._version) for state in own]
 
     def before(self) -> dict[tuple[int, str], int]:
         """Of the pass that broke off, `Pass.done`; {} if none did.
