@@ -11,7 +11,6 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -147,8 +146,9 @@ class TurboCache(Cache):
                 self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
                 layers.append(self._others[index]())
         super().__init__(layers=layers)
-        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if not isinstance(layer, DummyLayer)}
-        self.integrity = Integrity(storing)
+        # not those that share the keys and values of others
+        kinds = CacheLayerMixin | LinearAttentionCacheLayerMixin
+        self.integrity = Integrity({i: type(held).__name__ for i, held in enumerate(layers) if isinstance(held, kinds)})
         for layer in self.turbo_layers():
             layer.integrity = self.integrity
         if attention_mask is not None:
@@ -334,11 +334,11 @@ class TurboCache(Cache):
         if not was_empty:
             self._require_kept(before, surplus)
         masks = [turbo.given_mask for turbo in self.turbo_layers()]
-        recording = [index for index in range(len(self.layers)) if self.is_recording_past(index)]
+        recording = [layer for layer in self.layers if getattr(layer, "record_past", False)]
         self.integrity.last = Pass(operation="roll_back")
         if was_empty:
             self._empty()
-            for layer in (self.layers[index] for index in recording):
+            for layer in recording:
                 if isinstance(layer, TurboLayer | DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin):
                     layer.activate_past_recording()
         else:
