@@ -17,7 +17,20 @@ from typing import Any
 
 import torch
 import transformers
-from families_modes import EVEN, MODES, NEW, TIES, Answer, apart, generate, half_cache, prompts, verdict
+from families_modes import (
+    EVEN,
+    MODES,
+    NEW,
+    TIES,
+    Answer,
+    Inputs,
+    apart,
+    generate,
+    half_cache,
+    prompts,
+    second_turn,
+    verdict,
+)
 from patching_support import changes, snapshot
 from tiny_families import VARIANTS, build, families
 from torch import Tensor
@@ -32,6 +45,7 @@ SEEDS = 5
 """How many prompts are tried."""
 
 WORKS, REFUSED, NOT_TRIED, WRONG = "works", "refused", "not tried", "WRONG"
+FAILS = "unpatched fails"
 COLUMNS = (*MODES, "un-patch")
 BLIND = "the unpatched model's tokens hardly depend on the prompt"
 
@@ -82,17 +96,22 @@ def _examine(row: Row, seed: int) -> None:
     # some keep a state in their modules, which passes replace
     before, plain = snapshot(model), dict[str, Answer]()
     for name, mode in MODES.items():
+        if "batch" not in plain and mode is second_turn:
+            # it goes on from there
+            row.modes[name] = row.modes["batch"]
+            continue
         try:
-            plain[name] = mode(model, inputs)
+            answer = mode(model, inputs)
         except Exception as error:
-            row.modes[name] = f"unpatched fails: {_short(error)}"
-    if "chunks" in plain and _differ(plain["chunks"], plain["batch"]):
+            row.modes[name] = f"{FAILS}: {_short(error)}"
+        else:
+            forgotten = _forgotten(answer, inputs)
+            if forgotten:
+                row.modes[name] = f"{FAILS}: {forgotten}"
+            else:
+                plain[name] = answer
+    if {"batch", "chunks"} <= set(plain) and _differ(plain["chunks"], plain["batch"]):
         row.notes.append("unpatched, chunks change its answers")
-    # one without attention has no length
-    with contextlib.suppress(AttributeError, ValueError):
-        held = plain["batch"].cache.get_seq_length()
-        if held < inputs["input_ids"].shape[1] + NEW - 1:
-            row.notes.append(f"unpatched, its cache holds {held} tokens in the end: it forgets the others")
     logits = _logits(model, inputs)
     after = snapshot(model)
     own = changes(before, after)
@@ -123,7 +142,17 @@ def _examine(row: Row, seed: int) -> None:
     _conclude(row)
 
 
-def _inputs(row: Row, model: Any, seed: int) -> dict[str, Tensor]:
+def _forgotten(answer: Answer, inputs: Inputs) -> str:
+    """A sentence if a cache that counts its tokens has lost some of the answer's; "" if not."""
+    expected = inputs["input_ids"].shape[1] + NEW - 1
+    # a cache without attention counts none
+    with contextlib.suppress(AttributeError, ValueError):
+        if answer.cache.get_seq_length() < expected:
+            return f"its cache ends with {answer.cache.get_seq_length()} tokens, and should have {expected} or more"
+    return ""
+
+
+def _inputs(row: Row, model: Any, seed: int) -> Inputs:
     """A padded batch; one without padding, if the unpatched model answers otherwise to padded rows than to them alone.
 
     Notes that, and whether the answers depend on prompts at all.
@@ -175,9 +204,12 @@ def _conclude(row: Row) -> None:
         row.outcome, row.sentence = WRONG, "; ".join(wrong)
     elif len(refused) == len(MODES):
         row.outcome, row.sentence = REFUSED, refused[0].removeprefix("refused: ")
+    elif BLIND in row.notes:
+        row.sentence = BLIND
+    elif all(row.modes[name].startswith(FAILS) for name in MODES):
+        row.sentence = row.modes["batch"]
     elif row.outcome != REFUSED:
-        row.outcome = NOT_TRIED if BLIND in row.notes else WORKS
-        row.sentence = BLIND if BLIND in row.notes else ""
+        row.outcome = WORKS
 
 
 def _unused(cache: Any, compressed: list[int]) -> str:
@@ -189,7 +221,7 @@ def _unused(cache: Any, compressed: list[int]) -> str:
 
 
 @torch.no_grad()
-def _logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+def _logits(model: Any, inputs: Inputs) -> Tensor:
     return torch.as_tensor(model(**inputs).logits)
 
 
@@ -292,8 +324,9 @@ python tests/families_table.py --only llama,gemma3_text
 It says whether a family's attention and cache are served rightly, not how much accuracy a trained model keeps at few
 bits: for that, evaluate (`turbo-hf eval`). "yes" means that the patched model has chosen the unpatched one's tokens,
 with unquantized pages (`TurboConfig(bits=16, attention="fp16")`, which keep float16), and that its logits were no
-further off than about what rounding the unpatched model's own cache to float16 changes. "But for ties": another token,
-where two were as close as that. The columns:
+further off than about what rounding the unpatched model's own cache to float16 changes. Where that rounding
+alone chooses a token, other prompts are tried; "but for ties": with each of these, some token was another one, where
+two were as close as that. "Unpatched" says what the model does without turbo_hf. The columns:
 
 - layers compressed: of how many; the others stay in full precision, for the reason given.
 - batch: three prompts of different length, padded at the left.
