@@ -157,29 +157,33 @@ def own_logits(
             "self-check: the unpatched model's own logits hold NaN or Inf, so that nothing can be compared. Check its "
             "weights and dtype, or patch without check=True."
         )
-    hooks = [module.register_forward_hook(_Rounding()) for module in modules]
+    hook = _Rounding(batch(model).mask)
+    hooks = [module.register_forward_hook(hook) for module in modules]
     try:
         rounded = probe(model)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for held in hooks:
+            held.remove()
     cached = probe(model, unquantized(model, config, dense, padded=True))
     return Own(plain, cached, _distance(rounded, plain), _distance(cached, plain))
 
 
 class _Rounding:
-    """Forward hook of an attention module: moves its output by random numbers as large as one rounding of its type."""
+    """Forward hook of attention modules: moves what they give by random numbers as large as one rounding of its type.
 
-    def __init__(self) -> None:
-        self.seeded: torch.Generator | None = None
+    Also drops what they give for padding, which is arbitrary: recurrent layers may read it. mask: [rows, tokens].
+    """
+
+    def __init__(self, mask: torch.Tensor):
+        self.mask = mask
+        self.seeded: dict[torch.device, torch.Generator] = {}
 
     def __call__(self, module: Any, args: Any, output: Any) -> Any:
         x, *others = output if isinstance(output, tuple) else (output,)
-        if self.seeded is None:
-            self.seeded = torch.Generator(x.device).manual_seed(0)
-        noise = torch.randn(x.shape, generator=self.seeded, device=x.device, dtype=torch.float32)
+        seeded = self.seeded.setdefault(x.device, torch.Generator(x.device).manual_seed(0))
+        noise = torch.randn(x.shape, generator=seeded, device=x.device, dtype=torch.float32)
         size = torch.finfo(x.dtype).eps * x.float().square().mean(-1, keepdim=True).sqrt()
-        moved = (x.float() + size * noise).to(x.dtype)
+        moved = (x.float() + size * noise).to(x.dtype) * self.mask[..., None].to(x)
         return (moved, *others) if isinstance(output, tuple) else moved
 
 
