@@ -91,8 +91,10 @@ def test_a_class_that_does_not_say_how_wide_its_heads_are() -> None:
 
 
 def test_cross_attention_to_images_is_refused() -> None:
-    config = AutoConfig.for_model("mllama_text_model", **{**SHAPE, "bos_token_id": 1, "cross_attention_layers": [1]})
-    model: Any = MllamaForCausalLM(config)  # type: ignore[arg-type]
+    config: Any = AutoConfig.for_model(
+        "mllama_text_model", **{**SHAPE, "bos_token_id": 1, "cross_attention_layers": [1]}
+    )
+    model = MllamaForCausalLM(config)
     with pytest.raises(Unsupported, match="its cross-attention layers keep the keys of images, which are no tokens"):
         turbo_hf.patch(model, strict="warn")
     assert obstacle(model.model.layers[1].cross_attn) == "cross-attention"

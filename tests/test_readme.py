@@ -1,4 +1,4 @@
-"""The README tells the truth: its code runs, its commands exist, its tree is the real one."""
+"""The README and docs/ tell the truth: their code runs, its commands exist, its tree is the real one."""
 
 import re
 import shlex
@@ -15,10 +15,12 @@ from turbo_hf.patches import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.DOTALL)
+PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))]
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", "\n".join(PAGES), re.DOTALL)
 
 
 def blocks(language: str) -> list[str]:
+    """The code in this language in the README, then in the pages of docs/."""
     return [code for name, code in BLOCKS if name == language]
 
 
@@ -70,13 +72,20 @@ def test_every_family_preset_and_public_name_is_named() -> None:
 
 
 def test_the_tree_is_the_real_one() -> None:
-    (tree,) = blocks("text")
+    tree = blocks("text")[0]
     named = {line.split()[0].rstrip("/") for line in tree.splitlines() if line.strip()}
     for name in named:
         assert (ROOT / name).exists(), name
-    tracked = {"turbo_hf", "patches", "eval", "tests", "examples"}
+    tracked = {"turbo_hf", "patches", "eval", "tests", "examples", "docs"}
     assert tracked <= {name.split("/")[0] for name in named}
 
 
 def test_length() -> None:
     assert len(README.splitlines()) <= 250
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"

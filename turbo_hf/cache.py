@@ -11,7 +11,6 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
@@ -147,7 +146,9 @@ class TurboCache(Cache):
                 self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
                 layers.append(self._others[index]())
         super().__init__(layers=layers)
-        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if not isinstance(layer, DummyLayer)}
+        # not the dummy layers, which transformers 5.17 does not have
+        kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
+        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
         self.integrity = Integrity(storing)
         for layer in self.turbo_layers():
             layer.integrity = self.integrity
@@ -245,6 +246,9 @@ class TurboCache(Cache):
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """As in `Cache`; refused as `update` is."""
+        if conv_states.is_inference() and getattr(self.layers[layer_idx], "record_past", False):
+            # kept as it is, where another is copied
+            conv_states = ordinary(conv_states.clone)()
         update = functools.partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
         return self._marked(update, layer_idx, f"conv {state_idx}")
 
@@ -273,7 +277,7 @@ class TurboCache(Cache):
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
         if layer_idx is not None:
-            self._read(layer_idx, f"whether {state_idx}")
+            self._read(layer_idx, f"any {state_idx}")
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -289,7 +293,7 @@ class TurboCache(Cache):
     def _read(self, layer: int, kind: str) -> None:
         held = self.layers[layer]
         if isinstance(held, LinearAttentionCacheLayerMixin) and any(held.has_previous_state.values()):
-            self.integrity.read(layer, kind)
+            self.integrity.read(layer, kind, [*held.conv_states.values(), *held.recurrent_states.values()])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`, and
@@ -331,11 +335,11 @@ class TurboCache(Cache):
         if not was_empty:
             self._require_kept(before, surplus)
         masks = [turbo.given_mask for turbo in self.turbo_layers()]
-        recording = [index for index in range(len(self.layers)) if self.is_recording_past(index)]
+        recording = [layer for layer in self.layers if getattr(layer, "record_past", False)]
         self.integrity.last = Pass(operation="roll_back")
         if was_empty:
             self._empty()
-            for layer in (self.layers[index] for index in recording):
+            for layer in recording:
                 if isinstance(layer, TurboLayer | DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin):
                     layer.activate_past_recording()
         else:
@@ -479,8 +483,14 @@ class TurboCache(Cache):
         copied: TurboCache = deep_copied(self, memo)
         return copied
 
+    def __copy__(self) -> "TurboCache":
+        # of the same layers, as of any cache
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if any(layer.is_initialized and layer.buffer.k.is_inference() for layer in self.turbo_layers()):
-            # unpickled under `torch.inference_mode`
+        if torch.is_inference_mode_enabled():
+            # what was unpickled are tensors that could not be written again outside of it
             self.__dict__.update(copy.deepcopy(self).__dict__)

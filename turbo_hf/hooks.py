@@ -53,10 +53,10 @@ def add_hooks(
     for depth, module in enumerate(_around(model, modules.values()), start=STEP + 1):
         # behind the hook that may bring the cache
         hooks.append(module.register_forward_pre_hook(functools.partial(_begin_pass, depth), with_kwargs=True))
-        # not called after an exception
-        hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
         failed = functools.partial(_abandon_pass, depth)
         hooks.append(module.register_forward_hook(failed, with_kwargs=True, always_call=True))
+        # not called after an exception; the last thing done, as what breaks off behind it has stored its tokens
+        hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
     for index, module in modules.items():
         at = layers[index]
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))

@@ -239,8 +239,11 @@ class Steps:
         try:
             yield
         finally:
-            for layer in self.layers:
-                layer.step = None
+            self._no_step()
+
+    def _no_step(self) -> None:
+        for layer in self.layers:
+            layer.step = None
 
     def recount(self) -> None:
         """After a step that was broken off: what each layer holds, asked of the device. No step may follow."""
@@ -250,6 +253,8 @@ class Steps:
             layer.pool.sealed = layer.pool.device_sealed().tolist()
             # of a row that seals the open tokens are fewer afterwards
             layer.seen += layer.buffer.length != held
+        # the exception may have come where they are told, too
+        self._no_step()
         if self.integrity.writing == STEPS:
             self.integrity.writing = None
 
@@ -289,6 +294,7 @@ class Steps:
 
     def cancel(self) -> None:
         """After a capture that failed: nothing has been stored."""
+        self._no_step()
         self.integrity.again(STEP)
         self.integrity.writing = None
         self.integrity.leave(STEP)
