@@ -272,8 +272,8 @@ class TurboCache(Cache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
-        if layer_idx is not None:
-            self._read(layer_idx, f"whether {state_idx}")
+        if layer_idx is not None and state_idx is None:
+            self._read(layer_idx, "")
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:

@@ -83,13 +83,15 @@ class Integrity:
         """Whether every layer has stored the tokens of a pass whose end nobody tells."""
         kinds: dict[int, set[str]] = {layer: set() for layer in self.layers}
         for layer, kind in last.done:
-            if layer in kinds and not kind.startswith(READ):
-                kinds[layer].add(kind)
-        # layers of one class have the same states; which, is known when they have been seen
+            kinds.get(layer, set()).add(kind)
+        # layers of one class store the same states; which, is known when they have been seen. A state that was read may
+        # have been changed in place
         alike: dict[str, set[str]] = {}
-        return all(
-            held and alike.setdefault(self.layers[layer], held - {""}) == held - {""} for layer, held in kinds.items()
-        )
+        for layer, seen in kinds.items():
+            stored = {kind for kind in seen if kind and not kind.startswith(READ)}
+            if not seen or alike.setdefault(self.layers[layer], stored) != stored:
+                return False
+        return last.at is None
 
     def require_whole(self) -> None:
         """ValueError if a pass or call has begun to change the cache, and has not ended."""
@@ -101,6 +103,11 @@ class Integrity:
         """ValueError if something was being written when a pass or call broke off."""
         if self.writing is not None:
             raise ValueError(self._torn())
+
+    def require_unclaimed(self) -> None:
+        """ValueError if the new tokens of a layer were on their way to it when a pass broke off."""
+        if self.last.claimed is not None:
+            self.require_whole()
 
     def begin(self, announced: bool = False, operation: str = "") -> Pass:
         """A new pass or operation; ValueError as in `require_whole`."""
@@ -130,7 +137,8 @@ class Integrity:
         last = self.last
         if last.calls and last.calls[-1] == depth and last.thread == get_ident():
             last.calls.pop()
-            last.ended = not last.calls
+            if not last.calls:
+                last.ended, last.done = True, {}
 
     def abandon(self, depth: int) -> None:
         """The module has returned, perhaps with an exception, which leaves no trace if it came before all changes."""
@@ -162,10 +170,12 @@ class Integrity:
         """
         self.unclaim(layer)
         last, key = self.last, (layer, kind)
-        again = key in last.done and not (kind and last.announced)
         other = last.ended or last.operation or last.thread != get_ident()
-        if other or again or last.claimed is not None:
+        if other or key in last.done or last.claimed is not None:
+            # states that were read after the last one are this one's
+            read = last.done if last.ended else {}
             last = self.begin()
+            last.done.update(read)
         last.at = layer
         last.done[key] = held
 
@@ -175,16 +185,19 @@ class Integrity:
             self.last.at = None
 
     def read(self, layer: int, kind: str) -> None:
-        """A model takes a layer's state, which it may then change in place. Outside of a pass, nobody does.
+        """A model takes a layer's state, which it may then change in place; between passes that are announced, nobody.
+
+        kind: as of `turn`, where the state will be stored; "": not known.
 
         Raises:
             ValueError: this is a new pass, as the layer has had its turn, and the last one has not ended.
         """
         last, key = self.last, (layer, READ + kind)
         if last.ended and last.announced:
+            last.done[key] = 0
             return
-        stored = any(held == layer and kind and not kind.startswith(READ) for held, kind in last.done)
-        again = not last.announced and (stored or key in last.done)
+        stored = {name for held, name in last.done if held == layer and name and not name.startswith(READ)}
+        again = kind in stored or key in last.done if kind else bool(stored)
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
         last.done[key] = 0
