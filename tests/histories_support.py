@@ -9,7 +9,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -143,12 +143,20 @@ def _clean_error(made: Subject) -> float:
     """The largest error of logits in histories of nothing but a prompt and passes over it."""
     worst = 0.0
     for seed, lengths in enumerate(((40, 1, 1, 20, 1, 30), (70, 5, 1, 20), (20, 17, 17, 3, 1, 20))):
-        rows = random_rows(4, sum(lengths), seed)
-        ids, cache = torch.tensor(rows), made.new_cache()
-        with torch.no_grad():
-            parts = [made.patched(part, past_key_values=cache).logits for part in ids.split(lengths, 1)]
-        worst = max(worst, largest(torch.cat(parts, 1) - torch.stack(list(oracle(made, rows).values()))))
+        worst = max(worst, _error(made, random_rows(4, sum(lengths), seed), lengths))
     return worst
+
+
+def error_of(made: Subject, row: tuple[int, ...]) -> float:
+    """The same of these tokens, fed one by one, by eights, and by twenties."""
+    return max(_error(made, [row], [width] * (len(row) // width) + [len(row) % width]) for width in (1, 8, 20))
+
+
+def _error(made: Subject, rows: list[tuple[int, ...]], lengths: Sequence[int]) -> float:
+    ids, cache = torch.tensor(rows), made.new_cache()
+    with torch.no_grad():
+        passes = [made.patched(part, past_key_values=cache).logits for part in ids.split(lengths, 1) if part.numel()]
+    return largest(torch.cat(passes, 1) - torch.stack(list(oracle(made, rows).values())))
 
 
 def largest(x: Tensor) -> float:

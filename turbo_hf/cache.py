@@ -146,9 +146,10 @@ class TurboCache(Cache):
                 self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
                 layers.append(self._others[index]())
         super().__init__(layers=layers)
-        # not those that share the keys and values of others
-        kinds = CacheLayerMixin | LinearAttentionCacheLayerMixin
-        self.integrity = Integrity({i: type(held).__name__ for i, held in enumerate(layers) if isinstance(held, kinds)})
+        # not the dummy layers, which transformers 5.17 does not have
+        kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
+        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
+        self.integrity = Integrity(storing)
         for layer in self.turbo_layers():
             layer.integrity = self.integrity
         if attention_mask is not None:
@@ -245,6 +246,9 @@ class TurboCache(Cache):
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """As in `Cache`; refused as `update` is."""
+        if conv_states.is_inference() and getattr(self.layers[layer_idx], "record_past", False):
+            # kept as it is, where another is copied
+            conv_states = ordinary(conv_states.clone)()
         update = functools.partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
         return self._marked(update, layer_idx, f"conv {state_idx}")
 
@@ -272,8 +276,8 @@ class TurboCache(Cache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
-        if layer_idx is not None and state_idx is None:
-            self._read(layer_idx, "")
+        if layer_idx is not None:
+            self._read(layer_idx, f"any {state_idx}")
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
@@ -289,7 +293,7 @@ class TurboCache(Cache):
     def _read(self, layer: int, kind: str) -> None:
         held = self.layers[layer]
         if isinstance(held, LinearAttentionCacheLayerMixin) and any(held.has_previous_state.values()):
-            self.integrity.read(layer, kind)
+            self.integrity.read(layer, kind, [*held.conv_states.values(), *held.recurrent_states.values()])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`, and
@@ -479,8 +483,14 @@ class TurboCache(Cache):
         copied: TurboCache = deep_copied(self, memo)
         return copied
 
+    def __copy__(self) -> "TurboCache":
+        # of the same layers, as of any cache
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        if any(layer.is_initialized and layer.buffer.k.is_inference() for layer in self.turbo_layers()):
-            # unpickled under `torch.inference_mode`
+        if torch.is_inference_mode_enabled():
+            # what was unpickled are tensors that could not be written again outside of it
             self.__dict__.update(copy.deepcopy(self).__dict__)

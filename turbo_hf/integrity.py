@@ -4,8 +4,12 @@ What breaks off leaves its mark, wherever the exception came from: marks are set
 never in an exception handler. The next use finds the mark and refuses.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from threading import get_ident
+from typing import Any
+
+import torch
 
 RESET = "reset() it, or take a new one."
 STEP = 0
@@ -29,6 +33,8 @@ class Pass:
         self.calls: list[int] = []
         # what each layer held that has begun to store new tokens, by layer and kind of state: columns, else 0
         self.done: dict[tuple[int, str], int] = {}
+        # states that were taken, by the same, and their versions then: who takes one may change it in place
+        self.taken: dict[tuple[int, str], list[tuple[torch.Tensor, int]]] = {}
         # the layer whose new tokens are on their way to it, and the one whose turn has begun and not ended
         self.claimed: int | None = None
         self.at: int | None = None
@@ -61,13 +67,9 @@ class Integrity:
             return None
         if last.operation:
             return f"an earlier {last.operation}() of this TurboCache broke off midway: {RESET}"
-        if (
-            last.at is None
-            and last.claimed is None
-            and (not last.done or (not last.announced and self._complete(last)))
-        ):
+        stored = {layer for layer, kind in last.done if last.announced or _changed(last, layer, kind)}
+        if last.at is None and last.claimed is None and (not stored or (not last.announced and self._complete(last))):
             return None
-        stored = {layer for layer, _ in last.done}
         return (
             f"an earlier pass over this TurboCache broke off when {len(stored)} of its {len(self.layers)} layers held "
             f"its tokens (or another thread still runs it). roll_back() takes them back where it can; or {RESET}"
@@ -82,16 +84,17 @@ class Integrity:
     def _complete(self, last: Pass) -> bool:
         """Whether every layer has stored the tokens of a pass whose end nobody tells."""
         kinds: dict[int, set[str]] = {layer: set() for layer in self.layers}
+        newest = next(reversed(last.done), (None, ""))[0]
         for layer, kind in last.done:
-            kinds.get(layer, set()).add(kind)
-        # layers of one class store the same states; which, is known when they have been seen. A state that was read may
-        # have been changed in place
-        alike: dict[str, set[str]] = {}
-        for layer, seen in kinds.items():
-            stored = {kind for kind in seen if kind and not kind.startswith(READ)}
-            if not seen or alike.setdefault(self.layers[layer], stored) != stored:
+            if layer == newest and not _changed(last, layer, kind):
                 return False
-        return last.at is None
+            if layer in kinds:
+                kinds[layer].add(kind.removeprefix(READ))
+        # layers of one class have the same states; which, is known when they have been seen
+        alike: dict[str, set[str]] = {}
+        return all(
+            held and alike.setdefault(self.layers[layer], held - {""}) == held - {""} for layer, held in kinds.items()
+        )
 
     def require_whole(self) -> None:
         """ValueError if a pass or call has begun to change the cache, and has not ended."""
@@ -137,8 +140,7 @@ class Integrity:
         last = self.last
         if last.calls and last.calls[-1] == depth and last.thread == get_ident():
             last.calls.pop()
-            if not last.calls:
-                last.ended, last.done = True, {}
+            last.ended = not last.calls
 
     def abandon(self, depth: int) -> None:
         """The module has returned, perhaps with an exception, which leaves no trace if it came before all changes."""
@@ -170,12 +172,10 @@ class Integrity:
         """
         self.unclaim(layer)
         last, key = self.last, (layer, kind)
+        again = key in last.done
         other = last.ended or last.operation or last.thread != get_ident()
-        if other or key in last.done or last.claimed is not None:
-            # states that were read after the last one are this one's
-            read = last.done if last.ended else {}
+        if other or again or last.claimed is not None:
             last = self.begin()
-            last.done.update(read)
         last.at = layer
         last.done[key] = held
 
@@ -184,23 +184,21 @@ class Integrity:
         if self.last.at == layer:
             self.last.at = None
 
-    def read(self, layer: int, kind: str) -> None:
-        """A model takes a layer's state, which it may then change in place; between passes that are announced, nobody.
-
-        kind: as of `turn`, where the state will be stored; "": not known.
+    def read(self, layer: int, kind: str, states: Iterable[torch.Tensor | None]) -> None:
+        """A model takes a layer's states, which it may then change in place.
 
         Raises:
             ValueError: this is a new pass, as the layer has had its turn, and the last one has not ended.
         """
         last, key = self.last, (layer, READ + kind)
-        if last.ended and last.announced:
-            last.done[key] = 0
-            return
-        stored = {name for held, name in last.done if held == layer and name and not name.startswith(READ)}
-        again = kind in stored or key in last.done if kind else bool(stored)
+        stored = any(held == layer and kind and not kind.startswith(READ) for held, kind in last.done)
+        again = key in last.done or (stored and not last.announced)
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
         last.done[key] = 0
+        if not last.announced:
+            own = [state for state in states if state is not None and not state.is_inference()]
+            last.taken[key] = [(state, state._version) for state in own]
 
     def before(self) -> dict[tuple[int, str], int]:
         """Of the pass that broke off, `Pass.done`; {} if none did.
@@ -212,3 +210,19 @@ class Integrity:
         if broken is not None and (self.writing is not None or self.last.operation):
             raise ValueError(broken)
         return {} if broken is None else dict(self.last.done)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copied tensor has a version of its own, by which nothing could be told
+        whole = self._broken(self.last) is None
+        last = Pass(ended=True) if whole else copy.copy(self.last)
+        last.taken = {}
+        return {**vars(self), "last": last}
+
+
+def _changed(last: Pass, layer: int, kind: str) -> bool:
+    """Whether a kind of state of a layer is, for all that can be told, another than before the pass."""
+    if not kind.startswith(READ) or (layer, kind.removeprefix(READ)) in last.done:
+        return True
+    # kernels other than torch's own need not count versions
+    taken = last.taken.get((layer, kind), [])
+    return not taken or any(state._version != version or not state.is_cpu for state, version in taken)
