@@ -107,6 +107,11 @@ class Integrity:
         if self.writing is not None:
             raise ValueError(self._torn())
 
+    def require_unclaimed(self) -> None:
+        """ValueError if the new tokens of a layer were on their way to it when a pass broke off."""
+        if self.last.claimed is not None:
+            self.require_whole()
+
     def begin(self, announced: bool = False, operation: str = "") -> Pass:
         """A new pass or operation; ValueError as in `require_whole`."""
         last, new = self.last, Pass(announced, operation)
