@@ -67,7 +67,7 @@ class Integrity:
             return None
         if last.operation:
             return f"an earlier {last.operation}() of this TurboCache broke off midway: {RESET}"
-        stored = {layer for layer, kind in last.done if last.announced or _changed(last, layer, kind)}
+        stored = {layer for layer, kind in last.done if last.announced or _changed(last, layer, kind, surely=False)}
         if last.at is None and last.claimed is None and (not stored or (not last.announced and self._complete(last))):
             return None
         return (
@@ -86,7 +86,7 @@ class Integrity:
         kinds: dict[int, set[str]] = {layer: set() for layer in self.layers}
         newest = next(reversed(last.done), (None, ""))[0]
         for layer, kind in last.done:
-            if layer == newest and not _changed(last, layer, kind):
+            if layer == newest and not _changed(last, layer, kind, surely=True):
                 return False
             if layer in kinds:
                 kinds[layer].add(kind.removeprefix(READ))
@@ -195,10 +195,10 @@ class Integrity:
         again = key in last.done or (stored and not last.announced)
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
-        last.done[key] = 0
         if not last.announced:
             own = [state for state in states if state is not None and not state.is_inference()]
             last.taken[key] = [(state, state._version) for state in own]
+        last.done[key] = 0
 
     def before(self) -> dict[tuple[int, str], int]:
         """Of the pass that broke off, `Pass.done`; {} if none did.
@@ -219,10 +219,12 @@ class Integrity:
         return {**vars(self), "last": last}
 
 
-def _changed(last: Pass, layer: int, kind: str) -> bool:
-    """Whether a kind of state of a layer is, for all that can be told, another than before the pass."""
+def _changed(last: Pass, layer: int, kind: str, surely: bool) -> bool:
+    """Whether a kind of state of a layer is another than before the pass; where it cannot be told, not `surely`."""
     if not kind.startswith(READ) or (layer, kind.removeprefix(READ)) in last.done:
         return True
-    # kernels other than torch's own need not count versions
     taken = last.taken.get((layer, kind), [])
-    return not taken or any(state._version != version or not state.is_cpu for state, version in taken)
+    if any(state._version != version for state, version in taken):
+        return True
+    # kernels other than torch's own need not count versions
+    return not surely and not (taken and all(state.is_cpu for state, _ in taken))
