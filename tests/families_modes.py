@@ -22,6 +22,7 @@ NEW = 12
 CHUNK = 19
 TURN = 7
 BEAMS = 3
+TIES = "yes, but for ties"
 DECODE_TOKENS = 16
 """Up to this many new tokens are stored before attention reads a TurboCache."""
 
@@ -133,4 +134,4 @@ def verdict(ours: Answer, plain: Answer, half: Answer) -> str:
     off, rounding = float(apart(ours, half).max()), float(changed[changed > 0].median()) if changed.any() else 0.0
     if not off <= SLACK * rounding:
         return f"WRONG: off by {off:.2g}, where rounding to float16 makes {rounding:.2g}"
-    return "yes" if torch.equal(ours.tokens, plain.tokens) else "yes, but for ties"
+    return "yes" if torch.equal(ours.tokens, plain.tokens) else TIES

@@ -70,6 +70,7 @@ SMALL: dict[str, Any] = {
     "swa_num_key_value_heads": 2,
     "swa_head_dim": 16,
     "attention_chunk_size": 32,
+    "attention_multiplier": 0.25,
     # latent attention
     "kv_lora_rank": 16,
     "q_lora_rank": 16,
