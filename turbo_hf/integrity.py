@@ -89,12 +89,14 @@ class Integrity:
             if layer == newest and not _changed(last, layer, kind, surely=True):
                 return False
             if layer in kinds:
-                kinds[layer].add(kind.removeprefix(READ))
-        # layers of one class have the same states; which, is known when they have been seen
+                kinds[layer].add(kind)
+        # layers of one class store the same states; which, is known when they have been seen
         alike: dict[str, set[str]] = {}
-        return all(
-            held and alike.setdefault(self.layers[layer], held - {""}) == held - {""} for layer, held in kinds.items()
-        )
+        for layer, seen in kinds.items():
+            stored = {kind for kind in seen if kind and not kind.startswith(READ)}
+            if not seen or alike.setdefault(self.layers[layer], stored) != stored:
+                return False
+        return True
 
     def require_whole(self) -> None:
         """ValueError if a pass or call has begun to change the cache, and has not ended."""
@@ -192,7 +194,8 @@ class Integrity:
         """
         last, key = self.last, (layer, READ + kind)
         stored = any(held == layer and kind and not kind.startswith(READ) for held, kind in last.done)
-        again = key in last.done or (stored and not last.announced)
+        # who has only looked has begun nothing
+        again = (key in last.done and _changed(last, *key)) or (stored and not last.announced)
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
         if not last.announced:
