@@ -243,12 +243,15 @@ WRONG: list[Any] = [
     pytest.param([], "no row was chosen", id="empty"),
     pytest.param(slice(2, 2), "no row was chosen", id="empty-slice"),
     pytest.param([False] * 3, "no row was chosen", id="empty-mask"),
-    pytest.param(1, r"bool mask or a slice; got torch.int64 \[\]", id="number"),
-    pytest.param([0.5], "got torch.float", id="floats"),
-    pytest.param([[0, 1]], r"got torch.int64 \[1, 2\]", id="two-dimensional"),
-    pytest.param("01", "got str", id="text"),
-    pytest.param(None, "got NoneType", id="none"),
-    pytest.param(torch.ones(3, dtype=torch.uint8), "got torch.uint8", id="bytes"),
+    pytest.param(1, "bool mask or a slice; got 1", id="number"),
+    pytest.param([0.5], r"got \[0.5\]", id="floats"),
+    pytest.param([[0, 1]], r"got \[\[0, 1\]\]", id="two-dimensional"),
+    pytest.param([True, 2, False], r"got \[True, 2, False\]", id="mask-and-numbers"),
+    pytest.param(np.array([0.0]), r"got array", id="numpy-floats"),
+    pytest.param("01", "got '01'", id="text"),
+    pytest.param(None, "got None", id="none"),
+    pytest.param(torch.tensor([[0]]), r"got torch.int64 \[1, 1\]", id="two-dimensional-tensor"),
+    pytest.param(torch.ones(3, dtype=torch.uint8), r"got torch.uint8 \[3\]", id="bytes"),
 ]
 
 

@@ -250,14 +250,14 @@ class TurboCache(Cache):
             # kept as it is, where another is copied
             conv_states = ordinary(conv_states.clone)()
         update = functools.partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
-        return self._marked(update, layer_idx, f"conv {state_idx}")
+        return self._marked(update, layer_idx, f"conv_states {state_idx}")
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """As in `Cache`; refused as `update` is."""
         update = functools.partial(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, **kwargs)
-        return self._marked(update, layer_idx, f"recurrent {state_idx}")
+        return self._marked(update, layer_idx, f"recurrent_states {state_idx}")
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """As in `Cache`; refused as `update` is."""
@@ -277,23 +277,25 @@ class TurboCache(Cache):
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
         if layer_idx is not None:
-            self._read(layer_idx, f"any {state_idx}")
+            self._read(layer_idx, ("conv_states", "recurrent_states"), state_idx)
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """As in `Cache`. Within a pass, what comes of it may be changed in place."""
-        self._read(layer_idx, f"conv {state_idx}")
+        self._read(layer_idx, ("conv_states",), state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """As in `Cache`. Within a pass, what comes of it may be changed in place."""
-        self._read(layer_idx, f"recurrent {state_idx}")
+        self._read(layer_idx, ("recurrent_states",), state_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
 
-    def _read(self, layer: int, kind: str) -> None:
-        held = self.layers[layer]
+    def _read(self, layer: int, names: Sequence[str], number: int | None) -> None:
+        """The layer's states of these names are taken: that of a number, or all."""
+        held: Any = self.layers[layer]
         if isinstance(held, LinearAttentionCacheLayerMixin) and any(held.has_previous_state.values()):
-            self.integrity.read(layer, kind, [*held.conv_states.values(), *held.recurrent_states.values()])
+            states = [state for name in names for n, state in getattr(held, name).items() if number in (None, n)]
+            self.integrity.read(layer, f"{' or '.join(names)} {number}", states)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`, and

@@ -67,7 +67,7 @@ class Integrity:
             return None
         if last.operation:
             return f"an earlier {last.operation}() of this TurboCache broke off midway: {RESET}"
-        stored = {layer for layer, kind in last.done if last.announced or _changed(last, layer, kind)}
+        stored = {layer for layer, kind in last.done if last.announced or _changed(last, layer, kind, surely=False)}
         if last.at is None and last.claimed is None and (not stored or (not last.announced and self._complete(last))):
             return None
         return (
@@ -86,15 +86,17 @@ class Integrity:
         kinds: dict[int, set[str]] = {layer: set() for layer in self.layers}
         newest = next(reversed(last.done), (None, ""))[0]
         for layer, kind in last.done:
-            if layer == newest and not _changed(last, layer, kind):
+            if layer == newest and not _changed(last, layer, kind, surely=True):
                 return False
             if layer in kinds:
-                kinds[layer].add(kind.removeprefix(READ))
-        # layers of one class have the same states; which, is known when they have been seen
+                kinds[layer].add(kind)
+        # layers of one class store the same states; which, is known when they have been seen
         alike: dict[str, set[str]] = {}
-        return all(
-            held and alike.setdefault(self.layers[layer], held - {""}) == held - {""} for layer, held in kinds.items()
-        )
+        for layer, seen in kinds.items():
+            stored = {kind for kind in seen if kind and not kind.startswith(READ)}
+            if not seen or alike.setdefault(self.layers[layer], stored) != stored:
+                return False
+        return True
 
     def require_whole(self) -> None:
         """ValueError if a pass or call has begun to change the cache, and has not ended."""
@@ -106,6 +108,11 @@ class Integrity:
         """ValueError if something was being written when a pass or call broke off."""
         if self.writing is not None:
             raise ValueError(self._torn())
+
+    def require_unclaimed(self) -> None:
+        """ValueError if the new tokens of a layer were on their way to it when a pass broke off."""
+        if self.last.claimed is not None:
+            self.require_whole()
 
     def begin(self, announced: bool = False, operation: str = "") -> Pass:
         """A new pass or operation; ValueError as in `require_whole`."""
@@ -187,13 +194,14 @@ class Integrity:
         """
         last, key = self.last, (layer, READ + kind)
         stored = any(held == layer and kind and not kind.startswith(READ) for held, kind in last.done)
-        again = key in last.done or (stored and not last.announced)
+        # who has only looked has begun nothing
+        again = (key in last.done and _changed(last, *key)) or (stored and not last.announced)
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
-        last.done[key] = 0
         if not last.announced:
             own = [state for state in states if state is not None and not state.is_inference()]
             last.taken[key] = [(state, state._version) for state in own]
+        last.done[key] = 0
 
     def before(self) -> dict[tuple[int, str], int]:
         """Of the pass that broke off, `Pass.done`; {} if none did.
@@ -214,10 +222,12 @@ class Integrity:
         return {**vars(self), "last": last}
 
 
-def _changed(last: Pass, layer: int, kind: str) -> bool:
-    """Whether a kind of state of a layer is, for all that can be told, another than before the pass."""
+def _changed(last: Pass, layer: int, kind: str, surely: bool) -> bool:
+    """Whether a kind of state of a layer is another than before the pass; where it cannot be told, not `surely`."""
     if not kind.startswith(READ) or (layer, kind.removeprefix(READ)) in last.done:
         return True
-    # kernels other than torch's own need not count versions
     taken = last.taken.get((layer, kind), [])
-    return not taken or any(state._version != version or not state.is_cpu for state, version in taken)
+    if any(state._version != version for state, version in taken):
+        return True
+    # kernels other than torch's own need not count versions
+    return not surely and not (taken and all(state.is_cpu for state, _ in taken))

@@ -5,8 +5,6 @@ from typing import Any
 
 import torch
 
-from turbo_hf.errors import out_of_memory
-
 
 def chosen_rows(chosen: Any, rows: int) -> torch.Tensor:
     """The rows that `chosen` names among `rows`, int64 [n] on the host: each from 0 to rows - 1, at least one.
@@ -43,17 +41,24 @@ def repeated_rows(repeats: Any, rows: int) -> torch.Tensor:
 
 def _numbers(chosen: Any) -> torch.Tensor:
     """int64 or bool [n] on the host."""
+    if isinstance(chosen, torch.Tensor):
+        # uint8 is a mask to torch's indexing, and numbers to everything else
+        if chosen.dim() == 1 and chosen.dtype in (torch.bool, torch.int64, torch.int32, torch.int16):
+            return chosen.cpu() if chosen.dtype == torch.bool else chosen.to("cpu", torch.int64)
+        raise _not_rows(f"{chosen.dtype} {list(chosen.shape)}")
+    # a NumPy array has such a method too
+    given = chosen.tolist() if hasattr(chosen, "tolist") else chosen
+    if not isinstance(given, list | tuple | range):
+        raise _not_rows(repr(chosen))
+    masks = sum(isinstance(one, bool) for one in given)
     try:
-        # an empty list would be one of floats
-        found = torch.as_tensor(list(chosen) if isinstance(chosen, range | tuple) else chosen)
-    except (TypeError, ValueError, RuntimeError) as error:
-        if out_of_memory(error):
-            raise
-        found = None
-    if found is not None and not found.numel():
-        found = found.to(torch.int64)
-    # uint8 is a mask to torch's indexing, and numbers to everything else
-    if found is None or found.dim() != 1 or found.dtype not in (torch.bool, torch.int64, torch.int32, torch.int16):
-        came = type(chosen).__name__ if found is None else f"{found.dtype} {list(found.shape)}"
-        raise ValueError(f"rows are chosen by one list of whole numbers (int64), a bool mask or a slice; got {came}.")
-    return found.cpu() if found.dtype == torch.bool else found.to("cpu", torch.int64)
+        numbers = [operator.index(one) for one in given]
+    except TypeError:
+        raise _not_rows(repr(chosen)) from None
+    if masks and masks < len(numbers):
+        raise _not_rows(repr(chosen))
+    return torch.tensor(numbers, dtype=torch.bool if masks else torch.int64)
+
+
+def _not_rows(came: str) -> ValueError:
+    return ValueError(f"rows are chosen by one list of whole numbers (int64), a bool mask or a slice; got {came}.")
