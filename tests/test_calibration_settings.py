@@ -65,5 +65,5 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="T5Model is an encoder-decoder; only decoder-only models can be calibrated"):
         make_plan(T5Model(T5Config(**small)).eval(), SMALL)
     bloom = BloomForCausalLM(BloomConfig(vocab_size=100, hidden_size=16, n_layer=1, n_head=2)).eval()
-    with pytest.raises(ValueError, match="no layer of BloomForCausalLM can be calibrated: its attention class"):
+    with pytest.raises(ValueError, match="no layer of BloomForCausalLM can be calibrated: it has no attention module"):
         make_plan(bloom, SMALL)

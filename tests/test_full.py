@@ -216,6 +216,7 @@ def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backe
     layer = TurboLayer(TurboConfig(bits=16, backend=backend))
     x = torch.randn(1, 2, 63, 16)
     layer.append(x, x, Chunk(63))
+    layer.commit()
     bad = torch.full((1, 2, tokens_at_once, 16), 1e5)
 
     def store() -> None:

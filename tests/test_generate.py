@@ -222,7 +222,7 @@ def test_a_pass_left_to_hugging_face_stores_no_padding(llama: Any) -> None:
     after = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), 1)
     steps = []
     with turbo_hf.patch(llama, EXACT4, strict="fallback") as handle, torch.no_grad():
-        for options in ({}, {"some_option_of_a_model": 1}):
+        for options in ({}, {"position_bias": torch.zeros(1)}):
             cache = handle.new_cache()
             position = (mask.cumsum(-1) - 1).clamp(min=0)
             llama(**batch, position_ids=position, past_key_values=cache, **options)

@@ -44,6 +44,8 @@ def test_commands_exist(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if words[1] in ("plan", "doctor"):
             # what takes longer runs in tests of its own
             assert CliRunner().invoke(app, words[1:]).exit_code == 0
+    elif words[0] == "python":
+        assert (ROOT / words[1]).is_file()
     else:
         assert words[:2] == ["pip", "install"]
 
@@ -67,8 +69,9 @@ def test_an_option_that_does_not_exist_is_caught() -> None:
 def test_every_family_preset_and_public_name_is_named() -> None:
     for family in FAMILIES:
         assert family.name in README
+    text = "\n".join(PAGES)
     for name in (*turbo_hf.PRESETS, *turbo_hf.__all__):
-        assert f"`{name}" in README or f"turbo_hf.{name}" in README, name
+        assert f"`{name}" in text or f"turbo_hf.{name}" in text, name
 
 
 def test_the_tree_is_the_real_one() -> None:

@@ -293,7 +293,7 @@ def test_independent_heads_generate(indexed: Calibration, selector: str, choice:
             model.generate(**inputs, max_new_tokens=2, do_sample=False)
             report = handle.report()
             read.append(sum(each.read for each in report.selectivity))
-        assert (f"layer 1: 2 x 4 bit; {selector}, each query head by itself, " in str(report)) is (config is few)
+        assert (f"2 x 4 bit; {selector}, each query head by itself, " in str(report)) is (config is few)
     # as many buckets for each head are more for the heads of a group
     assert read[0] > read[1] or "mass" in choice
     if "probes" in choice:
