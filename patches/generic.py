@@ -38,6 +38,7 @@ REFUSED = {
     "hrm_text": "it runs its layers several times a token, each time with another layer of the cache",
     "jetmoe": "its attention repeats keys and values after the cache has seen them",
     "minimax": "it takes no cache but its own",
+    "mllama_text_model": "its cross-attention layers keep the keys of images, which are no tokens, in the same cache",
     "moshi": "its attention sees further than the window of its cache",
     "zamba": "one attention module serves several of its layers",
     "zamba2": "one attention module serves several of its layers",
@@ -63,7 +64,7 @@ def is_attention(kind: type) -> bool:
 
 def obstacle(module: torch.nn.Module) -> str | None:
     """Why the keys and values of this attention module cannot be compressed; None if they can."""
-    if getattr(module, "is_cross_attention", False):
+    if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         return "cross-attention"
     if hasattr(module, "kv_lora_rank"):
         return "multi-head latent attention (its cache is compressed already)"

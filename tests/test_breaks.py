@@ -25,6 +25,7 @@ from breaks_support import (
     routes,
 )
 from models import prompts, tiny_llama
+from transformers import Cache
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
@@ -313,3 +314,17 @@ def test_what_failed_in_one_thread_before_it_stored_is_gone_on_with_in_another()
     thread.start()
     thread.join()
     assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
+
+
+@pytest.mark.parametrize("name", ["hybrid", "unpatched-hybrid"])
+def test_who_looks_at_a_state_between_passes_breaks_nothing(name: str) -> None:
+    route = ROUTES[name]()
+    cache = route.prepared()
+    for step in range(3):
+        for layer in (0, 2):
+            assert cache.has_previous_state(layer)
+            if hasattr(Cache, "get_conv_state"):
+                # not in transformers 5.17
+                assert cache.get_conv_state(layer) is not None
+        route.run(cache, HELD + step, 1)
+    cache.reorder_cache(torch.tensor([1, 0]))

@@ -9,7 +9,7 @@ import torch
 from generate_support import EXACT4
 from graphs_support import watch_runners
 from models import SHAPE, left_padded, prompts
-from transformers import DynamicCache, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
+from transformers import DynamicCache, GenerationMixin, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
@@ -45,8 +45,10 @@ def long_phi(kind: str = "phi3", **overrides: Any) -> Any:
     return model.eval()
 
 
-def answer(model: Any, ids: torch.Tensor, **options: Any) -> Any:
-    return model.generate(ids, **{"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, **options})
+def answer(model: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+    return model.generate(
+        input_ids, **{"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, **options}
+    )
 
 
 def settled(model: Any, lengths: list[int]) -> dict[str, torch.Tensor]:
@@ -177,17 +179,34 @@ def test_only_new_tokens_are_refused_where_all_are_computed_again() -> None:
         assert held.get_seq_length() == 41
 
 
-@pytest.mark.skipif(not forgets, reason="this version of Transformers computes all tokens again")
-def test_a_version_that_loses_the_prompt_is_told_of() -> None:
-    model, ids = long_phi(), prompts(1, SWITCH - 5)
-    want = answer(model, ids).sequences
+def newest_alone(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+    """Inputs of the newest token alone where all are to be computed again, as Phi-4-multimodal has them."""
+    cache, prepare = kwargs.get("past_key_values"), GenerationMixin.prepare_inputs_for_generation
+    if cache is not None and SWITCH >= cache.get_seq_length() > 0 and input_ids.shape[1] > SWITCH:
+        kwargs["past_key_values"] = None
+    return prepare(model, input_ids, **kwargs)
+
+
+class Forgetful(Phi3ForCausalLM):
+    """It loses the prompt."""
+
+    prepare_inputs_for_generation: Any = newest_alone
+
+
+def test_a_model_that_loses_the_prompt_is_told_of() -> None:
+    torch.manual_seed(0)
+    model = Forgetful(Phi3Config(**SHAPE)).eval()
+    batch = settled(model, [SWITCH - 5])
+    want = answer(model, **batch).sequences
     with turbo_hf.patch(model, FULL), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        out = answer(model, ids)
+        out = answer(model, **batch)
     assert torch.equal(out.sequences, want)
     assert isinstance(out.past_key_values, TurboCache)
     (warning,) = [x for x in caught if "lacks the prompt" in str(x.message)]
     assert warning.filename == __file__
+    with turbo_hf.patch(model, FULL), pytest.raises(Unsupported, match=r"lacks the prompt.*do not pad"):
+        answer(model, **left_padded([prompts(1, SWITCH - 5)[0], prompts(1, 9)[0]]))
 
 
 # --- models that bring another cache ----------------------------------------------------------------------------------
@@ -202,13 +221,18 @@ class Fickle(Phi3ForCausalLM):
         return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
 
 
-class FickleInputs(Phi3ForCausalLM):
-    """Its inputs name a cache of its own after ten tokens."""
+def others_inputs(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+    """Inputs with a cache of the model's own after ten tokens."""
+    cache, prepare = kwargs.get("past_key_values"), GenerationMixin.prepare_inputs_for_generation
+    if cache is not None and cache.get_seq_length() == 12:
+        kwargs["past_key_values"] = DynamicCache(config=model.config)
+    return prepare(model, input_ids, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() == 12:
-            past_key_values = DynamicCache(config=self.config)
-        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+
+class FickleInputs(Phi3ForCausalLM):
+    """Its inputs bring another cache."""
+
+    prepare_inputs_for_generation: Any = others_inputs
 
 
 @pytest.mark.parametrize("kind", [Fickle, FickleInputs])

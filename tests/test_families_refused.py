@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 from families_support import CHUNKED, EXPERTS, FULL, MAMBA, build
-from models import VOCABULARY, tiny_llama
-from transformers import AutoConfig, AutoModel
+from models import SHAPE, VOCABULARY, tiny_llama
+from transformers import AutoConfig, AutoModel, MllamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import turbo_hf
 from turbo_hf.errors import Unsupported
 from turbo_hf.model_layers import layer_windows
-from turbo_hf.patches.generic import REFUSED
+from turbo_hf.patches.generic import REFUSED, obstacle
 
 LATENT = {
     "kv_lora_rank": 16,
@@ -88,6 +88,16 @@ def test_a_class_that_does_not_say_how_wide_its_heads_are() -> None:
         del layer.self_attn.head_dim
     with pytest.raises(Unsupported, match="its class does not say how many channels a head has"):
         turbo_hf.patch(model)
+
+
+def test_cross_attention_to_images_is_refused() -> None:
+    config: Any = AutoConfig.for_model(
+        "mllama_text_model", **{**SHAPE, "bos_token_id": 1, "cross_attention_layers": [1]}
+    )
+    model = MllamaForCausalLM(config)
+    with pytest.raises(Unsupported, match="its cross-attention layers keep the keys of images, which are no tokens"):
+        turbo_hf.patch(model, strict="warn")
+    assert obstacle(model.model.layers[1].cross_attn) == "cross-attention"
 
 
 def test_a_config_that_does_not_say_how_many_layers_there_are() -> None:

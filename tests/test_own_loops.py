@@ -19,13 +19,14 @@ from turbo_hf.memory import Memory
 
 
 @contextmanager
-def said() -> Iterator[list[str]]:
-    """The warnings of a block, each time one is issued."""
+def said(here: bool = False) -> Iterator[list[str]]:
+    """The warnings of a block, each time one is issued. here: they are issued at lines of this file."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield texts
         texts += [str(warning.message) for warning in caught]
+    assert not here or {warning.filename for warning in caught} == {__file__}
 
 
 @torch.no_grad()
@@ -83,7 +84,7 @@ def test_a_plain_call_is_the_models_own() -> None:
 @pytest.mark.parametrize("tuples", [False, True])
 def test_a_loop_over_the_cache_of_a_plain_call_is_told_once(tuples: bool) -> None:
     model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
-    with turbo_hf.patch(model, SMALL), torch.no_grad(), said() as texts:
+    with turbo_hf.patch(model, SMALL), torch.no_grad(), said(here=True) as texts:
         first = model(ids, return_dict=not tuples)
         cache = first[1]
         assert isinstance(cache, Cache)

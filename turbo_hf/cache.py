@@ -146,9 +146,10 @@ class TurboCache(Cache):
                 self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
                 layers.append(self._others[index]())
         super().__init__(layers=layers)
-        # not those that share the keys and values of others
-        kinds = CacheLayerMixin | LinearAttentionCacheLayerMixin
-        self.integrity = Integrity({i: type(held).__name__ for i, held in enumerate(layers) if isinstance(held, kinds)})
+        # not the dummy layers, which transformers 5.17 does not have
+        kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
+        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
+        self.integrity = Integrity(storing)
         for layer in self.turbo_layers():
             layer.integrity = self.integrity
         if attention_mask is not None:

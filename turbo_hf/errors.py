@@ -33,9 +33,9 @@ def complain(strict: Strict, message: str) -> None:
 
 
 def warn(message: str) -> None:
-    """Issue a warning at the line that called this package."""
+    """Issue a warning at the line that called this package, or a module of torch that then called it."""
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("turbo_hf."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("turbo_hf.", "torch.")):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

@@ -123,11 +123,14 @@ def _prepare_inputs(
     held = given.get_seq_length()
     if held:
         if _columns(inputs) < named["input_ids"].shape[1]:
-            # one token is what such a pass leaves behind: this has been said then
+            said, mask = FORGETS.format(model=type(model).__name__, tokens=held), inputs.get("attention_mask")
+            if mask is not None and not bool(mask.all()):
+                # the model would read the padding of the oldest columns as that of the newest token
+                raise Unsupported(f"{said} Until then, do not pad.")
+            # one token is what such a pass leaves behind: it has been said then
             if held > 1:
-                warnings.warn(FORGETS.format(model=type(model).__name__, tokens=held), stacklevel=5)
-            mask = inputs.get("attention_mask")
-            inputs["attention_mask"] = None if mask is None else mask[:, -_columns(inputs) :]
+                warnings.warn(said, stacklevel=5)
+            inputs["attention_mask"] = None
         else:
             _require_all_tokens(model, inputs)
         _empty(given)

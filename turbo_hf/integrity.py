@@ -89,12 +89,14 @@ class Integrity:
             if layer == newest and not _changed(last, layer, kind, surely=True):
                 return False
             if layer in kinds:
-                kinds[layer].add(kind.removeprefix(READ))
-        # layers of one class have the same states; which, is known when they have been seen
+                kinds[layer].add(kind)
+        # layers of one class store the same states; which, is known when they have been seen
         alike: dict[str, set[str]] = {}
-        return all(
-            held and alike.setdefault(self.layers[layer], held - {""}) == held - {""} for layer, held in kinds.items()
-        )
+        for layer, seen in kinds.items():
+            stored = {kind for kind in seen if kind and not kind.startswith(READ)}
+            if not seen or alike.setdefault(self.layers[layer], stored) != stored:
+                return False
+        return True
 
     def require_whole(self) -> None:
         """ValueError if a pass or call has begun to change the cache, and has not ended."""
@@ -106,6 +108,11 @@ class Integrity:
         """ValueError if something was being written when a pass or call broke off."""
         if self.writing is not None:
             raise ValueError(self._torn())
+
+    def require_unclaimed(self) -> None:
+        """ValueError if the new tokens of a layer were on their way to it when a pass broke off."""
+        if self.last.claimed is not None:
+            self.require_whole()
 
     def begin(self, announced: bool = False, operation: str = "") -> Pass:
         """A new pass or operation; ValueError as in `require_whole`."""
@@ -187,7 +194,8 @@ class Integrity:
         """
         last, key = self.last, (layer, READ + kind)
         stored = any(held == layer and kind and not kind.startswith(READ) for held, kind in last.done)
-        again = key in last.done or (stored and not last.announced)
+        # who has only looked has begun nothing
+        again = (key in last.done and _changed(last, *key)) or (stored and not last.announced)
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
         if not last.announced:

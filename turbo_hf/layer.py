@@ -328,6 +328,7 @@ class TurboLayer(DequantizedView):
         if self.claimed:
             self.claimed, self.pending = False, (key_states, value_states)
             return key_states, value_states
+        self.integrity.require_unclaimed()
         return self.update_dense(key_states, value_states, self.given_mask)
 
     def update_dense(

@@ -99,7 +99,7 @@ def patch(
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers), notices)
     dense = tuple(at.index for at in layers if not at.groups)
-    own = own_logits(model, modules.values(), chosen, dense) if check else None
+    own = own_logits(model, modules.values()) if check else None
     steps, no_graphs = describe(chosen, dense, family is not None, model.device)
     # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:

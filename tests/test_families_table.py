@@ -1,0 +1,121 @@
+"""The page of families: a sample of its rows is made anew, and what makes a row notices what is wrong."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import families_table
+import pytest
+import torch
+import transformers
+from families_modes import MODES, half_cache, prompts, verdict
+from families_table import CONFIG, WORKS, WRONG, Row, examine, main, refused, run, working
+from tiny_families import VARIANTS, build, families
+
+import turbo_hf
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+SAMPLE = [
+    ("llama", "dynamic rope"),
+    ("gemma2", ""),
+    ("gemma3n_text", "shared keys"),
+    ("gpt_oss", ""),
+    ("gpt_neox", ""),
+    ("minimax_m3_vl_text", "sparse layers"),
+    ("phimoe", "longrope in mid-answer"),
+    ("qwen3_next", ""),
+    ("bloom", ""),
+    ("deepseek_v3", ""),
+    ("mllama", ""),
+    ("recurrent_gemma", ""),
+]
+
+
+def lines() -> dict[str, list[str]]:
+    """The rows of the page by their first cell."""
+    found = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return {cells[0]: cells for cells in found}
+
+
+def newest() -> bool:
+    """Whether this is the version of Transformers that the page was made with."""
+    return f"Transformers {transformers.__version__}," in PAGE.read_text()
+
+
+@pytest.mark.parametrize(("family", "variant"), [pytest.param(*at, id="-".join(filter(None, at))) for at in SAMPLE])
+def test_rows_are_those_of_the_page(family: str, variant: str) -> None:
+    if family not in families()[0]:
+        pytest.skip(f"Transformers {transformers.__version__} has no {family}")
+    row = examine(family, variant)
+    assert row.outcome != WRONG, row.sentence
+    cells = working(row) if row.outcome == WORKS else refused(row)
+    if newest():
+        assert [cell.strip() for cell in cells] == [cell.replace("\\|", "|").strip() for cell in lines()[cells[0]]]
+
+
+def test_the_page_has_every_family() -> None:
+    if not newest():
+        pytest.skip("the page was made with another version of Transformers")
+    names = {f"`{family}`" for family in families()[0]}
+    names |= {f"`{family}`, {variant}" for family in names_of(VARIANTS) for variant in VARIANTS[family]}
+    assert set(lines()) == names
+    assert "## Wrong" not in PAGE.read_text()
+
+
+def names_of(found: dict[str, Any]) -> list[str]:
+    """Those that this version of Transformers has."""
+    return [family for family in found if family in families()[0]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fault", [None, "padding", "window"])
+def test_a_verdict_notices_what_is_dropped(mode: str, fault: str | None) -> None:
+    model: Any = build("mistral")
+    inputs = prompts(model)
+    plain = MODES[mode](model, inputs)
+    with half_cache(range(4)):
+        half = MODES[mode](model, inputs)
+    if fault == "padding":
+        inputs = {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+    other: Any = build("mistral", "no window") if fault == "window" else model
+    with turbo_hf.patch(other, CONFIG):
+        found = verdict(MODES[mode](other, inputs), plain, half)
+    assert found.startswith("WRONG: off by" if fault else "yes"), found
+
+
+def test_what_a_patch_leaves_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    remove = turbo_hf.Handle.remove
+
+    def forgetful(handle: turbo_hf.Handle) -> None:
+        remove(handle)
+        vars(handle._model)["left_behind"] = True
+
+    monkeypatch.setattr(turbo_hf.Handle, "remove", forgetful)
+    row = examine("llama")
+    assert row.outcome == WRONG
+    assert "1 attributes have changed, such as .left_behind" in row.sentence
+
+
+def test_a_cache_that_the_model_drops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turbo_hf.patching, "replace_methods", lambda *args: [])
+    row = examine("llama")
+    assert row.outcome == WRONG
+    assert "the answer's cache is a DynamicCache" in row.sentence
+
+
+def test_a_crash_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families_table, "examine", lambda family, variant: os._exit(1))
+    (row,) = run(["gemma"])
+    assert row.outcome == WRONG
+    assert "crash" in row.sentence
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families_table, "run", lambda names: iter([Row(name, outcome=WRONG) for name in names]))
+    out = tmp_path / "docs" / "models.md"
+    assert main(["--only", "gemma,llama", "--out", str(out)]) == 1
+    assert "| `gemma` |" in out.read_text()
+    with pytest.raises(SystemExit):
+        main(["--only", "lama"])
+    assert "unknown families: lama" in capsys.readouterr().err
