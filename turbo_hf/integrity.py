@@ -195,7 +195,7 @@ class Integrity:
         last, key = self.last, (layer, READ + kind)
         stored = any(held == layer and kind and not kind.startswith(READ) for held, kind in last.done)
         # who has only looked has begun nothing
-        again = (key in last.done and _changed(last, *key)) or (stored and not last.announced)
+        again = (key in last.done and _changed(last, *key, surely=False)) or (stored and not last.announced)
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
         if not last.announced:
