@@ -177,7 +177,7 @@ class Acts:
         """Of each row whether a crop by `count` columns reaches a sealed block."""
         gone = [len(tokens_of(row[world.past - count :])) for row in world.rows]
         layers = [layer for layer in world.cache.turbo_layers() if layer.is_initialized]
-        if len({layer.rows for layer in layers}) > 1 or any(layer.rows != len(gone) for layer in layers):
+        if world.broken is not None:
             return [True] * len(gone)
         return [any(n > layer.buffer.length[row] for layer in layers) for row, n in enumerate(gone)]
 

@@ -174,7 +174,7 @@ class Integrity:
         """
         self.unclaim(layer)
         last, key = self.last, (layer, kind)
-        again = key in last.done
+        again = key in last.done or (not last.announced and _left(last, layer))
         other = last.ended or last.operation or last.thread != get_ident()
         if other or again or last.claimed is not None:
             last = self.begin()
@@ -220,6 +220,12 @@ class Integrity:
         last = Pass(ended=True) if whole else copy.copy(self.last)
         last.taken = {}
         return {**vars(self), "last": last}
+
+
+def _left(last: Pass, layer: int) -> bool:
+    """Whether another layer has stored tokens since this one did."""
+    stored = [at for at, kind in last.done if not kind.startswith(READ)]
+    return layer in stored and stored[-1] != layer
 
 
 def _changed(last: Pass, layer: int, kind: str, surely: bool) -> bool:
