@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.masks import dense_mask
 
 
 @pytest.fixture(scope="module")
@@ -222,10 +223,11 @@ def test_a_pass_left_to_hugging_face_stores_no_padding(llama: Any) -> None:
     after = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), 1)
     steps = []
     with turbo_hf.patch(llama, EXACT4, strict="fallback") as handle, torch.no_grad():
-        for options in ({}, {"position_bias": torch.zeros(1)}):
+        every = dense_mask(mask, mask.shape[1], mask.shape[1], causal=True, window=None, device=mask.device)
+        for shown in (mask, every):
             cache = handle.new_cache()
             position = (mask.cumsum(-1) - 1).clamp(min=0)
-            llama(**batch, position_ids=position, past_key_values=cache, **options)
+            llama(**{**batch, "attention_mask": shown}, position_ids=position, past_key_values=cache)
             assert [layer.lengths() for layer in cache.turbo_layers()] == [[70, 9]] * 2
             place = after.sum(-1, keepdim=True) - 1
             token = prompts(2, 1)
