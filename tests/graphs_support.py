@@ -108,6 +108,7 @@ def replayed(device: Callable[[], Any], steps: int) -> Callable[[Any, TurboCache
             new = route.ids[:, held : held + 1].contiguous()
             at = torch.full_like(new, held)
             runner(input_ids=new, position_ids=at, past_key_values=cache, use_cache=True, return_dict=True)
-        assert runner.captures
+        # a capture that an injected error broke off is not tried again
+        assert runner.captures or runner._off
 
     return run
