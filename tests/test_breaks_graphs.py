@@ -1,18 +1,21 @@
 """A decode step that breaks off where steps are captured and replayed: as without, right or refused."""
 
+import sys
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from breaks_support import HELD, Broken, BrokenError, Operation, Route, every_line
-from graphs_support import Again, replayed
+from graphs_support import Again, Graphs, replayed
 from models import tiny_llama
 
 import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.graphs import CudaDevice
+from turbo_hf.integrity import Integrity
 from turbo_hf.layer import TurboLayer
+from turbo_hf.steps import Steps
 
 CONFIG = TurboConfig(bits=8, block_size=32)
 STEPS = 4
@@ -39,6 +42,16 @@ def test_an_exception_at_any_line_of_replayed_steps(
     judged(every_line(route, Operation("steps", held, STEPS, replayed(Again, STEPS), one_by_one=True), error, 131))
 
 
+@HOLDS
+def test_an_exception_at_each_line_around_a_replay(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    model = tiny_llama()
+    route = Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
+    around = tuple(str(sys.modules[name].__file__) for name in (Steps.__module__, Integrity.__module__))
+    steps = Operation("steps", held, STEPS, replayed(Graphs, STEPS), one_by_one=True)
+    judged(every_line(route, steps, Broken, files=around))
+
+
 @pytest.mark.gpu
 @HOLDS
 @ERRORS
@@ -46,6 +59,6 @@ def test_on_a_gpu_an_exception_at_any_line_of_captured_steps(held: int, error: t
     model: Any = tiny_llama(attn_implementation="sdpa").cuda()
     route = Route("captured", model, turbo_hf.patch(model, CONFIG).new_cache, near=1e-3)
     route.ids = route.ids.cuda()
-    steps = replayed(lambda: CudaDevice(model.device), STEPS)
+    steps = replayed(lambda _: CudaDevice(model.device), STEPS)
     judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 37))
     torch.cuda.synchronize()

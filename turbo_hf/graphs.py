@@ -110,16 +110,17 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            # not torch.cuda.graph: it releases the allocator's memory, which costs the next prompt milliseconds
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                # not torch.cuda.graph: it releases the allocator's memory, which costs the next prompt milliseconds
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 out = step()
+                graph.capture_end()
             except BaseException:
-                # the step's error is more informative than that of the capture that it broke
+                # also if it came between two of these: a stream that still captures aborts the process later. The first
+                # error is more informative than that of ending what it broke
                 with suppress(RuntimeError):
                     graph.capture_end()
                 raise
-            graph.capture_end()
 
         def replay() -> Any:
             graph.replay()

@@ -31,6 +31,8 @@ class Pass:
         self.thread = get_ident()
         # modules that have announced it and not returned, by their depth
         self.calls: list[int] = []
+        # whether the innermost of them may call others: a replayed step calls none, and what comes next is a new pass
+        self.nests = True
         # what each layer held that has begun to store new tokens, by layer and kind of state: columns, else 0
         self.done: dict[tuple[int, str], int] = {}
         # states that were taken, by the same, and their versions then: who takes one may change it in place
@@ -129,13 +131,14 @@ class Integrity:
         self.last = new
         return new
 
-    def enter(self, depth: int) -> None:
-        """A module that calls all layers begins. depth: among those that do, the outermost first."""
+    def enter(self, depth: int, nests: bool = True) -> None:
+        """A module that calls all layers begins. depth: among those that do, the outermost first. nests: see `Pass`."""
         last = self.last
-        within = not (last.ended or last.done) and last.calls and last.calls[-1] < depth
+        within = not (last.ended or last.done) and last.nests and last.calls and last.calls[-1] < depth
         if not (within and last.thread == get_ident()):
             last = self.begin(announced=True)
         last.calls.append(depth)
+        last.nests = nests
 
     def leave(self, depth: int) -> None:
         """The module has returned, without an exception."""
@@ -155,7 +158,13 @@ class Integrity:
         """What the module has called did not run, and is called once more."""
         last = self.last
         if last.calls[:1] == [depth]:
-            last.calls, last.done, last.at = [depth], {}, None
+            last.calls, last.done, last.at, last.nests = [depth], {}, None, True
+
+    def over(self, depth: int) -> None:
+        """What the module has called has returned, perhaps with an exception: it calls nothing else."""
+        last = self.last
+        if last.calls[:1] == [depth]:
+            last.nests = False
 
     def claim(self, layer: int) -> None:
         """The layer's new tokens are on their way to it."""

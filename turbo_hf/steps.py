@@ -225,7 +225,7 @@ class Steps:
         Raises:
             ValueError: it is one already.
         """
-        self.integrity.enter(STEP)
+        self.integrity.enter(STEP, nests=False)
         self.integrity.writing = STEPS
 
     @contextmanager
@@ -240,6 +240,7 @@ class Steps:
             yield
         finally:
             self._no_step()
+            self.integrity.over(STEP)
 
     def _no_step(self) -> None:
         for layer in self.layers:
