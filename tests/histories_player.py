@@ -111,6 +111,10 @@ class Player(Acts):
             self.emptied(world)
             return
         held, kept = world.cache.get_seq_length(), world.broken
+        if not held:
+            # what the cache was told of the padding belongs to the tokens that never came
+            for layer in world.cache.turbo_layers():
+                layer.given_mask = None
         candidates = [world.rows, *after] if kept is None else [[row[:held] for row in kept]]
         count = {layer.rows for layer in world.cache.turbo_layers() if layer.is_initialized} or {len(world.rows)}
         fit = [rows for rows in candidates if len(rows[0]) == held and {len(rows)} == count]

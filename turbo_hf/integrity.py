@@ -187,8 +187,9 @@ class Integrity:
         other = last.ended or last.operation or last.thread != get_ident()
         if other or again or last.claimed is not None:
             last = self.begin()
-        last.at = layer
+        # in this order: what breaks off between the two is no untouched pass
         last.done[key] = held
+        last.at = layer
 
     def settle(self, layer: int) -> None:
         """The layer's turn has ended."""
