@@ -248,12 +248,12 @@ def test_a_method_is_read_from_whole_files_alone(tmp_path: Path, monkeypatch: py
         ("samples_needle.jsonl", '"doc_id": 1', '"doc_id": 0', samples.format(1)),
         ("batches.jsonl", '"rows": 1', '"rows": "1"', batches),
     ):
-        kept = (own / name).read_text("utf-8")
-        assert old in kept
-        (own / name).write_text(kept.replace(old, new), "utf-8")
+        text = (own / name).read_text("utf-8")
+        assert old in text
+        (own / name).write_text(text.replace(old, new), "utf-8")
         with pytest.raises(ValueError, match=message):
             small_run(tmp_path)
-        (own / name).write_text(kept, "utf-8")
+        (own / name).write_text(text, "utf-8")
     (own / "samples_needle.jsonl").unlink()
     with pytest.raises(ValueError, match=r"samples_needle.jsonl' is missing. Delete '.*results.json'"):
         small_run(tmp_path)
