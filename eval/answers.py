@@ -29,7 +29,10 @@ class Answers:
     def __init__(self, path: Path):
         self.path = path
         self._known: dict[str, Answer] = {}
-        self._file = sqlite3.connect(path, isolation_level=None)
+        try:
+            self._file = sqlite3.connect(path, isolation_level=None)
+        except sqlite3.Error as error:
+            raise OSError(f"{str(path)!r}, the answers so far, cannot be opened: {error}.") from error
         try:
             self._open()
         except (sqlite3.Error, ValueError, RecursionError) as error:

@@ -3,7 +3,7 @@
 import json
 import logging
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +191,32 @@ def _read(own: Path, tasks: list[str]) -> Outcome:
         if not path.is_file():
             raise ValueError(f"{str(path)!r} is missing. {remedy}")
         samples[task] = read_lines(path, remedy)
+    found = read_object(results, remedy)
+    _require_all_items(found, samples, own, remedy)
     log, anew = own / "batches.jsonl", f"Delete {str(own)!r}, and the same command asks its items anew."
     try:
         batches = [Batch(**line) for line in read_lines(log, anew, growing=True)]
+        for batch in batches:
+            numbers = (*astuple(batch)[:-1], *(batch.keys or ()))
+            if not all(isinstance(number, float | int) for number in numbers):
+                raise TypeError(f"{batch} has fields that are no numbers")
     except TypeError as error:
         raise ValueError(f"{str(log)!r} was changed: {error}. {anew}") from error
-    return Outcome(read_object(results, remedy), samples, batches)
+    return Outcome(found, samples, batches)
+
+
+def _require_all_items(found: dict[str, Any], samples: Samples, own: Path, remedy: str) -> None:
+    """ValueError unless results have figures for each task, and samples are of as many items as they say."""
+    for task, rows in samples.items():
+        try:
+            figures, count = dict(found["results"][task]), found["n-samples"][task]["effective"]
+            for key, figure in figures.items():
+                if key.endswith("perplexity,none") and not isinstance(figure, float | int):
+                    raise TypeError(f"{key} is {figure!r}")
+        except (KeyError, TypeError, ValueError) as error:
+            place = str(own / "results.json")
+            raise ValueError(f"{place!r} was changed: it has no figures of {task} ({error!r}). {remedy}") from error
+        items = [row["doc_id"] for row in rows if isinstance(row.get("doc_id"), int)]
+        if len(set(items)) != count or len(items) < len(rows):
+            place = str(own / f"samples_{task}.jsonl")
+            raise ValueError(f"{place!r} was changed: it has samples of {len(set(items))} items, not {count}. {remedy}")

@@ -210,6 +210,11 @@ def test_requests_that_sample_are_asked_each_time(tmp_path: Path) -> None:
     answers.close()
 
 
+def test_answers_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"items.db', the answers so far, cannot be opened"):
+        Answers(tmp_path / "nowhere" / "items.db")
+
+
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +237,23 @@ def test_a_method_is_read_from_whole_files_alone(tmp_path: Path, monkeypatch: py
         with pytest.raises(ValueError, match=f"{name}' is torn, or was changed: .*{remedy}"):
             small_run(tmp_path)
         (own / name).write_bytes(kept)
+    results = r"results.json' was changed: it has no figures of .* Delete '.*results.json'"
+    samples = r"samples_needle.jsonl' was changed: it has samples of {} items, not 2. Delete '.*results.json'"
+    batches = r"batches.jsonl' was changed: .* no numbers. Delete '.*int8'"
+    for name, old, new, message in (
+        ("results.json", '"results"', '"result"', results),
+        ("results.json", '"n-samples"', '"samples"', results),
+        ("results.json", '"byte_perplexity,none": ', '"byte_perplexity,none": "much", "was": ', results),
+        ("samples_needle.jsonl", '"doc_id"', '"id"', samples.format(0)),
+        ("samples_needle.jsonl", '"doc_id": 1', '"doc_id": 0', samples.format(1)),
+        ("batches.jsonl", '"rows": 1', '"rows": "1"', batches),
+    ):
+        text = (own / name).read_text("utf-8")
+        assert old in text
+        (own / name).write_text(text.replace(old, new), "utf-8")
+        with pytest.raises(ValueError, match=message):
+            small_run(tmp_path)
+        (own / name).write_text(text, "utf-8")
     (own / "samples_needle.jsonl").unlink()
     with pytest.raises(ValueError, match=r"samples_needle.jsonl' is missing. Delete '.*results.json'"):
         small_run(tmp_path)

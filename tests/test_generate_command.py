@@ -151,6 +151,31 @@ def test_lines_are_messages(chatty: str) -> None:
     assert once["replies"][0]["text"] == facts["replies"][0]["text"]
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        {"num_beams": 3},
+        {"num_return_sequences": 2, "num_beams": 2},
+        {"stop_strings": ["no such words"]},
+    ],
+    ids=str,
+)
+def test_one_reply_whatever_the_checkpoint_asks_for(tmp_path: Path, asked: dict[str, Any]) -> None:
+    for file in LAB_MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    own = tmp_path / "generation_config.json"
+    options = json.loads(own.read_text())
+    own.unlink()
+    own.write_text(json.dumps(options | asked))
+    text, line = run(str(tmp_path), PROMPT, "--max-new-tokens", "8", "--json").stdout.splitlines()
+    (reply,) = json.loads(line)["replies"]
+    assert text.strip() == "4281."
+    # each token is stored once, and the newest has not been read yet
+    assert json.loads(line)["memory"]["tokens"] == reply["prompt_tokens"] + reply["new_tokens"] - 1
+
+
 def test_more_tokens_than_the_model_was_made_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_llama(max_position_embeddings=1024)
     _note_positions(model, 1024)

@@ -177,6 +177,16 @@ def test_generate_without_a_cache_is_that_of_the_model(options: dict[str, Any]) 
         assert not torch.equal(generate(model), stock)
 
 
+def test_a_cache_with_use_cache_false_is_refused() -> None:
+    """`generate` would pass all tokens at each step, over the ones that are cached already."""
+    model = tiny_llama()
+    with turbo_hf.patch(model) as handle:
+        cache = handle.new_cache()
+        with pytest.raises(ValueError, match=r"use_cache=False with a TurboCache.*or set use_cache=True"):
+            generate(model, use_cache=False, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+
+
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_assistant_and_prompt_lookup_give_the_greedy_tokens(window: int | None) -> None:
     """Drafts that are refused are taken back, also past the seal of a block and the edge of a window."""

@@ -215,6 +215,15 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
             "cannot build a llama of this config",
             id="build",
         ),
+        pytest.param({"model_type": ["llama"]}, "names no model_type", id="type-list"),
+        pytest.param(
+            {"model_type": "mistral", **SMALL, "sliding_window": 0}, "has a sliding window of 0 tokens", id="window-0"
+        ),
+        pytest.param(
+            {"model_type": "qwen2", **SMALL, "layer_types": ["sliding_attention"] * SMALL["num_hidden_layers"]},
+            "has a sliding window of None tokens",
+            id="no-window",
+        ),
     ],
 )
 def test_refused_with_one_sentence(tmp_path: Path, command: str, fields: dict[str, Any], sentence: str) -> None:
@@ -226,6 +235,17 @@ def test_refused_with_one_sentence(tmp_path: Path, command: str, fields: dict[st
     assert len(said.split("error: " if command == "plan" else "none")[-1]) < 1500
     with pytest.raises(AssertionError, match=sentence):
         raise AssertionError(said)
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_config_that_is_a_list(tmp_path: Path, command: str) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    assert "names no model_type" in run(command, str(tmp_path), code=1)
+
+
+def test_a_window_of_one_token_leaves_nothing_to_compare() -> None:
+    with pytest.raises(ValueError, match=r"holds no token \(sliding_window=1\), so there is nothing to compress"):
+        plan_of("mistral", sliding_window=1)
 
 
 def test_a_model_that_is_refused_in_part_is_refused() -> None:

@@ -111,6 +111,7 @@ def test_widths(name: str) -> None:
         {"quant_method": "torchao", "quant_type": {"default": {"_type": "IntxWeightOnlyConfig", "_data": {}}}},
         {"quant_method": "bitsandbytes"},
         {"quant_method": "fp8", "expert_dtype": "fp4"},
+        {"quant_method": "fp8", "weight_block_size": [0, 0]},
         {"quant_method": "quanto", "weights": "int3"},
         {"quant_method": "compressed-tensors", "config_groups": None},
     ],

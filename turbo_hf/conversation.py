@@ -89,6 +89,8 @@ class Conversation:
             attention_mask=torch.ones_like(tokens),
             past_key_values=self.cache,
             streamer=TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True),
+            # for stop strings
+            tokenizer=self._tokenizer,
             pad_token_id=self._tokenizer.pad_token_id,
             **self._options,
         )[0].tolist()

@@ -61,6 +61,8 @@ def generate_command(
         if chat and not tokenizer.chat_template:
             raise ValueError(f"{model} has no chat template. Without --chat, it continues the prompt as plain text.")
         loaded = load_model(model, device, dtype=dtype)
+        # a checkpoint may ask for what one streamed reply on a compressed cache does not go with
+        loaded.generation_config.update(use_cache=True, cache_implementation=None, num_beams=1, num_return_sequences=1)
         with patch(loaded, chosen) as handle:
             talk = Conversation(loaded, tokenizer, handle, options)
             if seed is not None:

@@ -89,6 +89,11 @@ def _prepare_cache(
         if generation_config.is_assistant:
             cache.activate_past_recording()
         return None
+    if isinstance(given, TurboCache) and generation_config.use_cache is False:
+        raise ValueError(
+            "use_cache=False with a TurboCache: generate would pass every token anew at each step, and each time the "
+            "cache would store them all again. Leave out past_key_values, or set use_cache=True."
+        )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
     if given is not None and not isinstance(given, TurboCache):

@@ -70,8 +70,8 @@ def _no_config_class(name: str, revision: str | None) -> str | None:
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     except Exception:  # told by the caller
         return None
-    kind = fields.get("model_type")
-    if kind is None:
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if not isinstance(kind, str):
         return f"the config of {name!r} names no model_type, so Transformers cannot tell which model it is of."
     if kind in CONFIG_MAPPING:
         return None

@@ -43,10 +43,16 @@ def layer_types(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     types = types[: config.num_hidden_layers]
     # one dict for all layers up to transformers 5.17, one per layer from 5.23 on
     each = [dict(kwargs) for _ in types] if isinstance(kwargs, dict) else kwargs
-    for kind, keywords in zip(types, each, strict=True):
+    for index, (kind, keywords) in enumerate(zip(types, each, strict=True)):
         if kind == "full_attention":
             # that one dict holds the window of the other layers
             keywords.pop("sliding_window", None)
+        window = keywords.get("sliding_window")
+        if kind == "sliding_attention" and (window is None or window < 1):
+            raise Unsupported(
+                f"layer {index} of this {config.model_type} has a sliding window of {window} tokens, with which "
+                "Transformers cannot run it either. Correct sliding_window in its config."
+            )
     return list(zip(types, each, strict=True))
 
 

@@ -61,6 +61,10 @@ def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, 
     reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in PRESETS.items()}
     room, dense = gpu_bytes * (1 - KEPT_FREE) - weights, dense_layers(model)
     unpatched = [layer.cost for layer in dense]
+    if not cache_bytes(unpatched, context):
+        raise ValueError(
+            "Transformers' own cache of this model holds no token (sliding_window=1), so there is nothing to compress."
+        )
     methods = {f"fp{8 * model.dtype.itemsize}": unpatched}
     methods |= {name: layer_costs(dense, report, PRESETS[name].sparse) for name, report in reports.items()}
     rows = []

@@ -102,7 +102,7 @@ def width(method: str, fields: Mapping[str, Any]) -> float | None:
     """Bits of one quantized weight, including its share of scales and zero points; None: not known."""
     try:
         return _width(method, fields)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError):
         # options of a form that this table does not know
         return None
 
