@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from turbo_hf.eval.simulated_cache import SimulatedCache
-from turbo_hf.handle import Handle
+from turbo_hf.patching.handle import Handle
 
 
 def cache_size(cache: Any, rows: int, handle: Handle | None) -> tuple[int, int]:

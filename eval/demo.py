@@ -13,8 +13,8 @@ from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.needle import Needle
 from turbo_hf.eval.prompts import until
 from turbo_hf.eval.sdpa import without_plans
-from turbo_hf.handle import Handle
-from turbo_hf.patching import patch
+from turbo_hf.patching.handle import Handle
+from turbo_hf.patching.patch_model import patch
 
 BASELINE = "baseline"
 

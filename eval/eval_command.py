@@ -10,7 +10,8 @@ import typer
 from turbo_hf.calibration.artifacts import Calibration, find
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
-from turbo_hf.config import DEFAULT_PRESET
+from turbo_hf.calibration.files import write_whole
+from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
@@ -33,8 +34,7 @@ from turbo_hf.eval.record import BY_METHOD, CONFIGS, META, identity, only_run
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve_command import TRACE, Workload, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
-from turbo_hf.files import write_whole
-from turbo_hf.model_layers import kv_heads, layer_windows
+from turbo_hf.models.model_layers import kv_heads, layer_windows
 
 LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096, "serve": 4096}
 """Tokens of the longest prompt (serve: with its reply) for suites that do not go to 16384."""

@@ -12,6 +12,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.files import append_line, read_lines, read_object, write_whole
 from turbo_hf.eval.answers import AnsweredLM, Answers
 from turbo_hf.eval.methods import BASELINE, folder_of
 from turbo_hf.eval.model import Batch, TurboLM
@@ -19,7 +20,6 @@ from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec
-from turbo_hf.files import append_line, read_lines, read_object, write_whole
 
 SEED = 1234
 """Seed of few-shot samplers and torch; decoding is greedy."""

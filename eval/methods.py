@@ -12,12 +12,12 @@ import torch
 from transformers import QuantizedCache
 
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.config import ATTENTION_MODES, PRESETS, SparseConfig, TurboConfig, resolve_config
-from turbo_hf.config_file import names_a_file
+from turbo_hf.config.file import names_a_file
+from turbo_hf.config.turbo_config import ATTENTION_MODES, PRESETS, SparseConfig, TurboConfig, resolve_config
 from turbo_hf.eval.simulate import Scheme, gear_l, kivi
 from turbo_hf.eval.simulated_cache import compressed_cache, window_cache
-from turbo_hf.handle import Handle
-from turbo_hf.patching import patch
+from turbo_hf.patching.handle import Handle
+from turbo_hf.patching.patch_model import patch
 
 BASELINE = "fp16"
 """The unpatched model, in the precision and with the attention that it was loaded with."""

@@ -13,7 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from tqdm import tqdm
 
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.config import DEFAULT_PRESET
+from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import applied, method_named
 from turbo_hf.eval.prompts import Prompts, until

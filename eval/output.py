@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import rich.table
 
+from turbo_hf.calibration.files import write_whole
 from turbo_hf.console import out
-from turbo_hf.files import write_whole
 
 LIMITED = "LIMITED"
 """Start of a line that says: this is not a result."""

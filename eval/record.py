@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from turbo_hf.calibration.files import one_writer, read_object, write_whole
 from turbo_hf.eval.bench.facts import facts
-from turbo_hf.files import one_writer, read_object, write_whole
-from turbo_hf.versions import version_of
+from turbo_hf.models.versions import version_of
 
 META, LOCK = "run_meta.json", "run.lock"
 RESULTS = ("*/items.db", "*/results.json", "levels.jsonl", "replay_*.json")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from turbo_hf.calibration.files import append_line, read_lines, read_object, write_whole
 from turbo_hf.console import err, load
 from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.options import as_json, find_device
@@ -27,7 +28,6 @@ from turbo_hf.eval.record import CONFIGS, identity, only_run
 from turbo_hf.eval.report_plots import memory_plot
 from turbo_hf.eval.sdpa import NO_PLANS
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
-from turbo_hf.files import append_line, read_lines, read_object, write_whole
 
 RANDOM = "random:"
 """Before a shape's name, in place of a model: its weights are drawn. ":tiny" after it: at a size for tests."""

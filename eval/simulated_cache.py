@@ -12,8 +12,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from turbo_hf.eval.simulate import Scheme
-from turbo_hf.model_layers import layer_windows
-from turbo_hf.rotary import undo_rotary
+from turbo_hf.models.model_layers import layer_windows
+from turbo_hf.sparse.undo_rotary import undo_rotary
 
 SINKS = 4
 """First tokens that StreamingLLM keeps (Xiao et al. 2024, arXiv:2309.17453, sec. 3.2)."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import CODE_MAX, HEAD_DIM_MULTIPLE
-from turbo_hf.model_layers import CACHE_KEYWORDS, module_head_dim
-from turbo_hf.ops.rotate import rotate_keys
+from turbo_hf.models.model_layers import CACHE_KEYWORDS, module_head_dim
+from turbo_hf.ops.store.rotate import rotate_keys
 
 PROBES = 65
 """Random inputs used to measure a key projection; the first is zero."""

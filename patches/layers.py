@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from turbo_hf.model_layers import COMPRESSED_TYPES, layer_windows
+from turbo_hf.models.model_layers import COMPRESSED_TYPES, layer_windows
 from turbo_hf.patches.generic import REFUSED, is_attention, obstacle, shares_keys
 
 NO_KEYS = "it keeps no keys and values"

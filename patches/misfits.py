@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from turbo_hf.models.sources import functions_of, hands_on_mask, question
 from turbo_hf.patches.generic import is_attention
-from turbo_hf.sources import functions_of, hands_on_mask, question
 
 HARMLESS = {
     "GPT2Attention.forward": "only upcasts its scores in eager mode; masks that it changes are those of an encoder",

@@ -8,7 +8,7 @@ from stores import make_store, tokens
 from torch import Tensor
 
 from turbo_hf.layout import KVStore, PagedHeads
-from turbo_hf.ops.quantize import quantize_tokens
+from turbo_hf.ops.store.quantize import quantize_tokens
 
 BACKENDS = [pytest.param(name, id=name) for name in ("reference", "triton")]
 GROUPS = [

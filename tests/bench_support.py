@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from typer.testing import CliRunner
 
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ from models import tiny_llama
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.layer import TurboLayer
+from turbo_hf.cache.layer import TurboLayer
 
 STEPS = [
     Operation(f"steps behind {held}", held, 4, replayed(Again, 4), one_by_one=True) for held in (HELD - 20, HELD - 1)

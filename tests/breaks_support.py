@@ -16,7 +16,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.selectors import Centroids
+from turbo_hf.sparse.selectors import Centroids
 
 ROWS, BLOCK = 2, 32
 HELD = 2 * BLOCK - 1

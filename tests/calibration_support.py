@@ -11,7 +11,7 @@ import turbo_hf
 from turbo_hf import Calibration, TurboConfig
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.settings import Settings
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 
 PROSE = (Path(turbo_hf.__file__).parent / "eval" / "haystack.txt").read_text()
 TEXTS = [PROSE] * 8

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from turbo_hf.config import ATTENTION_MODES
+from turbo_hf.config.turbo_config import ATTENTION_MODES
 
 MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
 TWO_MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]

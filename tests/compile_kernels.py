@@ -15,7 +15,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from turbo_hf.ops import gpu, launch, launch_decode, launch_sparse, launch_store
+from turbo_hf.ops import gpu
+from turbo_hf.ops.decode import launch as launch_decode
+from turbo_hf.ops.prefill import launch
+from turbo_hf.ops.sparse import launch as launch_sparse
+from turbo_hf.ops.store import launch as launch_store
 
 SHARED_KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 """KiB of shared memory that one program may have, by compute capability."""

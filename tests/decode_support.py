@@ -9,7 +9,7 @@ from prefill_support import int8_queries
 from stores import store_codes
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.decode import decode
+from turbo_hf.ops.decode.contract import decode
 
 
 def check_decode(

@@ -10,12 +10,14 @@ from models import SHAPE, left_padded, prompts
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import Calibration, TurboCache, TurboConfig, generation, graphs
+from turbo_hf import Calibration, TurboCache, TurboConfig
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
-from turbo_hf.graphs import StepRunner
-from turbo_hf.handle import Report
-from turbo_hf.layer import TurboLayer
+from turbo_hf.graphs import step_runner as graphs
+from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.patching import generate_methods as generation
+from turbo_hf.patching.handle import Report
 
 SMALL = TurboConfig(block_size=32)
 PLAIN = TurboConfig(block_size=32, cuda_graphs=False)

@@ -21,7 +21,7 @@ from histories_support import (
 )
 from torch import Tensor
 
-from turbo_hf.layer import TurboLayer
+from turbo_hf.cache.layer import TurboLayer
 
 BREAKABLE = {"advance": 6, "crop": 2, "choose": 2, "fork": 1, "record": 1, "look": 1, "reset": 1}
 

@@ -8,12 +8,12 @@ import torch
 from stores import page_codes
 from torch import Tensor
 
-from turbo_hf.chunk import Chunk, chunk_of
-from turbo_hf.config import TurboConfig
-from turbo_hf.layer import TurboLayer
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk, chunk_of
+from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, PagedHeads
-from turbo_hf.ops.quantize import head_scores, quantize_tokens, seal_blocks
-from turbo_hf.ops.rotate import rotate_keys, unrotate_keys
+from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks
+from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 CONFIGS = [
     pytest.param(TurboConfig(bits=8), id="8bit"),

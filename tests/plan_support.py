@@ -9,10 +9,10 @@ from models import VOCABULARY
 from transformers import PreTrainedConfig
 
 from turbo_hf import TurboConfig
-from turbo_hf.layer import TurboLayer
-from turbo_hf.memory import LayerCost, layer_bytes
-from turbo_hf.meta_model import dense_layers, meta_model, patch_report
-from turbo_hf.plan import layer_costs
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.memory import LayerCost, layer_bytes
+from turbo_hf.cli.plan import layer_costs
+from turbo_hf.patching.meta_model import dense_layers, meta_model, patch_report
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

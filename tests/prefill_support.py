@@ -10,8 +10,8 @@ from stores import no_past, random_store, store_codes, tokens
 from torch import Tensor
 
 from turbo_hf.layout import VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type
-from turbo_hf.ops.operands import quantize_operands
-from turbo_hf.ops.prefill import prefill
+from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.prefill.operands import quantize_operands
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 DEPTH = 2.0**-16

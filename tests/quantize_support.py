@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from turbo_hf.layout import BITS
-from turbo_hf.ops.quantize import FLOATS
+from turbo_hf.ops.store.quantize import FLOATS
 
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in FLOATS]
 ALL_BITS = [pytest.param(bits, id=f"{bits}bit") for bits in BITS]

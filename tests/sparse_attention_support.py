@@ -9,7 +9,7 @@ from stores import random_store, store_codes
 from torch import Tensor
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.sparse import sparse_decode
+from turbo_hf.ops.sparse.decode import sparse_decode
 
 CHOICE: dict[str, Any] = {"scaling": 0.125, "sink_tokens": 1, "window_tokens": 20}
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.config import SELECTORS, USED_BY
+from turbo_hf.config.turbo_config import SELECTORS, USED_BY
 
 ANY: dict[str, Any] = {"buckets": 16, "probes": 3, "window_tokens": 20, "dense_layers": ()}
 """Choices of a selector without calibration, small enough for short texts."""

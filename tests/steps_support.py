@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.chunk import Chunk, chunk_of
-from turbo_hf.layer import TurboLayer
-from turbo_hf.selectors import Centroids
-from turbo_hf.steps import Steps
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk, chunk_of
+from turbo_hf.graphs.replayable_steps import Steps
+from turbo_hf.sparse.selectors import Centroids
 
 HEADS, DIM, LAYERS = 2, 16, 2
 LENGTHS = [70, 33, 5]

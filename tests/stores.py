@@ -8,7 +8,7 @@ from oracle import Codes
 from torch import Tensor
 
 from turbo_hf.layout import FULL, VALUE_ORDER, KVStore, PagedHeads, empty_pages, full_type
-from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
+from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 
 CODE_MAX = 119
 """Largest INT8 code (TurboAttention sec. 3), said again so that a change of it in the package shows."""

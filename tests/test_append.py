@@ -8,9 +8,9 @@ from append_support import BACKENDS, GROUPS, cache, copy, expected, full_store, 
 from stores import make_store, tokens
 
 from turbo_hf.layout import KVStore, empty_pages
-from turbo_hf.ops.append import append_step, append_tokens, seal_open
-from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
-from turbo_hf.ops.rotate import rotate_keys
+from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
+from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
+from turbo_hf.ops.store.rotate import rotate_keys
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -198,7 +198,7 @@ def test_refuses_more_tokens_than_there_is_room_for() -> None:
 
 
 def test_more_pairs_than_a_launch_takes_are_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    launch_store = pytest.importorskip("turbo_hf.ops.launch_store")
+    launch_store = pytest.importorskip("turbo_hf.ops.store.launch")
     monkeypatch.setattr(launch_store, "MOST_PAIRS", 5)
     with pytest.raises(ValueError, match="3 rows of 2 KV heads are more than the 5 pairs that a launch takes"):
         quantize_tokens(torch.randn(3, 2, 8, 16, device=device), backend="triton")

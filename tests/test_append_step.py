@@ -8,12 +8,12 @@ from append_support import BACKENDS, GROUPS, expected, full_store, snapshot
 from stores import tokens
 from torch import Tensor
 
-from turbo_hf.chunk import Chunk
-from turbo_hf.config import TurboConfig
-from turbo_hf.layer import TurboLayer
-from turbo_hf.ops.append import append_step
-from turbo_hf.ops.decode import decode
-from turbo_hf.ops.quantize import seal_blocks
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.store.append import append_step
+from turbo_hf.ops.store.quantize import seal_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 

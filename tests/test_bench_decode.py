@@ -21,8 +21,8 @@ from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rivals import Rival
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops import decode as op
-from turbo_hf.ops.quantize import dequantize
+from turbo_hf.ops.decode import contract as op
+from turbo_hf.ops.store.quantize import dequantize
 
 TOY = ["decode", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "2x150", "--seconds", "0"]
 

@@ -15,7 +15,7 @@ from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.prefill import inputs
 from turbo_hf.eval.bench.shapes import SHAPES, Case
 from turbo_hf.layout import AttentionOutput
-from turbo_hf.ops import prefill as op
+from turbo_hf.ops.prefill import contract as op
 
 TOY = ["--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "1x70", "--seconds", "0"]
 

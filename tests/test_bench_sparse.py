@@ -22,7 +22,7 @@ from turbo_hf.eval.bench.sparse import (
 )
 from turbo_hf.eval.bench.sparse_command import index_shares
 from turbo_hf.layout import AttentionOutput
-from turbo_hf.ops.quantize import dequantize
+from turbo_hf.ops.store.quantize import dequantize
 
 SMALL = Choice(buckets=16, hidden=8, sink=1, window=20)
 TOY = ["sparse", "--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "2x150", "--seconds", "0"]

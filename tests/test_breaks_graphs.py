@@ -12,10 +12,10 @@ from models import tiny_llama
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.graphs import CudaDevice
-from turbo_hf.integrity import Integrity
-from turbo_hf.layer import TurboLayer
-from turbo_hf.steps import Steps
+from turbo_hf.cache.integrity import Integrity
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.graphs.replayable_steps import Steps
+from turbo_hf.graphs.step_runner import CudaDevice
 
 CONFIG = TurboConfig(bits=8, block_size=32)
 STEPS = 4

@@ -13,19 +13,19 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import Calibration, SparseConfig
+from turbo_hf.attention.sparse_step import PART
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk
 from turbo_hf.calibration.query_model import classify
-from turbo_hf.chunk import Chunk
-from turbo_hf.layer import TurboLayer
-from turbo_hf.ops.select import assign
-from turbo_hf.rotary import turns_by_halves
-from turbo_hf.selectors import UNTRAINED, Centroids, Hash, Reformer
-from turbo_hf.sparse import PART
+from turbo_hf.ops.sparse.select import assign
+from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Hash, Reformer
+from turbo_hf.sparse.undo_rotary import turns_by_halves
 
 
 @pytest.fixture
 def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens stay in the order of time: `tests/test_bucket_order.py` is about the other one."""
-    monkeypatch.setattr("turbo_hf.index.BucketIndex.sorts", False)
+    monkeypatch.setattr("turbo_hf.sparse.bucket_index.BucketIndex.sorts", False)
 
 
 def layer_of(selector: str = "lsh-reformer") -> TurboLayer:
@@ -92,7 +92,7 @@ def test_the_index_follows_every_operation(selector: str) -> None:
 
 
 def test_buckets_side_by_side_in_gray_order_differ_in_one_sign(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turbo_hf.selectors._directions", lambda shape, *_: torch.eye(*shape))
+    monkeypatch.setattr("turbo_hf.sparse.selectors._directions", lambda shape, *_: torch.eye(*shape))
     bits = 6
     signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * bits)
     buckets = Hash(SparseConfig(selector="lsh-gray", buckets=2**bits, probes=3), 0).buckets(signs[None, None])
@@ -152,7 +152,7 @@ def test_tokens_without_a_bucket_are_always_read() -> None:
 def test_buckets_are_those_of_the_keys_before_rotary_embedding(
     indexed: Calibration, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turbo_hf.sparse.PART", part)
+    monkeypatch.setattr("turbo_hf.attention.sparse_step.PART", part)
     model, tokenizer = lab_model()
     inputs = tokenizer([PROSE[:600], PROSE[:200]], return_tensors="pt", padding=True)
     truth: list[Tensor] = []
@@ -194,7 +194,7 @@ def test_other_layouts_are_undone_by_the_family_itself(indexed: Calibration, mon
     inputs = tokenizer([PROSE[:600], PROSE[:300]], return_tensors="pt", padding=True)
     config = sparse("saap", **TRAINED)
     fused = answers(model, config, calibration=indexed, **inputs)
-    monkeypatch.setattr("turbo_hf.sparse.turns_by_halves", lambda *shape: False)
+    monkeypatch.setattr("turbo_hf.attention.sparse_step.turns_by_halves", lambda *shape: False)
     assert torch.equal(answers(model, config, calibration=indexed, **inputs), fused)
 
 

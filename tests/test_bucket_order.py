@@ -10,10 +10,10 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.chunk import Chunk
-from turbo_hf.index import SPARE
-from turbo_hf.layer import TurboLayer
-from turbo_hf.selectors import Reformer
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.sparse.bucket_index import SPARE
+from turbo_hf.sparse.selectors import Reformer
 
 BLOCK, WINDOW, SINK = 32, 40, 3
 

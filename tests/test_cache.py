@@ -14,13 +14,13 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 import turbo_hf
-import turbo_hf.cache
-import turbo_hf.chunk
+import turbo_hf.cache.new_columns
+import turbo_hf.cache.turbo_cache
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.config import PRESETS
-from turbo_hf.layer import TurboLayer
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.memory import cache_bytes, measure
+from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.layout import page_bytes
-from turbo_hf.memory import cache_bytes, measure
 
 TEXT = "Q: I have a cat, a dog, and a snake. How many animals do I have?\nA: Let's think step by step.\n"
 
@@ -288,13 +288,13 @@ def test_a_cache_filled_with_gradients_on_can_be_copied(llama: Any) -> None:
 
 def test_a_mask_is_read_once_a_pass(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    plan = turbo_hf.chunk.chunk_from_mask
+    plan = turbo_hf.cache.new_columns.chunk_from_mask
 
     def counted(*args: Any) -> Any:
         plans.append(args)
         return plan(*args)
 
-    monkeypatch.setattr(turbo_hf.cache, "chunk_from_mask", counted)
+    monkeypatch.setattr(turbo_hf.cache.turbo_cache, "chunk_from_mask", counted)
     batch = left_padded([prompts(1, n, seed=n)[0] for n in (20, 70)])
     with turbo_hf.patch(llama):
         llama.generate(**batch, max_new_tokens=5)

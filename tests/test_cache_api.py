@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
-from turbo_hf.layer import TurboLayer
+from turbo_hf.cache.layer import TurboLayer
 
 K, V = torch.randn(2, 2, 2, 3, 16, generator=torch.Generator().manual_seed(0))
 SAME, REFUSED, OWN = "as a DynamicCache does", "refused", "something of its own"

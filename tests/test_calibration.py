@@ -19,7 +19,7 @@ from turbo_hf.calibration.quality import WAYS
 from turbo_hf.calibration.query_model import stored_units, train
 from turbo_hf.calibration.run import calibrate, estimate, make_plan
 from turbo_hf.calibration.unfinished import PART
-from turbo_hf.config import HEAD_METRICS
+from turbo_hf.config.turbo_config import HEAD_METRICS
 
 
 def test_a_run_makes_all_of_it_and_the_same_for_a_seed(indexed: Calibration) -> None:

@@ -16,9 +16,9 @@ from turbo_hf.calibration.capture import Seen, capturing, probe, run_window
 from turbo_hf.calibration.heads import HeadPriorities, head_order
 from turbo_hf.calibration.run import calibrate, make_plan
 from turbo_hf.calibration.texts import token_windows
-from turbo_hf.config import HEAD_METRICS
-from turbo_hf.ops.quantize import head_scores
-from turbo_hf.rotary import undo_rotary
+from turbo_hf.config.turbo_config import HEAD_METRICS
+from turbo_hf.ops.store.quantize import head_scores
+from turbo_hf.sparse.undo_rotary import undo_rotary
 
 
 def test_a_pass_ends_behind_the_last_layer_that_it_is_for() -> None:
@@ -92,7 +92,7 @@ def test_layers_without_rotary_embedding_are_told_and_get_no_index(case: Case, w
 
 
 def test_a_wrong_inverse_fails_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turbo_hf.rotary._rotate", lambda module, x, cos, sin: x)
+    monkeypatch.setattr("turbo_hf.sparse.undo_rotary._rotate", lambda module, x, cos, sin: x)
     for at in probe(tiny_llama()).values():
         assert "the inverse of its rotary embedding fails the probe (relative error" in str(at.obstacle)
 

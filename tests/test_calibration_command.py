@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import turbo_hf
 from turbo_hf import Calibration
 from turbo_hf.calibration.texts import token_windows
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 
 
 def test_the_command_writes_what_patch_reads(tmp_path: Path) -> None:

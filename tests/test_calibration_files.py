@@ -16,7 +16,7 @@ from turbo_hf import Calibration, TurboCache
 from turbo_hf.calibration import artifacts
 from turbo_hf.calibration.artifacts import FACTS, TENSORS, facts_hash, find, fingerprint
 from turbo_hf.calibration.checkpoint import checkpoint_of
-from turbo_hf.config import HEAD_METRICS
+from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.errors import Unsupported
 
 # --- artifacts ---------------------------------------------------------------------------------------------------

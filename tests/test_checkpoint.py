@@ -22,7 +22,7 @@ from turbo_hf.calibration.artifacts import FACTS, TENSORS, _misfit, facts_hash
 from turbo_hf.calibration.checkpoint import CONFIG, Checkpoint, checkpoint_of
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.calibration.unfinished import PART
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 from turbo_hf.errors import Unsupported
 
 ONE, TWO = "1" * 40, "2" * 40
@@ -207,7 +207,7 @@ def test_the_command_tells_how_to_go_on(done: int, told: str, tmp_path: Path, mo
             lab().save_pretrained(tmp_path / "out" / PART / f"group-{number}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("turbo_hf.calibrate_command.calibrate", interrupted)
+    monkeypatch.setattr("turbo_hf.cli.calibrate.calibrate", interrupted)
     printed = " ".join(command(tmp_path, "--window", "256", "--local", "31", "--far", "16", code=130).split())
     assert told in printed
     assert ("the same command with --resume goes on" in printed) == bool(done)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from turbo_hf import PRESETS
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = str(ROOT / "examples" / "lab-llama-4m")

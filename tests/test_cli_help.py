@@ -8,12 +8,12 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from turbo_hf.cli import LATER, app, load_command
+from turbo_hf.cli.main import LATER, app, load_command
 
-HEAVY = ("torch", "transformers", "triton", "datasets", "lm_eval", "matplotlib", "turbo_hf.cache")
+HEAVY = ("torch", "transformers", "triton", "datasets", "lm_eval", "matplotlib", "turbo_hf.cache.turbo_cache")
 SCRIPT = f"""
 import sys
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 sys.argv = ["turbo-hf", *sys.argv[1:]]
 try:
     app()

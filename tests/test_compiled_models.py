@@ -10,8 +10,8 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
-from turbo_hf.graphs import model_obstacle
-from turbo_hf.hooks import is_own
+from turbo_hf.graphs.step_runner import model_obstacle
+from turbo_hf.patching.hooks import is_own
 
 CONFIG = TurboConfig(bits=4, block_size=32)
 
@@ -93,7 +93,7 @@ def test_a_cache_of_an_unpatched_model_that_is_compiled() -> None:
 def test_steps_of_a_compiled_model_are_not_replayed(
     compile_it: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turbo_hf.graphs._place_obstacle", lambda *args: None)
+    monkeypatch.setattr("turbo_hf.graphs.step_runner._place_obstacle", lambda *args: None)
     model = tiny_llama(num_hidden_layers=1)
     with turbo_hf.patch(model, CONFIG):
         assert model_obstacle(model, is_own) is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turbo_hf.config import PRESETS, TurboConfig, at_8_bit, resolve_config
+from turbo_hf.config.turbo_config import PRESETS, TurboConfig, at_8_bit, resolve_config
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from models import LAB_MODEL
 from typer.testing import CliRunner
 
 from turbo_hf import TurboConfig
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 
 
 def command(*words: str, code: int = 0) -> Any:

@@ -13,7 +13,7 @@ from models import prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import PRESETS, SparseConfig, TurboCache, TurboConfig
-from turbo_hf.config import BACKENDS, resolve_config
+from turbo_hf.config.turbo_config import BACKENDS, resolve_config
 from turbo_hf.eval.methods import folder_of, method_named, options_of_files, require_options
 
 CONFIGS = [

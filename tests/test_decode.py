@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stores import make_store, random_store, tokens
 
 from turbo_hf.layout import BITS
-from turbo_hf.ops.decode import decode
+from turbo_hf.ops.decode.contract import decode
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -10,7 +10,7 @@ from prefill_support import int8_queries
 from stores import make_store, store_codes, tokens
 
 from turbo_hf.layout import FULL
-from turbo_hf.ops.decode import decode
+from turbo_hf.ops.decode.contract import decode
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.gpu]
 

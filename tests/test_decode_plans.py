@@ -8,7 +8,7 @@ from budgets import check_same, largest
 from choices import TWO_MODES
 from stores import make_store, tokens
 
-from turbo_hf.ops.decode import decode
+from turbo_hf.ops.decode.contract import decode
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -20,7 +20,8 @@ def test_a_plan_for_any_gpu_gives_the_same(
 ) -> None:
     """A plan made for another GPU covers every tile once, and so differs in the order of float32 sums alone."""
     pytest.importorskip("triton")
-    from turbo_hf.ops import gpu, launch_decode  # noqa: PLC0415 - needs Triton
+    from turbo_hf.ops import gpu  # noqa: PLC0415 - needs Triton
+    from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
 
     k, v = tokens(2, 2, 400, 64, device=device), tokens(2, 2, 400, 64, device=device)
     store, q = make_store(k, v, [400, 90], groups=((4, 1), (2, 1)), block=32), tokens(2, 4, 1, 64, device=device)
@@ -33,7 +34,7 @@ def test_a_plan_for_any_gpu_gives_the_same(
 
 def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -> None:
     pytest.importorskip("triton")
-    from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
+    from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
 
     k, v = tokens(2, 1, 400, 64, device=device), tokens(2, 1, 400, 64, device=device)
     plans: dict[Any, Any] = {}
@@ -51,7 +52,7 @@ def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -
 @pytest.mark.parametrize("plan", ["whole", "split"])
 def test_plans_of_other_papers_give_the_same(plan: str, device: torch.device) -> None:
     pytest.importorskip("triton")
-    from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
+    from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
 
     k, v = tokens(2, 1, 400, 64, device=device), tokens(2, 1, 400, 64, device=device)
     store, q = make_store(k, v, [400, 90], block=32), tokens(2, 4, 1, 64, device=device)

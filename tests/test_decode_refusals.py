@@ -7,8 +7,8 @@ import torch
 from stores import make_store, random_store
 
 from turbo_hf.layout import KVStore
-from turbo_hf.ops.decode import decode
-from turbo_hf.ops.prefill import prefill
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -12,8 +12,8 @@ from prefill_support import int8_queries
 from stores import make_store, random_store, store_codes, tokens
 
 from turbo_hf.layout import BITS, AttentionOutput
-from turbo_hf.ops.decode import decode
-from turbo_hf.ops.quantize import seal_blocks
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.store.quantize import seal_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -8,7 +8,7 @@ from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
 from stores import make_store, store_codes, tokens
 
 from turbo_hf.layout import BITS, KVStore
-from turbo_hf.ops.quantize import (
+from turbo_hf.ops.store.quantize import (
     dequantize,
     head_scores,
     quantize_blocks,

@@ -12,7 +12,7 @@ from plan_support import SMALL
 from transformers import AutoConfig, AutoModelForImageTextToText
 from typer.testing import CliRunner
 
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 from turbo_hf.console import load_model
 
 NOT_COMPARED = "Logits were not compared: there are no weights here."

@@ -19,7 +19,8 @@ pytest.importorskip("datasets", reason='datasets is not installed: pip install -
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 
-from turbo_hf.cli import app
+from turbo_hf.calibration.files import InUse, one_writer
+from turbo_hf.cli.main import app
 from turbo_hf.eval.answers import MAKE, TABLE, AnsweredLM, Answers
 from turbo_hf.eval.evaluate import Outcome, load_tasks, run_method
 from turbo_hf.eval.model import TurboLM
@@ -27,7 +28,6 @@ from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.record import LOCK, META, open_run
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import carried_prose, needle_task, prose_task
-from turbo_hf.files import InUse, one_writer
 
 LIMITS = Limits(context=2048, longest=512)
 GIVEN: dict[str, Any] = {

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
 
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 from turbo_hf.eval.evaluate import Outcome, load_tasks, quiet, run_method
 from turbo_hf.eval.methods import AGAIN, BASELINE
 from turbo_hf.eval.model import TurboLM

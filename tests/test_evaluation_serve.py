@@ -9,7 +9,7 @@ import torch
 from models import LAB_MODEL, tiny_llama
 from typer.testing import CliRunner
 
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 from turbo_hf.eval import serve
 from turbo_hf.eval.methods import method_named
 from turbo_hf.eval.serve import Request, chosen, level, percentiles, read_trace, replay, summary

@@ -7,7 +7,7 @@ import pytest
 import torch
 from models import lab_model, left_padded, prompts, tiny_llama, tiny_mistral
 
-from turbo_hf.config import TurboConfig
+from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.eval import simulated_cache
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import ABLATIONS, expanded, is_simulated, method_named, same_settings

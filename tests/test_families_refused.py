@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import turbo_hf
 from turbo_hf.errors import Unsupported
-from turbo_hf.model_layers import layer_windows
+from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.patches.generic import REFUSED, obstacle
 
 LATENT = {

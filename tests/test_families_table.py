@@ -98,7 +98,7 @@ def test_what_a_patch_leaves_behind_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cache_that_the_model_drops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turbo_hf.patching, "replace_methods", lambda *args: [])
+    monkeypatch.setattr(turbo_hf.patching.patch_model, "replace_methods", lambda *args: [])
     row = examine("llama")
     assert row.outcome == WRONG
     assert "the answer's cache is a DynamicCache" in row.sentence

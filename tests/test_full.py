@@ -13,13 +13,13 @@ from stores import make_store, store_codes, tokens
 from transformers import AutoModelForCausalLM
 
 import turbo_hf
-from turbo_hf.chunk import Chunk
-from turbo_hf.config import TurboConfig
-from turbo_hf.layer import TurboLayer
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import FULL, KVStore, empty_pages, full_type, open_token_bytes, page_bytes
-from turbo_hf.ops.decode import decode
-from turbo_hf.ops.prefill import prefill
-from turbo_hf.ops.quantize import dequantize, seal_blocks, unpack_blocks
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.store.quantize import dequantize, seal_blocks, unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.cli import app
-from turbo_hf.conversation import Conversation, sampling
-from turbo_hf.generate_command import _note_positions
+from turbo_hf.cli.conversation import Conversation, sampling
+from turbo_hf.cli.generate import _note_positions
+from turbo_hf.cli.main import app
 
 LAB = str(LAB_MODEL)
 PROMPT = "The special magic number is 4281. The number is"
@@ -208,6 +208,6 @@ def test_a_full_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("turbo_hf.conversation.Conversation.complete", full)
+    monkeypatch.setattr("turbo_hf.cli.conversation.Conversation.complete", full)
     told = " ".join(run(LAB, "hi", code=1).output.split())
     assert "error: the memory of cpu is full. Take a shorter prompt or fewer bits." in told

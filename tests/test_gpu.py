@@ -14,16 +14,19 @@ from prefill_support import check_prefill, int8_queries
 from stores import make_store, store_codes, tokens
 
 import turbo_hf
-from turbo_hf import TurboConfig, doctor, graphs, patching
-from turbo_hf.attention import _is_plain, sas_threshold
+from turbo_hf import TurboConfig
+from turbo_hf.attention.turbo_attention import _is_plain, sas_threshold
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.errors import Notices
-from turbo_hf.layer import TurboLayer
+from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.layout import FULL, Scoring
-from turbo_hf.ops import forecast as forecasts
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
-from turbo_hf.ops.decode import decode, step_obstacle
-from turbo_hf.ops.forecast import forecast
+from turbo_hf.ops.decode.contract import decode, step_obstacle
+from turbo_hf.patching import doctor
+from turbo_hf.patching import forecast as forecasts
+from turbo_hf.patching import patch_model as patching
+from turbo_hf.patching.forecast import forecast
 
 CONSUMER = 99 << 10
 """Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""

@@ -14,10 +14,13 @@ from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboCache, TurboConfig, generation, graphs, steps
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.graphs import StepRunner, describe
-from turbo_hf.selectors import Reformer
+from turbo_hf.graphs import replayable_steps as steps
+from turbo_hf.graphs import step_runner as graphs
+from turbo_hf.graphs.step_runner import StepRunner, describe
+from turbo_hf.patching import generate_methods as generation
+from turbo_hf.sparse.selectors import Reformer
 
 
 @pytest.fixture

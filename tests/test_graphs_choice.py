@@ -12,10 +12,12 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.errors import Unsupported
-from turbo_hf.graphs import StepRunner
-from turbo_hf.layer import TurboLayer
-from turbo_hf.ops import launch_decode, launch_sparse, launch_store
+from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.ops.decode import launch as launch_decode
+from turbo_hf.ops.sparse import launch as launch_sparse
+from turbo_hf.ops.store import launch as launch_store
 
 # --- what decides --------------------------------------------------------------------------------------------------
 
@@ -226,7 +228,7 @@ def test_a_capture_that_fails_warns_once_and_changes_nothing(monkeypatch: pytest
         demanding.step()
 
 
-@pytest.mark.parametrize("when", ["sys.is_finalizing", "turbo_hf.graphs._capturing"])
+@pytest.mark.parametrize("when", ["sys.is_finalizing", "turbo_hf.graphs.step_runner._capturing"])
 def test_where_nothing_can_run_nothing_is_closed(when: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.step()
     steps = bench.runner._steps

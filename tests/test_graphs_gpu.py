@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import turbo_hf
 from turbo_hf import SparseConfig
-from turbo_hf.graphs import CudaDevice, StepRunner
+from turbo_hf.graphs.step_runner import CudaDevice, StepRunner
 
 
 @pytest.fixture

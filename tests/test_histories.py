@@ -10,9 +10,9 @@ from histories import draw, fault_of, shrunk
 from histories_acts import History
 from histories_support import subject
 
-from turbo_hf.buffer import OpenBuffer
-from turbo_hf.layer import TurboLayer
-from turbo_hf.pages import PagePool
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.open_buffer import OpenBuffer
+from turbo_hf.cache.page_pool import PagePool
 
 EACH = 50
 

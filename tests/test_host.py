@@ -20,15 +20,16 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboCache, TurboConfig, attention
-from turbo_hf.chunk import Chunk, chunk_of
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.attention import turbo_attention as attention
+from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
+from turbo_hf.cache.new_columns import Chunk, chunk_of
 from turbo_hf.eval.sdpa import without_plans
-from turbo_hf.index import BucketIndex
-from turbo_hf.layer import DECODE_TOKENS, TurboLayer
-from turbo_hf.ops.quantize import quantize_tokens, seal_blocks
-from turbo_hf.ops.select import classify, visit
-from turbo_hf.selectors import Reformer
-from turbo_hf.transfer import require_finite, send, shared
+from turbo_hf.ops.host_device import require_finite, send, shared
+from turbo_hf.ops.sparse.select import classify, visit
+from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
+from turbo_hf.sparse.bucket_index import BucketIndex
+from turbo_hf.sparse.selectors import Reformer
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.equal", "aten.unique", "tolist")
 """What waits for the device, where a tensor lies there."""

@@ -8,11 +8,11 @@ from gpu_support import NO_FP8, has_fp8
 from stores import make_store, tokens
 
 from turbo_hf.layout import KVStore, PagedHeads, empty_pages
-from turbo_hf.ops.append import append_step
-from turbo_hf.ops.decode import decode
-from turbo_hf.ops.prefill import prefill
-from turbo_hf.ops.quantize import quantize_tokens
-from turbo_hf.ops.rotate import rotate_keys
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.store.append import append_step
+from turbo_hf.ops.store.quantize import quantize_tokens
+from turbo_hf.ops.store.rotate import rotate_keys
 
 FREE = 40 << 30
 """Bytes that the largest of these tests takes."""

@@ -20,12 +20,12 @@ from layer_support import (
 )
 from torch import Tensor
 
-from turbo_hf.config import TurboConfig
-from turbo_hf.layer import DECODE_TOKENS, TurboLayer
+from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
+from turbo_hf.cache.page_pool import PagePool
+from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
-from turbo_hf.ops.decode import decode
-from turbo_hf.ops.rotate import rotate_keys
-from turbo_hf.pages import PagePool
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.store.rotate import rotate_keys
 
 # --- what is stored ------------------------------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ def test_a_long_prompt_is_sealed_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     config = TurboConfig(low_heads=0.5)
     whole = filled(config, k, v, valid)
     for blocks in (1, 3):
-        monkeypatch.setattr("turbo_hf.reference.append.SEAL_ELEMENTS", blocks * HEADS * 64 * 16)
+        monkeypatch.setattr("turbo_hf.ops.store.reference_append.SEAL_ELEMENTS", blocks * HEADS * 64 * 16)
         parts = filled(config, k, v, valid)
         for row in range(3):
             assert_same_rows(parts, row, whole, row)
@@ -191,7 +191,7 @@ def test_pages_for_which_there_is_no_memory_change_nothing(shrinks: bool, monkey
     if shrinks:
         pool.reserve([3, 0, 3])
     with monkeypatch.context() as patched:
-        patched.setattr("turbo_hf.pages.empty_pages", full)
+        patched.setattr("turbo_hf.cache.page_pool.empty_pages", full)
         with pytest.raises(torch.OutOfMemoryError):
             pool.trim() if shrinks else pool.reserve([20, 20, 20])
     assert all(torch.equal(x, y) for x, y in zip(layer.dense(200), before, strict=True))

@@ -20,10 +20,10 @@ from layer_support import (
     tensors_of,
 )
 
-from turbo_hf.chunk import Chunk
-from turbo_hf.config import TurboConfig
-from turbo_hf.layer import TurboLayer
-from turbo_hf.ops.decode import decode
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.ops.decode.contract import decode
 
 # --- a random life, against the naive model ------------------------------------------------------------------------
 

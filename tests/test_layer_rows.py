@@ -12,11 +12,11 @@ from layer_support import HEADS, assert_same_rows, feed, filled, random_kv
 from prefill_support import int8_queries
 from stores import store_codes
 
-from turbo_hf.chunk import Chunk, chunk_from_mask, chunk_of
-from turbo_hf.config import TurboConfig
-from turbo_hf.layer import DECODE_TOKENS, TurboLayer
+from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
+from turbo_hf.cache.new_columns import Chunk, chunk_from_mask, chunk_of
+from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import open_token_bytes, page_bytes
-from turbo_hf.ops.decode import decode
+from turbo_hf.ops.decode.contract import decode
 
 # --- rows ----------------------------------------------------------------------------------------------------------
 

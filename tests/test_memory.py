@@ -5,10 +5,10 @@ from models import prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.config import PRESETS
-from turbo_hf.handle import LayerReport, Report
-from turbo_hf.memory import SHOWN, Memory, group_layers
-from turbo_hf.selectors import Selectivity
+from turbo_hf.cache.memory import SHOWN, Memory, group_layers
+from turbo_hf.config.turbo_config import PRESETS
+from turbo_hf.patching.handle import LayerReport, Report
+from turbo_hf.sparse.selectors import Selectivity
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import turbo_hf
-from turbo_hf import attention, patching
+from turbo_hf.attention import turbo_attention as attention
+from turbo_hf.attention.masks import dense_mask
 from turbo_hf.errors import Unsupported
-from turbo_hf.masks import dense_mask
-from turbo_hf.ops.decode import decode
+from turbo_hf.models.sources import hands_on_mask, question
+from turbo_hf.ops.decode.contract import decode
 from turbo_hf.patches import family_of, layers, misfit
-from turbo_hf.sources import hands_on_mask, question
+from turbo_hf.patching import patch_model as patching
 
 SPARSE = {
     "layer_types": [FULL, "minimax_m3_sparse", FULL],
@@ -254,7 +255,7 @@ def test_the_self_check_looks_beyond_windows(window: int | None, monkeypatch: py
     model = tiny_mistral(190)
     turbo_hf.patch(model, "int8", check=True).remove()
     monkeypatch.setattr(
-        "turbo_hf.dense_attention.dense_mask",
+        "turbo_hf.attention.full_precision.dense_mask",
         lambda *args, **options: dense_mask(*args, **{**options, "window": window}),
     )
     with pytest.raises(Unsupported, match="self-check failed: without a cache"):
@@ -265,7 +266,7 @@ def test_the_self_check_sees_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of one token too many, in decode steps alone."""
     model = build("gemma3_text", layer_types=[SLIDING, FULL, SLIDING], sliding_window=40)
     monkeypatch.setattr(
-        "turbo_hf.attention.decode",
+        "turbo_hf.attention.turbo_attention.decode",
         lambda *args, **options: decode(*args, **{**options, "window": options["window"] and 41}),
     )
     with pytest.raises(Unsupported, match="over a cache that quantizes nothing, the logits differ by"):

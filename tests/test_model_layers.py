@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 import turbo_hf
 from turbo_hf import Calibration, TurboConfig
 from turbo_hf.eval.eval_command import _alike
-from turbo_hf.model_layers import head_dim, kv_heads, layer_windows, shape_field
+from turbo_hf.models.model_layers import head_dim, kv_heads, layer_windows, shape_field
 
 
 def config() -> PreTrainedConfig:

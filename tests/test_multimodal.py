@@ -12,8 +12,8 @@ from transformers import AutoConfig, Gemma3ForConditionalGeneration, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 import turbo_hf
-from turbo_hf import masks
-from turbo_hf.attention import NAME
+from turbo_hf.attention import masks
+from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.errors import Unsupported
 
 IMAGE = 90

@@ -7,9 +7,9 @@ import torch
 from gpu_support import NO_FP8, has_fp8
 from stores import tokens
 
-from turbo_hf.config import V_SCALES
+from turbo_hf.config.turbo_config import V_SCALES
 from turbo_hf.layout import V_TOP, VALUE_ORDER, Operands
-from turbo_hf.ops.operands import QUANTIZED_MODES, quantize_operands
+from turbo_hf.ops.prefill.operands import QUANTIZED_MODES, quantize_operands
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -14,8 +14,8 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM, Lla
 
 import turbo_hf
 from turbo_hf import TurboCache
-from turbo_hf.attention import NAME
-from turbo_hf.memory import Memory
+from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.cache.memory import Memory
 
 
 @contextmanager

@@ -34,52 +34,58 @@ LAYERS = [
     {
         "turbo_hf._version",
         "turbo_hf.layout",
-        "turbo_hf.options",
-        "turbo_hf.config_file",
-        "turbo_hf.compiling",
-        "turbo_hf.config",
+        "turbo_hf.config.options",
+        "turbo_hf.config.file",
+        "turbo_hf.cache.compiling",
+        "turbo_hf.config.turbo_config",
         "turbo_hf.errors",
-        "turbo_hf.files",
+        "turbo_hf.calibration.files",
     },
-    {"turbo_hf.model_layers", "turbo_hf.versions", "turbo_hf.sources"},
+    {"turbo_hf.models.model_layers", "turbo_hf.models.versions", "turbo_hf.models.sources"},
     {"turbo_hf.reference", "turbo_hf.kernels"},
     {"turbo_hf.ops"},
     {
-        "turbo_hf.integrity",
-        "turbo_hf.transfer",
-        "turbo_hf.chunk",
-        "turbo_hf.rows",
-        "turbo_hf.buffer",
-        "turbo_hf.pages",
-        "turbo_hf.index",
-        "turbo_hf.selectors",
+        "turbo_hf.cache.integrity",
+        "turbo_hf.ops.host_device",
+        "turbo_hf.cache.new_columns",
+        "turbo_hf.cache.rows",
+        "turbo_hf.cache.open_buffer",
+        "turbo_hf.cache.page_pool",
+        "turbo_hf.sparse.bucket_index",
+        "turbo_hf.sparse.selectors",
     },
     {
-        "turbo_hf.layer_view",
-        "turbo_hf.layer",
-        "turbo_hf.crop",
-        "turbo_hf.memory",
-        "turbo_hf.cache",
-        "turbo_hf.rotary",
-        "turbo_hf.steps",
+        "turbo_hf.cache.layer_view",
+        "turbo_hf.cache.layer",
+        "turbo_hf.cache.crop",
+        "turbo_hf.cache.memory",
+        "turbo_hf.cache.turbo_cache",
+        "turbo_hf.sparse.undo_rotary",
+        "turbo_hf.graphs.replayable_steps",
     },
-    {"turbo_hf.masks", "turbo_hf.sparse", "turbo_hf.dense_attention", "turbo_hf.attention", "turbo_hf.selfcheck"},
-    {"turbo_hf.handle", "turbo_hf.graphs"},
+    {
+        "turbo_hf.attention.masks",
+        "turbo_hf.attention.sparse_step",
+        "turbo_hf.attention.full_precision",
+        "turbo_hf.attention.turbo_attention",
+        "turbo_hf.patching.selfcheck",
+    },
+    {"turbo_hf.patching.handle", "turbo_hf.graphs.step_runner"},
     {"turbo_hf.patches"},
-    {"turbo_hf.hooks", "turbo_hf.generation"},
+    {"turbo_hf.patching.hooks", "turbo_hf.patching.generate_methods"},
     {"turbo_hf.calibration"},
-    {"turbo_hf.patching"},
-    {"turbo_hf.meta_model", "turbo_hf.weights"},
+    {"turbo_hf.patching.patch_model"},
+    {"turbo_hf.patching.meta_model", "turbo_hf.cli.weights"},
     {
-        "turbo_hf.calibrate_command",
-        "turbo_hf.conversation",
+        "turbo_hf.cli.calibrate",
+        "turbo_hf.cli.conversation",
         "turbo_hf.eval",
-        "turbo_hf.generate_command",
-        "turbo_hf.plan",
-        "turbo_hf.doctor",
+        "turbo_hf.cli.generate",
+        "turbo_hf.cli.plan",
+        "turbo_hf.patching.doctor",
         "turbo_hf.console",
     },
-    {"turbo_hf.cli"},
+    {"turbo_hf.cli.main"},
 ]
 
 
@@ -139,8 +145,10 @@ def test_imports_point_down(name: str) -> None:
 
 def test_a_planted_upward_import_is_caught(tmp_path: Path) -> None:
     planted = tmp_path / "planted.py"
-    planted.write_text("from turbo_hf.cache import TurboCache\n")
-    assert {t for t in imports(planted) if rank(t) > rank("turbo_hf.reference.decode")} == {"turbo_hf.cache"}
+    planted.write_text("from turbo_hf.cache.turbo_cache import TurboCache\n")
+    assert {t for t in imports(planted) if rank(t) > rank("turbo_hf.ops.decode.reference")} == {
+        "turbo_hf.cache.turbo_cache"
+    }
 
 
 @pytest.mark.parametrize("name", sorted(modules()))

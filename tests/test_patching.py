@@ -25,8 +25,8 @@ from patching_support import (
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
-from turbo_hf.attention import NAME, sas_threshold
-from turbo_hf.memory import Memory
+from turbo_hf.attention.turbo_attention import NAME, sas_threshold
+from turbo_hf.cache.memory import Memory
 
 SHARED = {
     "num_hidden_layers": 6,

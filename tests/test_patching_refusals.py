@@ -13,12 +13,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig, selfcheck
-from turbo_hf.attention import NAME
+from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.cache.memory import Memory
 from turbo_hf.errors import Unsupported
-from turbo_hf.memory import Memory
-from turbo_hf.ops.rotate import rotate_keys
+from turbo_hf.ops.store.rotate import rotate_keys
 from turbo_hf.patches.generic import PROBES
+from turbo_hf.patching import selfcheck
 
 PROBE_ERROR = 3 / (2 * (PROBES - 2)) ** 0.5
 """Three standard deviations of a standard deviation that is measured on so many numbers."""

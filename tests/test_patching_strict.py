@@ -26,9 +26,10 @@ from transformers.masking_utils import (
 )
 
 import turbo_hf
-from turbo_hf import TurboCache, TurboConfig, versions
+from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.attention.masks import dense_mask, turbo_mask
 from turbo_hf.errors import Unsupported
-from turbo_hf.masks import dense_mask, turbo_mask
+from turbo_hf.models import versions
 
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 stricts = pytest.mark.parametrize("strict", ["raise", "warn", "fallback"])
@@ -296,7 +297,7 @@ def test_a_version_outside_the_tested_range(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = tiny_llama()
-    monkeypatch.setattr("turbo_hf.versions.transformers.__version__", version)
+    monkeypatch.setattr("turbo_hf.models.versions.transformers.__version__", version)
     message = f"transformers {version} is outside the tested range {versions.OLDEST} to {versions.NEWEST}"
     if strict == "raise":
         with pytest.raises(Unsupported, match=message + r".*pass strict=\"warn\""):
@@ -310,5 +311,5 @@ def test_a_version_outside_the_tested_range(
 def test_versions_inside_the_tested_range(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.version_problem() is None
     for version in (f"{versions.OLDEST}.0", f"{versions.NEWEST}.7", f"{versions.NEWEST}.0.dev0"):
-        monkeypatch.setattr("turbo_hf.versions.transformers.__version__", version)
+        monkeypatch.setattr("turbo_hf.models.versions.transformers.__version__", version)
         assert versions.version_problem() is None

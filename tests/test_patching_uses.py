@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaModel
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.attention import NAME
+from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.cache.memory import Memory
 from turbo_hf.errors import Unsupported
-from turbo_hf.memory import Memory
 
 SEALED = 0.05
 """Several times what sealing a block at 8 bit does to a logit of a tiny model."""

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import PRESETS, TurboConfig, Unsupported
-from turbo_hf.cli import app
-from turbo_hf.memory import LayerCost, cache_bytes
-from turbo_hf.meta_model import dense_layers, meta_model
-from turbo_hf.plan import Plan, layer_costs, longest_context, parse_bytes, plan
+from turbo_hf.cache.memory import LayerCost, cache_bytes
+from turbo_hf.cli.main import app
+from turbo_hf.cli.plan import Plan, layer_costs, longest_context, parse_bytes, plan
+from turbo_hf.patching.meta_model import dense_layers, meta_model
 
 TOKENS = 128
 """Two blocks: everything is sealed."""

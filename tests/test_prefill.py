@@ -8,7 +8,7 @@ from choices import DTYPES, LENGTHS, MODES, PROMPT_OPTIONS
 from prefill_support import check_prefill, inputs, random_past
 
 from turbo_hf.layout import SCORE_LIMIT
-from turbo_hf.ops.prefill import prefill
+from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -11,7 +11,7 @@ from prefill_support import Inputs, check_prefill, random_past
 from stores import tokens
 
 from turbo_hf.layout import BITS, half_type
-from turbo_hf.ops.prefill import prefill
+from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 

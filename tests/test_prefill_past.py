@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefill_support import check_prefill, inputs, random_past
 
-from turbo_hf.config import ATTENTION_MODES
+from turbo_hf.config.turbo_config import ATTENTION_MODES
 from turbo_hf.layout import BITS
 
 pytestmark = pytest.mark.usefixtures("poison")

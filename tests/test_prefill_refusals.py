@@ -6,7 +6,7 @@ import pytest
 import torch
 from stores import make_store
 
-from turbo_hf.ops.prefill import prefill
+from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 

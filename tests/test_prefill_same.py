@@ -11,9 +11,9 @@ from prefill_support import inputs, int8_queries, random_past
 from stores import make_store, tokens
 
 from turbo_hf.layout import AttentionOutput
-from turbo_hf.ops.operands import quantize_operands
-from turbo_hf.ops.prefill import prefill
-from turbo_hf.reference import flash
+from turbo_hf.ops import reference_flash as flash
+from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.prefill.operands import quantize_operands
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -11,23 +11,17 @@ import torch
 from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
 from stores import CODE_MAX, page_codes, tokens, unpack
 
-import turbo_hf.ops.decode
-import turbo_hf.ops.operands
-import turbo_hf.ops.prefill
-import turbo_hf.ops.quantize
-import turbo_hf.reference.decode
-import turbo_hf.reference.operands
-import turbo_hf.reference.prefill
-import turbo_hf.reference.quantize
-from turbo_hf.config import HEAD_METRICS
+import turbo_hf.ops.decode.contract
+import turbo_hf.ops.decode.reference
+import turbo_hf.ops.prefill.contract
+import turbo_hf.ops.prefill.operands
+import turbo_hf.ops.prefill.reference
+import turbo_hf.ops.prefill.reference_operands
+import turbo_hf.ops.store.quantize
+import turbo_hf.ops.store.reference_quantize
+from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.layout import BITS, VALUE_ORDER, PagedHeads
-from turbo_hf.ops.quantize import (
-    head_scores,
-    quantize_blocks,
-    quantize_tokens,
-    seal_blocks,
-    unpack_blocks,
-)
+from turbo_hf.ops.store.quantize import head_scores, quantize_blocks, quantize_tokens, seal_blocks, unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 LENGTHS = [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 130)]
@@ -49,10 +43,10 @@ def public(module: ModuleType) -> dict[str, inspect.Signature]:
 @pytest.mark.parametrize(
     ("op", "reference"),
     [
-        pytest.param(turbo_hf.ops.quantize, turbo_hf.reference.quantize, id="quantize"),
-        pytest.param(turbo_hf.ops.operands, turbo_hf.reference.operands, id="operands"),
-        pytest.param(turbo_hf.ops.prefill, turbo_hf.reference.prefill, id="prefill"),
-        pytest.param(turbo_hf.ops.decode, turbo_hf.reference.decode, id="decode"),
+        pytest.param(turbo_hf.ops.store.quantize, turbo_hf.ops.store.reference_quantize, id="quantize"),
+        pytest.param(turbo_hf.ops.prefill.operands, turbo_hf.ops.prefill.reference_operands, id="operands"),
+        pytest.param(turbo_hf.ops.prefill.contract, turbo_hf.ops.prefill.reference, id="prefill"),
+        pytest.param(turbo_hf.ops.decode.contract, turbo_hf.ops.decode.reference, id="decode"),
     ],
 )
 def test_reference_has_the_same_signatures(op: ModuleType, reference: ModuleType) -> None:

@@ -10,7 +10,7 @@ import typer.main
 from typer.testing import CliRunner
 
 import turbo_hf
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 from turbo_hf.patches import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]

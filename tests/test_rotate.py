@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stores import tokens
 
-from turbo_hf.ops.rotate import rotate_keys, rotate_queries, unrotate_keys
+from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries, unrotate_keys
 
 DIMS = [pytest.param(dim, id=f"d{dim}") for dim in (16, 64, 80, 96, 128, 256)]
 BACKENDS = ["reference", "triton"]

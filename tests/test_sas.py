@@ -13,10 +13,10 @@ from prefill_support import chunk_codes, int8_queries
 from sas_support import CUBIC, EPS, check_sas, cubic_error
 from stores import make_store, store_codes, tokens
 
-from turbo_hf.ops.decode import decode
-from turbo_hf.ops.operands import quantize_operands
-from turbo_hf.ops.prefill import prefill
-from turbo_hf.reference.softmax import sas_exp
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.prefill.operands import quantize_operands
+from turbo_hf.ops.reference_softmax import sas_exp
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turbo_hf.ops.schedule import Plan, fixed_split, full_rounds, split_count, stream_k, tiles_of, whole_outputs
+from turbo_hf.ops.decode.stream_k import Plan, fixed_split, full_rounds, split_count, stream_k, tiles_of, whole_outputs
 
 
 def shares(plan: Plan, tiles: list[int]) -> list[list[tuple[int, int]]]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-shares = pytest.importorskip("turbo_hf.kernels.shares")
+shares = pytest.importorskip("turbo_hf.ops.sparse.kernel_lists")
 
 
 @triton.jit  # type: ignore[untyped-decorator]

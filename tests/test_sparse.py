@@ -10,7 +10,7 @@ import torch
 from budgets import check, float_budget, largest
 from torch import Tensor
 
-from turbo_hf.ops.select import assign, assign_and_score, classify, score, visit
+from turbo_hf.ops.sparse.select import assign, assign_and_score, classify, score, visit
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -14,8 +14,8 @@ from sparse_attention_support import CHOICE, check_sparse, kept_keys, random_ind
 from stores import store_codes, tokens
 
 from turbo_hf.layout import BITS, AttentionOutput
-from turbo_hf.ops.select import visit
-from turbo_hf.ops.sparse import sparse_decode
+from turbo_hf.ops.sparse.decode import sparse_decode
+from turbo_hf.ops.sparse.select import visit
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -8,7 +8,7 @@ from sparse_attention_support import CHOICE, check_sparse, random_index, spans_o
 from stores import tokens
 
 from turbo_hf.ops import gpu
-from turbo_hf.ops.sparse import sparse_decode
+from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.tuning import DecodeTiles
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -25,8 +25,8 @@ def test_one_row_of_one_kv_head(device: torch.device, backend: str) -> None:
     ("ctas", "blocks", "scan"), [(3, 1, 2), (7, 2, 4), (16, 1, 1), (50, 4, 2), (1, 2, 8), (200, 1, 16)]
 )
 def test_many_shares(ctas: int, blocks: int, scan: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = pytest.importorskip("turbo_hf.ops.launch_sparse")
-    decode_launch = pytest.importorskip("turbo_hf.ops.launch_decode")
+    launch = pytest.importorskip("turbo_hf.ops.sparse.launch")
+    decode_launch = pytest.importorskip("turbo_hf.ops.decode.launch")
     monkeypatch.setattr(launch, "SCAN", scan)
     monkeypatch.setattr(gpu, "sms", lambda device: ctas)
     monkeypatch.setattr(decode_launch, "decode_tiles", lambda *args, **options: DecodeTiles(blocks, 1, 2))
@@ -63,7 +63,7 @@ def test_blocks_without_a_visited_bucket_are_not_read(share: float, buckets: int
 
 
 def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -> None:
-    launch = pytest.importorskip("turbo_hf.ops.launch_sparse")
+    launch = pytest.importorskip("turbo_hf.ops.sparse.launch")
     store = sparse_store([150, 3, 90], 2, 32, device)
     index, visited = random_index(store, 1, 9, 0.3)
     q = tokens(3, 4, 1, 32, device=device)

@@ -14,8 +14,8 @@ from sparse_cache_support import ANY, TRAINED, ragged, small, sparse
 import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboCache, TurboConfig
 from turbo_hf.calibration.artifacts import NO_INDEX
-from turbo_hf.config import SELECTORS
-from turbo_hf.selectors import UNTRAINED, Reformer
+from turbo_hf.config.turbo_config import SELECTORS
+from turbo_hf.sparse.selectors import UNTRAINED, Reformer
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_wrong_places_for_a_sparse_config() -> None:
 
 
 def test_every_selector_has_a_name_and_a_maker() -> None:
-    from turbo_hf.config import CALIBRATED  # noqa: PLC0415
+    from turbo_hf.config.turbo_config import CALIBRATED  # noqa: PLC0415
 
     assert {*CALIBRATED, *UNTRAINED} == set(SELECTORS)
 

@@ -11,7 +11,7 @@ from models import LAB_MODEL
 from typer.testing import CliRunner
 
 from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.cli import app
+from turbo_hf.cli.main import app
 from turbo_hf.eval.methods import method_named
 from turbo_hf.eval.record import BY_METHOD, META
 

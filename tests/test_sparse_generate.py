@@ -15,12 +15,12 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboConfig
+from turbo_hf.attention.sparse_step import _visited
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk
 from turbo_hf.calibration.query_model import classify
-from turbo_hf.chunk import Chunk
-from turbo_hf.index import BucketIndex
-from turbo_hf.layer import TurboLayer
-from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Reformer, Selector
-from turbo_hf.sparse import _visited
+from turbo_hf.sparse.bucket_index import BucketIndex
+from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Reformer, Selector
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def llama() -> Any:
 @pytest.fixture
 def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens stay in the order of time: `tests/test_bucket_order.py` is about the other one."""
-    monkeypatch.setattr("turbo_hf.index.BucketIndex.sorts", False)
+    monkeypatch.setattr("turbo_hf.sparse.bucket_index.BucketIndex.sorts", False)
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,12 @@ from stores import tokens
 from torch import Tensor
 from transformers import LlamaConfig
 
-from turbo_hf import SparseConfig, TurboCache, TurboConfig, steps
-from turbo_hf.chunk import Chunk
-from turbo_hf.layer import TurboLayer
-from turbo_hf.selectors import Reformer
-from turbo_hf.steps import Steps, obstacle
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.graphs import replayable_steps as steps
+from turbo_hf.graphs.replayable_steps import Steps, obstacle
+from turbo_hf.sparse.selectors import Reformer
 
 
 @pytest.fixture(autouse=True)

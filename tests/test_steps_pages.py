@@ -6,8 +6,9 @@ import operator
 import pytest
 from steps_support import CONFIGS, KMEANS, LENGTHS, assert_same, by_steps, filled, new_tokens, without_kernels
 
-from turbo_hf import TurboConfig, steps
-from turbo_hf.steps import Steps
+from turbo_hf import TurboConfig
+from turbo_hf.graphs import replayable_steps as steps
+from turbo_hf.graphs.replayable_steps import Steps
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,13 @@ from models import lab_model, prompts, tiny_llama
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import turbo_hf
-from turbo_hf import SparseConfig, TurboConfig, cache
+from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf.cache import turbo_cache as cache
+from turbo_hf.cache.new_columns import chunk_from_mask
 from turbo_hf.calibration.run import calibrate
-from turbo_hf.chunk import chunk_from_mask
-from turbo_hf.config import PRESETS
-from turbo_hf.doctor import diagnose
-from turbo_hf.selectors import Centroids, _directions
+from turbo_hf.config.turbo_config import PRESETS
+from turbo_hf.patching.doctor import diagnose
+from turbo_hf.sparse.selectors import Centroids, _directions
 
 PLAIN = TurboConfig(bits=16, block_size=32, attention="fp16")
 

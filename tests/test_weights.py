@@ -11,8 +11,8 @@ from models import lab_model, tiny_llama
 from plan_support import SMALL
 from transformers import AutoConfig, PreTrainedModel
 
-from turbo_hf.meta_model import meta_model
-from turbo_hf.weights import Weights, file_bytes, has_weights, weigh, width
+from turbo_hf.cli.weights import Weights, file_bytes, has_weights, weigh, width
+from turbo_hf.patching.meta_model import meta_model
 
 LAB = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"
 EXPERTS: dict[str, Any] = {**FEW}

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from turbo_hf._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from turbo_hf.cache import TurboCache
+    from turbo_hf.cache.turbo_cache import TurboCache
     from turbo_hf.calibration.artifacts import Calibration
     from turbo_hf.calibration.run import calibrate
-    from turbo_hf.config import PRESETS, SparseConfig, TurboConfig
+    from turbo_hf.config.turbo_config import PRESETS, SparseConfig, TurboConfig
     from turbo_hf.errors import Unsupported
-    from turbo_hf.handle import Handle
-    from turbo_hf.patching import patch
+    from turbo_hf.patching.handle import Handle
+    from turbo_hf.patching.patch_model import patch
 
 __all__ = [
     "PRESETS",
@@ -31,15 +31,15 @@ __all__ = [
 ]
 
 HOMES = {
-    "PRESETS": "turbo_hf.config",
+    "PRESETS": "turbo_hf.config.turbo_config",
     "Calibration": "turbo_hf.calibration.artifacts",
-    "Handle": "turbo_hf.handle",
-    "SparseConfig": "turbo_hf.config",
-    "TurboCache": "turbo_hf.cache",
-    "TurboConfig": "turbo_hf.config",
+    "Handle": "turbo_hf.patching.handle",
+    "SparseConfig": "turbo_hf.config.turbo_config",
+    "TurboCache": "turbo_hf.cache.turbo_cache",
+    "TurboConfig": "turbo_hf.config.turbo_config",
     "Unsupported": "turbo_hf.errors",
     "calibrate": "turbo_hf.calibration.run",
-    "patch": "turbo_hf.patching",
+    "patch": "turbo_hf.patching.patch_model",
 }
 """The module of each public name, imported at its first use: torch and Transformers take seconds, which the help of the
 command line does not need."""

@@ -49,7 +49,7 @@ def require_folder(model: str) -> None:
 
 def load_config(model: str, revision: str | None = None) -> "PreTrainedConfig":
     """The config of a folder, a config.json or a Hub id; Exit with a sentence if there is none."""
-    from turbo_hf.meta_model import read_config  # noqa: PLC0415
+    from turbo_hf.patching.meta_model import read_config  # noqa: PLC0415
 
     require_folder(model)
     try:
@@ -63,7 +63,7 @@ def load_model(model: str, device: str, revision: str | None = None, dtype: str 
     from safetensors import SafetensorError  # noqa: PLC0415
 
     from turbo_hf.errors import Unsupported  # noqa: PLC0415
-    from turbo_hf.meta_model import auto_class, shortened  # noqa: PLC0415
+    from turbo_hf.patching.meta_model import auto_class, shortened  # noqa: PLC0415
 
     device = choose_device(device)
     if device == "meta":

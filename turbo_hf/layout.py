@@ -34,7 +34,7 @@ VALUE_ORDER: within each group of 16 tokens, values are in the order in which a 
 instruction holds the probabilities that it has just computed, so that P feeds P V without a shuffle.
 
 In a layer for sparse decoding, tokens of a prompt may be stored in bucket order, separately for each head
-(`turbo_hf.index`): attention does not depend on the order of keys that all its queries see.
+(`turbo_hf.sparse.bucket_index`): attention does not depend on the order of keys that all its queries see.
 
 Open tokens, the fewer than `b` newest of each row that do not fill a block yet, are INT8 codes with one fp32 scale per
 token and head, in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].

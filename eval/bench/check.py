@@ -10,7 +10,7 @@ import torch
 
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.layout import AttentionOutput
-from turbo_hf.reference import prefill as reference
+from turbo_hf.ops.prefill import reference
 
 ROWS = 64
 """Queries checked per head: the first ones, the last, some at the edges of tiles, the others at random."""

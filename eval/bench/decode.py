@@ -17,9 +17,9 @@ from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
 from turbo_hf.eval.bench.rows import Row, checked, timed
 from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops import decode as op
-from turbo_hf.ops.quantize import dequantize
-from turbo_hf.reference import decode as reference
+from turbo_hf.ops.decode import contract as op
+from turbo_hf.ops.decode import reference
+from turbo_hf.ops.store.quantize import dequantize
 
 BURST_MS = 40.0
 """For how long one method is replayed per turn. Decode is bound by memory, whose clock does not depend on power."""
@@ -175,7 +175,7 @@ def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, plan: str,
     def step(store: KVStore) -> AttentionOutput:
         if plan == PLANS[0]:
             return op.decode(q, store, scaling=case.heads.dim**-0.5, backend=backend)
-        from turbo_hf.ops import launch_decode  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
 
         return launch_decode.decode(q, store, scaling=case.heads.dim**-0.5, plan=plan)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from turbo_hf.config import PRESETS
+from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.eval.bench.shapes import SHAPES, Heads, find_shape, parse_size, tokens_label
 from turbo_hf.layout import FULL, open_token_bytes, page_bytes
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from turbo_hf.config import BACKENDS
+from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow, run_case
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, PLANS, WIDTHS, Case, choose_cases

@@ -2,10 +2,10 @@
 
 import torch
 
-from turbo_hf.buffer import Tokens, to_open
+from turbo_hf.cache.open_buffer import Tokens, to_open
 from turbo_hf.eval.bench.decode_cases import BLOCK, Case
 from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages
-from turbo_hf.ops.quantize import seal_blocks
+from turbo_hf.ops.store.quantize import seal_blocks
 
 PIECE = 1 << 24
 """Random numbers quantized at a time: bounds the memory beside the cache at any length."""

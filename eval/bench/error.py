@@ -9,7 +9,7 @@ import torch
 from turbo_hf.eval.bench.capture import Captured
 from turbo_hf.eval.bench.oracle import Errors, attend, errors, fp8_attention
 from turbo_hf.eval.bench.prefill import options_of
-from turbo_hf.ops import prefill as op
+from turbo_hf.ops.prefill import contract as op
 
 FP8_TENSOR = "FP8 tensor-level (simulated)"
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from turbo_hf.config import ATTENTION_MODES, BACKENDS
+from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS
 from turbo_hf.console import Device, Json, err, fail, load, out
 from turbo_hf.eval.bench.capture import capture, token_ids
 from turbo_hf.eval.bench.ending import finish, keep

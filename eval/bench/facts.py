@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from turbo_hf.doctor import machine
-from turbo_hf.versions import version_of
+from turbo_hf.models.versions import version_of
+from turbo_hf.patching.doctor import machine
 
 SHOWN = ("torch", "triton", "transformers", "sageattention", "driver")
 

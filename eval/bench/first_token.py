@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from turbo_hf.config import TurboConfig
+from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side, speedup, spread
-from turbo_hf.patching import patch
+from turbo_hf.patching.patch_model import patch
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.table import Table
 
-from turbo_hf.config import ATTENTION_MODES, DEFAULT_PRESET, resolve_config
+from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, resolve_config
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.ending import finish, keep
 from turbo_hf.eval.bench.facts import facts, headline

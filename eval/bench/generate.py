@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 from transformers import LogitsProcessor
 
-from turbo_hf.config import resolve_config
+from turbo_hf.config.turbo_config import resolve_config
 from turbo_hf.errors import out_of_memory
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS
-from turbo_hf.patching import patch
+from turbo_hf.patching.patch_model import patch
 
 SDPA = "SDPA"
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from turbo_hf.config import DEFAULT_PRESET, resolve_config
+from turbo_hf.config.turbo_config import DEFAULT_PRESET, resolve_config
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.ending import finish, keep, print_notes
 from turbo_hf.eval.bench.facts import facts, headline

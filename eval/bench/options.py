@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from turbo_hf.config import ATTENTION_MODES, BACKENDS
+from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS
 from turbo_hf.console import choose_device
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}

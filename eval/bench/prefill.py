@@ -15,8 +15,8 @@ from turbo_hf.eval.bench.rows import Row, checked, timed
 from turbo_hf.eval.bench.shapes import Case
 from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, side_by_side
 from turbo_hf.layout import AttentionOutput
-from turbo_hf.ops import operands
-from turbo_hf.ops import prefill as op
+from turbo_hf.ops.prefill import contract as op
+from turbo_hf.ops.prefill import operands
 
 BITS = {"turbo": (8, 8), "int8": (8, 8), "half": (8, 16), "fp8": (8, 8), "fp16": (16, 16)}
 """Width of the operands of Q K^T and of P V in each mode."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from turbo_hf.config import ATTENTION_MODES, BACKENDS, V_SCALES
+from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.ending import finish, keep, print_rows, untimed
 from turbo_hf.eval.bench.facts import facts, headline

@@ -15,12 +15,12 @@ from turbo_hf.eval.bench.graphs import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rows import checked
 from turbo_hf.eval.bench.timing import Call, Stopwatch
-from turbo_hf.index import SPARE
 from turbo_hf.layout import AttentionOutput, KVStore, Rotary
-from turbo_hf.ops.quantize import dequantize
-from turbo_hf.ops.select import assign_and_score, classify, score, visit
-from turbo_hf.ops.sparse import sparse_decode
-from turbo_hf.reference import sparse as reference
+from turbo_hf.ops.sparse import reference
+from turbo_hf.ops.sparse.decode import sparse_decode
+from turbo_hf.ops.sparse.select import assign_and_score, classify, score, visit
+from turbo_hf.ops.store.quantize import dequantize
+from turbo_hf.sparse.bucket_index import SPARE
 
 SELECTORS = ("saap", "kmeans", "kmeans-rotated")
 """What chooses the buckets: the query classifier, or centroids, of keys before or after rotary embedding."""

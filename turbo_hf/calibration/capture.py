@@ -13,15 +13,15 @@ import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from turbo_hf.attention import NAME as PATCHED
-from turbo_hf.attention import TurboCall, turbo_attention
+from turbo_hf.attention.masks import turbo_mask
+from turbo_hf.attention.turbo_attention import NAME as PATCHED
+from turbo_hf.attention.turbo_attention import TurboCall, turbo_attention
 from turbo_hf.calibration.heads import NO_NUMBERS
-from turbo_hf.handle import switch_attention
 from turbo_hf.layout import Rotary
-from turbo_hf.masks import turbo_mask
+from turbo_hf.ops.host_device import input_device
 from turbo_hf.patches import AttentionLayer, attention_layers
-from turbo_hf.rotary import undo_rotary
-from turbo_hf.transfer import input_device
+from turbo_hf.patching.handle import switch_attention
+from turbo_hf.sparse.undo_rotary import undo_rotary
 
 NAME = "turbo_hf_capture"
 PROBE_TOKENS, PROBE_SHIFT = 24, 777

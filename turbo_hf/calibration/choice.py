@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from turbo_hf.calibration.artifacts import FACTS, NO_INDEX, Calibration, find
 from turbo_hf.calibration.checkpoint import TOKENIZER_FILES, checkpoint_of, own_tokenizer
-from turbo_hf.config import CALIBRATED, TurboConfig
+from turbo_hf.config.turbo_config import CALIBRATED, TurboConfig
 from turbo_hf.errors import Notices
-from turbo_hf.selectors import UNTRAINED, Centroids, Classifier, Selector
+from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 
 class HeadChoice(NamedTuple):

@@ -2,8 +2,8 @@
 
 import torch
 
-from turbo_hf.config import HEAD_METRICS
-from turbo_hf.ops.quantize import head_scores
+from turbo_hf.config.turbo_config import HEAD_METRICS
+from turbo_hf.ops.store.quantize import head_scores
 
 BLOCK = 64
 """Tokens over which a channel's gap is taken: those that share a scale in the cache."""

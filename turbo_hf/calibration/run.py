@@ -26,7 +26,7 @@ from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.unfinished import Unfinished
 from turbo_hf.errors import warn
 from turbo_hf.layout import power_of_two
-from turbo_hf.model_layers import require_model
+from turbo_hf.models.model_layers import require_model
 from turbo_hf.patches import attention_layers
 
 Progress = Callable[[str, float], None]

@@ -7,7 +7,7 @@ import torch
 
 from turbo_hf.calibration.capture import Seen
 from turbo_hf.calibration.settings import Settings
-from turbo_hf.rotary import undo_rotary
+from turbo_hf.sparse.undo_rotary import undo_rotary
 
 
 @dataclass(slots=True)

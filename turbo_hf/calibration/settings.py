@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from turbo_hf.calibration.heads import BLOCK
-from turbo_hf.config import LARGEST_SEED, MOST_BUCKETS
-from turbo_hf.options import at_least
+from turbo_hf.config.options import at_least
+from turbo_hf.config.turbo_config import LARGEST_SEED, MOST_BUCKETS
 
 MIN_KEYS = 32
 """Minimum number of keys per centroid, if the number of centroids depends on the data."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration
+from turbo_hf.calibration.files import InUse, one_writer
 from turbo_hf.errors import warn
-from turbo_hf.files import InUse, one_writer
 
 PART = "turbo_calibration.part"
 """Folder of an unfinished run, inside its output folder."""

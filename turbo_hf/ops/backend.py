@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.config import BACKENDS
+from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.ops import gpu
 
 WIDE_HALF = 150 << 10

@@ -1,0 +1,145 @@
+"""The mask function that Transformers calls once per pass for each kind of layer, and masks for dense attention."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from turbo_hf.cache.compiling import untraced
+
+PART = 1 << 26
+"""Numbers of a dense mask, of all rows of the batch, that are looked at together."""
+
+SLIDING_OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
+CHUNKED_OVERLAY = "chunked_overlay.<locals>.inner_mask"
+BLOCK_OVERLAY = "blockwise_overlay.<locals>.inner_mask"
+AND, OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
+
+
+@untraced
+def turbo_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The model's 2D mask, unchanged, for causal and sliding-window attention; a dense bool mask for any other.
+
+    Returns None (no padding), bool [B, columns], or bool [B, 1, q_length, kv_length]. A 2D mask of a long prompt is
+    thousands of times smaller than the dense one, and tells the cache where padding is.
+    """
+    at_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    if at_end and _is_causal(mask_function):
+        return attention_mask
+
+    def make(first: int, rows: int) -> torch.Tensor | None:
+        # sdpa_mask is annotated for an int offset and takes the tensor of a static cache too
+        offset: Any = q_offset + first
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=rows,
+            kv_length=kv_length,
+            q_offset=offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            **{**kwargs, "allow_is_causal_skip": False},
+        )
+
+    if at_end:
+        parts = _parts(mask_function)
+        names = {_name(part) for part in parts}
+        # the window that the layer applies; chunks it does not know
+        windows = {_only_cell(part) for part in parts if _name(part) == SLIDING_OVERLAY} or {None}
+        blocks = BLOCK_OVERLAY in names and CHUNKED_OVERLAY not in names and len(windows) == 1
+        if blocks and _amounts_to_causal(make, attention_mask, batch_size, q_length, kv_length, windows.pop()):
+            return attention_mask
+    return make(0, q_length)
+
+
+def _parts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions that a mask function joins by "and" and "or", at any depth; itself if it joins none."""
+    if _name(mask_function) not in (AND, OR):
+        return [mask_function]
+    return [part for joined in _only_cell(mask_function) for part in _parts(joined)]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", "")
+
+
+def _only_cell(function: Callable[..., Any]) -> Any:
+    """What a function has closed over, None unless it is one thing."""
+    cells = function.__closure__ or ()
+    return cells[0].cell_contents if len(cells) == 1 else None
+
+
+def _amounts_to_causal(
+    make: Callable[[int, int], torch.Tensor | None],
+    attention_mask: torch.Tensor | None,
+    batch: int,
+    queries: int,
+    keys: int,
+    window: int | None,
+) -> bool:
+    """Whether a dense mask is causal (and sliding) all the same: blocks of images are allowed for, and there are none.
+
+    make(first, rows): these rows of the mask, bool [batch, 1, rows, keys].
+    """
+    step = max(1, PART // (batch * keys))
+    for first in range(0, queries, step):
+        rows = min(step, queries - first)
+        made, end = make(first, rows), keys - queries + first + rows
+        if made is None:
+            return False
+        shown = None if attention_mask is None else attention_mask[:, -keys:][:, :end]
+        plain = dense_mask(shown, rows, end, causal=True, window=window, device=made.device)
+        seen, later = made[..., :end], made[..., end:]
+        same = seen.all() if plain is None else torch.equal(seen, plain.expand_as(seen))
+        if not same or (end < keys and later.any()):
+            return False
+    return True
+
+
+def _is_causal(mask_function: Callable[..., Any]) -> bool:
+    """Causal, or causal and sliding window. A chunked mask has the same outer shape, so its parts are looked at."""
+    if mask_function is causal_mask_function:
+        return True
+    cells = getattr(mask_function, "__closure__", None) or ()
+    parts = [cell.cell_contents for cell in cells]
+    if len(parts) != 1 or not isinstance(parts[0], tuple) or len(parts[0]) != 2:
+        return False
+    overlay, causal = parts[0]
+    return (
+        _name(mask_function) == AND
+        and causal is causal_mask_function
+        and getattr(overlay, "__qualname__", "") == SLIDING_OVERLAY
+    )
+
+
+def dense_mask(
+    mask: torch.Tensor | None,
+    queries: int,
+    keys: int,
+    *,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """bool [B or 1, 1, queries, keys] for queries that stand at the end of the keys; None where all are visible."""
+    if mask is None and window is None and (not causal or queries == 1):
+        return None
+    q = torch.arange(keys - queries, keys, device=device)[:, None]
+    k = torch.arange(keys, device=device)[None]
+    allowed = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if causal:
+        allowed &= k <= q
+    if window is not None:
+        allowed &= k > q - window
+    allowed = allowed[None, None]
+    return allowed if mask is None else allowed & mask[:, None, None, -keys:].bool().to(device)

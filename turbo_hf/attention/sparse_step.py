@@ -1,0 +1,132 @@
+"""The sparse side of the attention function: buckets of new keys, and decode over the buckets that queries visit."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.layout import AttentionOutput, Rotary, Scoring
+from turbo_hf.ops.sparse.decode import sparse_decode
+from turbo_hf.ops.store.rotate import rotate_queries
+from turbo_hf.sparse.undo_rotary import turns_by_halves, undo_rotary
+
+PART = 8192
+"""Keys whose rotation is undone at a time: bounds the float32 temporaries of a long prompt."""
+
+
+class Source(NamedTuple):
+    """Where queries and keys come from. module: the attention module. rotary: this call's (cos, sin), if it has any."""
+
+    module: Any
+    rotary: Rotary | None
+
+    def pre_rotary(self, x: torch.Tensor, first: int = 0, fused: bool = True) -> tuple[torch.Tensor, Rotary | None]:
+        """x [B, H, M, D], whose first column is column `first` of the call, as it was before rotary embedding.
+
+        Or, if `fused` and an op can undo it on the way: x as it is, and the cos and sin that it needs for that.
+        """
+        if self.rotary is None:
+            raise ValueError(
+                "this call brings no position_embeddings to the attention, and buckets are made of keys before rotary "
+                'embedding. Call the model as a whole, or choose selector "window".'
+            )
+        cos, sin = (part[:, first : first + x.shape[2]].to(x.device) for part in self.rotary)
+        if fused and turns_by_halves(self.module, x.shape[3], cos.shape[2]):
+            return x, (cos, sin)
+        return undo_rotary(self.module, x, (cos, sin)), None
+
+
+def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
+    """Buckets of new keys [B, Hkv, M, D], as the model gives them: int16 [B, Hkv, tables, M], aligned by `chunk`.
+
+    None where the layer keeps no buckets.
+    """
+    selector = layer.selector
+    if selector is None or not selector.tables:
+        return None
+    parts = []
+    for first in range(0, key.shape[2], PART):
+        part = key[:, :, first : first + PART]
+        parts.append(selector.buckets(*(source.pre_rotary(part, first) if selector.pre_rotary else (part,))))
+    found = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
+    if found is None or chunk.gather is None:
+        return found
+    return torch.take_along_dim(found, chunk.gather[:, None, None], 3)
+
+
+def assign_and_score(
+    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: Chunk
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector needs of its queries.
+
+    query: [B, Hq, M, D], key: [B, Hkv, M, D], as the model gives them. None and None where the layer keeps no buckets.
+    """
+    selector = layer.selector
+    if selector is None or not selector.tables:
+        return None, None
+    rotary = None
+    if selector.pre_rotary:
+        # columns that are moved take their rotation along: undo it before
+        fused = chunk.gather is None
+        (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
+    grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
+    return selector.assign_and_score(chunk.align(key), grouped, rotary)
+
+
+def attend_sparse(
+    layer: TurboLayer,
+    query_info: torch.Tensor | None,
+    query: torch.Tensor,
+    chunk: Chunk,
+    starts: torch.Tensor | None,
+    scoring: Scoring,
+) -> AttentionOutput:
+    """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
+
+    The layer holds the new tokens already. query_info: what `assign_and_score` gives of the queries.
+    """
+    selector, index = layer.selector, layer.bucket_index
+    assert selector is not None
+    sink, window = selector.config.sink_tokens, selector.window
+    if layer.step is None:
+        # `steps.Steps` counts its own: a replay would not
+        new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
+        selector.count(layer.lengths(), new, layer.heads)
+    q = chunk.align(query)
+    q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
+    # nothing between it and attention: their launches overlap
+    visited = None if query_info is None else _visited(layer, query_info, chunk.tokens, query.shape[1] // layer.heads)
+    return sparse_decode(
+        q,
+        layer.store(),
+        None if visited is None else index.buckets,
+        visited,
+        **scoring._asdict(),
+        sink_tokens=sink,
+        window_tokens=window,
+        spans=None if visited is None else index.spans,
+        min_collisions=selector.min_collisions,
+        starts=starts,
+        mode=layer.config.decode_attention,
+        read=selector.tally.counter(query.device),
+        backend=layer.config.backend,
+    )
+
+
+def _visited(layer: TurboLayer, query_info: torch.Tensor, tokens: int, group: int) -> torch.Tensor | None:
+    """`Selector.visited` of the newest `tokens` of each row, which the layer holds already.
+
+    Where the selector weighs buckets: by the keys that each token found there, beyond those that it reads anyway.
+    """
+    selector = layer.selector
+    assert selector is not None
+    if not selector.weighs:
+        return selector.visited(query_info, group)
+    beyond = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length() - selector.window
+    parts = []
+    for later, own in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
+        found = selector.visited(own, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
+        assert found is not None
+        parts.append(found)
+    return parts[0] if tokens == 1 else torch.cat(parts, 2)

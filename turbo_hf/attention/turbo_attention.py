@@ -1,0 +1,356 @@
+"""The one attention function that a patched model calls."""
+
+import math
+import weakref
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from turbo_hf.attention.full_precision import dense_attention, own_attention
+from turbo_hf.attention.sparse_step import Source, assign_and_score, attend_sparse, new_buckets
+from turbo_hf.cache.compiling import untraced
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import Strict, Unsupported, complain, warn
+from turbo_hf.layout import Rotary, Scoring, narrowed
+from turbo_hf.ops.decode.contract import decode
+from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
+from turbo_hf.ops.tuning import prefill_mode
+
+NAME = "turbo_hf"
+"""The value of `config._attn_implementation` on a patched model."""
+
+PLAN_PAYS = 1 << 27
+"""Rows times tokens squared from which cuDNN should pay off although it makes a plan for each new shape.
+
+An estimate: on an H200 a plan took about 37 ms, and FlashAttention-2, scaled down from 1 x 131k, should be slower than
+cuDNN by about as much in 32 layers of 32 heads of this size.
+"""
+
+HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer"})
+"""Keywords of `generate` that Transformers passes on to each forward pass, where nothing reads them."""
+
+HARMLESS = HANDED_ON | frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "token_type_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+        "labels",
+        "num_items_in_batch",
+    }
+)
+"""Keywords that pass through a model to its attention and change nothing there."""
+
+
+NO_WEIGHTS = (
+    "turbo_hf: output_attentions=True: attention over a compressed cache gives no weights, so that `attentions` stays "
+    'empty. For weights remove the patch and load the model with attn_implementation="eager".'
+)
+
+
+_told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""Configs by id, of models without a patch, about which there has been a warning."""
+
+
+class TurboCall(NamedTuple):
+    """What the hook adds to one call of an attention module, as the keyword `turbo`.
+
+    cache, layer: what the call stores to; both None if it is not compressed. rotary: this call's (cos, sin).
+    """
+
+    cache: TurboCache | None
+    layer: TurboLayer | None
+    window: int | None
+    strict: Strict
+    rotary: Rotary | None = None
+
+
+class New(NamedTuple):
+    """The new tokens of one call: query [B, Hq, M, D]; key, value [B, Hkv, M, D]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@untraced
+def turbo_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    turbo: TurboCall | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the compressed cache; over full-precision keys and values if there is none.
+
+    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
+    Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+
+    Raises:
+        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
+            "raise", a call that the compressed cache cannot serve.
+    """
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if turbo is None:
+        _say_unpatched(module)
+    call = turbo or TurboCall(None, None, sliding_window, "raise")
+    options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
+    if call.cache is not None and call.layer is not None:
+        if kwargs.get("output_attentions"):
+            warn(NO_WEIGHTS)
+        reason = _refusal(attention_mask, causal, unknown)
+        if reason is not None:
+            complain(call.strict, f"layer {call.layer.index}: {reason}")
+            # before anything is stored
+            own_attention(module, options, unknown)
+        key, value = _pending(call.layer, key, value)
+        if reason is None:
+            new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
+            out = _compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
+            return out.transpose(1, 2).contiguous(), None
+        key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
+    own = own_attention(module, options, unknown)
+    return dense_attention(own, module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
+
+
+def left_alone(module: Any, args: Any) -> None:
+    """Forward pre-hook of an attention module that a patched model has besides those that store to its cache."""
+
+
+def _say_unpatched(module: Any) -> None:
+    """Warn, once a config, where this attention runs in a model that has no patch."""
+    config = getattr(module, "config", None)
+    if config is None or left_alone in module._forward_pre_hooks.values() or id(config) in _told:
+        return
+    _told[id(config)] = config
+    warn(
+        f'turbo_hf: attn_implementation="{NAME}" has been set on a model without a patch: nothing is compressed, and '
+        "its attention is Hugging Face's. Call turbo_hf.patch(model), or model.set_attn_implementation with another."
+    )
+
+
+def _refusal(mask: torch.Tensor | None, causal: bool, unknown: Collection[str]) -> str | None:
+    """Why this call cannot run on the compressed cache; None if it can."""
+    if unknown:
+        return (
+            f"the model passes {', '.join(unknown)} to its attention, which the compressed cache does not know. "
+            "Generate without it, or without the patch."
+        )
+    if not causal:
+        return "attention is not causal here. Run this model without the patch."
+    if mask is not None and mask.dim() != 2:
+        return (
+            "the attention mask is no causal or sliding-window mask (packed sequences, prefix or image blocks, chunks, "
+            'or a 4D mask). Pass a 2D mask [batch, tokens], or patch with strict="warn", which computes such calls in '
+            "full precision."
+        )
+    return None
+
+
+def _decompressed(
+    cache: TurboCache,
+    layer: TurboLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
+    # the first layer checks all layers, before anything has been stored
+    by_bucket = next(
+        (held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.sorted_blocks)), None
+    )
+    if by_bucket is not None and mask is not None and mask.dim() != 2:
+        raise Unsupported(
+            f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
+            "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
+        )
+    given_mask = layer.given_mask
+    if mask is not None:
+        given_mask = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
+    return layer.update_dense(key, value, given_mask)
+
+
+def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
+    """bool [B, past + M]: which new columns some query sees through a dense mask. The others are padding."""
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
+    return torch.nn.functional.pad(new, (past, 0), value=True)
+
+
+def _require_no_padding(layer: TurboLayer, tokens: int) -> None:
+    """ValueError if the cache was given padding in the new columns that the model did not pass."""
+    if layer.given_mask is None or layer.seen >= layer.given_mask.shape[1]:
+        return
+    if not layer.given_mask[:, layer.seen : layer.seen + tokens].all():
+        raise ValueError(
+            "the TurboCache was given an attention_mask with padding, this patched model none. Pass that "
+            "mask to the model, which shows it to the cache."
+        )
+
+
+def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new keys and values, which must be the very tensors that the cache was given."""
+    pending, layer.pending = layer.pending, None
+    if pending is None or pending[0] is not key or pending[1] is not value:
+        raise Unsupported(
+            f"layer {layer.index}: this attention class changes keys or values after the cache has seen them, so its "
+            f"cache cannot be compressed. Leave it dense: TurboConfig(dense_layers=({layer.index},))."
+        )
+    return key, value
+
+
+def _of_one_type(new: New) -> New:
+    """Under autocast, where rotary embedding leaves float32 beside narrow values: all in its type, as SDPA has them."""
+    device = new.query.device.type
+    if new.query.dtype == new.key.dtype == new.value.dtype or not torch.is_autocast_enabled(device):
+        return new
+    narrow = torch.get_autocast_dtype(device)
+    return New(*(x.to(narrow) for x in new))
+
+
+def _compressed(
+    cache: TurboCache,
+    layer: TurboLayer,
+    source: Source,
+    new: New,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention over the compressed cache, which the new tokens join."""
+    layer.check(new.key, defer=True)
+    if mask is not None and len(mask) != len(new.query):
+        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(new.query)}. Pass one row for each.")
+    if mask is None and layer.step is None:
+        # a step that may be captured has been checked against its mask before
+        _require_no_padding(layer, new.query.shape[2])
+    chunk = cache.chunk(mask, layer, new.query.shape[2])
+    scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
+    attend = _step if layer.is_decoding(chunk.tokens) else _prompt
+    with torch.no_grad():
+        out = attend(layer, source, new, chunk, scoring)
+        layer.commit(defer=True)
+        out = chunk.restore(out)
+    if torch.is_grad_enabled() and new.query.requires_grad:
+        out = _NoGradient.apply(new.query, out)
+    return out
+
+
+def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
+    """The new tokens join the cache, then attention reads it."""
+    q, k, v = (chunk.align(x) for x in new)
+    starts, config = chunk.begin(q.device), layer.config
+    if layer.selector is not None:
+        buckets, query_info = assign_and_score(layer, source, new.query, new.key, chunk)
+        layer.append(k, v, chunk, buckets, defer=True)
+        return attend_sparse(layer, query_info, new.query, chunk, starts, scoring).out
+    layer.append(k, v, chunk, defer=True)
+    return decode(
+        rotate_queries(q, config.backend) if config.rotates else q,
+        layer.store(),
+        **scoring._asdict(),
+        starts=starts,
+        window=layer.window,
+        mode=config.decode_attention,
+        backend=config.backend,
+    ).out
+
+
+def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
+    """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
+    q, k, v = (chunk.align(x) for x in new)
+    starts, config = chunk.begin(q.device), layer.config
+    mode = prefill_mode(config.prompt_attention, q)
+    buckets = new_buckets(layer, source, new.key, chunk)
+    if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scoring):
+        out = _sdpa(q, k, v, scoring.scaling)
+    else:
+        # over a past, the chunk's own keys are rotated like the stored ones
+        turned = layer.seen > 0 and config.rotates
+        out = prefill(
+            rotate_queries(q, config.backend) if turned else q,
+            narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
+            v,
+            **scoring._asdict(),
+            past=layer.store() if layer.seen else None,
+            starts=starts,
+            window=layer.window,
+            mode=mode,
+            v_scale=config.v_scale,
+            # these prepare keys for rounding, which this mode does not do
+            smooth_k=config.smooth_k and mode != "fp16",
+            hadamard=config.hadamard and mode != "fp16" and not turned,
+            backend=config.backend,
+        ).out
+    layer.append(k, v, chunk, buckets, defer=True)
+    return out
+
+
+def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring) -> bool:
+    """Whether a prompt on a GPU is causal attention and nothing more, which torch has kernels for."""
+    short = layer.window is None or q.shape[2] <= layer.window
+    plain = starts is None and scoring.softcap is None and scoring.sinks is None and scoring.sas_threshold is None
+    return q.is_cuda and not layer.seen and short and plain
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Causal attention in the model's precision: by cuDNN where that pays off, else by the first kernel that can."""
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and (q.dtype == torch.float32 or q.shape[-1] > 256):
+        # no fused kernel shares keys among heads here, and the plain one holds all M x M scores
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = False
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        order.insert(0 if q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS else 1, SDPBackend.CUDNN_ATTENTION)
+    with sdpa_kernel(order, set_priority=True):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
+
+
+def sas_threshold(config: TurboConfig, tokens: int) -> float | None:
+    """SAS threshold for a context of `tokens`; None without SAS.
+
+    The default falls with the length, so that the total dropped stays below its bound at 1,024 tokens: 1024 e^-6 of the
+    largest weight.
+    """
+    if not config.sas or config.sas_threshold is not None:
+        return config.sas_threshold
+    return -(6 + math.log(max(tokens, 1024) / 1024))
+
+
+class _NoGradient(torch.autograd.Function):
+    """Quantized attention has no gradient: say so in backward, rather than return a wrong one."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "turbo_hf: attention over a compressed cache has no gradient. For gradients, call the model without a "
+            "TurboCache (use_cache=False) or remove the patch."
+        )

@@ -1,0 +1,498 @@
+"""`TurboCache`: the compressed KV cache as a `transformers.Cache`."""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+
+from turbo_hf.cache.crop import removable, require_recorded
+from turbo_hf.cache.integrity import RESET, Integrity, Pass
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.layer_view import deep_copied, refuse_offloading
+from turbo_hf.cache.memory import Memory, measure
+from turbo_hf.cache.new_columns import Chunk, chunk_from_mask
+from turbo_hf.cache.open_buffer import ordinary
+from turbo_hf.cache.rows import chosen_rows, repeated_rows
+from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
+from turbo_hf.errors import Unsupported
+from turbo_hf.models.model_layers import COMPRESSED_TYPES, layer_types
+from turbo_hf.ops.host_device import require_finite
+from turbo_hf.sparse.selectors import Selector
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _whole(method: Callable[Concatenate["TurboCache", P], None]) -> Callable[Concatenate["TurboCache", P], None]:
+    """An operation on all layers: a broken cache is refused, and broken off it leaves one that is."""
+    changes = ordinary(method)
+
+    @functools.wraps(method)
+    def operation(self: "TurboCache", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        begun = self.integrity.begin(operation=method.__name__.strip("_"))
+        changes(self, *args, **kwargs)
+        begun.ended = True
+
+    return operation
+
+
+def _same_mask(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two layers of a pass were given one mask; a model over several GPUs brings each layer a copy."""
+    if one is None or other is None or one.device == other.device:
+        return one is other
+    return one.shape == other.shape
+
+
+def _stop_recording(layer: Any) -> None:
+    """One of Transformers' own layers as `activate_past_recording` found it, without what it kept for a `crop`."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.record_past:
+        for index, state in layer.conv_states.items():
+            size: Any = layer.conv_kernel_size[index]
+            if state is not None:
+                # cut or filled at the front, as a prompt shorter than the kernel leaves it
+                layer.conv_states[index] = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.record_past and layer.is_initialized:
+        # drops what has left its window
+        layer.crop(0)
+    if isinstance(layer, LinearAttentionCacheLayerMixin | DynamicSlidingWindowLayer):
+        layer.record_past = False
+
+
+class _Planned(NamedTuple):
+    """How the `tokens` columns behind `seen` earlier ones are aligned under a mask."""
+
+    mask: torch.Tensor | None
+    seen: int
+    tokens: int
+    chunk: Chunk
+
+
+class TurboCache(Cache):
+    """A KV cache in INT8, 4, 3 or 2 bit. `turbo_hf.patch` makes one for each `generate`; make one yourself for your own
+    loop.
+
+    On a patched model, attention reads the compressed values. The cache also works on any other model: it then returns
+    dequantized keys and values, which is correct but slower. An unpatched model does not show the cache its padding:
+    pass `attention_mask` here, or padding is stored as tokens.
+
+    Args:
+        model_config: the model's config (`model.config`).
+        config: a preset's name, a `TurboConfig`, a dict of its options, or the path of a JSON or YAML file of them.
+        attention_mask: [B, columns], nonzero at real tokens; only for unpatched models.
+        int8_layers, dense_layers: layers kept at 8 bit and in full precision, in addition to those that `config` names.
+        head_orders: for the layers named here, the KV heads in order, from the one that needs its bits most to the one
+            that needs them least (`Calibration.head_orders`); the last ones get the low bits. In other layers, a row's
+            first block decides.
+        selectors: for the layers named here, what chooses the keys that decode steps read; other layers read all keys.
+            A config with `sparse` needs them: `Handle.new_cache` passes those of the patch.
+
+    `patch` checks the weights for layers that need 8 bit (`int8_layers="auto"`); a cache made here does not.
+
+    Raises:
+        ValueError: an unknown preset, a layer index that the model does not have, or a sparse config without selectors.
+        TypeError: `model_config` is no config.
+    """
+
+    def __init__(
+        self,
+        model_config: PreTrainedConfig,
+        config: ConfigLike = DEFAULT_PRESET,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        int8_layers: Iterable[int] = (),
+        dense_layers: Iterable[int] = (),
+        head_orders: Mapping[int, Sequence[int]] | None = None,
+        selectors: Mapping[int, Selector] | None = None,
+    ):
+        if not isinstance(model_config, PreTrainedConfig):
+            raise TypeError(f"model_config must be a model's config (model.config); got {type(model_config).__name__}.")
+        self.turbo_config = resolve_config(config)
+        if self.turbo_config.sparse is not None and selectors is None:
+            raise ValueError(
+                "a sparse TurboCache needs what selects its keys: patch the model and take handle.new_cache(), or pass "
+                "selectors."
+            )
+        text_config = model_config.get_text_config(decoder=True)
+        own = self.turbo_config.int8_layers
+        int8 = {*int8_layers, *(() if isinstance(own, str) else own)}
+        dense = {*dense_layers, *self.turbo_config.dense_layers}
+        types = layer_types(text_config)
+        orders, chosen_by = dict(head_orders or {}), dict(selectors or {})
+        named = {"int8_layers": int8, "dense_layers": dense, "head_orders": set(orders), "selectors": set(chosen_by)}
+        for name, chosen in named.items():
+            outside = sorted(i for i in chosen if not 0 <= i < len(types))
+            if outside:
+                raise ValueError(f"{name} names layers {outside}; the model has layers 0 to {len(types) - 1}.")
+        layers: list[Any] = []
+        # what makes each of Transformers' own layers
+        self._others: dict[int, Callable[[], Any]] = {}
+        for index, (kind, kwargs) in enumerate(types):
+            if kind in COMPRESSED_TYPES and index not in dense:
+                chosen_config = at_8_bit(self.turbo_config) if index in int8 else self.turbo_config
+                window, own_order = kwargs.get("sliding_window"), orders.get(index)
+                layers.append(TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index)))
+            else:
+                self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
+                layers.append(self._others[index]())
+        super().__init__(layers=layers)
+        # not the dummy layers, which transformers 5.17 does not have
+        kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
+        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
+        self.integrity = Integrity(storing)
+        for layer in self.turbo_layers():
+            layer.integrity = self.integrity
+        if attention_mask is not None:
+            for layer in self.turbo_layers():
+                layer.given_mask = attention_mask
+        self._planned: list[_Planned] = []
+
+    def turbo_layers(self) -> list[TurboLayer]:
+        """The compressed layers."""
+        return [layer for layer in self.layers if isinstance(layer, TurboLayer)]
+
+    def chunk(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> Chunk:
+        """How the new columns of this pass are aligned, planned once per mask and pass and shared by the layers.
+
+        Raises:
+            ValueError: an earlier pass was interrupted, so that layers hold different numbers of tokens.
+        """
+        if layer.step is not None:
+            return Chunk(tokens)
+        if layer is next(held for held in self.layers if isinstance(held, TurboLayer)):
+            # plans of an earlier pass may be for a mask that has been changed in place since
+            self._planned = []
+            self._require_one_length(self.layers.index(layer), tokens)
+        valid = layer.valid if layer.is_initialized else None
+        if mask is None and valid is None:
+            return Chunk(tokens)
+        columns = (layer.seen, tokens)
+        chunk = next(
+            (at.chunk for at in self._planned if (at.seen, at.tokens) == columns and _same_mask(at.mask, mask)), None
+        )
+        if chunk is None:
+            chunk = chunk_from_mask(mask, *columns, valid)
+            self._planned.append(_Planned(mask, *columns, chunk))
+        return chunk if mask is None else chunk.on(mask.device)
+
+    def _require_one_length(self, first: int, tokens: int) -> None:
+        """ValueError unless all layers held equally many tokens before this pass, which has reached layer `first`."""
+        held = {layer.seen for layer in self.turbo_layers()}
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, DynamicLayer) and layer.is_initialized:
+                # layers before `first` have already stored this pass's tokens
+                held.add(int(layer.get_seq_length()) - (tokens if index < first else 0))
+        if len(held) > 1:
+            raise ValueError(
+                f"layers of this TurboCache hold {' and '.join(map(str, sorted(held)))} tokens: an earlier pass "
+                "ended in an error midway. reset() it, or take a new one."
+            )
+
+    def begin_pass(self, depth: int) -> None:
+        """A module that calls all layers begins (`Integrity.enter`); `integrity.leave` ends it.
+
+        Raises:
+            ValueError: an earlier pass or call broke off, for NaN or anything else; or another thread uses the cache.
+        """
+        try:
+            self.integrity.enter(depth)
+        except ValueError:
+            # the better reason, if it is one
+            self.require_finite()
+            raise
+
+    def require_finite(self) -> None:
+        """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""
+        layers = [layer for layer in self.turbo_layers() if layer.unchecked]
+        if layers:
+            require_finite({layer.index: layer.nonfinite for layer in layers})
+        for layer in layers:
+            layer.unchecked = False
+
+    # --- what changes layers ---------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `Cache`.
+
+        Raises:
+            ValueError: the cache is broken, or another thread uses it.
+        """
+        update = super().update
+        if isinstance(self.layers[layer_idx], TurboLayer):
+            # it marks what it stores, which may be later
+            return update(key_states, value_states, layer_idx, *args, **kwargs)
+        rows = self._rows()
+        if rows is not None and len(key_states) != rows:
+            raise ValueError(
+                f"layer {layer_idx}: the cache holds {rows} rows; this pass brings {len(key_states)}. Use a new "
+                "TurboCache, or reset() this one."
+            )
+        with_layer = functools.partial(update, key_states, value_states, layer_idx, *args, **kwargs)
+        return self._marked(with_layer, layer_idx, "")
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in `Cache`; refused as `update` is."""
+        if conv_states.is_inference() and getattr(self.layers[layer_idx], "record_past", False):
+            # kept as it is, where another is copied
+            conv_states = ordinary(conv_states.clone)()
+        update = functools.partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
+        return self._marked(update, layer_idx, f"conv_states {state_idx}")
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in `Cache`; refused as `update` is."""
+        update = functools.partial(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, **kwargs)
+        return self._marked(update, layer_idx, f"recurrent_states {state_idx}")
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """As in `Cache`; refused as `update` is."""
+        update = functools.partial(super().update_indexer, indexer_key_states, layer_idx)
+        return self._marked(update, layer_idx, "indexer")
+
+    def _marked(self, update: Callable[[], R], layer: int, kind: str) -> R:
+        """The result of an update of one of Transformers' own layers."""
+        self.integrity.turn(layer, 0 if kind else self.get_seq_length(layer), kind)
+        self.integrity.writing = f"layer {layer}"
+        # states are written in place, also outside `torch.inference_mode` later
+        result = ordinary(update)() if kind and torch.is_inference_mode_enabled() else update()
+        self.integrity.writing = None
+        self.integrity.settle(layer)
+        return result
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
+        if layer_idx is not None:
+            self._read(layer_idx, ("conv_states", "recurrent_states"), state_idx)
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in `Cache`. Within a pass, what comes of it may be changed in place."""
+        self._read(layer_idx, ("conv_states",), state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in `Cache`. Within a pass, what comes of it may be changed in place."""
+        self._read(layer_idx, ("recurrent_states",), state_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def _read(self, layer: int, names: Sequence[str], number: int | None) -> None:
+        """The layer's states of these names are taken: that of a number, or all."""
+        held: Any = self.layers[layer]
+        if isinstance(held, LinearAttentionCacheLayerMixin) and any(held.has_previous_state.values()):
+            states = [state for name in names for n, state in getattr(held, name).items() if number in (None, n)]
+            self.integrity.read(layer, f"{' or '.join(names)} {number}", states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`, and
+        after a pass that broke off (`roll_back`)."""
+        # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
+        tokens_to_remove = int(tokens_to_remove)
+        self.integrity.require_whole()
+        if tokens_to_remove <= 0 and self._rows() is None:
+            # Transformers' own layers fail before the first pass
+            return
+        for index in range(len(self.layers)):
+            self._require_croppable(index, tokens_to_remove)
+        self._crop(tokens_to_remove)
+
+    def _require_croppable(self, index: int, tokens_to_remove: int) -> None:
+        layer = self.layers[index]
+        if isinstance(layer, TurboLayer):
+            removable(layer, tokens_to_remove)
+        else:
+            require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
+
+    @_whole
+    def _crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+
+    def roll_back(self) -> int:
+        """After a pass that broke off (an error, Ctrl-C): take back what some layers have stored of it, as `crop` does.
+
+        Returns the columns taken back: 0 if no layer has stored any, or no pass has broken off. Not to be called while
+        another thread uses the cache.
+
+        Raises:
+            ValueError: a layer was being written, or can no longer be cropped; nothing has changed. `reset()` it then.
+        """
+        before = self.integrity.before()
+        surplus = {layer: self.get_seq_length(layer) - held for (layer, kind), held in before.items() if not kind}
+        columns = sum(layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin))
+        was_empty = bool(before) and columns == sum(surplus.values())
+        if not was_empty:
+            self._require_kept(before, surplus)
+        masks = [turbo.given_mask for turbo in self.turbo_layers()]
+        recording = [layer for layer in self.layers if getattr(layer, "record_past", False)]
+        self.integrity.last = Pass(operation="roll_back")
+        if was_empty:
+            self._empty()
+            for layer in recording:
+                if isinstance(layer, TurboLayer | DynamicSlidingWindowLayer | LinearAttentionCacheLayerMixin):
+                    layer.activate_past_recording()
+        else:
+            for index, count in surplus.items():
+                held: Any = self.layers[index]
+                held.crop(-count)
+        for turbo, mask in zip(self.turbo_layers(), masks, strict=True):
+            # of columns to come, too
+            turbo.given_mask = mask
+        self.integrity.forget()
+        return max(surplus.values(), default=0)
+
+    def _require_kept(self, before: Mapping[tuple[int, str], int], surplus: Mapping[int, int]) -> None:
+        """ValueError unless layers still hold what they held before they took `surplus` columns, and other states."""
+        changed = [layer for layer, kind in before if kind]
+        if changed:
+            kind = type(self.layers[changed[0]]).__name__
+            raise ValueError(f"layer {changed[0]}: a {kind} does not keep what it held before a pass: {RESET}")
+        try:
+            for layer, count in surplus.items():
+                self._require_croppable(layer, -count)
+        except ValueError as error:
+            raise ValueError(f"{error} What broke off cannot be taken back: {RESET}") from None
+
+    @_whole
+    def activate_past_recording(self) -> None:
+        """Wait for `crop` after each pass before dropping what it may bring back."""
+        super().activate_past_recording()
+
+    def memory(self) -> Memory:
+        """Bytes by layer and kind, as currently allocated."""
+        return measure(self.layers)
+
+    @property
+    def max_cache_len(self) -> int:
+        """There is none. PEFT's prefix tuning asks for it to put a cache of its own in this one's place.
+
+        Raises:
+            AttributeError: always, so that `hasattr` is false.
+        """
+        raise AttributeError(
+            "a TurboCache grows as it must, and has no max_cache_len. Prefix tuning (PEFT) brings a cache of its own: "
+            "run it without the patch."
+        )
+
+    @_whole
+    def stop_recording(self) -> None:
+        """End the recording that `activate_past_recording` began, and seal blocks that were kept open for a `crop`."""
+        for layer in self.layers:
+            _stop_recording(layer)
+        for layer in self.turbo_layers():
+            layer.record_past = False
+            if layer.is_initialized:
+                layer.commit()
+
+    @ordinary
+    def reset(self) -> None:
+        """Forget every token, also of a broken cache; it can then take another batch."""
+        self.integrity.last = Pass(operation="reset")
+        self._empty()
+        self.integrity.forget()
+
+    def _empty(self) -> None:
+        self._planned = []
+        for layer in self.turbo_layers():
+            layer.reset()
+        for index, make in self._others.items():
+            # what an exception has left of a layer may not be fit for its own `reset`
+            held = vars(self.layers[index])
+            held.clear()
+            held.update(vars(make()))
+
+    # --- rows of the batch -------------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Row i of every layer continues what row `beam_idx[i]` was: ValueError as in `rows.chosen_rows`."""
+        self.integrity.require_whole()
+        rows = self._rows()
+        if rows is not None:
+            self._select_rows(chosen_rows(beam_idx, rows))
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Keep these rows of every layer: row numbers, a bool mask or a slice; ValueError as in `rows.chosen_rows`."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, side by side: ValueError unless a whole number above 0."""
+        self.integrity.require_whole()
+        rows = self._rows()
+        if rows is not None:
+            self._select_rows(repeated_rows(repeats, rows))
+
+    @_whole
+    def _select_rows(self, index: Any) -> None:
+        # layers with recurrent states have no other method for it
+        super().reorder_cache(index)
+
+    def _rows(self) -> int | None:
+        """Rows of the batch; None before the first pass."""
+        for layer in self.layers:
+            if isinstance(layer, TurboLayer):
+                if layer.is_initialized:
+                    return layer.rows
+                continue
+            held = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values()]
+            held += getattr(layer, "recurrent_states", {}).values()
+            found = next((x for x in held if x is not None and x.dim() > 1), None)
+            if found is not None:
+                return len(found)
+        return None
+
+    # --- what a DynamicCache does too --------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[tuple[Any, Any, torch.Tensor | None]]:
+        """(keys, values, window or None) of each layer, as a `DynamicCache` gives them; see `TurboLayer.keys`.
+
+        Raises:
+            Unsupported: a layer without keys (linear attention).
+            ValueError: the cache is broken.
+        """
+        self.integrity.require_whole()
+        for index, layer in enumerate[Any](self.layers):
+            if not hasattr(layer, "keys"):
+                raise Unsupported(
+                    f"layer {index}: a {type(layer).__name__} has no keys and values to iterate over. Take those of "
+                    "the other layers: cache.layers[i].keys, cache.layers[i].values."
+                )
+            window = torch.tensor(layer.window) if isinstance(layer, TurboLayer) and layer.window else None
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", window)
+
+    def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as `prefetch` is. Raises: Unsupported."""
+        refuse_offloading()
+
+    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, as `offload` is. Raises: Unsupported."""
+        refuse_offloading()
+
+    @ordinary
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TurboCache":
+        copied: TurboCache = deep_copied(self, memo)
+        return copied
+
+    def __copy__(self) -> "TurboCache":
+        # of the same layers, as of any cache
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if torch.is_inference_mode_enabled():
+            # what was unpickled are tensors that could not be written again outside of it
+            self.__dict__.update(copy.deepcopy(self).__dict__)

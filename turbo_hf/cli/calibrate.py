@@ -1,0 +1,251 @@
+"""`turbo-hf calibrate`: calibration from the command line."""
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from turbo_hf.calibration.artifacts import Calibration
+from turbo_hf.calibration.checkpoint import checkpoint_of
+from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
+from turbo_hf.calibration.run import CalibrationPlan, calibrate, estimate, make_plan, read_windows
+from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
+from turbo_hf.calibration.unfinished import Unfinished, finished_groups
+from turbo_hf.console import Device, Json, err, fail, load, out
+from turbo_hf.ops.host_device import input_device
+
+TRIAL = {"cuda": 8192}
+"""Side length of the matrices whose product measures a device's speed; elsewhere 1024."""
+PASSES = 0.8
+"""Share of that speed that passes in the model's dtype are assumed to reach."""
+INDEX = {"cuda": 0.11}
+"""The same for everything else, in float32: on an H200, memory-bound; elsewhere 0.25 (two CPU cores)."""
+
+
+def calibrate_command(
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
+    texts: Annotated[
+        str,
+        typer.Option(
+            help="A .txt or .jsonl file, a folder of them, or a Hub dataset (owner/name, owner/name:configuration), "
+            "whose `text` column is streamed; preferably long texts, such as books."
+        ),
+    ],
+    out_folder: Annotated[
+        Path, typer.Option("--out", help="Folder for the result; patch looks in the checkpoint's own folder.")
+    ],
+    preset: Annotated[str, typer.Option(help="fast or full.")] = "fast",
+    heads_only: Annotated[bool, typer.Option(help="Head priorities alone, without an index: takes seconds.")] = False,
+    window: Annotated[int | None, typer.Option(help="Tokens per window, instead of the preset's.")] = None,
+    windows: Annotated[int | None, typer.Option(help="Maximum number of windows, instead of the preset's.")] = None,
+    clusters: Annotated[
+        int | None, typer.Option(help="Centroids per KV head; default: 1024, or fewer if there are few keys.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps, instead of the preset's.")] = None,
+    local: Annotated[int | None, typer.Option(help="Tokens that decoding reads densely; default 2047.")] = None,
+    far: Annotated[int | None, typer.Option(help="Tokens to a long-range query's best key; default 1024.")] = None,
+    architecture: Annotated[str | None, typer.Option(help="The query classifier: mlp (default) or residual.")] = None,
+    long_range: Annotated[
+        bool, typer.Option("--long-range", help="Train on long-range queries alone, as SAAP does.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub, instead of main.")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue from the layers finished by an interrupted run.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace the calibration in --out at the end.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="Print the memory and time it would take, and what each layer gets.")
+    ] = False,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """Learn from a model's own keys and queries which heads need their bits, and build an index for sparse decoding."""
+    own = {"window": window, "windows": windows, "seed": seed}
+    of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far, "architecture": architecture}
+    of_index |= {"long_range": long_range or None}
+    try:
+        chosen = _settings(preset, own, of_index, heads_only)
+        if not dry_run:
+            Unfinished(out_folder, resume, overwrite)  # refuses what the run would, but before loading the model
+        loaded, tokenizer = load(model, device, revision)
+        plan = make_plan(loaded, _cut(chosen, loaded, window))
+        if dry_run:
+            facts = _dry_run(loaded, tokenizer, plan, texts, revision)
+        else:
+            facts = _run(loaded, tokenizer, plan, texts, out_folder, resume, overwrite, revision)
+    except (ValueError, OSError) as error:
+        raise fail(str(error)) from error
+    if json_line:
+        print(json.dumps(facts))  # noqa: T201
+
+
+def _settings(preset: str, own: dict[str, Any], of_index: dict[str, Any], heads_only: bool) -> Settings:
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}; presets are {', '.join(PRESETS)}.")
+    given = {name: value for name, value in (own | of_index).items() if value is not None}
+    if heads_only:
+        unused = [f"--{name.replace('_', '-')}" for name in of_index if name in given]
+        if unused:
+            raise ValueError(
+                f"no effect beside --heads-only, which makes no index: {', '.join(unused)}. Leave that out."
+            )
+        given["index"] = False
+    return replace(resolve_settings(preset), **given)
+
+
+def _interrupted(folder: Path) -> typer.Exit:
+    done = finished_groups(folder)
+    kept = f"groups of layers done and kept in {folder}: {done}; the same command with --resume goes on with the rest"
+    err.print(f"interrupted: {kept if done else 'no group of layers was done, so that nothing is kept'}.", markup=False)
+    return typer.Exit(130)
+
+
+def _cut(chosen: Settings, model: Any, window: int | None) -> Settings:
+    """A preset's windows are cut to what the model was made for; those of `--window` are not."""
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if window is None and positions is not None and positions < chosen.window:
+        return replace(chosen, window=positions)
+    return chosen
+
+
+def _run(
+    model: Any,
+    tokenizer: Any,
+    plan: CalibrationPlan,
+    texts: str,
+    folder: Path,
+    resume: bool,
+    overwrite: bool,
+    revision: str | None,
+) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    begun = time.perf_counter()
+    if resume and not finished_groups(folder):
+        err.print(f"{folder} holds no interrupted run: this one begins anew.", markup=False, highlight=False)
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as progress:
+            task = progress.add_task("reading texts", total=1.0)
+
+            def say(found: CalibrationPlan) -> None:
+                # a bar that is shown takes what is printed for itself, and out of a pipe
+                progress.stop()
+                _say_estimate(found, _needs(model, found))
+                progress.start()
+
+            found = calibrate(
+                model,
+                tokenizer,
+                texts,
+                settings=plan.settings,
+                out=folder,
+                resume=resume and finished_groups(folder) > 0,
+                overwrite=overwrite,
+                progress=lambda word, share: progress.update(task, advance=share, description=word),
+                planned=say,
+                revision=revision,
+            )
+    except KeyboardInterrupt as error:
+        raise _interrupted(folder) from error
+    seconds = time.perf_counter() - begun
+    _print(found, seconds, folder)
+    facts: dict[str, Any] = {"out": str(folder), "tokens": found.tokens, "seconds": round(seconds, 1)}
+    return facts | {"settings": dict(found.settings), "layers": [layer.facts() for layer in found.layers]}
+
+
+def _print(found: Calibration, seconds: float, folder: Path) -> None:
+    judged = [layer for layer in found.layers if layer.quality]
+    table = Table(title=f"{found.fingerprint['model']}: {found.tokens:,} tokens in {seconds:.0f} s", box=SIMPLE)
+    table.add_column("layer", justify="right")
+    table.add_column("heads by need of bits")
+    for heading in ("C", "saap", "each", "kmeans", "rotated", "random"):
+        table.add_column(heading, justify="right")
+    orders = found.head_orders("priority")
+    for layer in found.layers:
+        order = " ".join(map(str, orders.get(layer.index, ()))) or "-"
+        figures = ["-"] * (1 + len(WAYS))
+        if layer.quality and layer.centroids is not None:
+            at = SELECTIVITY.index(0.04)
+            rows = [mean_recall([dict(layer.quality)], way) for way in WAYS]
+            figures = [str(layer.centroids.shape[1]), *(f"{row[at]:.1%}" if row else "-" for row in rows)]
+        table.add_row(str(layer.index), order, *figures)
+    out.print(table)
+    if judged:
+        note = "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
+        note += "them: the selectors saap, the same with independent=True (each), kmeans, kmeans-rotated and random."
+        out.print(note, style="dim", highlight=False)
+    for layer in found.layers:
+        if layer.note:
+            out.print(f"Layer {layer.index}: {layer.note}", markup=False, highlight=False)
+    out.print(f"Written to {folder}. turbo_hf.patch(model, ..., calibration={str(folder)!r}) uses it.", markup=False)
+
+
+def _dry_run(model: Any, tokenizer: Any, plan: CalibrationPlan, texts: str, revision: str | None) -> dict[str, Any]:
+    windows, _ = read_windows(model, tokenizer, texts, plan, checkpoint_of(model, revision))
+    plan = plan._replace(settings=replace(plan.settings, windows=len(windows)))
+    needs = _needs(model, plan)
+    out.print(f"{len(windows)} windows of {plan.settings.window:,} tokens, {len(plan.groups)} groups of layers:")
+    for group in plan.groups:
+        kind = "head priorities and index" if group.indexed else "head priorities"
+        out.print(f"  layers {', '.join(map(str, group.layers))}: {kind}", highlight=False)
+    for index, note in sorted(plan.notes.items()):
+        out.print(f"  layer {index}: {note}", markup=False, highlight=False)
+    for name, what in (
+        ("host_bytes", "memory of the host, for samples"),
+        ("device_bytes", "memory of the device, besides the model and one pass"),
+        ("file_bytes", "result"),
+    ):
+        out.print(f"  {what}: {needs[name] / 1e9:.2f} GB", highlight=False)
+    out.print(f"  time, roughly: {_time(needs['seconds'])}", highlight=False)
+    return {**needs, "windows": len(windows), "notes": plan.notes}
+
+
+def _needs(model: Any, plan: CalibrationPlan) -> dict[str, float]:
+    """`estimate`, and "seconds" at the speed that this device is measured to have; NaN if there is no memory for it."""
+    needs, device = estimate(model, plan), input_device(model)
+    try:
+        passes, index = (_speed(device, dtype) for dtype in (model.dtype, torch.float32))
+    except torch.OutOfMemoryError:
+        return {**needs, "seconds": math.nan}
+    seconds = needs["pass_flops"] / (PASSES * passes)
+    seconds += needs["index_flops"] / (INDEX.get(device.type, 0.25) * index)
+    return {**needs, "seconds": seconds}
+
+
+def _say_estimate(plan: CalibrationPlan, needs: dict[str, float]) -> None:
+    """One line, also where no bar is shown. Of a run that is resumed, it is about the whole of it."""
+    gigabytes = (f"{needs[name] / 1e9:.2f} GB" for name in ("host_bytes", "device_bytes"))
+    out.print(
+        f"estimate: {_time(needs['seconds'])} for {plan.settings.windows} windows of {plan.settings.window:,} tokens, "
+        f"groups of layers: {len(plan.groups)}; {' of the host, '.join(gigabytes)} of the device besides the model.",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _time(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "unknown"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a matrix product on this device."""
+    size = TRIAL.get(device.type, 1024)
+    x = torch.randn(size, size, device=device, dtype=dtype)
+    float((x @ x)[0, 0])  # the first one loads what it needs
+    rounds, begun = 0, time.perf_counter()
+    while rounds < 3 or time.perf_counter() - begun < 0.2:
+        x = torch.nn.functional.normalize(x @ x, dim=-1)
+        float(x[0, 0])  # waits for the device
+        rounds += 1
+    return rounds * 2 * size**3 / (time.perf_counter() - begun)

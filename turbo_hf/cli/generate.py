@@ -1,0 +1,122 @@
+"""`turbo-hf generate`: text from a patched model, as it comes."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from turbo_hf.console import Device, Json, err, fail, load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from turbo_hf.cache.memory import Memory
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def generate_command(
+    model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="Text to continue; -: standard input, less one line end. None: see --chat."),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Answer through the model's chat template; without a prompt, line after line."),
+    ] = False,
+    config: Annotated[
+        str | None,
+        typer.Option("--preset", "--config", help="A preset, or a JSON or YAML file of options; default: turbo4."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per reply.")] = 256,
+    temperature: Annotated[
+        float | None, typer.Option(help="0: greedy; above: sample. Default: as the model's generation config says.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample among the likeliest tokens of this total.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=(1 << 32) - 1, help="Random seed of sampling.")] = None,
+    device: Device = "auto",
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto: the checkpoint's.")] = "auto",
+    memory: Annotated[bool, typer.Option("--memory", help="Say last, on stderr, what the cache took.")] = False,
+    json_line: Json = False,
+) -> None:
+    """Continue a prompt, or chat, on a compressed KV cache: the text is streamed as it is generated."""
+    if prompt is None and not chat:
+        raise fail("there is no prompt: write it behind the model, or - for standard input, or chat with --chat.")
+    if dtype not in DTYPES:
+        raise fail(f"unknown dtype {dtype}; choose from {', '.join(DTYPES)}.")
+    from transformers import set_seed  # noqa: PLC0415
+
+    from turbo_hf.cli.conversation import Conversation, sampling  # noqa: PLC0415
+    from turbo_hf.config.turbo_config import DEFAULT_PRESET, resolve_config  # noqa: PLC0415
+    from turbo_hf.errors import out_of_memory  # noqa: PLC0415
+    from turbo_hf.patching.patch_model import patch  # noqa: PLC0415
+
+    replies = []
+    try:
+        options = {"max_new_tokens": max_new_tokens, **sampling(temperature, top_p)}
+        chosen = resolve_config(config or DEFAULT_PRESET)
+        tokenizer = load_tokenizer(model)
+        if chat and not tokenizer.chat_template:
+            raise ValueError(f"{model} has no chat template. Without --chat, it continues the prompt as plain text.")
+        loaded = load_model(model, device, dtype=dtype)
+        with patch(loaded, chosen) as handle:
+            talk = Conversation(loaded, tokenizer, handle, options)
+            if seed is not None:
+                set_seed(seed)
+            for text in _texts(prompt):
+                replies.append(talk.answer(text) if chat else talk.complete(text))
+                _note_positions(loaded, replies[-1].prompt_tokens + replies[-1].new_tokens)
+        taken = talk.cache.memory()
+    except (ValueError, OSError) as error:
+        raise fail(str(error)) from error
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise fail(f"the memory of {loaded.device} is full. Take a shorter prompt or fewer bits.") from error
+    if memory:
+        err.print(_line(taken, loaded.dtype), markup=False, highlight=False, soft_wrap=True)
+    if json_line:
+        facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": chosen.to_dict()}
+        facts["memory"] = {"tokens": taken.tokens, "bytes": taken.total, "compression": taken.compression}
+        print(json.dumps({**facts, "replies": [asdict(reply) for reply in replies]}))  # noqa: T201
+
+
+def _texts(prompt: str | None) -> Iterator[str]:
+    """What is to be answered. ValueError: it is not UTF-8 text."""
+    try:
+        for text in _typed(prompt):
+            # bytes of other encodings come as lone surrogates
+            text.encode()
+            yield text
+    except UnicodeError as error:
+        raise ValueError("the prompt is not UTF-8 text. Convert it first.") from error
+
+
+def _typed(prompt: str | None) -> Iterator[str]:
+    """The one prompt, or each line that is typed."""
+    if prompt is not None:
+        yield sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        return
+    by_hand = sys.stdin.isatty() and sys.stdout.isatty()
+    if by_hand:
+        err.print("A line is a message. Ctrl-D ends the conversation.", style="dim")
+    while True:
+        try:
+            line = input("> " if by_hand else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
+
+
+def _note_positions(model: Any, tokens: int) -> None:
+    trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if trained and tokens > trained:
+        err.print(f"note: these are {tokens:,} tokens; the model was made for {trained:,} positions.", markup=False)
+
+
+def _line(taken: "Memory", dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return f"KV cache: {taken.tokens:,} tokens in {taken.total:,} bytes, {taken.compression:.2f} x less than in {name}."

@@ -1,0 +1,345 @@
+"""The command line: `turbo-hf generate`, `demo`, `plan`, `doctor`, `calibrate`, `eval`, `bench`.
+
+Torch and Transformers take seconds to import, and are imported where they are used: the help does not wait for them.
+"""
+
+import importlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
+
+from turbo_hf._version import __version__
+from turbo_hf.cli.generate import generate_command
+from turbo_hf.console import Device, Json, err, fail, load, load_config, load_model, out
+
+if TYPE_CHECKING:
+    from turbo_hf.cli.plan import Plan
+    from turbo_hf.cli.weights import Weights
+    from turbo_hf.eval.demo import Row
+    from turbo_hf.eval.needle import Needle
+    from turbo_hf.patching.doctor import Diagnosis, Machine
+
+
+class Later(NamedTuple):
+    """A command whose own options need Torch: where it is, and its line in the help."""
+
+    module: str
+    name: str
+    help: str
+
+
+LATER = {
+    "calibrate": Later(
+        "turbo_hf.cli.calibrate",
+        "calibrate_command",
+        "Learn from a model's own keys and queries which heads need their bits, and build an index for sparse "
+        "decoding.",
+    ),
+    "eval": Later(
+        "turbo_hf.eval.eval_command",
+        "eval_command",
+        "Accuracy, perplexity, KV bytes and speed of each method, paired item by item with the unpatched model.",
+    ),
+    "bench": Later("turbo_hf.eval.bench.commands", "bench", "Speed and error of attention, on shapes of real models."),
+}
+
+
+def load_command(name: str) -> Any:
+    """Import one of `LATER`: a command, or a group of commands."""
+    found = getattr(importlib.import_module(LATER[name].module), LATER[name].name)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False)
+    alone.command(name)(found)
+    return typer.main.get_command(alone)
+
+
+class Commands(TyperGroup):
+    """The commands of this module, and those of `LATER`, which are imported once they are called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names."""
+        return [*super().list_commands(ctx), *LATER]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """What the help shows of a command."""
+        return TyperCommand(cmd_name, help=LATER[cmd_name].help) if cmd_name in LATER else self.commands.get(cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is called, and what is left of its arguments."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name in LATER else command, rest
+
+
+app = typer.Typer(no_args_is_help=True, cls=Commands)
+app.command("generate")(generate_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"turbo_hf {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Attention on a compressed KV cache for Hugging Face Transformers."""
+
+
+CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"
+
+
+@app.command("demo")
+def demo_command(
+    model: Annotated[str | None, typer.Option(help="A folder or a Hub id; default: the included model.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of needles to look for.")] = 40,
+    shortest: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of the shortest prompt; default: 256, or the longest.")
+    ] = None,
+    longest: Annotated[int, typer.Option(min=1, help="Maximum tokens of the longest prompt.")] = 2048,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts per batch.")] = 8,
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method", "--config", help="A preset, or a JSON or YAML file of options; may be repeated. Default: all."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the prompts.")] = 0,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """Find needles with the unpatched model and with each preset: answers, tokens, bytes and speed side by side."""
+    if model is None and not CARRIED.is_dir():
+        raise fail("the included model is not beside this installation; pass --model, a folder or a Hub id.")
+    from turbo_hf.config.file import SUFFIXES, names_a_file  # noqa: PLC0415
+    from turbo_hf.config.turbo_config import PRESETS, resolve_config  # noqa: PLC0415
+    from turbo_hf.eval.demo import as_json  # noqa: PLC0415
+    from turbo_hf.eval.needle import needles  # noqa: PLC0415
+
+    # a sparse preset needs a calibration
+    methods = list(dict.fromkeys(method or [])) or [name for name, config in PRESETS.items() if config.sparse is None]
+    unknown = [name for name in methods if name not in PRESETS and not names_a_file(name)]
+    if unknown:
+        raise fail(
+            f"unknown method {', '.join(unknown)}; presets are {', '.join(PRESETS)}, and files of options end in "
+            f"{', '.join(SUFFIXES)}."
+        )
+    try:
+        for name in methods:
+            resolve_config(name)
+    except (OSError, ValueError) as error:
+        raise fail(str(error)) from error
+    least = min(256, longest) if shortest is None else shortest
+    if least > longest:
+        raise fail(f"--shortest {least} is above --longest {longest}.")
+    folder = model or str(CARRIED)
+    loaded, tokenizer = load(folder, device)
+    try:
+        asked = needles(tokenizer, prompts, least, longest, seed)
+        rows, example = _run_demo(loaded, tokenizer, asked, methods, batch)
+    except ValueError as error:
+        raise fail(str(error)) from error
+    _print_example(asked[0], example)
+    _print_demo(rows, Path(folder).name, asked)
+    if json_line:
+        facts = {"model": Path(folder).name, "device": str(loaded.device), "dtype": str(loaded.dtype), "seed": seed}
+        print(json.dumps(as_json(rows, **facts)))  # noqa: T201
+
+
+def _run_demo(
+    model: Any, tokenizer: Any, asked: "list[Needle]", methods: list[str], batch: int
+) -> "tuple[list[Row], dict[str, str]]":
+    from turbo_hf.eval.demo import demo  # noqa: PLC0415
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    rows, example = [], {}
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("prompts", total=len(asked) * (1 + len(methods)))
+        runs = demo(
+            model,
+            tokenizer,
+            asked,
+            methods,
+            batch=batch,
+            advance=lambda name, done: progress.update(task, advance=done, description=name),
+        )
+        for row, replies in runs:
+            rows.append(row)
+            example[row.method] = replies[0]
+    return rows, example
+
+
+def _print_example(needle: "Needle", replies: dict[str, str]) -> None:
+    text = needle.prompt
+    at = text.index(needle.answer)
+    shown = (text[:70], text[max(70, at - 130) : at + 60], text[-130:])
+    out.print(f"One of the prompts ({needle.tokens} tokens, the needle at {needle.depth:.0%}):", style="bold")
+    out.print(" [...] ".join(part.replace("\n", " ") for part in shown), markup=False, highlight=False)
+    for method, reply in replies.items():
+        out.print(f"  {method:12} ->{reply}", markup=False, highlight=False)
+    out.print(f"  right: {needle.answer}\n", highlight=False)
+
+
+def _print_demo(rows: "list[Row]", name: str, asked: "list[Needle]") -> None:
+    lengths = [needle.tokens for needle in asked]
+    table = Table(title=f"{name}: {len(asked)} needles in {min(lengths)} to {max(lengths)} tokens")
+    for heading in ("method", "right", "tokens equal", "KV bytes/token", "ratio", "tokens/s"):
+        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=heading == "method")
+    for row in rows:
+        table.add_row(
+            row.method,
+            f"{row.needle_right}/{row.needle_total}",
+            f"{row.tokens_equal_pct:.1f} %",
+            f"{row.kv_bytes_per_token:.0f}",
+            f"{row.compression:.2f} x",
+            f"{row.tokens_per_s:.1f}",
+        )
+    out.print(table)
+    note = "Bytes are read off the caches; padding is not held against the baseline. Time includes the prompts"
+    out.print(f"{note}; on a GPU not what is compiled at first use, and SDPA runs without cuDNN.", style="dim")
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[str, typer.Argument(help="A folder, a config.json or a Hub id; weights are not loaded.")],
+    context: Annotated[str, typer.Option(help="Tokens per row, such as 128k or 131072.")] = "128k",
+    batch: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 1,
+    gpu_memory: Annotated[str, typer.Option(help="Memory of the GPU, such as 80GB or 24GiB.")] = "80GB",
+    json_line: Json = False,
+) -> None:
+    """Cache memory before and after, from the config alone: bytes per token, longest context, largest batch."""
+    from turbo_hf.cli.plan import parse_bytes, plan  # noqa: PLC0415
+    from turbo_hf.cli.weights import weigh  # noqa: PLC0415
+    from turbo_hf.eval.bench.shapes import parse_tokens  # noqa: PLC0415
+    from turbo_hf.patching.meta_model import meta_model  # noqa: PLC0415
+
+    config = load_config(model)
+    try:
+        gpu_bytes, tokens = parse_bytes(gpu_memory), parse_tokens(context)
+        unloaded = meta_model(config)
+        weights = weigh(unloaded, model)
+        found = plan(unloaded, context=tokens, batch=batch, gpu_bytes=gpu_bytes, weights=weights.nbytes)
+    except ValueError as error:
+        raise fail(str(error)) from error
+    _print_plan(found, f"{Path(model).name}: {tokens} tokens x {batch} on {gpu_memory}", tokens, batch, weights)
+    if json_line:
+        facts = {**asdict(found), "weight_bytes": weights.nbytes, "weight_note": weights.note}
+        print(json.dumps(facts))  # noqa: T201
+
+
+def _print_plan(found: "Plan", title: str, context: int, batch: int, weights: "Weights") -> None:
+    table = Table(title=title)
+    headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
+    for heading in headings:
+        first = heading == "method"
+        table.add_column(heading, justify="left" if first else "right", overflow="fold", no_wrap=first)
+    for row in found.rows:
+        longest = "no limit" if row.longest_context < 0 else f"{row.longest_context:,}"
+        table.add_row(
+            row.method,
+            f"{row.bytes_per_token:,.0f}",
+            f"{row.compression:.2f} x",
+            f"{row.cache_bytes / 1e9:.2f} GB",
+            "yes" if row.fits else "no",
+            longest,
+            f"{row.largest_batch:,}",
+        )
+    out.print(table)
+    out.print(f"Weights take {weights.nbytes / 1e9:.2f} GB; a tenth of the GPU is left for activations.", style="dim")
+    for note in (weights.note, *found.notes):
+        if note:
+            out.print(note, style="dim", markup=False, highlight=False)
+
+
+@app.command("doctor")
+def doctor_command(
+    model: Annotated[str | None, typer.Argument(help="A folder or a Hub id to check; none: the machine only.")] = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """What this machine and model can do, why not otherwise, and whether the logits agree. Exits with 1 on a
+    problem."""
+    from turbo_hf.config.turbo_config import DEFAULT_PRESET  # noqa: PLC0415
+    from turbo_hf.patching.doctor import machine  # noqa: PLC0415
+
+    found = machine()
+    _print_machine(found)
+    diagnosis = None if model is None else _diagnose(model, device)
+    if diagnosis is not None:
+        _print_diagnosis(diagnosis)
+    if json_line:
+        facts: dict[str, Any] = {"machine": asdict(found)}
+        if diagnosis is not None:
+            facts["model"] = {
+                "refusal": diagnosis.refusal,
+                "checks": {name: _finite(asdict(check)) for name, check in diagnosis.checks.items()},
+                "unknown": diagnosis.unknown,
+            }
+        print(json.dumps(facts))  # noqa: T201
+    # a coarser preset may be too coarse for a model; the default must not be
+    check = None if diagnosis is None else diagnosis.checks.get(DEFAULT_PRESET)
+    failed = (diagnosis is not None and diagnosis.refusal) or (check is not None and not check.passed)
+    if found.problems or failed:
+        raise typer.Exit(1)
+
+
+def _diagnose(model: str, device: str) -> "Diagnosis":
+    """Of the config alone if that is enough for a refusal, or if there are no weights."""
+    from turbo_hf.cli.weights import has_weights  # noqa: PLC0415
+    from turbo_hf.patching.doctor import diagnose, diagnose_config  # noqa: PLC0415
+
+    of_config = diagnose_config(load_config(model))
+    try:
+        if of_config.refusal is not None or not has_weights(model):
+            return of_config
+    except ValueError as error:
+        raise fail(str(error)) from error
+    return diagnose(load_model(model, device))
+
+
+def _finite(figures: dict[str, float]) -> dict[str, float | None]:
+    """NaN is not valid JSON."""
+    return {name: value if value == value else None for name, value in figures.items()}  # noqa: PLR0124
+
+
+def _print_machine(found: "Machine") -> None:
+    from turbo_hf.patching.doctor import tested_range  # noqa: PLC0415
+
+    table = Table(title="machine", show_header=False)
+    for name, value in found.versions.items():
+        table.add_row(name, f"{value} (tested: {tested_range()})" if name == "transformers" else value)
+    table.add_row("GPU", "\n".join(found.gpus) or "none")
+    table.add_row("attention", found.backend)
+    out.print(table)
+    for problem in found.problems:
+        out.print(f"problem: {problem}", style="bold red", markup=False)
+
+
+def _print_diagnosis(diagnosis: "Diagnosis") -> None:
+    if diagnosis.refusal is not None:
+        out.print(f"problem: {diagnosis.refusal}", style="bold red", markup=False)
+        return
+    out.print(str(diagnosis.report), markup=False, highlight=False)
+    for unknown in diagnosis.unknown:
+        out.print(unknown, style="bold", markup=False, highlight=False)
+    if not diagnosis.checks:
+        return
+    table = Table(title="self-check: logits against the unpatched model")
+    for heading in ("preset", "relative error", "same first choice", "verdict"):
+        table.add_column(heading, justify="left" if heading == "preset" else "right")
+    for preset, check in diagnosis.checks.items():
+        verdict = "ok" if check.passed else "too coarse for this model"
+        table.add_row(preset, f"{check.error:.1%}", f"{check.agreement:.0%} of {check.tokens}", verdict)
+    out.print(table)
+    note = "On random tokens, of which a model is least sure; accuracy is measured on your tasks, not here."
+    out.print(note, style="dim")

@@ -1,0 +1,154 @@
+"""Memory before and after, from the config alone: bytes per token, the longest context, the largest batch."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from turbo_hf.cache.memory import LayerCost, cache_bytes, turbo_cost
+from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig
+from turbo_hf.patching.handle import Report
+from turbo_hf.patching.meta_model import DenseLayer, dense_layers, key_bias_note, patch_report
+
+KEPT_FREE = 0.1
+"""Share of the GPU left for activations and the allocator."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One method: bytes per token and of the whole requested cache, and what fits beside the weights.
+
+    constant_bytes: of `cache_bytes`, per row and at any length (the states of linear attention).
+    """
+
+    method: str
+    bytes_per_token: float
+    compression: float
+    cache_bytes: float
+    fits: bool
+    longest_context: int
+    largest_batch: int
+    constant_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """rows: unpatched, and each preset. positions: that the model was made for; None: the config names none. notes:
+    what is left in full precision, and what a config cannot tell."""
+
+    rows: list[PlanRow]
+    positions: int | None
+    notes: tuple[str, ...]
+
+
+def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, weights: int) -> Plan:
+    """Rows for the unpatched model ("fp16", or "fp32" if that is its dtype) and for each preset.
+
+    Args:
+        model: from `meta_model`.
+        context, batch: planned tokens per row, and number of rows.
+        gpu_bytes: the GPU's memory; a tenth of it is left for activations.
+        weights: bytes of it that the weights take.
+
+    Raises:
+        Unsupported: `patch` refuses this model.
+        ValueError: context or batch below 1, or a model that cannot run without weights.
+    """
+    if context < 1 or batch < 1:
+        raise ValueError(f"context and batch must be at least 1; got {context} and {batch}.")
+    # what selects keys needs a calibration, and changes nothing in what a layer stores but its index
+    reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in PRESETS.items()}
+    room, dense = gpu_bytes * (1 - KEPT_FREE) - weights, dense_layers(model)
+    unpatched = [layer.cost for layer in dense]
+    methods = {f"fp{8 * model.dtype.itemsize}": unpatched}
+    methods |= {name: layer_costs(dense, report, PRESETS[name].sparse) for name, report in reports.items()}
+    rows = []
+    for name, costs in methods.items():
+        needed = batch * cache_bytes(costs, context)
+        rows.append(
+            PlanRow(
+                method=name,
+                bytes_per_token=sum(cost.per_token for cost in costs),
+                compression=cache_bytes(unpatched, context) / cache_bytes(costs, context),
+                cache_bytes=needed,
+                fits=needed <= room,
+                longest_context=longest_context(costs, room / batch),
+                largest_batch=max(0, int(room // cache_bytes(costs, context))),
+                constant_bytes=sum(cost.constant for cost in costs),
+            )
+        )
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return Plan(rows, positions, tuple(_notes(model, reports[DEFAULT_PRESET], positions, context)))
+
+
+def layer_costs(dense: list[DenseLayer], report: Report, sparse: SparseConfig | None = None) -> list[LayerCost]:
+    """Cost of each layer under a patch, sealed blocks only. dense: what the layers take unpatched. sparse: the choice
+    of keys, whose index is counted.
+
+    Raises:
+        ValueError: a layer that the patch compresses stores no keys.
+    """
+    costs = []
+    for at, layer in zip(report.layers, dense, strict=True):
+        if not at.groups:
+            costs.append(layer.cost)
+            continue
+        if not layer.head_dim:
+            raise ValueError(f"layer {at.index} of {report.model} keeps no keys in its cache; nothing can be planned.")
+        indexed = sparse is not None and at.window is None and at.index not in sparse.dense_layers
+        index_bytes = sparse.index_bytes if sparse is not None and indexed else 0
+        # as the cache splits the heads that come, whatever the config calls them
+        groups = ((8, layer.heads),) if at.kept_int8 else report.config.head_groups(layer.heads)
+        cost = turbo_cost(report.config, groups, layer.head_dim, at.window, index_bytes)
+        costs.append(replace(cost, constant=layer.cost.constant))
+    return costs
+
+
+def _notes(model: PreTrainedModel, report: Report, positions: int | None, context: int) -> list[str]:
+    """What the user should know about the rows."""
+    count = len(report.layers)
+    notes = [
+        f"{n} of {count} layers are not compressed, each because {reason}."
+        for reason, n in Counter(at.reason for at in report.layers if not at.groups).items()
+    ]
+    bias = key_bias_note(model, report)
+    if bias is not None:
+        notes.append(bias)
+    if positions is not None and context > positions:
+        notes.append(f"The model was made for {positions:,} positions; {context:,} tokens are more.")
+    return notes
+
+
+def longest_context(costs: list[LayerCost], room: float) -> int:
+    """Maximum tokens of one row that fit in `room` bytes; -1: no limit (every layer has a window)."""
+    if room < 0:
+        return 0
+    if all(cost.window is not None or not cost.per_token for cost in costs):
+        widest = max((cost.window or 0) for cost in costs)
+        if cache_bytes(costs, widest) <= room:
+            return -1
+    low, high = 0, 1
+    while cache_bytes(costs, high) <= room:
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cache_bytes(costs, middle) <= room else (low, middle)
+    return low
+
+
+UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
+
+
+def parse_bytes(text: str) -> float:
+    """ "80GB", "24 GiB", "512MB" -> bytes. ValueError says what is expected."""
+    cleaned = text.replace(" ", "").upper()
+    unit = next((u for u in ("GIB", "MIB", "GB", "MB", "TB") if cleaned.endswith(u)), None)
+    number: Any = cleaned[: -len(unit)] if unit else ""
+    try:
+        value = float(number)
+    except ValueError:
+        value = -1.0
+    if unit is None or not 0 < value < float("inf"):
+        raise ValueError(f"expected an amount of memory like 80GB, 24GiB or 512MB; got {text!r}.")
+    return value * UNITS[unit]

@@ -1,0 +1,5 @@
+"""Options of `turbo_hf.patch`, by name and from files."""
+
+from turbo_hf.config.turbo_config import PRESETS as PRESETS
+from turbo_hf.config.turbo_config import SparseConfig as SparseConfig
+from turbo_hf.config.turbo_config import TurboConfig as TurboConfig

@@ -1,0 +1,394 @@
+"""The options: `SparseConfig`, `TurboConfig` and its presets."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
+from turbo_hf.config.options import Options, at_least, freeze_layers, layer_indices, one_of
+from turbo_hf.layout import BITS, BLOCK_SIZES, FULL, WIDTHS
+
+HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
+ATTENTION_MODES = ("turbo", "int8", "half", "fp8", "fp16")
+BACKENDS = ("auto", "triton", "reference")
+V_SCALES = ("block", "channel", "tensor")
+BUFFER_SCALES = ("token", "universal")
+CALIBRATED = ("saap", "kmeans", "kmeans-rotated")
+"""Selectors that need a calibration."""
+SELECTORS = (*CALIBRATED, "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full")
+MOST_BUCKETS = 1 << 15
+"""Maximum number of buckets per KV head: a token's bucket is stored in 16 bits."""
+MOST_TOKENS = 1 << 30
+"""Maximum number of tokens that are always read: no row holds more, and places are counted in 32 bits."""
+LARGEST_SEED = (1 << 32) - 1
+"""Seeds are multiplied by constants, with layers and windows added, and torch accepts 64 bits."""
+NO_BUCKETS = ("window", "full")
+"""Selectors that choose no buckets."""
+USED_BY = {
+    "buckets": ("lsh-reformer", "lsh-gray", "lsh-tables", "random"),
+    "tables": ("lsh-tables",),
+    "probes": tuple(name for name in SELECTORS if name not in ("lsh-tables", *NO_BUCKETS)),
+    "independent": tuple(name for name in SELECTORS if name not in NO_BUCKETS),
+}
+"""Fields of `SparseConfig` that only these selectors use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseConfig(Options):
+    """Which cached keys a decode step attends to (SAAP): all of them, or the dense part and some buckets of the rest.
+
+    Prompts, and chunks of more than 16 tokens, attend to everything. In shorter chunks each token chooses for itself,
+    as if it had come alone. Layers with a sliding window are not made sparse.
+
+    Args:
+        selector: how keys are assigned to buckets, and how the buckets that a query visits are chosen. "saap": buckets
+            by centroids of keys before rotary embedding, visits by the query classifier. "kmeans": visits by the inner
+            product of the un-rotated query and the centroids. "kmeans-rotated": centroids of keys after rotary
+            embedding. These three need a calibration. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants
+            of SAAP appendix B. "random": random buckets. "window": the dense part alone (StreamingLLM). "full": every
+            key. `probes`, `buckets`, `tables` and `independent` are refused for selectors that do not use them, unless
+            left at their defaults.
+        probes: how many buckets a step visits for each KV head; None: 32 (SAAP: l = 32). Not for "lsh-tables", whose
+            queries visit one bucket of each table, nor for "window" and "full", which have no buckets.
+        mass: instead of visiting a fixed number of buckets, visit them until the classifier leaves less than this share
+            of the attention beyond the dense part to the remaining ones. Between 0 and 1, only for selector "saap", and
+            not together with `probes`. Each step then counts the buckets of all keys, in plain torch.
+        most_probes: the maximum number of buckets visited under `mass`; None: no limit.
+        buckets: number of buckets per KV head, for the selectors without a calibration; for "lsh-tables", per hash
+            table.
+        tables: number of hash tables of "lsh-tables"; a key is attended to if it meets the query in two of them. They
+            take 2 bytes per token and table, and run in plain torch.
+        independent: True: each query head visits `probes` buckets (or those of `mass`) by its own scores, and attends
+            only to keys of those (SAAP appendix E.3); a key that several heads read is counted once for their KV head.
+            Runs in plain torch, without CUDA graphs. False: the query heads of a KV head choose together, by the sum of
+            their scores, and read the same keys. Not for "window" and "full", which choose nothing.
+        sink_tokens, window_tokens: how many of the first and of the newest tokens of a row are always read (SAAP: 1 +
+            2047), from 0 and 1 to 2^30. A row of no more tokens than these is read in full.
+        dense_layers: layers whose steps read every key (SAAP: the first). They remain compressed, unlike those of
+            `TurboConfig.dense_layers`.
+        seed: seed of the random selectors; below 2^32.
+    """
+
+    selector: Literal[
+        "saap", "kmeans", "kmeans-rotated", "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full"
+    ] = "saap"
+    probes: int | None = None
+    mass: float | None = None
+    most_probes: int | None = None
+    buckets: int = 1024
+    tables: int = 16
+    independent: bool = False
+    sink_tokens: int = 1
+    window_tokens: int = 2047
+    dense_layers: tuple[int, ...] = (0,)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        freeze_layers(self, "dense_layers")
+        one_of("selector", self.selector, SELECTORS, "SparseConfig")
+        if self.probes is not None and self.mass is not None:
+            raise ValueError("SparseConfig takes probes or mass, not both: a number of buckets or a share of mass.")
+        for field, least in (("buckets", 2), ("tables", 2), ("sink_tokens", 0), ("window_tokens", 1), ("seed", 0)):
+            at_least(field, getattr(self, field), least, "SparseConfig")
+        for field in ("probes", "most_probes"):
+            if getattr(self, field) is not None:
+                at_least(field, getattr(self, field), 1, "SparseConfig")
+        largest = {"buckets": MOST_BUCKETS, "sink_tokens": MOST_TOKENS, "window_tokens": MOST_TOKENS}
+        for field, most in (largest | {"seed": LARGEST_SEED}).items():
+            if getattr(self, field) > most:
+                raise ValueError(f"SparseConfig.{field} must be at most {most}; got {getattr(self, field)}.")
+        share = self.mass
+        if share is not None and (not isinstance(share, float) or not 0 < share < 1):
+            raise ValueError(f"SparseConfig.mass must be a number between 0 and 1; got {share!r}.")
+        if share is not None and self.selector != "saap":
+            raise ValueError(f'SparseConfig.mass needs selector "saap", whose scores are shares; got {self.selector}.')
+        if self.most_probes is not None and share is None:
+            raise ValueError("SparseConfig.most_probes has no effect without mass.")
+        one_of("independent", self.independent, (True, False), "SparseConfig")
+        self._refuse_unused()
+        if self.selector in ("lsh-gray", "lsh-tables") and self.buckets.bit_count() != 1:
+            raise ValueError(
+                f'SparseConfig.buckets must be a power of two with selector "{self.selector}", whose hashes are bits; '
+                f"got {self.buckets}."
+            )
+        if self.selector in ("lsh-reformer", "lsh-gray", "random"):
+            self.check_buckets(self.buckets)
+        layer_indices("dense_layers", self.dense_layers, "", "SparseConfig")
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> "SparseConfig":
+        """A config with these options, the others at their defaults. ValueError: an unknown name, or a wrong value."""
+        return cls(**cls._known(options))
+
+    def _refuse_unused(self) -> None:
+        """ValueError for an option that the selector does not use."""
+        for field, selectors in USED_BY.items():
+            if self.selector not in selectors and getattr(self, field) != DEFAULTS[field]:
+                raise ValueError(
+                    f'SparseConfig.{field} has no effect with selector "{self.selector}". Leave it out, or take one of '
+                    f"{', '.join(selectors)}."
+                )
+
+    @property
+    def kernel_obstacle(self) -> str | None:
+        """Why decode steps run in plain torch on any device, at least with grouped heads; None: they do not."""
+        if self.independent:
+            return "SparseConfig.independent has no kernel"
+        return 'selector "lsh-tables" has no kernel' if self.selector == "lsh-tables" else None
+
+    @property
+    def count(self) -> int | None:
+        """Number of buckets visited, for `ops.select.visit`: `probes`, 32 by default; None under `mass`."""
+        return None if self.mass is not None else (self.probes or 32)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index per token and KV head: 2 for each bucket that a key has."""
+        if self.selector in NO_BUCKETS:
+            return 0
+        return 2 * (self.tables if self.selector == "lsh-tables" else 1)
+
+    def check_buckets(self, buckets: int) -> None:
+        """ValueError if more buckets are to be visited than exist."""
+        for field, wanted in (("probes", self.count), ("most_probes", self.most_probes)):
+            if wanted is not None and wanted > buckets:
+                came = f"got {wanted}" if getattr(self, field) else f"it is {wanted} unless it is given"
+                raise ValueError(
+                    f"SparseConfig.{field} must be at most the {buckets} buckets of a head; {came}. Take fewer, or "
+                    "more buckets (a calibration with more clusters)."
+                )
+
+    def many_probes(self, buckets: int) -> str | None:
+        """A sentence if steps visit half of a head's buckets or more; None: they do not."""
+        if self.count is None or 2 * self.count < buckets:
+            return None
+        return (
+            f"steps visit {self.count} of the {buckets} buckets of a head, and so read most keys. Take fewer probes "
+            "(SparseConfig.probes), or more buckets (a calibration with more clusters)."
+        )
+
+
+DEFAULTS = {field.name: field.default for field in fields(SparseConfig)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurboConfig(Options):
+    """How keys and values are stored, and how attention is computed on them.
+
+    Args:
+        bits: bits per stored code: 8, 4, 3 or 2 (TurboAttention sec. 3.1; 8 is stage 1 alone), or 16: the model's own
+            numbers unquantized (float16 for a float32 model), in pages, read by the same kernel (LeanAttention). A
+            layer with 16-bit heads also keeps its open tokens unquantized, and its prompt attention is not rounded.
+        low_bits: bits of the lowest-priority heads, if `low_heads` is not 0.
+        low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
+            sec. 3.2, n_h / Hkv).
+        head_metric: the metric that ranks the heads (TurboAttention eq. 11, 12 and the ablation): "priority",
+            "entropy", "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first
+            block, or taken from a calibration.
+        block_size: tokens per block: 32, 64 or 128.
+        buffer_scale: scale of the INT8 decode buffer. "token": one per token and head. "universal": one per row and
+            head, from the prompt's range, with later tokens clamped to it (TurboAttention sec. 3.3); feed the prompt in
+            one pass, or in passes of more than 16 tokens, or later tokens are clamped to the range of the first one.
+            With "token", what a layer stores depends only on the keys and values, not on how they were split into
+            passes (except in sparse layers, where each pass of a prompt is sorted separately).
+        rotate_keys: store keys rotated by a Hadamard matrix, which spreads outlier channels over the others, and rotate
+            the queries accordingly: scores are unchanged, and less is lost to rounding (`eval/results`). Not with
+            bits=16.
+        attention: how the attention of a prompt is computed. "turbo": INT8 Q, K, P and V, one scale per block
+            (TurboAttention alg. 1). "int8": the same with one K scale per token (INT-FlashAttention alg. 1). "half":
+            INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that supports it. "fp16":
+            the model's precision. "auto": "turbo" where it was measured to be faster on this GPU for the prompt's
+            length, else "fp16"; without a GPU, "turbo". Decoding computes on the stored integers in every mode but
+            "fp16", which dequantizes them.
+        v_scale: in "turbo", "int8" and "fp8", V has one scale per "block", per "channel" of a row, or per row
+            ("tensor").
+        smooth_k: subtract the prompt's mean key from its keys before rounding, and add its score back.
+        hadamard: rotate the prompt's queries and keys by a Hadamard matrix before rounding.
+        backend: "triton" kernels, the "reference" in plain torch, or "auto": kernels on CUDA, the reference elsewhere.
+        sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
+        sas_threshold: SAS drops scores further than this below the maximum of their tile; a negative number. None: a
+            default that falls with the length N: -(6 + ln(max(N, 1024) / 1024)).
+        cuda_graphs: replay the decode steps of `generate` as CUDA graphs. "auto": on a GPU, for the tested families,
+            where nothing prevents it (`report()` says what does; hooks on modules, dense layers, hashing and random
+            selectors, independent query heads, and generation other than greedy and sampling run without). True: for
+            any family, and a step that cannot be captured is an error. False: never.
+        int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
+        dense_layers: layers left to Hugging Face, in full precision.
+        sparse: decode steps attend to a few percent of the keys; None: to all of them.
+    """
+
+    bits: int = 4
+    low_bits: int = 2
+    low_heads: float = 0.0
+    head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
+    block_size: int = 64
+    buffer_scale: Literal["token", "universal"] = "token"
+    rotate_keys: bool = True
+    attention: Literal["auto", "turbo", "int8", "half", "fp8", "fp16"] = "auto"
+    v_scale: Literal["block", "channel", "tensor"] = "block"
+    smooth_k: bool = False
+    hadamard: bool = False
+    backend: Literal["auto", "triton", "reference"] = "auto"
+    sas: bool = False
+    sas_threshold: float | None = None
+    cuda_graphs: Literal["auto"] | bool = "auto"
+    int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
+    dense_layers: tuple[int, ...] = ()
+    sparse: SparseConfig | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("int8_layers", "dense_layers"):
+            freeze_layers(self, field)
+        one_of("bits", self.bits, WIDTHS, "TurboConfig")
+        one_of("low_bits", self.low_bits, BITS, "TurboConfig")
+        one_of("head_metric", self.head_metric, HEAD_METRICS, "TurboConfig")
+        one_of("block_size", self.block_size, BLOCK_SIZES, "TurboConfig")
+        one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES, "TurboConfig")
+        one_of("rotate_keys", self.rotate_keys, (True, False), "TurboConfig")
+        one_of("attention", self.attention, ("auto", *ATTENTION_MODES), "TurboConfig")
+        one_of("backend", self.backend, BACKENDS, "TurboConfig")
+        one_of("v_scale", self.v_scale, V_SCALES, "TurboConfig")
+        one_of("smooth_k", self.smooth_k, (True, False), "TurboConfig")
+        one_of("hadamard", self.hadamard, (True, False), "TurboConfig")
+        if self.attention == "fp16" and (self.smooth_k or self.hadamard):
+            raise ValueError(
+                'TurboConfig.smooth_k and hadamard prepare keys for rounding; attention "fp16" rounds none. '
+                "Leave them out, or choose another attention."
+            )
+        one_of("sas", self.sas, (True, False), "TurboConfig")
+        one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
+        share = self.low_heads
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ValueError(f"TurboConfig.low_heads must be a share from 0 to 1; got {share!r}.")
+        if share and self.low_bits >= self.bits:
+            raise ValueError(
+                f"TurboConfig.low_bits must be below bits ({self.bits}) when low_heads is not 0; got {self.low_bits}."
+            )
+        if self.bits == FULL:
+            self._check_full()
+        threshold = self.sas_threshold
+        number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if threshold is not None and not (number and -80 <= threshold < 0):
+            raise ValueError(
+                f"TurboConfig.sas_threshold must be None or a number from -80 to below 0 (natural log units); "
+                f"got {threshold!r}."
+            )
+        if threshold is not None and not self.sas:
+            raise ValueError(f"TurboConfig.sas_threshold has no effect without sas=True; got {threshold!r}.")
+        if self.int8_layers != "auto":
+            layer_indices("int8_layers", self.int8_layers, ' or "auto"', "TurboConfig")
+        layer_indices("dense_layers", self.dense_layers, "", "TurboConfig")
+        if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
+            raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
+        lacking = self.sparse is not None and self.sparse.kernel_obstacle
+        if lacking and self.backend == "triton":
+            raise ValueError(f'TurboConfig.backend "triton" cannot run here: {lacking}. Choose "auto" or "reference".')
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> "TurboConfig":
+        """A config of options by name, as `to_dict` and JSON or YAML files have them.
+
+        Args:
+            options: the fields that are given; the others have the values of the preset named by "preset", or else
+                their defaults. Layers may be lists; "sparse" is a dict of all that is not default in it, or None.
+
+        Raises:
+            ValueError: an unknown name (the message has the known ones), an unknown preset, or a wrong value.
+        """
+        given = cls._known(options, ("preset",))
+        base = resolve_preset(given.pop("preset")) if "preset" in given else cls()
+        if isinstance(given.get("sparse"), Mapping):
+            given["sparse"] = SparseConfig.from_dict(given["sparse"])
+        return replace(base, **given)
+
+    def _check_full(self) -> None:
+        """ValueError for options that round what 16-bit heads keep unrounded."""
+        if self.attention not in ("auto", "fp16"):
+            raise ValueError(
+                f'TurboConfig.attention must be "auto" or "fp16" with bits=16, which rounds nothing; '
+                f"got {self.attention!r}."
+            )
+        if self.smooth_k or self.hadamard:
+            raise ValueError("TurboConfig.smooth_k and hadamard prepare keys for rounding; bits=16 rounds none.")
+        if self.buffer_scale != "token":
+            raise ValueError(
+                f"TurboConfig.buffer_scale is of INT8 open tokens, which bits=16 does not have; "
+                f"got {self.buffer_scale!r}, leave it out."
+            )
+
+    @property
+    def prompt_attention(self) -> str:
+        """The `attention` of prompts: what is stored unrounded is not rounded before, either."""
+        return "fp16" if self.bits == FULL else self.attention
+
+    @property
+    def decode_attention(self) -> Literal["turbo", "fp16"]:
+        """The `attention` of decode steps, which have only these two modes."""
+        return "fp16" if self.attention == "fp16" else "turbo"
+
+    @property
+    def rotates(self) -> bool:
+        """`rotate_keys`, unless heads keep their keys unquantized."""
+        return self.rotate_keys and self.bits != FULL
+
+    def head_groups(self, kv_heads: int) -> tuple[tuple[int, int], ...]:
+        """(bits, number of heads) for each group of a layer's `kv_heads` heads, widest first."""
+        low = int(self.low_heads * kv_heads)  # rounded down: an odd head keeps the higher width
+        groups = ((self.bits, kv_heads - low), (self.low_bits, low))
+        return tuple((bits, heads) for bits, heads in groups if heads)
+
+
+DEFAULT_PRESET = "turbo4"
+
+PRESETS: dict[str, TurboConfig] = {
+    "int8": TurboConfig(bits=8),
+    DEFAULT_PRESET: TurboConfig(bits=4),
+    "turbo-mixed": TurboConfig(bits=4, low_bits=2, low_heads=0.5),
+    "turbo2": TurboConfig(bits=2),
+    "saap": TurboConfig(bits=4, sparse=SparseConfig()),
+}
+"""INT8; 4 bit (the default); 4 bit with half of the heads at 2 bit; 2 bit (experimental); sparse decoding over 4 bit,
+which needs a calibration."""
+
+
+ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
+"""What stands for a `TurboConfig`: itself, a preset's name, a dict of options, or the path of a JSON or YAML file."""
+
+
+def resolve_preset(name: object) -> TurboConfig:
+    """A preset by its name. ValueError names the presets."""
+    if isinstance(name, str) and name in PRESETS:
+        return PRESETS[name]
+    raise ValueError(f"unknown preset {name!r}; presets are {', '.join(PRESETS)}.")
+
+
+def resolve_config(config: ConfigLike) -> TurboConfig:
+    """What stands for a config -> `TurboConfig`.
+
+    Raises:
+        ValueError: no preset's name (the message has them), or a dict or file that `TurboConfig.from_dict` refuses; the
+            message names the file.
+        OSError: a file that is not there, or cannot be read.
+    """
+    if isinstance(config, TurboConfig):
+        return config
+    if isinstance(config, str) and config in PRESETS:
+        return PRESETS[config]
+    if isinstance(config, Mapping):
+        return TurboConfig.from_dict(config)
+    if isinstance(config, str | Path) and names_a_file(config):
+        options = read_mapping(Path(config))
+        try:
+            return TurboConfig.from_dict(options)
+        except ValueError as error:
+            raise ValueError(f"the config file {config}: {error}") from error
+    raise ValueError(
+        f"config must be a TurboConfig, a dict of its options, a {', '.join(SUFFIXES)} file, or one of the presets "
+        f"{', '.join(PRESETS)}; got {config!r}."
+    )
+
+
+def at_8_bit(config: TurboConfig) -> TurboConfig:
+    """The same options for a layer that is kept at 8 bit."""
+    return replace(config, bits=8, low_heads=0.0)

@@ -1,0 +1,1 @@
+"""Decode steps captured in a CUDA graph and replayed."""

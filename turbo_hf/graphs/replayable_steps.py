@@ -1,0 +1,301 @@
+"""Decode steps that can be replayed: what the host reserves for them beforehand, and counts afterwards.
+
+A step appends one token to each row, seals the blocks that are full, and attends; what it does is determined by tensors
+that stay in place. The host knows every length without asking the device, and therefore which rows seal, where, and how
+the work of attention is best divided.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from turbo_hf.cache.integrity import STEP
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import Step
+from turbo_hf.cache.open_buffer import storing
+from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.layout import FULL
+from turbo_hf.ops.decode.contract import step_obstacle
+from turbo_hf.ops.host_device import require_finite
+from turbo_hf.sparse.selectors import selector_obstacle
+
+AHEAD = 8
+"""Maximum number of blocks per row for which pages are reserved at a time: once used up, a step is captured again."""
+
+SLACK = 32
+"""Pages of a layer that may be reserved in any case; else a block a row, or a twentieth of the pages in use. What steps
+leave unused is given back when they end."""
+
+STEPS = "a decode step"
+
+
+@dataclass(slots=True)
+class _Group:
+    """Layers whose rows hold the same numbers of tokens, in the same lists. reserved: as in their `PagePool`."""
+
+    layers: list[TurboLayer]
+    block: int
+    window: int | None
+    length: list[int]
+    sealed: list[int]
+    reserved: list[int] = field(default_factory=list)
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+    def full(self) -> list[int]:
+        """1 for each row whose block the next step seals, else 0."""
+        return [int(n == self.block) for n in self.length]
+
+    def needs_pages(self) -> bool:
+        """Whether the next step seals a block for which no page is reserved."""
+        if max(self.length) < self.block:
+            return False
+        return any(
+            now and held == pages for now, held, pages in zip(self.full(), self.sealed, self.reserved, strict=True)
+        )
+
+    def after(self) -> list[int]:
+        """`sealed`, once the next step has sealed what is full."""
+        if max(self.length) < self.block:
+            return self.sealed
+        return [held + now for held, now in zip(self.sealed, self.full(), strict=True)]
+
+
+def config_obstacle(config: TurboConfig) -> str | None:
+    """Why no step under a config can ever be replayed, whatever its layers select keys by; None if one may be."""
+    if config.backend == "reference":
+        return 'backend "reference" has no kernels'
+    if config.bits == FULL:
+        return "16-bit pages"
+    if config.sas and config.sas_threshold is None:
+        return "the SAS threshold follows the length: choose sas_threshold"
+    return None
+
+
+def lasting_obstacle(cache: TurboCache) -> str | None:
+    """Why no step of a cache can ever be replayed; None if one may be. An empty layer does not tell all of it yet."""
+    for index, layer in enumerate(cache.layers):
+        if not isinstance(layer, TurboLayer):
+            return f"layer {index} is not compressed"
+        reason = None if layer.selector is None else selector_obstacle(layer.selector.config)
+        if reason is not None:
+            return f"layer {index} is sparse: {reason}"
+        reason = config_obstacle(layer.config)
+        if reason is not None:
+            return reason
+        if not (layer.is_initialized and layer.seen):
+            continue
+        if not layer.appends_in_place():
+            return f"layer {index} runs without kernels"
+        q = torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype, device=layer.device)
+        limit = step_obstacle(q, layer.config.block_size, layer.config.decode_attention)
+        if limit is not None:
+            return limit
+    return None
+
+
+def obstacle(cache: TurboCache) -> str | None:
+    """Why the next step of a cache cannot be replayed as it is now; None if it can."""
+    lasting = lasting_obstacle(cache)
+    if lasting is not None:
+        return lasting
+    for index, layer in enumerate(cache.turbo_layers()):
+        if not (layer.is_initialized and layer.seen):
+            return f"layer {index} holds no tokens"
+        if layer.seen != cache.get_seq_length():
+            return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
+        if layer.record_past:
+            return "blocks wait for a crop"
+        if not all(layer.ranked):
+            return f"layer {index} has heads without a rank: a row's first block gives it"
+    return None
+
+
+class Steps:
+    """Steps of one cache, of which `obstacle` has nothing to say.
+
+    Args:
+        cache: its layers are prepared at once.
+        limit: columns that the cache will hold at the end; None: not known. Pages are reserved for no more.
+    """
+
+    name = "what decode steps prepare"
+
+    def __init__(self, cache: TurboCache, limit: int | None):
+        # nothing is read while steps run
+        cache.require_finite()
+        self.integrity = cache.integrity
+        self.integrity.require_whole()
+        self.cache, self.layers, self._limit = cache, cache.turbo_layers(), limit
+        self._prepare()
+
+    @storing
+    def _prepare(self) -> None:
+        first = self.layers[0]
+        self._arrived = torch.zeros(first.rows, dtype=torch.int32, device=first.device)
+        # one flag tensor, so that one read tells of all layers
+        self.nonfinite = torch.cat([layer.nonfinite for layer in self.layers])
+        self._groups: list[_Group] = []
+        for index, layer in enumerate(self.layers):
+            layer.nonfinite = self.nonfinite[index : index + 1]
+            if max(layer.buffer.length) > layer.config.block_size:
+                layer.commit(whole_prompt=True)
+            self._join(layer)
+        for group in self._groups:
+            self._reserve(group)
+
+    def _join(self, layer: TurboLayer) -> None:
+        """The layer to the group whose lists say the same as its own, which it then shares."""
+        block, length, sealed = layer.config.block_size, layer.buffer.length, layer.pool.sealed
+        known = (block, layer.window, length, sealed)
+        group = next((g for g in self._groups if (g.block, g.window, g.length, g.sealed) == known), None)
+        if group is None:
+            # lists of these steps' own: earlier ones of the cache are not intact from now on, and close nothing
+            group = _Group([], block, layer.window, list(length), list(sealed))
+            self._groups.append(group)
+        layer.buffer.length, layer.pool.sealed = group.length, group.sealed
+        group.layers.append(layer)
+
+    def _reserve(self, group: _Group) -> None:
+        """Pages for the blocks to come; of a sliding layer those of blocks that have left the window come free."""
+        first = group.layers[0]
+        leaving = [min(n, held) for n, held in zip(first.leaving(), group.sealed, strict=True)]
+        ahead = self._ahead(group)
+        for layer in group.layers:
+            if any(leaving):
+                layer.pool.drop_front(leaving, shrink=False)
+                layer.dropped = [n + out * group.block for n, out in zip(layer.dropped, leaving, strict=True)]
+            layer.pool.reserve(ahead)
+            layer.pool.unshare_sealed()
+            layer.buffer.hold(group.block)
+        group.sealed, group.reserved = first.pool.sealed, first.pool.reserved
+        for layer in group.layers:
+            layer.pool.sealed = group.sealed
+            # a place for each token of the blocks that have pages, and of one more that is open then
+            layer.bucket_index.reserve((max(group.reserved) + 1) * group.block)
+
+    def _ahead(self, group: _Group) -> list[int]:
+        pages, rows = group.layers[0].pool.pages, len(group.length)
+        most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
+        left = 0 if self._limit is None else self._limit - group.layers[0].seen
+        if left <= 0:
+            # no limit, or one that does not count what the cache held before
+            return [most] * rows
+        return [min(most, (n + left - 1) // group.block) for n in group.length]
+
+    def intact(self) -> bool:
+        """Whether nothing but these steps has changed the layers."""
+        return all(
+            layer.is_initialized
+            and not layer.record_past
+            and layer.buffer.length is group.length
+            and layer.pool.sealed is group.sealed
+            for group in self._groups
+            for layer in group.layers
+        )
+
+    def seals(self) -> bool:
+        """Whether the next step seals a block of some row."""
+        return any(max(group.length) == group.block for group in self._groups)
+
+    def needs_pages(self) -> bool:
+        """Whether the next step seals a block for which no page is reserved."""
+        return any(group.needs_pages() for group in self._groups)
+
+    def require_finite(self) -> None:
+        """ValueError if `nonfinite`, which is read from the device, names a layer."""
+        require_finite({layer.index: layer.nonfinite for layer in self.layers})
+
+    @storing
+    def begin(self) -> None:
+        """Make ready for one step: pages where they are needed, and the plans of attention."""
+        for group in self._groups:
+            if group.needs_pages():
+                self._reserve(group)
+            if max(group.length) == group.block:
+                for plan in group.plans.values():
+                    plan.update(group.after())
+
+    def open(self) -> None:
+        """From here to `finish`, the cache is one that a broken pass has left.
+
+        Raises:
+            ValueError: it is one already.
+        """
+        self.integrity.enter(STEP, nests=False)
+        self.integrity.writing = STEPS
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, a pass over the cache is the step: its layers count nothing."""
+        self.integrity.again(STEP)
+        for group in self._groups:
+            step = Step(tuple(group.after()), group.plans, self._arrived)
+            for layer in group.layers:
+                layer.step = step
+        try:
+            yield
+        finally:
+            self._no_step()
+            self.integrity.over(STEP)
+
+    def _no_step(self) -> None:
+        for layer in self.layers:
+            layer.step = None
+
+    def recount(self) -> None:
+        """After a step that was broken off: what each layer holds, asked of the device. No step may follow."""
+        for layer in self.layers:
+            held = layer.buffer.length
+            layer.buffer.length = layer.buffer.device_length().tolist()
+            layer.pool.sealed = layer.pool.device_sealed().tolist()
+            # of a row that seals the open tokens are fewer afterwards
+            layer.seen += layer.buffer.length != held
+        # the exception may have come where they are told, too
+        self._no_step()
+        if self.integrity.writing == STEPS:
+            self.integrity.writing = None
+
+    def tensors(self) -> list[Any]:
+        """What the launches of a step refer to. As long as these are the same objects, it can be replayed."""
+        found: list[Any] = [plan.words for group in self._groups for plan in group.plans.values()]
+        for layer in self.layers:
+            pool, buffer = layer.pool, layer.buffer
+            found += (pool.paged, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
+            found += (buffer.k, buffer.device_length(), layer.nonfinite, layer.bucket_index.buckets)
+            found.append(layer.bucket_index.spans)
+            found += [] if layer.selector is None else layer.selector.tensors()
+        return found
+
+    @storing
+    def close(self) -> None:
+        """Seal what is full, and give back what was reserved for steps that do not come. No replay may follow."""
+        if self.intact():
+            for layer in self.layers:
+                # NaN in the block is told by whoever uses the cache next
+                layer.commit(defer=True)
+                layer.pool.trim()
+                layer.bucket_index.trim(max(layer.lengths()))
+
+    def finish(self) -> None:
+        """Account for what the step has stored."""
+        for group in self._groups:
+            group.sealed, group.length = group.after(), [n % group.block + 1 for n in group.length]
+            for layer in group.layers:
+                layer.pool.sealed, layer.buffer.length = group.sealed, group.length
+                layer.seen += 1
+                if layer.selector is not None:
+                    layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)
+        if self.integrity.writing == STEPS:
+            self.integrity.writing = None
+        self.integrity.leave(STEP)
+
+    def cancel(self) -> None:
+        """After a capture that failed: nothing has been stored."""
+        self._no_step()
+        self.integrity.again(STEP)
+        self.integrity.writing = None
+        self.integrity.leave(STEP)

@@ -1,0 +1,398 @@
+"""Whole decode steps as CUDA graphs: the forward pass that `generate` calls, captured once and then replayed.
+
+The hook is `generate`'s own slot for a compiled forward pass. What is captured is one pass of the model over one new
+token per row; `Steps` knows when it can be replayed. Every other pass goes to the model unchanged.
+"""
+
+import functools
+import operator
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
+from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import Unsupported, out_of_memory
+from turbo_hf.graphs.replayable_steps import Steps, config_obstacle, lasting_obstacle, obstacle
+from turbo_hf.ops.gpu import obstacle as gpu_obstacle
+from turbo_hf.sparse.selectors import selector_obstacle
+
+CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
+"""Keywords of a step that are not tensors, and become part of the capture."""
+
+FALSE = frozenset({"output_attentions", "output_hidden_states"})
+"""Keywords of a step that ask for outputs that a replay does not provide."""
+
+RECORDS = "transformers."
+"""Modules of Transformers' own hooks."""
+
+
+class Device(Protocol):
+    """Where steps run before they are replayed, and how they are captured."""
+
+    def warm(self, step: Callable[[], Any]) -> Any:
+        """Run the step itself; what it compiles and allocates once is then available to a capture."""
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A call that replays the step and returns what it returned. Computes nothing."""
+
+
+class CudaDevice:
+    """A separate stream, and memory shared by all graphs captured on it: only one of them may run at a time."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._anchor: Callable[[], Any] | None = None
+
+    def warm(self, step: Callable[[], Any]) -> Any:
+        """As `Device.warm`."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                return step()
+        finally:
+            # also after an error: what the step has stored is then read
+            current.wait_stream(self._stream)
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """As `Device.capture`. Other threads may go on using the device."""
+        try:
+            return self._anchored(step)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                self._mend()
+                raise
+        except BaseException:
+            self._mend()
+            raise
+        # what torch keeps of a prompt, up to all of the memory, cannot go back while a capture is under way. Behind the
+        # handler: the error holds the frames that hold the spoilt graph
+        self._end()
+        torch.cuda.empty_cache()
+        try:
+            return self._anchored(step)
+        except BaseException:
+            self._mend()
+            raise
+
+    def _anchored(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A capture after a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
+        if self._anchor is None:
+            self._cast_anchor()
+        return self._captured(step)
+
+    def _cast_anchor(self) -> None:
+        self._anchor = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
+
+    def _end(self) -> None:
+        """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
+        # torch has no public call for this; if it is missing or already done, a new pool does without
+        with suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
+        self._pool, self._anchor = torch.cuda.graph_pool_handle(), None
+
+    def _mend(self) -> None:
+        """As `_end`, also for torch's generator, which the graph still holds: a successful capture returns it."""
+        self._end()
+        self._cast_anchor()
+
+    def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            try:
+                # not torch.cuda.graph: it releases the allocator's memory, which costs the next prompt milliseconds
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                out = step()
+                graph.capture_end()
+            except BaseException:
+                # also if it came between two of these: a stream that still captures aborts the process later. The first
+                # error is more informative than that of ending what it broke
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+
+        def replay() -> Any:
+            graph.replay()
+            return out
+
+        return replay
+
+
+_own = threading.local()
+
+
+def cuda_device(device: torch.device) -> CudaDevice:
+    """The `CudaDevice` of this thread: graphs of two threads may run at a time."""
+    made: dict[torch.device, CudaDevice] = _own.__dict__.setdefault("devices", {})
+    if device not in made:
+        made[device] = CudaDevice(device)
+    return made[device]
+
+
+class StepRunner:
+    """The forward pass of one `generate` call: replayed where that is correct, the model's own elsewhere.
+
+    The first steady step runs normally, the second is captured, later ones are replayed; and again so whenever pages
+    have been reserved or a plan has moved, every few hundred steps. An outside change between two steps (another pass,
+    a crop, reordered rows) restarts this, with one more normal step each time: a change in every step costs little.
+
+    Args:
+        model: the patched model.
+        limit: columns at the end of generation; None: not known.
+        device: where steps run.
+        demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
+            else the model runs normally, after a warning if a capture failed.
+    """
+
+    def __init__(self, model: Any, limit: int | None, device: Device, demanded: bool = False):
+        self.captures = 0
+        self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
+        self._steps: Steps | None = None
+        self._inputs: dict[str, Any] = {}
+        self._replay: Callable[[], Any] | None = None
+        self._captured: list[Any] = []
+        self._off = False
+        self._restarts = self._warm = 0
+
+    def __call__(self, **kwargs: Any) -> Any:
+        """`model(**kwargs)`."""
+        if self._off or not self._is_step(kwargs):
+            return self._model(**kwargs)
+        cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
+        if self._steps is None or self._steps.cache is not cache or not self._steps.intact():
+            self._forget()
+            lasting = lasting_obstacle(cache) if self._demanded else None
+            if lasting is not None:
+                raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
+            if obstacle(cache) is not None:
+                return self._model(**kwargs)
+            self._steps = Steps(cache, self._limit)
+            self._restarts += 1
+        if not self._confirmed(self._steps, mask):
+            return self._model(**kwargs)
+        self._take(kwargs)
+        if self._steps.needs_pages():
+            # what was captured refers to the current pages
+            self._drop()
+        steps = self._steps
+        steps.open()
+        steps.begin()
+        try:
+            out = self._run(steps)
+        except BaseException:
+            # some layers may already hold the token, which the next pass must know
+            steps.recount()
+            raise
+        if out is None:
+            return self._model(**kwargs)
+        steps.finish()
+        return out
+
+    def __del__(self) -> None:
+        # `generate` has released it: the only sign that it has ended
+        steps: Steps | None = getattr(self, "_steps", None)
+        if steps is None:
+            return
+        self._forget()
+        # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors, or
+        # while another runner captures, where what is launched does not run
+        if not (sys.is_finalizing() or _capturing(steps.nonfinite)):
+            steps.close()
+
+    def _is_step(self, kwargs: dict[str, Any]) -> bool:
+        """Whether a call passes one token per row to a TurboCache and asks for nothing else. No device read."""
+        cache, ids, at = (kwargs.get(name) for name in ("past_key_values", "input_ids", "position_ids"))
+        if not (isinstance(cache, TurboCache) and isinstance(ids, torch.Tensor) and isinstance(at, torch.Tensor)):
+            return False
+        first: Any = cache.layers[0]
+        if ids.dim() != 2 or ids.shape != (getattr(first, "rows", 0), 1) or at.shape[-1] != 1:
+            return False
+        mask = kwargs.get("attention_mask")
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (len(ids), first.seen + 1)):
+            return False
+        for name, value in kwargs.items():
+            if name in ("past_key_values", "input_ids", "position_ids", "attention_mask", *HANDED_ON) or value is None:
+                continue
+            if not isinstance(value, int) or (name not in CONSTANTS and (name not in FALSE or value)):
+                return False
+        if not (kwargs.get("use_cache", True) and kwargs.get("return_dict", True)):
+            return False
+        busy = torch.is_grad_enabled() or self._model.training or torch.is_autocast_enabled(ids.device.type)
+        return not (busy or _capturing(ids))
+
+    def _confirmed(self, steps: Steps, mask: torch.Tensor | None) -> bool:
+        """Whether the mask matches what the cache holds, and no new token is padding. One read from the device.
+
+        Raises:
+            ValueError: a block that is about to be sealed may hold NaN or Inf.
+        """
+        known = steps.layers[0].valid_prefix
+        padded = 0 if known is None else known.shape[1]
+        proofs = [] if mask is None else [mask[:, padded:].all()]
+        if mask is not None and known is not None:
+            proofs.append((mask[:, :padded].bool() == known).all())
+        if steps.seals():
+            proofs.append((steps.nonfinite == 0).all())
+        if not proofs or bool(proofs[0] if len(proofs) == 1 else torch.stack(proofs).all()):
+            return True
+        if steps.seals():
+            steps.require_finite()
+        return False
+
+    def _take(self, kwargs: dict[str, Any]) -> None:
+        """Copy the inputs of this step to the memory from which a replayed step reads them."""
+        given = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+        old = self._inputs
+        same = old.keys() == given.keys() and all(
+            (old[name].shape, old[name].dtype) == (value.shape, value.dtype)
+            if isinstance(value, torch.Tensor)
+            else old[name] is value or old[name] == value
+            for name, value in given.items()
+        )
+        if not same:
+            self._drop()
+            with torch.inference_mode(False):
+                self._inputs = {
+                    name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+                    for name, value in given.items()
+                }
+        for name, value in given.items():
+            if isinstance(value, torch.Tensor):
+                self._inputs[name].copy_(value)
+
+    def _run(self, steps: Steps) -> Any:
+        """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
+        tensors, old = steps.tensors(), self._captured
+        if self._replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
+            self._drop()
+        if self._warm < self._restarts:
+            self._warm += 1
+            return self._device.warm(self._step)
+        if self._replay is None:
+            self._captured = tensors
+            try:
+                self._replay = self._device.capture(self._step)
+            except Exception as error:
+                steps.cancel()
+                self._forget()
+                self._off = True
+                message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
+                if self._demanded:
+                    raise Unsupported(f'{message}. Choose TurboConfig(cuda_graphs="auto") or False.') from error
+                warnings.warn(f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.", stacklevel=4)
+                return None
+            self.captures += 1
+        out = self._replay()
+        # an object of its own: what a caller takes out of the model's output must not be missing in the next one
+        return type(out)(**out)
+
+    def _step(self) -> Any:
+        assert self._steps is not None
+        with self._steps.running():
+            # no mask: no new token is padding, and what the cache holds it knows
+            return self._model(attention_mask=None, **self._inputs)
+
+    def _drop(self) -> None:
+        """Discard the capture. One step runs before the next capture, as it may need a new kernel."""
+        self._replay, self._captured, self._warm = None, [], min(self._warm, self._restarts - 1)
+
+    def _forget(self) -> None:
+        self._drop()
+        self._steps, self._warm = None, 0
+
+
+def _capturing(x: torch.Tensor) -> bool:
+    """Whether launches over x would be captured instead of run."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def describe(
+    config: TurboConfig, dense: Sequence[int], known_family: bool, device: torch.device
+) -> tuple[str, str | None]:
+    """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
+    reason = config_obstacle(config) or gpu_obstacle(device)
+    if reason is None:
+        reason = f"layer {dense[0]} is dense" if dense else selector_obstacle(config.sparse)
+    if config.cuda_graphs is False:
+        return "decode steps: no CUDA graphs (cuda_graphs=False)", reason
+    if reason is None and config.cuda_graphs == "auto" and not known_family:
+        return "decode steps: no CUDA graphs (family without a test; cuda_graphs=True tries them)", "untested family"
+    if reason is not None:
+        return f"decode steps: no CUDA graphs ({reason})", reason
+    return f"decode steps: CUDA graphs{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
+
+
+def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
+    """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's."""
+    # by hand, in each call of `generate`: torch's own walk takes milliseconds, and nobody tells of a new hook or module
+    modules, known = [model], {model}
+    for module in modules:
+        # one may stand in several places, or hold what holds it
+        held = [x for x in module._modules.values() if x is not None and x not in known]
+        modules += held
+        known.update(held)
+    reason = _place_obstacle(model, modules)
+    if reason is not None:
+        return reason
+    if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
+        return "another attention has been chosen"
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return "there are global module hooks, which a replay would not call"
+    for module in modules:
+        if module._compiled_call_impl is not None or hasattr(
+            module.__dict__.get("forward"), "_torchdynamo_orig_callable"
+        ):
+            return "torch.compile has compiled it"
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        # Transformers' own hooks record outputs, and are requested by a keyword
+        foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]
+        if foreign or "_hf_hook" in module.__dict__:
+            names = (name or "the model" for name, held in model.named_modules() if held is module)
+            return f"{next(names, type(module).__name__)} has hooks, which a replay would not call"
+    return None
+
+
+def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
+    """Why the weights of this model, where and as they lie, leave nothing to capture."""
+    if model.device.type != "cuda":
+        return f"the model is on {model.device}"
+    places = {held.device for module in modules for held in module._parameters.values() if held is not None}
+    if len(places) > 1:
+        return f"its weights lie on {len(places)} devices"
+    if getattr(model, "_device_mesh", None) is not None:
+        return "its weights are shared among processes"
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not quantizer.is_compileable:
+        return "the kernels of its quantized weights cannot be captured"
+    return None
+
+
+@dataclass(slots=True)
+class Door:
+    """Brings a runner from the question whether `generate` may compile to the call for what it compiled."""
+
+    demanded: bool
+    _held: threading.local = field(default_factory=threading.local)
+
+    def offer(self, runner: StepRunner | None) -> None:
+        """Set what this thread's next `take` returns."""
+        self._held.runner = runner
+
+    def take(self) -> StepRunner | None:
+        """The runner that was offered in this thread, once."""
+        runner, self._held.runner = getattr(self._held, "runner", None), None
+        return runner
+
+    def __reduce__(self) -> Any:
+        return Door, (self.demanded,)

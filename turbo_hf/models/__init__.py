@@ -1,0 +1,1 @@
+"""What the modules and the source of a Transformers model tell."""

@@ -1,0 +1,103 @@
+"""Attention of the newest tokens over the compressed cache that holds them."""
+
+import torch
+
+from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
+from turbo_hf.ops import gpu
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.decode import reference
+from turbo_hf.ops.prefill.contract import check_queries, check_scores
+
+
+def decode(
+    q: torch.Tensor,
+    store: KVStore,
+    *,
+    scaling: float,
+    starts: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
+    backend: str = "auto",
+) -> AttentionOutput:
+    """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
+
+    Args:
+        q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified); rotated
+            (`ops.rotate`) if the stored keys are.
+        store: one layer's cache, including the M tokens; Hq is a multiple of its Hkv.
+        scaling: factor on q . k.
+        starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.
+        window: how many tokens a query sees, including itself; None: all.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: float [Hq], one additional logit per head in the softmax denominator, without a value.
+        mode: "turbo" computes on the INT8 values with q in INT8, one scale per token and head; "fp16" on the
+            dequantized ones. What is stored in 16 bit is computed in 16 bit in both.
+        sas_threshold: SAS softmax, which drops scores this far below their block's maximum; None: the exponential.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, including
+        sinks, -inf where a row has no token.
+
+    Raises:
+        ValueError: shapes, lengths or devices that do not agree, an unknown mode, a window below 1, a softcap or
+            sas_threshold of the wrong sign.
+
+    Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the rescaling).
+    """
+    batch, kv_heads, _, dim = store.k_open.shape
+    check_queries(q, kv_heads, dim, mode, starts, sinks)
+    check_scores(window, softcap, sas_threshold)
+    if q.shape[0] != batch or q.device != store.k_open.device:
+        raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
+    check_lengths(store)
+    run = reference.decode
+    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.paged)
+    if uses_triton(backend, q.device, step_obstacle(q, store.block, "fp16" if exact else mode)):
+        from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
+
+        run = launch_decode.decode
+    return run(
+        q,
+        store,
+        scaling=scaling,
+        starts=starts,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        mode=mode,
+        sas_threshold=sas_threshold,
+    )
+
+
+def check_lengths(store: KVStore) -> tuple[int, ...] | None:
+    """Sealed blocks of each row, as far as the host knows them without waiting. ValueError if rows do not match."""
+    batch, known = store.k_open.shape[0], store.sealed_host
+    for name, x in (("sealed", store.sealed), ("open_len", store.open_len)):
+        if x.shape != (batch,):
+            raise ValueError(f"store.{name} must be [B] = [{batch}]; got {tuple(x.shape)}.")
+    if store.table.dim() != 2 or store.table.shape[0] != batch:
+        raise ValueError(f"store.table must be [B, blocks] with B = {batch}; got {tuple(store.table.shape)}.")
+    if store.sealed.device.type == "cpu":
+        there = tuple(store.sealed.tolist())
+        if known not in (None, there):
+            raise ValueError(f"store.sealed_host must hold the numbers in store.sealed, {there}; got {known}.")
+        known = there
+    if known is not None and (len(known) != batch or not 0 <= min(known) <= max(known) <= store.table.shape[1]):
+        blocks = store.table.shape[1]
+        raise ValueError(f"store.sealed must give {batch} rows of 0 to {blocks} blocks, as the table has; got {known}.")
+    return known
+
+
+def step_obstacle(q: torch.Tensor, block: int, mode: str) -> str | None:
+    """Why no kernel can serve queries like q over blocks of `block` tokens; None if one can."""
+    stands = kernel_obstacle(q)
+    if stands is not None:
+        return stands
+    numbers, room = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
+    if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > room):
+        return f"blocks of {block} tokens of {q.shape[3]} channels do not fit in {str(q.dtype)[6:]}; smaller ones do"
+    return None

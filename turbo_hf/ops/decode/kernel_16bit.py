@@ -1,0 +1,101 @@
+"""Decode attention over heads kept in 16 bit: LeanAttention itself, a block at a time. Of a block:
+
+    S = K q                     [tokens, rows]
+    P = exp(S - m)              m: the largest score so far
+    O = O exp(m' - m) + V P     [channels, rows]
+
+All warps of a CTA share a block (of four, at 64 tokens and 128 channels, each has 16 and 32): the tokens stand in the M
+of the first product and the channels in that of the second, so that the few query rows cost little.
+"""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.ops.decode.kernel_block import even
+from turbo_hf.ops.decode.kernel_tiles import packed_bytes
+from turbo_hf.ops.kernel_common import LOG2_E, tanh
+from turbo_hf.ops.kernel_unpack import entry, handed
+
+RISE = tl.constexpr(15)
+"""Binary places by which P lies above exp(S - m), whose least would be lost in float16: its range ends at 2^-24."""
+
+UNRISEN = tl.constexpr(2.0**-15)
+"""What takes RISE off again."""
+
+
+@triton.jit
+def _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED: tl.constexpr, ASM: tl.constexpr):
+    """One block's part of the softmax. q: [DP, R]; keys: [T, DP]; values: [DP, T]; seen: [T, R]; unit: of the scores.
+
+    acc and denom are 2^RISE times those that `attend_full` returns. The interpreter's product takes no bfloat16, which
+    float32 holds exactly.
+    """
+    if ASM:
+        x = tl.dot(keys, q) * unit
+    else:
+        x = tl.dot(keys.to(tl.float32), q.to(tl.float32)) * unit
+    if CAPPED:
+        x = tanh(x / softcap) * (softcap * LOG2_E)
+    x = tl.where(seen, x, -float("inf"))
+    new = tl.maximum(m, tl.max(x, 0))
+    shift = tl.where(new == -float("inf"), 0.0, new)
+    # in this order: a large shift would round RISE to more, and P out of float16
+    p = tl.exp2(x - shift[None, :] + RISE)
+    keep = tl.exp2(m - shift)
+    denom = denom * keep + tl.sum(p, 0)
+    p = p.to(values.dtype)
+    if ASM:
+        acc = tl.dot(values, p, acc * keep[None, :])
+    else:
+        acc = tl.dot(values.to(tl.float32), p.to(tl.float32), acc * keep[None, :])
+    return acc, new, denom
+
+
+@triton.jit
+def attend_full(
+    paged, opened, slot, at, table, blocks, page, cap, sealed, length, begin, steps, q, unit, first, last, softcap,
+    SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """`steps` blocks of one output from `begin` on, the last of which is that of its open tokens.
+
+    All of one 16-bit type. paged: (k, v, ...) of the pages, of that width alone; page: the entry of the first block;
+    opened: (k, v, ...), at: row * Hkv + head, int64; q: [DP, R]; first, last: the tokens that each query row sees, [R].
+
+    Returns O [1, DP, N], the maximum and the sum [1, R], as `attend_sealed` of one block a tile does.
+    """
+    DP: tl.constexpr = q.shape[0]
+    R: tl.constexpr = q.shape[1]
+    acc = tl.zeros([DP, R], tl.float32)
+    m = tl.full([R], -float("inf"), tl.float32)
+    denom = tl.zeros([R], tl.float32)
+    t = tl.arange(0, BLOCK)
+    d = tl.arange(0, DP)
+    ahead = entry(table + begin + 1, begin + 1 < blocks, ASM)
+    for block in tl.range(begin, tl.minimum(begin + steps, sealed), num_stages=STAGES):
+        packed = (page * SLOTS + slot) * (BLOCK * D)
+        rows, columns = t[:, None] * D + d[None, :], d[:, None] * BLOCK + t[None, :]
+        # t >= 0: each token of a sealed block is there
+        keys = packed_bytes(paged[0] + packed + rows, (t >= 0)[:, None], d[None, :], D, DP)
+        values = packed_bytes(paged[1] + packed + columns, (t >= 0)[None, :], d[:, None], D, DP)
+        page = handed(ahead, ASM)
+        # of the block after the next one: a load whose keys would be asked for at once would be waited for
+        ahead = entry(table + block + 2, block + 2 < blocks, ASM)
+        place = block * BLOCK + t[:, None]
+        seen = (place >= first[None, :]) & (place < last[None, :])
+        acc, m, denom = _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED, ASM)
+    count = length - sealed * BLOCK
+    for start in tl.range(0, count if begin + steps > sealed else 0, BLOCK, num_stages=1):
+        token = start + t
+        live = token < count
+        rows, columns = (at * cap + token)[:, None] * D + d[None, :], (at * D + d)[:, None] * cap + token[None, :]
+        keys = packed_bytes(opened[0] + rows, live[:, None], d[None, :], D, DP)
+        # whole groups of 16, as `cap` has them; what lies past the last token may be NaN
+        values = packed_bytes(opened[1] + columns, (token // 16 * 16 < count)[None, :], d[:, None], D, DP)
+        values = tl.where(live[None, :], values, 0.0)
+        place = sealed * BLOCK + token[:, None]
+        seen = (place >= first[None, :]) & (place < last[None, :]) & live[:, None]
+        acc, m, denom = _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED, ASM)
+    if SPREAD:
+        acc = even(acc)
+    return (acc * UNRISEN)[None], m[None], (denom * UNRISEN)[None]

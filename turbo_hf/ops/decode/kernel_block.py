@@ -1,0 +1,135 @@
+"""Attention over blocks of INT8 keys and values, one block a warp: scores, softmax, and the weighted sum of values."""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.ops.kernel_common import LN_2, ROUND, sas
+from turbo_hf.ops.kernel_unpack import digits
+
+INT8_MAX = tl.constexpr(127)
+ROUND_BITS = tl.constexpr(0x4B400000)
+"""Those of `ROUND`."""
+
+
+@triton.jit
+def block_softmax(
+    x, unit, v_scale, m, denom, sas_threshold, SAS: tl.constexpr, TOKEN_SCALE: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """One block's softmax. x * unit: scores in base 2, x [NB, R, T], -inf where hidden, unit [NB, R] above 0.
+
+    v_scale: [NB], [NB, T] if TOKEN_SCALE. Returns P [NB, R, T] in DTYPE; if that is int8, its sums, int32 [NB, R];
+    weight [NB, R], what P's unit is worth; keep [NB, R], what is left of the sums so far; the new m, denom.
+    """
+    most = tl.max(x, 2)
+    top = most * unit
+    # subtracted before they are scaled: a product fused with the subtraction is not rounded as the maximum would be
+    p = (x - tl.where(most == -float("inf"), 0.0, most)[:, :, None]) * unit[:, :, None]
+    if SAS:
+        p = sas(p * LN_2, sas_threshold)
+    else:
+        p = tl.exp2(p)
+    new = tl.maximum(m, top)
+    shift = tl.where(new == -float("inf"), 0.0, new)
+    keep = tl.exp2(m - shift)
+    weight = tl.exp2(top - shift)
+    denom = denom * keep + tl.sum(p, 2) * weight
+    if TOKEN_SCALE:
+        p = p * v_scale[:, None, :]
+        most = tl.max(p, 2) + tl.sum(p * 0.0, 2)
+        p = p * (1.0 / tl.where(most > 0, most, 1.0))[:, :, None]
+        weight = weight * most
+    else:
+        weight = weight * v_scale[:, None]
+    if DTYPE == tl.int8:
+        p = (p * INT8_MAX + ROUND).to(tl.int32, bitcast=True) - ROUND_BITS
+        weight = weight * (1.0 / INT8_MAX)
+        total = tl.sum(p, 2)
+    else:
+        total = weight
+    return p.to(DTYPE), total, weight, keep, new, denom
+
+
+@triton.jit
+def even(x):
+    """Columns 0, 2, 4, ... of the last dimension."""
+    if len(x.shape) == 2:
+        kept, _ = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+    else:
+        kept, _ = tl.split(x.reshape(x.shape[0], x.shape[1], x.shape[2] // 2, 2))
+    return kept
+
+
+@triton.jit
+def _float_dot(a, b, ASM: tl.constexpr):
+    """a b in float32. The interpreter's product takes no bfloat16, which float32 holds exactly."""
+    if ASM:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32))
+
+
+@triton.jit
+def _stack(x, y):
+    """x [R, D] above y."""
+    return tl.join(x, y).permute(2, 0, 1).reshape(2 * x.shape[0], x.shape[1])
+
+
+@triton.jit
+def _numbers(codes, step, zero, STAGE2: tl.constexpr, DTYPE: tl.constexpr):
+    """INT8 codes [NB, DP, T], or what is no code, as numbers of a floating type."""
+    if codes.dtype == tl.int8:
+        x = codes.to(tl.int32)
+        if STAGE2:
+            x = x * step.to(tl.int32)[:, :, None] + zero.to(tl.int32)[:, :, None]
+        x = x.to(tl.float32)
+    else:
+        x = codes
+    return x.to(DTYPE)
+
+
+@triton.jit
+def scores(q, codes, step, zero, STAGE2: tl.constexpr, ASM: tl.constexpr):
+    """q . k of one block, float32 [NB, R, T], exact where q is INT8.
+
+    q: [R, DP]; codes: int8 [NB, DP, T], or the keys themselves; step, zero: int8 [NB, DP].
+    """
+    NB: tl.constexpr = codes.shape[0]
+    R: tl.constexpr = q.shape[0]
+    DP: tl.constexpr = codes.shape[1]
+    T: tl.constexpr = codes.shape[2]
+    if q.dtype == tl.int8:
+        unit = tl.broadcast_to(_stack(tl.zeros([R, DP], tl.int8), q)[None], [NB, 2 * R, DP])
+        if STAGE2:
+            # all columns of the zero points' product are the same number: it is where the sum over channels begins
+            s = tl.dot(unit, tl.broadcast_to(zero[:, :, None], [NB, DP, 8]), out_dtype=tl.int32)
+            s = tl.broadcast_to(s[:, :, None, :], [NB, 2 * R, T // 8, 8]).reshape(NB, 2 * R, T)
+            high, low = digits(*tl.broadcast(q[None], step[:, None, :]), ASM)
+            folded = tl.join(high, low).permute(0, 3, 1, 2).reshape(NB, 2 * R, DP)
+            s = tl.dot(folded, codes, s, out_dtype=tl.int32)
+        else:
+            s = tl.dot(unit, codes, out_dtype=tl.int32)
+        high, low = tl.split(s.reshape(NB, 2, R, T).permute(0, 2, 3, 1))
+        return (high * 256 + low).to(tl.float32)
+    else:
+        return _float_dot(tl.broadcast_to(q[None], [NB, R, DP]), _numbers(codes, step, zero, STAGE2, q.dtype), ASM)
+
+
+@triton.jit
+def accumulate(
+    acc, p, total, codes, step, zero, weight, keep, STAGE2: tl.constexpr, SPREAD: tl.constexpr, ASM: tl.constexpr
+):  # fmt: skip
+    """acc * keep + (V P) * weight, float32 [NB, DP, N]; p: [NB, R, T]; codes: int8 [NB, DP, T]; step: [NB, DP]."""
+    if p.dtype == tl.int8:
+        o = tl.dot(codes, p.permute(0, 2, 1), out_dtype=tl.int32)
+        if SPREAD:
+            o, total = even(o), even(total)
+        if STAGE2:
+            o = o * step.to(tl.int32)[:, :, None] + zero.to(tl.int32)[:, :, None] * total[:, None, :]
+        o = o.to(tl.float32)
+    else:
+        o = _float_dot(_numbers(codes, step, zero, STAGE2, p.dtype), p.permute(0, 2, 1), ASM)
+        if SPREAD:
+            o = even(o)
+    if SPREAD:
+        weight, keep = even(weight), even(keep)
+    return acc * keep[:, None, :] + o * weight[:, None, :]

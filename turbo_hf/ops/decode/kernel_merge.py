@@ -1,0 +1,152 @@
+"""Partial results of decode attention: from warps to a CTA, from CTAs to an output (LeanAttention alg. 4)."""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.ops.decode.kernel_block import even
+from turbo_hf.ops.decode.kernel_queries import rows_of
+from turbo_hf.ops.kernel_common import LN_2, LOG2_E
+
+STATS = tl.constexpr(4)
+"""Floats behind each row of a partial result: its maximum, its sum, and two that keep rows aligned."""
+
+
+@triton.jit
+def _halves(x):
+    """The even and the odd ones of dimension 0 of three."""
+    return tl.split(x.reshape(x.shape[0] // 2, 2, x.shape[1], x.shape[2]).permute(0, 2, 3, 1))
+
+
+@triton.jit
+def _added(x):
+    """The sum over dimension 0, of 1, 2, 4 or 8. By halves: `tl.sum` over warps takes twice the instructions."""
+    if x.shape[0] > 1:
+        a, b = _halves(x)
+        x = a + b
+    if x.shape[0] > 1:
+        a, b = _halves(x)
+        x = a + b
+    if x.shape[0] > 1:
+        a, b = _halves(x)
+        x = a + b
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def combine(acc, m, denom, SPREAD: tl.constexpr):
+    """The warps' sums as one: O [N, DP], maximum [N], sum [N].
+
+    The maximum is rounded up to a whole number: what parts are scaled by when they are added is then a power of two,
+    and their sum the same to the bit whether or not a compiler fuses products with it.
+    """
+    if SPREAD:
+        m, denom = even(m), even(denom)
+    top = tl.ceil(tl.max(m, 0))
+    rest = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top)[None, :])
+    return tl.trans(_added(acc * rest[:, None, :])), top, tl.sum(denom * rest, 0)
+
+
+@triton.jit
+def store_part(o, top, total, parts_ptr, place):
+    """A partial result to its place, complete before this CTA reports it."""
+    N: tl.constexpr = o.shape[0]
+    DP: tl.constexpr = o.shape[1]
+    row = parts_ptr + place.to(tl.int64) * (N * (DP + STATS)) + tl.arange(0, N) * (DP + STATS)
+    tl.store(row[:, None] + tl.arange(0, DP)[None, :], o)
+    tl.store(row + DP, top)
+    tl.store(row + DP + 1, total)
+    tl.debug_barrier()
+
+
+@triton.jit
+def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
+    """The partial results of one output, in places from `first` on: O [N, DP], maximum [N], sum [N].
+
+    PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits. The order of
+    the dimensions gives a row of O to a warp and its maxima to the lanes of one (4 rows of 128 channels, 4 warps): what
+    is added lies in one thread, what is compared in one warp.
+    """
+    i = tl.arange(0, PARTS)
+    place = i * (N * (DP + STATS))
+    n = tl.arange(0, N) * (DP + STATS)
+    stats = place[:, None] + n[None, :] + DP
+    values = place[None, :, None] + n[:, None, None] + tl.arange(0, DP)[None, None, :]
+    top = tl.full([N], -float("inf"), tl.float32)
+    total = tl.zeros([N], tl.float32)
+    o = tl.zeros([N, DP], tl.float32)
+    for start in tl.range(0, count, PARTS, num_stages=1):
+        at = parts_ptr + (first + start).to(tl.int64) * (N * (DP + STATS))
+        live = i < count - start
+        part = tl.load(at + values, mask=live[None, :, None], other=0.0, cache_modifier=".cg")
+        # loads do not cross it: without it a third of them would wait until `found` is there
+        tl.debug_barrier()
+        found = tl.load(at + stats, mask=live[:, None], other=-float("inf"), cache_modifier=".cg")
+        sums = tl.load(at + 1 + stats, mask=live[:, None], other=0.0, cache_modifier=".cg")
+        new = tl.maximum(top, tl.max(found, 0))
+        shift = tl.where(new == -float("inf"), 0.0, new)
+        share = tl.exp2(found - shift[None, :])
+        keep = tl.exp2(top - shift)
+        total = total * keep + tl.sum(sums * share, 0)
+        o = o * keep[:, None] + tl.sum(part * tl.trans(share)[:, :, None], 1)
+        top = new
+    return o, top, total
+
+
+@triton.jit
+def with_sinks(o, top, total, sinks_ptr, head_of, live):
+    """O [N, DP], maximum [N] and sum [N] of query rows with their heads' sinks, each a logit without a value."""
+    sink = tl.load(sinks_ptr + head_of, mask=live, other=0.0).to(tl.float32) * LOG2_E
+    new = tl.maximum(top, sink)
+    share = tl.exp2(top - new)
+    total = total * share + tl.exp2(sink - new)
+    return o * share[:, None], new, total
+
+
+@triton.jit
+def finish(
+    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, first, columns,
+    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N].
+
+    Tokens stand in out from column `first` of `columns` on.
+    """
+    place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, o.shape[0], False)
+    padding = (place < 0) | (place - length + tokens < start)
+    if SINKS:
+        o, top, total = with_sinks(o, top, total, sinks_ptr, head_of, live)
+    o = o / tl.where(total > 0, total, 1.0)[:, None]
+    lse = tl.where(padding | (total == 0), -float("inf"), (top + tl.log2(total)) * LN_2)
+    d = tl.arange(0, o.shape[1])
+    at = (row * (kv_heads * GROUP) + head_of) * columns + first + query
+    out = tl.where(padding[:, None], 0.0, o).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (at * D)[:, None] + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
+    tl.store(lse_ptr + at, lse, mask=live)
+
+
+@triton.jit
+def finish_or_merge(
+    acc, m, denom, alone, parts_ptr, first, part, count, arrived_ptr,
+    out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column, columns,
+    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPREAD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """What a CTA has computed of an output becomes the output, or part `part` of `count`, in places from `first` on.
+
+    The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts. alone: there
+    is one part.
+    """
+    o, top, total = combine(acc, m, denom, SPREAD)
+    if alone:
+        finish(
+            o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
+            columns, GROUP, D, SINKS,
+        )  # fmt: skip
+    else:
+        store_part(o, top, total, parts_ptr, first + part)
+        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1:
+            tl.store(arrived_ptr, 0)
+            o, top, total = merge(parts_ptr, first, count, o.shape[0], o.shape[1], PARTS)
+            finish(
+                o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
+                columns, GROUP, D, SINKS,
+            )  # fmt: skip

@@ -1,0 +1,142 @@
+"""One tile of the packed cache in registers: its bytes loaded and unpacked into INT8 operands of a tensor core."""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.ops.kernel_common import to_l2
+from turbo_hf.ops.kernel_unpack import lanes1, lanes2, lanes4
+
+
+@triton.jit
+def packed_bytes(pointer, row_mask, c, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Bytes at `pointer`, zeros where `row_mask` is False, and where c is not below SIZE (of PADDED) either."""
+    if SIZE == PADDED:
+        return tl.load(pointer, mask=row_mask, other=0)
+    else:
+        return tl.load(pointer, mask=row_mask & (c < SIZE), other=0)
+
+
+@triton.jit
+def _merge_keys(x, y):
+    """Lanes x and y of channels [NB, C, T], one after the other."""
+    return tl.join(x, y).permute(0, 3, 1, 2).reshape(x.shape[0], 2 * x.shape[1], x.shape[2])
+
+
+@triton.jit
+def _merge_values(x, y):
+    """Lanes x and y of tokens [NB, D, T], one after the other."""
+    return tl.join(x, y).permute(0, 1, 3, 2).reshape(x.shape[0], x.shape[1], 2 * x.shape[2])
+
+
+@triton.jit
+def keys_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; channels in the order of `channels`.
+
+    At 16 bit the numbers themselves.
+    """
+    t = tl.arange(0, T)[None, None, :]
+    at = base[:, None, None] + t * (D * min(BITS, 8) // 8)
+    live = ok[:, None, None]
+    if BITS >= 8:
+        c = tl.arange(0, DP)[None, :, None]
+        return packed_bytes(at + c, live, c, D, DP)
+    elif BITS == 4:
+        c = tl.arange(0, DP // 2)[None, :, None]
+        x, y = lanes4(packed_bytes(at + c, live, c, D // 2, DP // 2), ASM)
+        return _merge_keys(x, y)
+    elif BITS == 2:
+        c = tl.arange(0, DP // 4)[None, :, None]
+        x, y, z, w = lanes2(packed_bytes(at + c, live, c, D // 4, DP // 4), ASM)
+        return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
+    else:
+        tl.static_assert(BITS == 3)
+        c = tl.arange(0, DP // 8)[None, :, None]
+        a, b, d, e = lanes2(packed_bytes(at + c, live, c, D // 8, DP // 8), ASM)
+        f, g, h, i = lanes2(packed_bytes(at + D // 8 + c, live, c, D // 8, DP // 8), ASM)
+        p, q, r, s, u, v, w, x = lanes1(packed_bytes(at + D // 4 + c, live, c, D // 8, DP // 8), ASM)
+        low = _merge_keys(_merge_keys(a + p, f + q), _merge_keys(b + r, g + s))
+        return _merge_keys(low, _merge_keys(_merge_keys(d + u, h + v), _merge_keys(e + w, i + x)))
+
+
+@triton.jit
+def values_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+    """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; tokens in the order of `to_values`."""
+    c = tl.arange(0, DP)[None, :, None]
+    at = base[:, None, None] + c * (T * min(BITS, 8) // 8)
+    live = ok[:, None, None]
+    if BITS >= 8:
+        return packed_bytes(at + tl.arange(0, T)[None, None, :], live, c, D, DP)
+    elif BITS == 4:
+        x, y = lanes4(packed_bytes(at + tl.arange(0, T // 2)[None, None, :], live, c, D, DP), ASM)
+        return _by_thread(_merge_values(x, y))
+    elif BITS == 2:
+        x, y, z, w = lanes2(packed_bytes(at + tl.arange(0, T // 4)[None, None, :], live, c, D, DP), ASM)
+        return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
+    else:
+        t = tl.arange(0, T // 8)[None, None, :]
+        a, b, d, e = lanes2(packed_bytes(at + t, live, c, D, DP), ASM)
+        f, g, h, i = lanes2(packed_bytes(at + T // 8 + t, live, c, D, DP), ASM)
+        p, q, r, s, u, v, w, x = lanes1(packed_bytes(at + T // 4 + t, live, c, D, DP), ASM)
+        low = _merge_values(_merge_values(a + p, f + q), _merge_values(b + r, g + s))
+        high = _merge_values(_merge_values(d + u, h + v), _merge_values(e + w, i + x))
+        return _by_thread(_merge_values(low, high))
+
+
+@triton.jit
+def channels(D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
+    """The channel at each place of an unpacked key, D or more where there is none."""
+    c = tl.arange(0, DP)
+    if D == DP:
+        return c
+    else:
+        inside = c % (DP // LANES)
+        return tl.where(inside < D // LANES, c // (DP // LANES) * (D // LANES) + inside, D)
+
+
+@triton.jit
+def to_values(x, BITS: tl.constexpr):
+    """Columns of scores [NB, R, T] in the order of `values_of`; moves nothing between threads."""
+    NB: tl.constexpr = x.shape[0]
+    R: tl.constexpr = x.shape[1]
+    T: tl.constexpr = x.shape[2]
+    if BITS == 16:
+        return x
+    elif BITS < 8:
+        return x.reshape(NB, R, T // 32, 2, 2, 4, 2).permute(0, 1, 2, 5, 3, 4, 6).reshape(NB, R, T)
+    else:
+        return x.reshape(NB, R, T // 16, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(NB, R, T)
+
+
+@triton.jit
+def _by_thread(x):
+    """Tokens of unpacked values [NB, D, T] so that each 8 in a row are those of one thread of the tensor core.
+
+    That is how Triton lays out an operand which it sees to come from narrower numbers.
+    """
+    NB: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    T: tl.constexpr = x.shape[2]
+    return x.reshape(NB, D, T // 32, 2, 4, 4).permute(0, 1, 2, 4, 3, 5).reshape(NB, D, T)
+
+
+@triton.jit
+def ask_ahead(
+    paged, slot, page, ok, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Pages [NB] of one slot, where ok, come to the L2 cache as queries are prepared. paged: as in `attend_sealed`."""
+    if ASM:
+        k_ptr, v_ptr, meta_ptr, scale_ptr = paged
+        PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
+        LINE: tl.constexpr = 128 * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
+        PADDED: tl.constexpr = BLOCK * DP * (4 if BITS == 3 else min(BITS, 8)) // 8
+        at = page * SLOTS + slot
+        line = tl.arange(0, PADDED // LINE if PADDED > LINE else 1)[None, :] * LINE
+        inside = ok[:, None] & (line < PAGE)
+        to_l2(k_ptr + (at * PAGE)[:, None] + line, inside)
+        to_l2(v_ptr + (at * PAGE)[:, None] + line, inside)
+        if BITS < 16:
+            to_l2(scale_ptr + 2 * at, ok)
+        if BITS < 8:
+            line = tl.arange(0, 4 * DP // 128 if DP > 32 else 1)[None, :] * 128
+            to_l2(meta_ptr + (at * (4 * D))[:, None] + line, ok[:, None] & (line < 4 * D))

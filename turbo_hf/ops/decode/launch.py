@@ -1,0 +1,244 @@
+"""Launch of the decode kernel: its plan and its workspace. Imported only where it runs, as it needs Triton."""
+
+from functools import lru_cache
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
+from turbo_hf.ops import gpu
+from turbo_hf.ops.decode.kernel import decode_kernel
+from turbo_hf.ops.decode.kernel_merge import STATS
+from turbo_hf.ops.decode.stream_k import (
+    LivePlan,
+    Plan,
+    fixed_split,
+    full_rounds,
+    split_count,
+    stream_k,
+    tiles_of,
+    whole_outputs,
+)
+from turbo_hf.ops.room import room_for
+from turbo_hf.ops.tuning import FULL_WARPS, TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles, full_tiles
+
+PARTS = 16
+"""Parts of an output: what a merge takes grows with their number's next power of two, so that CTAs are rounded down."""
+
+MERGED = 128
+"""Numbers of partial results that a thread merges at a time: more do not fit its registers."""
+
+MANY = 2.0
+"""Outputs an SM from which on most CTAs have whole ones."""
+
+FILLED = 10
+"""Tiles of each CTA from which on several share an SM. Below, half as many parts to merge are worth more."""
+
+FILLED_SINGLE = 5
+"""The same of tiles of one block."""
+
+LEAST = 2
+"""Tiles of a CTA, where there is a choice; twice as many where it is one warp."""
+
+
+class Shape(NamedTuple):
+    """What a plan depends on, besides the lengths.
+
+    groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
+    few tiles. blocks: of a tile. warps: of a CTA. plan: "stream-k", "whole" or "split".
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    chunks: int
+    ctas: int
+    alone: int
+    blocks: int
+    warps: int
+    plan: str
+
+
+@lru_cache(maxsize=64)
+def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
+    """The plan of a cache whose rows have these numbers of tiles."""
+    groups, chunks, ctas, alone, blocks, warps, plan = shape
+    cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
+    each = np.repeat(np.array(tiles), len(cost))
+    if plan != "stream-k":
+        parts = 1 if plan == "whole" else split_count(len(each), max(tiles), ctas)
+        return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
+    steps = int(each.sum())
+    if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
+        ctas = alone
+    if warps == 1:
+        # one warp merges a few parts at a time: more CTAs would cost it more than they do
+        ctas = min(ctas, 2 * PARTS * len(each))
+    # a part of a single tile is not worth its merge
+    ctas = full_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), PARTS)
+    return stream_k(each, np.tile(cost, len(tiles)), ctas, TILE_SETUP * 4 / blocks)
+
+
+@lru_cache(maxsize=64)
+def _words(tiles: tuple[int, ...], shape: Shape, device: torch.device, stream: int) -> torch.Tensor:
+    """The words of that plan on the device, copied in the order of that stream."""
+    return _plan(tiles, shape).words.to(device, non_blocking=True)
+
+
+class Place(NamedTuple):
+    """What a workspace is made for, and who uses it: a thread may replay on another stream than it captured on, which
+    may be the stream of another thread. floats: of a partial result."""
+
+    device: torch.device
+    stream: int
+    thread: int
+    ctas: int
+    outputs: int
+    floats: int
+
+
+@lru_cache(maxsize=32)
+def _workspace(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial results, and arrival counters (zeros, as each launch leaves them)."""
+    return (
+        torch.empty((place.ctas + place.outputs) * place.floats, dtype=torch.float32, device=place.device),
+        torch.zeros(place.outputs, dtype=torch.int32, device=place.device),
+    )
+
+
+def _schedule(
+    sealed: tuple[int, ...],
+    shape: Shape,
+    plans: dict[Any, LivePlan] | None,
+    place: Place,
+) -> tuple[torch.Tensor, int, int, tuple[torch.Tensor, ...]]:
+    """Words of the plan on the device, its CTAs, a power of two that its parts do not exceed, and the workspace.
+
+    plans: as in `KVStore`. What is captured keeps its workspace, whichever was used since.
+    """
+    if plans is None:
+        tiles = tuple(tiles_of(sealed, shape.blocks))
+        plan = _plan(tiles, shape)
+        words = _words(tiles, shape, place.device, place.stream)
+        return words, plan.ctas, power_of_two(plan.parts), _workspace(place)
+    if (shape, place) not in plans:
+        plans[shape, place] = LivePlan(
+            lambda n: _plan(tuple(tiles_of(n, shape.blocks)), shape),
+            sealed,
+            shape.ctas,
+            place.device,
+            _workspace(place),
+        )
+    live = plans[shape, place]
+    return live.words, live.ctas, live.parts, live.workspace
+
+
+def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False) -> tuple[DecodeTiles, bool, int]:
+    """Tiles for queries like q, whether they become INT8, their channels, padded."""
+    padded = max(32, power_of_two(q.shape[3]))
+    widths = {pages.bits for pages in store.paged}
+    turbo = mode == "turbo" and widths != {FULL}
+    unpacks = widths != {FULL} if mode == "fp16" else max(widths) == FULL and q.element_size() > 2
+    tiles = decode_tiles(
+        padded * store.block,
+        max(widths),
+        unpacks,
+        many=many,
+        itemsize=q.element_size(),
+        shared=gpu.shared_memory(q.device),
+    )
+    return tiles, turbo, padded
+
+
+def decode(
+    q: torch.Tensor,
+    store: KVStore,
+    *,
+    scaling: float,
+    starts: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
+    plan: str = "stream-k",
+) -> AttentionOutput:
+    """`ops.decode` by the Triton kernel; arguments as there, checked.
+
+    plan: "stream-k", or for comparison "whole" (FlashAttention-2) or "split" (FlashDecoding).
+    """
+    _, heads, tokens, dim = q.shape
+    kv_heads, cap = store.k_open.shape[1:3]
+    group = heads // kv_heads
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    rows, spread = 8, group * tokens <= 4
+    per_output = rows // 2 if spread else rows
+    chunks = -(-group * tokens // per_output)
+    groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.paged)
+    many = q.shape[0] * kv_heads * chunks >= MANY * gpu.sms(q.device)
+    tune, turbo, padded = tiles_for(q, store, mode, many=many)
+    sealed = store.sealed_host
+    if sealed is None:
+        sealed = tuple(store.sealed.tolist())
+    types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.paged)}
+    alike = types == {q.dtype} and len(store.paged) == 1 and sas_threshold is None
+    full = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
+    tune = full or tune
+    warps = FULL_WARPS if full else tune.blocks
+    most = gpu.sms(q.device) * tune.occupancy
+    shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
+    ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
+    outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
+    place = Place(q.device, gpu.stream(q.device), get_ident(), ctas, outputs, floats)
+    # only stream-K has a bound that holds at any length, which a replay needs
+    plans = store.plans if plan == "stream-k" else None
+    words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, plans, place)
+    with torch.cuda.device_of(q), room_for(q):
+        decode_kernel[(grid,)](
+            q,
+            out,
+            lse,
+            store.open_len if starts is None else starts,
+            lse if sinks is None else sinks,
+            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
+            (store.k_open, store.v_open, store.k_scale, store.v_scale),
+            store.order.contiguous(),
+            store.table,
+            store.sealed,
+            store.open_len,
+            words,
+            parts,
+            arrived,
+            q.stride(),
+            store.table.stride(0),
+            store.table.shape[1],
+            cap,
+            tokens,
+            window or 0,
+            scaling,
+            softcap or 0.0,
+            sas_threshold or 0.0,
+            SLOTS=tuple(slots for _, slots in groups),
+            BITS=tuple(bits for bits, _ in groups),
+            GROUP=group,
+            D=dim,
+            DP=padded,
+            BLOCK=store.block,
+            NB=tune.blocks,
+            R=rows,
+            SPREAD=spread,
+            TURBO=turbo,
+            WINDOW=window is not None,
+            CAPPED=softcap is not None,
+            SAS=sas_threshold is not None,
+            STARTS=starts is not None,
+            SINKS=sinks is not None,
+            STAGES=tune.stages,
+            PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
+            FULL=full is not None,
+            **gpu.early(q.device),
+            ASM=q.is_cuda,
+            num_warps=warps,
+            **gpu.FUSED,
+        )
+    return AttentionOutput(out, lse)

@@ -1,0 +1,152 @@
+"""Quantization of a chunk's keys and values for the flash loop, and unpacking of a past for it."""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.ops.kernel_common import as_int8, value_order
+
+
+@triton.jit
+def _scaled(x, largest, TOP: tl.constexpr):
+    """x * (TOP / largest), with 0 for a largest of 0. An IEEE division, so that the reference gets equal codes."""
+    return x * tl.div_rn(TOP, tl.where(largest > 0, largest, 1.0))
+
+
+@triton.jit
+def channel_range_kernel(
+    v_ptr, range_ptr, starts_ptr, stride_b, stride_h, stride_n, tokens,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
+):  # fmt: skip
+    """max|v| of each channel, as float bits in int32: those of numbers >= 0 stand in the numbers' own order."""
+    row, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DP)
+    start = 0
+    if STARTS:
+        start = tl.load(starts_ptr + row).to(tl.int32)
+    inside = (n < tokens - start)[:, None] & (d < D)[None, :]
+    at = v_ptr + row * stride_b + head * stride_h + (start + n).to(tl.int64)[:, None] * stride_n + d[None, :]
+    largest = tl.max(tl.abs(tl.load(at, mask=inside, other=0.0).to(tl.float32)), 0)
+    to = range_ptr + (row * HEADS + head) * D + d
+    tl.atomic_max(to, largest.to(tl.int32, bitcast=True), mask=d < D, sem="relaxed")
+
+
+@triton.jit
+def quantize_operands_kernel(
+    k_ptr, v_ptr, mean_ptr, range_ptr, k_out_ptr, k_scale_ptr, v_out_ptr, v_scale_ptr, v_log2_ptr, broken_ptr,
+    starts_ptr, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, tokens, padded,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, K_TOKEN: tl.constexpr,
+    SMOOTH: tl.constexpr, V_TOP: tl.constexpr, V_CHANNEL: tl.constexpr, V_OUT: tl.constexpr, STARTS: tl.constexpr,
+):  # fmt: skip
+    """One block of one KV head: keys [BLOCK, D] to INT8, values to [D, BLOCK] in INT8 or FP8, in VALUE_ORDER."""
+    row, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
+    kv_row = tl.program_id(1).to(tl.int64)
+    block = tl.program_id(0)
+    n = block * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DP)
+    start = 0
+    if STARTS:
+        start = tl.load(starts_ptr + row).to(tl.int32)
+    count = tokens - start
+
+    inside = (n < count)[:, None] & (d < D)[None, :]
+    at = row * stride_kb + head * stride_kh + (start + n).to(tl.int64)[:, None] * stride_kn + d[None, :]
+    k = tl.load(k_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if SMOOTH:
+        mean = tl.load(mean_ptr + kv_row * D + d, mask=d < D, other=0.0)
+        k = tl.where(inside, k - mean[None, :], 0.0)
+    if K_TOKEN:
+        largest = tl.max(tl.abs(k), 1)
+        codes = _scaled(k, largest[:, None], 127.0)
+        tl.store(k_scale_ptr + kv_row * padded + n, tl.div_rn(largest, 127.0))
+    else:
+        most = tl.max(tl.max(tl.abs(k), 1), 0)
+        codes = _scaled(k, most, 127.0)
+        tl.store(k_scale_ptr + kv_row * (padded // BLOCK) + block, tl.div_rn(most, 127.0))
+    to = kv_row * padded * D + n.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(k_out_ptr + to, as_int8(codes), mask=(d < D)[None, :])
+
+    token = value_order(n)
+    inside = (token < count)[:, None] & (d < D)[None, :]
+    at = row * stride_vb + head * stride_vh + (start + token).to(tl.int64)[:, None] * stride_vn + d[None, :]
+    v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    # 0 * x is 0 for every number: codes cannot say NaN or Inf, so such a head is reported
+    if tl.sum(tl.sum(k * 0.0 + v * 0.0, 1), 0) != 0.0:
+        tl.store(broken_ptr + kv_row, 1)
+    if V_OUT:
+        if V_CHANNEL:
+            ranges = tl.load(range_ptr + kv_row * D + d, mask=d < D, other=0.0)
+            codes = _scaled(v, ranges[None, :], V_TOP)
+        else:
+            most = tl.max(tl.max(tl.abs(v), 1), 0)
+            codes = _scaled(v, most, V_TOP)
+            scale = tl.div_rn(most, V_TOP)
+            to = kv_row * (padded // BLOCK) + block
+            tl.store(v_scale_ptr + to, scale)
+            # what the flash loop adds up; the unit of a block of zeros does not matter
+            tl.store(v_log2_ptr + to, tl.log2(tl.where(scale > 0, scale, 1.0)))
+        if v_out_ptr.dtype.element_ty == tl.int8:
+            codes = as_int8(codes)
+        else:
+            codes = codes.to(v_out_ptr.dtype.element_ty)
+        to = kv_row * D * padded + d.to(tl.int64)[:, None] * padded + n[None, :]
+        tl.store(v_out_ptr + to, tl.trans(codes), mask=(d < D)[:, None])
+
+
+@triton.jit
+def _lane(packed_ptr, at, bits: tl.constexpr, codes: tl.constexpr, index):
+    """Code `index` of a half-split run that holds `codes` codes and begins at `at` (`layout.half_split`)."""
+    if bits == 16:
+        code = tl.load(packed_ptr + at + index)
+    elif bits == 8:
+        code = tl.load(packed_ptr + at + index).to(tl.int32)
+    elif bits == 3:
+        low = tl.load(packed_ptr + at + index % (codes // 4)).to(tl.int32) >> (index // (codes // 4) * 2) & 3
+        high = tl.load(packed_ptr + at + codes // 4 + index % (codes // 8)).to(tl.int32) >> (index // (codes // 8)) & 1
+        code = low | high << 2
+    else:
+        run: tl.constexpr = codes * bits // 8
+        code = tl.load(packed_ptr + at + index % run).to(tl.int32) >> (index // run * bits) & ((1 << bits) - 1)
+    return code
+
+
+@triton.jit
+def unpack_past_kernel(
+    k_ptr, v_ptr, meta_ptr, scale_ptr, table_ptr, sealed_ptr, order_ptr, k_out_ptr, v_out_ptr, scale_out_ptr,
+    blocks, first_slot, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BLOCK: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """One sealed block of one slot to INT8: keys [BLOCK, D], values [D, BLOCK] in `VALUE_ORDER`, both scales.
+
+    In a cache with heads of 16 bit to their type, which holds codes too.
+    """
+    block, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    if block >= tl.load(sealed_ptr + row):
+        return
+    page = tl.load(table_ptr + row * blocks + block)
+    kv_row = row * HEADS + tl.load(order_ptr + row * HEADS + first_slot + slot)
+    at = page * SLOTS + slot
+    n = tl.arange(0, BLOCK)
+    d = tl.arange(0, DP)
+    kept = (d < D)[None, :]
+    channel = tl.minimum(d, D - 1)
+    K_BYTES: tl.constexpr = D * min(BITS, 8) // 8
+    V_BYTES: tl.constexpr = BLOCK * min(BITS, 8) // 8
+    k = _lane(k_ptr, (at * BLOCK + n)[:, None] * K_BYTES, BITS, D, channel[None, :])
+    stored = value_order(n) if BITS == 16 else n
+    v = _lane(v_ptr, (at * D + channel)[:, None] * V_BYTES, BITS, BLOCK, stored[None, :])
+    if BITS < 8:
+        meta = meta_ptr + at * 4 * D + channel
+        k_step, k_zero = tl.load(meta).to(tl.int32), tl.load(meta + D).to(tl.int32)
+        v_step, v_zero = tl.load(meta + 2 * D).to(tl.int32), tl.load(meta + 3 * D).to(tl.int32)
+        k = tl.minimum(tl.maximum(k * k_step[None, :] + k_zero[None, :], -127), 127)
+        v = tl.minimum(tl.maximum(v * v_step[:, None] + v_zero[:, None], -127), 127)
+    token = (block * BLOCK + n).to(tl.int64)
+    slots = blocks * BLOCK
+    tl.store(
+        k_out_ptr + (kv_row * slots + token)[:, None] * D + d[None, :], k.to(k_out_ptr.dtype.element_ty), mask=kept
+    )
+    to = (kv_row * D + d)[:, None] * slots + token[None, :]
+    tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=tl.trans(kept))
+    for i in tl.static_range(2):
+        tl.store(scale_out_ptr + (kv_row * blocks + block) * 2 + i, tl.load(scale_ptr + at * 2 + i))

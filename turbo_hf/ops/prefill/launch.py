@@ -1,0 +1,247 @@
+"""Launches of the prefill kernels. Imported only where one runs, as it needs Triton."""
+
+import math
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, Scoring, half_type, power_of_two
+from turbo_hf.ops import gpu
+from turbo_hf.ops.prefill.kernel import prefill_kernel
+from turbo_hf.ops.prefill.kernel_arguments import Chunk, Form, Past, Queries, Result, View
+from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
+from turbo_hf.ops.prefill.reference_operands import align, key_mean
+from turbo_hf.ops.reference_division import ratio
+from turbo_hf.ops.room import room_for
+from turbo_hf.ops.store import launch as launch_store
+from turbo_hf.ops.store.reference_rotate import key_shift, query_shift
+from turbo_hf.ops.tuning import prefill_tiles
+
+P_LOG2 = {mode: math.log2(top) for mode, top in V_TOP.items()} | {"half": 0.0, "fp16": 0.0}
+"""log2 of what the largest P of a key tile becomes: 127 in INT8, 448 in FP8, as of values."""
+
+REPAIR_PROGRAMS = 264
+"""Programs that look whether any head holds NaN or Inf: two for each SM of an H200."""
+
+P_TYPES = {"turbo": tl.int8, "int8": tl.int8, "fp8": tl.float8e4nv}
+TL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def _padded_dim(dim: int) -> int:
+    """Channels of a tile: a power of two, and enough for an 8-bit product."""
+    return max(32, power_of_two(dim))
+
+
+def _last_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _view(x: torch.Tensor) -> View:
+    return View(x, x.stride()[:3])
+
+
+def quantize_operands(k: torch.Tensor, v: torch.Tensor, **choices: Any) -> Operands:
+    """`ops.operands.quantize_operands` in one pass over k and v, in two where V is scaled by more than a block."""
+    broken = torch.empty(k.shape[0] * k.shape[1], dtype=torch.int32, device=k.device)
+    return _quantize(k, v, broken=broken, **choices)[0]
+
+
+def _quantize(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mode: str,
+    block: int,
+    v_scale: str,
+    smooth_k: bool,
+    hadamard: bool,
+    starts: torch.Tensor | None,
+    broken: torch.Tensor,
+) -> tuple[Operands, torch.Tensor | None]:
+    """Operands, and the log2 of their `v_scale`. broken: int32 [B*Hkv], set to 1 for heads that contain NaN or Inf."""
+    batch, heads, tokens, dim = k.shape
+    padded = -(-tokens // block) * block
+    device, by_token, with_v = k.device, mode in ("int8", "half"), mode != "half"
+    mean = key_mean(align(k, starts), starts) if smooth_k else None
+    taken = mean
+    if hadamard:
+        shift = key_shift(dim)
+        taken = None if mean is None else launch_store.rotate(mean[:, :, None], shift, torch.float32)[:, :, 0]
+        k = launch_store.rotate(k, shift, torch.float32)
+    k, v = _last_contiguous(k), _last_contiguous(v)
+    shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
+    shape |= gpu.FUSED
+    k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
+    k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
+    v_codes = ranges = v_block = v_log2 = None
+    if with_v:
+        v_type = torch.float8_e4m3fn if mode == "fp8" else torch.int8
+        v_codes = torch.empty(batch, heads, dim, padded, dtype=v_type, device=device)
+        if v_scale == "block":
+            v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
+        else:
+            ranges = torch.zeros(batch, heads, dim, device=device)
+    grid = (padded // block, launch_store.pairs_of(batch, heads))
+    with torch.cuda.device_of(k):
+        if ranges is not None:
+            channel_range_kernel[grid](v, ranges.view(torch.int32), starts, *v.stride()[:3], tokens, **shape)
+            if v_scale == "tensor":
+                ranges = ranges.amax(-1, keepdim=True).expand(-1, -1, dim).contiguous()
+        quantize_operands_kernel[grid](
+            k, v, taken, ranges, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
+            *k.stride()[:3], *v.stride()[:3], tokens, padded,
+            K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=V_TOP.get(mode, 1.0), V_CHANNEL=ranges is not None, V_OUT=with_v,
+            **shape,
+        )  # fmt: skip
+    channel = None
+    if ranges is not None:
+        channel = ratio(ranges, V_TOP[mode])
+        channel = torch.where(channel > 0, channel, 1.0)
+    return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
+
+
+def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sealed blocks of a cache in INT8: k [B, Hkv, T, D], v [B, Hkv, D, T] in VALUE_ORDER, scales [B, Hkv, T/b, 2].
+
+    With heads of 16 bit in the type of their pages.
+
+    Slots past a row's end are not written.
+    """
+    batch, heads, _, dim = past.k_open.shape
+    blocks, device = past.table.shape[1], past.k_open.device
+    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=past.k_open.dtype, device=device)
+    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=past.v_open.dtype, device=device)
+    scale = torch.empty(batch, heads, blocks, 2, device=device)
+    first = 0
+    order, table = past.order.contiguous(), past.table.contiguous()
+    with torch.cuda.device_of(k):
+        for pages in past.paged:
+            slots = pages.k.shape[1]
+            if blocks:
+                unpack_past_kernel[(blocks, slots, batch)](
+                    pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
+                    blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
+                    BITS=pages.bits, **gpu.FUSED,
+                )  # fmt: skip
+            first += slots
+    return k, v, scale
+
+
+def _held(past: KVStore) -> Past:
+    opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
+    return Past(*unpack_past(past), past.sealed, *opened, past.table.shape[1] * past.block, past.k_open.shape[2])
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scaling: float,
+    past: KVStore | None,
+    starts: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    mode: str,
+    sas_threshold: float | None,
+    block: int,
+    v_scale: str,
+    smooth_k: bool,
+    hadamard: bool,
+) -> AttentionOutput:
+    """`ops.prefill.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
+    batch, heads, tokens, dim = q.shape
+    kv_heads, pairs = k.shape[1], batch * heads
+    q, k, v = (_last_contiguous(x) for x in (q, k, v))
+    # padding is never written: it must be 0
+    out = torch.zeros if starts is not None else torch.empty
+    result = out(batch, tokens, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse = torch.empty(batch, heads, tokens, device=q.device)
+    if starts is not None:
+        lse.fill_(-torch.inf)
+    broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
+    held = None if past is None else _held(past)
+    scoring, written = Scoring(scaling, _log2(softcap), sinks, sas_threshold), Result(_view(result), lse, broken)
+
+    def run(
+        parts: Operands,
+        mode: str,
+        logs: torch.Tensor | None = None,
+        rotated: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        *,
+        repair: bool = False,
+    ) -> None:
+        precise = mode == "fp16"
+        wide = half_type(q.dtype) if mode == "half" else q.dtype
+        padded_dim = _padded_dim(dim)
+        tile = SAS_TILE if precise and sas_threshold is not None else block
+        tiles = prefill_tiles(mode, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
+        past_block = 64 if past is None else past.block
+        past_tile = min(past_block, tiles.block_n) if precise else past_block
+        k_tiles = v_tiles = None
+        if not precise:
+            k_tiles = TensorDescriptor.from_tensor(parts.k.view(-1, dim), [block, padded_dim])
+        if parts.v is not None:
+            v_tiles = TensorDescriptor.from_tensor(parts.v.view(-1, parts.v.shape[3]), [padded_dim, block])
+        chunk = Chunk(
+            None if k_tiles else _view(k), None if v_tiles else _view(v), parts.k_scale, logs, parts.v_channel, starts,
+            parts.k.shape[2],
+        )  # fmt: skip
+        form = Form(
+            heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
+            block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
+            p_type=P_TYPES.get(mode, TL_TYPES[wide]), p_log2=P_LOG2[mode], wide=TL_TYPES[q.dtype],
+            k_token=mode in ("int8", "half"),
+        )  # fmt: skip
+        programs = -(-tokens // tiles.block_m) * pairs
+        prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
+            Queries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
+            scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
+            FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
+            **gpu.FUSED,
+        )  # fmt: skip
+
+    precise_parts = Operands(k, k)
+    with torch.cuda.device_of(q), room_for(q):
+        if mode == "fp16":
+            run(precise_parts, mode)
+            return AttentionOutput(result, lse)
+        parts, v_log2 = _quantize(
+            k, v, mode=mode, block=block, v_scale=v_scale, smooth_k=smooth_k, hadamard=hadamard, starts=starts,
+            broken=broken[pairs:],
+        )  # fmt: skip
+        bias = None
+        if parts.k_mean is not None:
+            grouped = q.unflatten(1, (kv_heads, -1)).float()
+            bias = torch.einsum("bhgmd,bhd->bhgm", grouped, parts.k_mean).flatten(1, 2).contiguous() * scaling
+        rotated = launch_store.rotate(q, query_shift(dim), torch.float32) if hadamard else None
+        plain = past is None and starts is None and softcap is None and sinks is None and sas_threshold is None
+        plain = plain and not hadamard
+        if plain and (window is None or window >= tokens) and _hopper_serves(q, parts, mode, block):
+            from turbo_hf.ops.prefill import launch_hopper  # noqa: PLC0415 - needs Gluon
+
+            fp8 = mode == "fp8"
+            assert v_log2 is not None
+            launch_hopper.attend(q, parts, v_log2, result, lse, broken, scaling=scaling, causal=causal, fp8=fp8)
+        else:
+            run(parts, mode, v_log2, rotated, bias)
+        # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
+        run(precise_parts, "fp16", repair=True)
+    return AttentionOutput(result, lse)
+
+
+def _hopper_serves(q: torch.Tensor, parts: Operands, mode: str, block: int) -> bool:
+    """Whether the kernel for Hopper computes what `prefill_kernel` would."""
+    scales = mode in ("turbo", "fp8") and parts.v_scale is not None and parts.k_mean is None and block == 128
+    narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
+    return gpu.hopper(q.device) and scales and narrow
+
+
+def _log2(softcap: float | None) -> float | None:
+    """The cap in units of log2."""
+    return None if softcap is None else softcap * math.log2(math.e)

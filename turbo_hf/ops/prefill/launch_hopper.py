@@ -1,0 +1,56 @@
+"""Launch of the prompt kernel for Hopper. Imported only where it runs, as it needs Triton 3.6 and its Gluon."""
+
+import math
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from turbo_hf.layout import Operands
+from turbo_hf.ops import gpu
+from turbo_hf.ops.prefill.kernel_hopper import hopper_prefill_kernel
+
+TILE = 128
+"""Queries of a work item, keys of a tile."""
+
+L2_BYTES = 24e6
+"""K and V of the heads that run together: they should stay in the 50 MB of L2, along with streaming data."""
+
+STAGES = {64: 8, 128: 5}
+"""Tiles of K and V in flight, by head dim."""
+
+
+def attend(
+    q: torch.Tensor,
+    parts: Operands,
+    v_log2: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    broken: torch.Tensor,
+    *,
+    scaling: float,
+    causal: bool,
+    fp8: bool,
+) -> None:
+    """Write out [B, Hq, M, D] and lse [B, Hq, M] of q over `parts`, v_log2 being the log2 of `parts.v_scale`.
+
+    `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
+    """
+    batch, heads, tokens, dim = q.shape
+    kv_heads, padded = parts.k.shape[1:3]
+    assert parts.v is not None
+    group, items = heads // kv_heads, triton.cdiv(tokens, TILE) * batch * heads
+    together = min(batch * heads, max(1, int(L2_BYTES // (2 * padded * dim))) * group)
+    while batch * heads % together:
+        together -= 1
+    key_layout = gl.NVMMASharedLayout.get_default_for([TILE, dim], gl.int8)
+    value_layout = gl.NVMMASharedLayout.get_default_for([dim, TILE], gl.int8)
+    keys = TensorDescriptor(parts.k, [batch * kv_heads * padded, dim], [dim, 1], [TILE, dim], key_layout)
+    values = TensorDescriptor(parts.v, [batch * kv_heads * dim, padded], [padded, 1], [dim, TILE], value_layout)
+    hopper_prefill_kernel[(min(items, gpu.sms(q.device)),)](
+        q, keys, values, parts.k_scale, v_log2, broken, out, lse,
+        *q.stride()[:3], out.stride(0), out.stride(2), out.stride(1), tokens, padded, items,
+        triton.cdiv(tokens, TILE), together, heads, group, scaling * math.log2(math.e),
+        D=dim, STAGES=STAGES[dim], CAUSAL=causal, FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
+    )  # fmt: skip

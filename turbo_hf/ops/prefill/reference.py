@@ -1,0 +1,152 @@
+"""Attention of a prompt, or of a chunk of one over a compressed past, in plain torch."""
+
+from typing import Any
+
+import torch
+
+from turbo_hf.layout import INT8_MAX, SAS_TILE, SCORE_LIMIT, AttentionOutput, KVStore, Operands, half_type, value_order
+from turbo_hf.ops.prefill.reference_operands import align, quantize_operands
+from turbo_hf.ops.reference_division import ratio, scaled
+from turbo_hf.ops.reference_flash import Operand, Run, Scoring, flash
+from turbo_hf.ops.store.reference_pages import sealed_tokens, stored
+from turbo_hf.ops.store.reference_rotate import query_shift, rotate
+
+P_TYPES = {"turbo": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": None}
+"""The type that P is rounded to (`Scoring.p_type`); in mode "half" it depends on the queries' type."""
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scaling: float,
+    past: KVStore | None = None,
+    starts: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
+    block: int = 128,
+    v_scale: str = "block",
+    smooth_k: bool = False,
+    hadamard: bool = False,
+) -> AttentionOutput:
+    batch, _, tokens, _ = q.shape
+    column = torch.arange(tokens, device=q.device).expand(batch, tokens)
+    # rows begin at their first real token, so that blocks and scales are the same alone and in any batch
+    queries = align(q, starts)
+    count = torch.full((batch, 1), tokens, device=q.device) if starts is None else tokens - starts[:, None]
+    length = 0 if past is None else (past.sealed * past.block + past.open_len)[:, None]
+    place = torch.where(column < count, column + length, -1)
+    precise = mode == "fp16"
+    plain = _queries(queries, place, precise)
+    turned = plain
+    if hadamard:
+        turned = _queries(rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
+
+    sas_tile = SAS_TILE if precise and sas_threshold is not None else None
+    runs = [] if past is None else _past(past, plain, mode == "fp8", sas_tile or past.block)
+    if precise:
+        block = sas_tile or block
+        keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
+        bias = None
+    else:
+        parts = quantize_operands(
+            k, v, mode=mode, block=block, v_scale=v_scale, smooth_k=smooth_k, hadamard=hadamard, starts=starts
+        )
+        keys, values = _chunk(parts, align(v, starts), place, block)
+        bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scaling
+    runs.append(Run(turned, keys, values, block, bias, own=True))
+
+    p_type = P_TYPES[mode] if mode in P_TYPES else half_type(q.dtype)
+    out, lse = flash(runs, Scoring(scaling, causal, window, softcap, sas_threshold, p_type), sinks)
+    wild = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
+    if starts is not None:
+        back = (column - starts[:, None]).clamp(min=0)
+        padding = (column < starts[:, None])[:, None]
+        out = torch.take_along_dim(out, back[:, None, :, None], 2).masked_fill(padding[..., None], 0.0)
+        lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
+    out, lse = out.to(q.dtype), lse.float()
+    if not precise and bool(wild.any()):
+        given: dict[str, Any] = {"past": past, "starts": starts, "causal": causal, "window": window, "softcap": softcap}
+        given |= {"sinks": sinks, "sas_threshold": sas_threshold}
+        exact = prefill(q, k, v, scaling=scaling, mode="fp16", **given)
+        out = torch.where(wild[..., None, None], exact.out, out)
+        lse = torch.where(wild[..., None], exact.lse, lse)
+    return AttentionOutput(out, lse)
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _queries(q: torch.Tensor, place: torch.Tensor, precise: bool) -> Operand:
+    """Queries unchanged, or in INT8 with one scale per token and head (INT-FlashAttention alg. 1)."""
+    if precise:
+        return Operand(q.to(_wide(q)), q.new_ones(q.shape[:3], dtype=_wide(q)), place)
+    largest = q.float().abs().amax(-1)
+    codes = torch.round(scaled(q.float(), largest, INT8_MAX))
+    return Operand(codes.to(_wide(q)), ratio(largest, INT8_MAX).to(_wide(q)), place)
+
+
+def _raw(x: torch.Tensor, place: torch.Tensor, block: int) -> Operand:
+    return _whole(Operand(x.to(_wide(x)), x.new_ones(x.shape[:3], dtype=_wide(x)), place), block)
+
+
+def _whole(x: Operand, tile: int) -> Operand:
+    """Whole tiles: missing tokens are zeros with scale 0 and place -1."""
+    tail, pad = -x.place.shape[1] % tile, torch.nn.functional.pad
+    return Operand(pad(x.x, (0, 0, 0, tail)), pad(x.scale, (0, tail)), pad(x.place, (0, tail), value=-1))
+
+
+def _mean_score(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """[B, Hq, M]: q . mean, which smoothing subtracted from every score of a query."""
+    grouped = q.to(_wide(q)).unflatten(1, (mean.shape[1], -1))
+    return torch.einsum("bhgmd,bhd->bhgm", grouped, mean.to(grouped.dtype)).flatten(1, 2)
+
+
+def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) -> tuple[Operand, Operand]:
+    """Keys and values of the chunk in the form that the products use."""
+    wide, slots = _wide(v), parts.k.shape[2]
+    place = torch.nn.functional.pad(place, (0, slots - place.shape[1]), value=-1)
+    k_scale = parts.k_scale.repeat_interleave(slots // parts.k_scale.shape[2], -1)
+    keys = Operand(parts.k.to(wide), k_scale.to(wide), place)
+    if parts.v is None:
+        narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
+        return keys, _raw(narrow.to(v.dtype), place[:, : v.shape[2]], block)
+    values = torch.empty(parts.v.mT.shape, dtype=wide, device=v.device)
+    values[:, :, value_order(slots, v.device)] = parts.v.mT.to(wide)
+    if parts.v_scale is not None:
+        return keys, Operand(values, parts.v_scale.repeat_interleave(block, -1).to(wide), place)
+    assert parts.v_channel is not None
+    return keys, Operand(values * parts.v_channel[:, :, None].to(wide), torch.ones_like(keys.scale), place)
+
+
+def _past(store: KVStore, q: Operand, fp8: bool, tile: int) -> list[Run]:
+    """The sealed blocks, one scale a block, and the open tokens, one scale a token; their codes are what they are."""
+    batch, _, cap, _ = store.k_open.shape
+    wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
+    slot = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)
+    opened = torch.arange(cap, device=q.x.device).expand(batch, -1)
+    found = [
+        (*sealed_tokens(store), torch.where(slot < sealed, slot, -1)),
+        (
+            store.k_open,
+            store.k_scale,
+            store.v_open.mT,
+            store.v_scale,
+            torch.where(opened < store.open_len[:, None], opened + sealed, -1),
+        ),
+    ]
+    runs = []
+    for k, k_scale, v, v_scale, place in found:
+        # pages that the row does not own are another row's or uninitialized: their scales must not reach a product
+        k_step, v_step = (x.to(wide).masked_fill((place < 0)[:, None], 0.0) for x in (k_scale, v_scale))
+        k_own, v_own = stored(k, place >= 0), stored(v, place >= 0)
+        values = v_own.float().to(torch.float8_e4m3fn) if fp8 else v_own
+        keys, items = Operand(k_own.to(wide), k_step, place), Operand(values.to(wide), v_step, place)
+        runs.append(Run(q, _whole(keys, tile), _whole(items, tile), tile))
+    return runs

@@ -1,0 +1,85 @@
+"""Keys and values of a chunk as the flash loop reads them: INT8 or FP8 codes and their scales, in plain torch."""
+
+import torch
+
+from turbo_hf.layout import INT8_MAX, V_TOP, Operands, value_order
+from turbo_hf.ops.reference_division import ratio, scaled
+from turbo_hf.ops.store.reference_rotate import key_shift, rotate
+
+__all__ = ["quantize_operands"]
+
+
+def quantize_operands(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mode: str,
+    block: int = 128,
+    v_scale: str = "block",
+    smooth_k: bool = False,
+    hadamard: bool = False,
+    starts: torch.Tensor | None = None,
+) -> Operands:
+    k, v = (align(x, starts) for x in (k, v))
+    mean = key_mean(k, starts) if smooth_k else None
+    if mean is not None:
+        k = k.float() - mean[:, :, None]
+        k = k.masked_fill(~_valid(k, starts)[:, None, :, None], 0.0)
+    if hadamard:
+        k = rotate(k, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
+    k, v = (_blocks(x.float(), block) for x in (k, v))
+    k_range = k.abs().amax(-1 if mode in ("int8", "half") else (-1, -2))
+    k_codes = torch.round(scaled(k, k_range, INT8_MAX)).to(torch.int8).flatten(2, 3)
+    k_scale = ratio(k_range, INT8_MAX).flatten(2)
+    if mode == "half":
+        return Operands(k_codes, k_scale, k_mean=mean)
+
+    by_block = v_scale == "block"
+    v_range = v.abs().amax((-1, -2)) if by_block else channel_range(v.flatten(2, 3), v_scale)
+    v = scaled(v, v_range if by_block else v_range[:, :, None, None], V_TOP[mode])
+    codes = v.float().to(torch.float8_e4m3fn) if mode == "fp8" else torch.round(v).to(torch.int8)
+    # FP8 tensors cannot be indexed: reorder their bytes
+    stored = codes.view(torch.int8).flatten(2, 3)[:, :, value_order(k_codes.shape[2], v.device)].mT.contiguous()
+    scale = ratio(v_range, V_TOP[mode])
+    return Operands(
+        k_codes,
+        k_scale,
+        stored.view(codes.dtype),
+        scale if by_block else None,
+        None if by_block else torch.where(scale > 0, scale, 1.0),
+        mean,
+    )
+
+
+def align(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """x [B, H, M, D] with each row's tokens from slot 0 on, followed by zeros."""
+    if starts is None:
+        return x
+    column = torch.arange(x.shape[2], device=x.device)
+    take = (column + starts[:, None]).clamp(max=x.shape[2] - 1)
+    return torch.take_along_dim(x, take[:, None, :, None], 2).masked_fill(~_valid(x, starts)[:, None, :, None], 0.0)
+
+
+def key_mean(k: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """float32 [B, Hkv, D]: the mean key of each row, its tokens aligned to slot 0."""
+    tokens = k.shape[2] if starts is None else (k.shape[2] - starts).clamp(min=1)[:, None, None]
+    return k.sum(2, dtype=torch.float32) / tokens
+
+
+def channel_range(v: torch.Tensor, v_scale: str) -> torch.Tensor:
+    """float32 [B, Hkv, D]: max|v| of each channel, or the same for all channels of a head ("tensor")."""
+    by_channel = v.abs().amax(2).float()
+    return by_channel if v_scale == "channel" else by_channel.amax(-1, keepdim=True).expand_as(by_channel)
+
+
+def _valid(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """bool [B, M]: which slots of aligned x hold a token."""
+    column = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
+    count = torch.full_like(column[:, :1], x.shape[2])
+    return column < (count if starts is None else count - starts[:, None])
+
+
+def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
+    """x [B, H, M, D] -> [B, H, blocks, block, D], zeros past the end."""
+    whole = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % block))
+    return whole.reshape(*x.shape[:2], -1, block, x.shape[3])

@@ -1,0 +1,160 @@
+"""The flash loop over runs of quantized keys and values (TurboAttention alg. 1, 2, INT-FlashAttention alg. 1).
+
+P of a key tile is relative to that tile's own maximum, whoever computes it and in whatever order, so a split over
+programs gives the same P. It has one scale per query and tile.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from turbo_hf.layout import E4M3_MAX, INT8_MAX, AttentionOutput
+from turbo_hf.ops.reference_softmax import sas_exp
+
+TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
+"""Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
+
+
+class Operand(NamedTuple):
+    """Codes and scales of a run of tokens. x: [B, H, T, D]; scale: [B, H, T]; a plain tensor has scale 1.
+
+    place: int64 [B, T], the token's place in its row; -1 where there is none.
+    """
+
+    x: torch.Tensor
+    scale: torch.Tensor
+    place: torch.Tensor
+
+
+class Run(NamedTuple):
+    """Keys and values that the queries see, and the queries as these keys see them.
+
+    tile: tokens that share one scale of P. bias: [B, Hq, M], what is added to the scores of a query, or None.
+    own: the keys are the queries' own, in the same order. exact: P is not rounded here.
+    chosen: bool [B, Hkv or Hq, M, T], keys that the query heads of a KV head or each of them may see; None: all.
+    """
+
+    q: Operand
+    k: Operand
+    v: Operand
+    tile: int
+    bias: torch.Tensor | None = None
+    own: bool = False
+    exact: bool = False
+    chosen: torch.Tensor | None = None
+
+
+class State(NamedTuple):
+    """Per query: running maximum, sum of P and accumulated P V, both relative to exp(maximum)."""
+
+    top: torch.Tensor
+    total: torch.Tensor
+    acc: torch.Tensor
+
+
+class Scoring(NamedTuple):
+    """What is done to scores, and the type that P is rounded to: INT8, FP8 or 16 bit; None: it is not."""
+
+    scaling: float
+    causal: bool
+    window: int | None
+    softcap: float | None
+    sas_threshold: float | None
+    p_type: torch.dtype | None
+
+
+def flash(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> AttentionOutput:
+    """Attention over `runs`, in float32 (float64 for float64), the query tiles in a loop to bound memory."""
+    q = runs[-1].q.x
+    batch, heads, rows, _ = q.shape
+    keys = sum(run.k.x.shape[2] for run in runs)
+    tile = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 22) // max(batch * heads * keys, 1))
+    parts = [
+        _queries([_cut(run, start, min(start + tile, rows), scoring.causal) for run in runs], scoring, sinks)
+        for start in range(0, rows, tile)
+    ]
+    return AttentionOutput(torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2))
+
+
+def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
+    """Queries `start` to `end` of a run, without the keys that come after all of them."""
+    q = Operand(run.q.x[:, :, start:end], run.q.scale[:, :, start:end], run.q.place[:, start:end])
+    bias = None if run.bias is None else run.bias[:, :, start:end]
+    seen = -(-end // run.tile) * run.tile if run.own and causal else run.k.x.shape[2]
+    k, v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (run.k, run.v))
+    chosen = None if run.chosen is None else run.chosen[:, :, start:end, :seen]
+    return run._replace(q=q, k=k, v=v, bias=bias, chosen=chosen)
+
+
+def _queries(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k = runs[0].q.x, runs[0].k.x
+    batch, heads, rows, dim = q.shape
+    # the query heads of a KV head are stacked, so that K and V are never repeated
+    shape = (batch, k.shape[1], heads // k.shape[1], rows)
+    state = State(q.new_full(shape, -torch.inf), q.new_zeros(shape), q.new_zeros(*shape, dim))
+    for run in runs:
+        if run.k.x.shape[2]:
+            state = _run(state, run, scoring)
+    top, total, acc = state
+    if sinks is not None:
+        sink = sinks.to(top.dtype).reshape(1, *shape[1:3], 1)
+        top = torch.maximum(top, sink)
+        kept = torch.exp(state.top - top)
+        total, acc = total * kept + torch.exp(sink - top), acc * kept[..., None]
+    out = acc / torch.where(total > 0, total, 1.0)[..., None]
+    lse = torch.where(total > 0, top + torch.log(total), -torch.inf)
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _run(state: State, run: Run, how: Scoring) -> State:
+    """All key tiles of a run side by side."""
+    batch, kv_heads, group, rows = state.top.shape
+    grouped = (run.q.x * (run.q.scale * how.scaling)[..., None]).reshape(batch, kv_heads, group * rows, -1)
+    score = (grouped @ run.k.x.mT).unflatten(2, (group, rows)) * run.k.scale[:, :, None, None]
+    if run.bias is not None:
+        score = score + run.bias.reshape(state.top.shape)[..., None]
+    if how.softcap is not None:
+        score = how.softcap * torch.tanh(score / how.softcap)
+    allowed = _allowed(run.q.place, run.k.place, how.causal, how.window)[:, None, None]
+    if run.chosen is not None:
+        allowed = allowed & run.chosen.unflatten(1, (kv_heads, -1))
+    score = score.masked_fill(~allowed, -torch.inf).unflatten(-1, (-1, run.tile))
+
+    own = score.amax(-1)
+    # a query that sees no key of a tile has a maximum of -inf there; its P is 0 whatever is subtracted
+    shifted = score - own.masked_fill(own == -torch.inf, 0.0)[..., None]
+    p = torch.exp(shifted) if how.sas_threshold is None else sas_exp(shifted, how.sas_threshold)
+
+    top = torch.maximum(state.top, own.amax(-1))
+    finite = top.masked_fill(top == -torch.inf, 0.0)
+    moved, moves = torch.exp(state.top - finite), torch.exp(own - finite[..., None])
+    p_type = None if run.exact else how.p_type
+    codes, unit = _rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), p_type)
+    weight = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3)
+    part = (weight @ run.v.x).unflatten(2, (group, rows))
+    total = state.total * moved + (p.sum(-1) * moves).sum(-1)
+    return State(top, total, state.acc * moved[..., None] + part)
+
+
+def _rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [..., tile] as the second product reads them: codes, and what one of them is worth [..., 1]."""
+    peak = weight.amax(-1, keepdim=True)
+    peak = torch.where(peak > 0, peak, 1.0)
+    if p_type is None:
+        return weight, torch.ones_like(peak)
+    if p_type == torch.int8:
+        return torch.round(weight * (INT8_MAX / peak)), peak / INT8_MAX
+    if p_type == torch.float8_e4m3fn:
+        return (weight * (E4M3_MAX / peak)).float().to(torch.float8_e4m3fn).to(weight.dtype), peak / E4M3_MAX
+    return (weight / peak).to(p_type).to(weight.dtype), peak
+
+
+def _allowed(query: torch.Tensor, key: torch.Tensor, causal: bool, window: int | None) -> torch.Tensor:
+    """bool [B, M, T]: which keys each query sees."""
+    q, k = query[:, :, None], key[:, None, :]
+    allowed = (k >= 0) & (q >= 0)
+    if causal:
+        allowed = allowed & (k <= q)
+    if window is not None:
+        allowed = allowed & (k > q - window)
+    return allowed

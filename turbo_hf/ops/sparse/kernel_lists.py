@@ -1,0 +1,176 @@
+"""Which blocks sparse decode reads, and how the CTAs share them (SAAP appendix F, LeanAttention).
+
+There is no inverted index. Of a sealed block the smallest and the largest bucket of its tokens are known, 4 bytes
+beside its 8,712 in 4 bit: one launch looks through these spans and lists the blocks where a visited bucket may be. The
+next one knows how many there are for each output, and shares them out in whole tiles.
+"""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.ops.kernel_common import await_launch, to_l2
+
+
+@triton.jit
+def extent(place, closed, sink, window):
+    """What a query at `place` (-1: none) sees of a row with `closed` tokens in sealed blocks.
+
+    Returns numbers of tokens: first: of the first ones, that are always attended to; recent: before the newest ones,
+    of which the same holds; sealed, opened: in sealed blocks, and open. Between first and recent, buckets decide.
+    """
+    seen = place + 1
+    sealed = tl.minimum(closed, seen)
+    recent = tl.maximum(tl.minimum(seen - window, sealed), 0)
+    return tl.minimum(sink, recent), recent, sealed, seen - sealed
+
+
+@triton.jit
+def place_of(query, row, queries, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOCK: tl.constexpr, STARTS: tl.constexpr):
+    """A query's place in its row, -1: none; the row's tokens in sealed blocks.
+
+    Past the L1 cache: these were written a few launches ago, and launches overlap.
+    """
+    closed = tl.load(sealed_ptr + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) * BLOCK
+    place = closed + tl.load(open_len_ptr + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) - queries + query
+    if STARTS:
+        place = tl.where(query < tl.load(starts_ptr + row, mask=ok, other=0).to(tl.int32), -1, place)
+    return place, closed
+
+
+@triton.jit
+def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr):
+    """Which of the tokens at places t, where they are live, a query at `place` attends to. bucket: theirs, if INDEX."""
+    live = live & (t <= place)
+    kept = (t < sink) | (t > place - window)
+    if INDEX:
+        bucket = bucket.to(tl.int32)
+        kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
+    return live & kept
+
+
+@triton.jit
+def _blocks_from(start, table, blocks, spans, spanned, begin, end, SCAN: tl.constexpr):
+    """SCAN blocks from `start` on: number, page; largest bucket << 16 | smallest of those from `begin` to `end`.
+
+    -1 where these are not known.
+    """
+    n = start + tl.arange(0, SCAN)
+    page = tl.load(table + n, mask=n < blocks, other=0)
+    return n, page, tl.load(spans + n, mask=(n >= begin) & (n < tl.minimum(end, spanned)), other=-1)
+
+
+# whatever these are, the code is the same: no user waits for another compilation as a cache grows
+@triton.jit(do_not_specialize=["table_stride", "room", "spanned", "window"])
+def list_kernel(
+    spans_ptr,  # int32 [B, Hkv, spanned]: largest bucket << 16 | smallest
+    visited_ptr,  # uint8 [B, Hkv, M, buckets]
+    order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
+    starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
+    listed_ptr, listed_count_ptr,  # int64 [lists, room]: page << 32 | number, int32 [lists]
+    table_stride, queries, room, spanned, buckets, sink, window,
+    KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, BUCKETS: tl.constexpr, INDEX: tl.constexpr,
+    STARTS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The sealed blocks that one list [row, slot, query] reads, and how many they are.
+
+    A block whose buckets are not known is read. BUCKETS: `buckets`, padded. EARLY: `await_launch`.
+    """
+    own = tl.program_id(0)
+    query, slot = own % queries, own // queries
+    row = slot // KV
+    if EARLY:
+        # what will be looked through; if the order has just changed, other lines come, and nothing else follows
+        stale = row * KV + tl.minimum(tl.maximum(tl.load(order_ptr + slot, cache_modifier=".cg"), 0), KV - 1)
+        line = tl.arange(0, (SCAN + 31) // 32) * 32
+        if INDEX:
+            to_l2(spans_ptr + stale * spanned + line, line < spanned)
+        line = tl.arange(0, (SCAN + 15) // 16) * 16
+        to_l2(table_ptr + row * table_stride + line, line < table_stride)
+    await_launch(EARLY)
+    pair = row * KV + tl.load(order_ptr + slot, cache_modifier=".cg")
+    place, closed = place_of(query, row, queries, True, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS)
+    first, recent, sealed, _ = extent(place, closed, sink, window)
+    blocks, begin = tl.cdiv(sealed, BLOCK), tl.cdiv(first, BLOCK)
+    end = tl.maximum(recent // BLOCK, begin)
+    listed, table = listed_ptr + own.to(tl.int64) * room, table_ptr + row * table_stride
+    spans = spans_ptr + pair * spanned
+    if not INDEX:
+        spanned = 0
+    n, page, span = _blocks_from(0, table, blocks, spans, spanned, begin, end, SCAN)
+    if INDEX:
+        c = tl.arange(0, BUCKETS)
+        flags = tl.load(visited_ptr + (pair * queries + query) * buckets + c, mask=c < buckets, other=0)
+        # how many of the buckets up to each one are visited; in 16 bit, which all buckets' shared memory takes
+        upto = tl.cumsum((flags != 0).to(tl.int32), 0).to(tl.uint16)
+    listed_count = blocks * 0
+    for start in tl.range(0, blocks, SCAN, num_stages=1):
+        # the next ones, while these are looked at
+        following = _blocks_from(start + SCAN, table, blocks, spans, spanned, begin, end, SCAN)
+        kept = (n < begin) | (n >= end)
+        if INDEX:
+            low = span.to(tl.int16).to(tl.int32)
+            hits = tl.gather(upto, tl.maximum(span >> 16, 0), 0).to(tl.int32)
+            hits -= tl.where(low > 0, tl.gather(upto, tl.maximum(low - 1, 0), 0).to(tl.int32), 0)
+            kept = kept | (low < 0) | (hits > 0)
+        kept = (kept & (n < blocks)).to(tl.int32)
+        tl.store(listed + listed_count + tl.cumsum(kept, 0) - 1, (page << 32) + n, mask=kept != 0)
+        listed_count += tl.sum(kept, 0)
+        n, page, span = following
+    tl.store(listed_count_ptr + own, listed_count)
+
+
+@triton.jit
+def outputs_of(
+    o, outputs, chunks: tl.constexpr, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr,
+    KV: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
+):  # fmt: skip
+    """Of outputs o [row, slot, query, chunk]: its query's place, -1: none; tokens in sealed blocks; KV head."""
+    ok = o < outputs
+    own = o // chunks
+    slot = own // queries
+    place, closed = place_of(
+        own % queries, slot // KV, queries, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS
+    )
+    return place, closed, tl.load(order_ptr + slot, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
+
+
+@triton.jit
+def tiles_of(place, closed, listed_count, ok, NB: tl.constexpr):
+    """Tiles of NB blocks of an output: of its listed blocks and one of its open tokens, at least one; 0 if not ok."""
+    return tl.where(ok, tl.maximum(tl.cdiv(listed_count, NB) + (place >= closed).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def over(x, y):
+    """The least integer that is not below x / y, where x + y is below 2^21; beyond it may be one less.
+
+    Integer division takes three times as long. x: a tensor.
+    """
+    y = x * 0 + y
+    # half a unit from any integer is further than the division is wrong
+    return (((x + y - 1).to(tl.float32) + 0.5) / y.to(tl.float32)).to(tl.int32)
+
+
+@triton.jit
+def tiles_of_share(
+    tiles, outputs, ctas, alone, PARTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr
+):  # fmt: skip
+    """Tiles that one share has of its output, at most. tiles: of each output.
+
+    The fewest with which there is a CTA for each share, or a few more, where the longest output is merged in a round of
+    PARTS less; of many outputs those with which a CTA has about SHARES. Below FILLED tiles for each of the CTAs, these
+    are `alone`: fewer of them share an SM.
+    """
+    total = tl.sum(tiles, 0)
+    if 2 * outputs > ctas:
+        most = tl.maximum(over(total, SHARES * ctas), 1)
+    else:
+        ctas = tl.where((total < FILLED * ctas) & (outputs <= alone), alone, ctas)
+        most = tl.maximum(over(total, ctas), 1)
+        while tl.sum(over(tiles, most), 0) > ctas:
+            most += 1
+        longest = tl.max(tiles, 0)
+        fewer = over(longest, most) // PARTS * PARTS
+        more = over(longest, tl.maximum(fewer, 1))
+        most = tl.where((fewer > 0) & (10 * more <= 11 * most), more, most)
+    return most

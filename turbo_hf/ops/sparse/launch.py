@@ -1,0 +1,301 @@
+"""Launches of the kernels of sparse decode, and their workspace. Imported only where one runs, as it needs Triton."""
+
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from threading import get_ident
+from typing import NamedTuple
+
+import torch
+import triton
+
+from turbo_hf.layout import AttentionOutput, KVStore, Rotary, power_of_two
+from turbo_hf.ops import gpu
+from turbo_hf.ops.decode.kernel_merge import STATS
+from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
+from turbo_hf.ops.decode.stream_k import KeptWorkspace
+from turbo_hf.ops.room import room_for
+from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
+from turbo_hf.ops.sparse.kernel_lists import list_kernel
+from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
+from turbo_hf.ops.sparse.reference_select import CLASSIFIER
+from turbo_hf.ops.store.launch import pairs_of
+
+SCAN = 2048
+"""Blocks whose spans are looked through at once."""
+
+SHARES = 4
+"""Shares of a CTA where there are many outputs: so many that most CTAs end at about the same time."""
+
+EVERY = 1 << 30
+"""More tokens than a row has."""
+
+
+def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """cos, sin, elements from row to row (0: one for all rows), channels that turn."""
+    if rotary is None:
+        return unused, unused, 0, 0
+    cos, sin = (part.contiguous() for part in rotary)
+    return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
+
+
+def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+    """`ops.select.assign`."""
+    batch, heads, tokens, dim = keys.shape
+    out = torch.empty(batch, heads, tokens, dtype=torch.int16, device=keys.device)
+    padded = max(16, power_of_two(dim))
+    cos, sin, stride, turned = _turns(rotary, keys)
+    tile = 128 * 128 // max(padded, 128) // (2 if centroids.element_size() > 2 else 1)
+    tile = min(tile, max(16, power_of_two(centroids.shape[1])))
+    with torch.cuda.device_of(keys):
+        assign_kernel[(triton.cdiv(tokens, 64), pairs_of(batch, heads))](
+            keys, centroids.contiguous(), out, cos, sin, keys.stride(), stride, tokens, centroids.shape[1],
+            HEADS=heads, D=dim, DP=padded, TOKENS=64, TILE=tile, ROTARY=turned, STAGES=2, num_warps=4, **gpu.FUSED,
+        )  # fmt: skip
+    return out
+
+
+RANKED = 16
+"""Buckets that one program compares with all others."""
+
+COMPARED = 1024
+"""Buckets that they are compared with at once."""
+
+UNITS = 64
+"""Units of a program of a layer on queries; a step of the second layer takes twice as many."""
+
+VECTORS = 16
+"""Of queries of one KV head that share what is read of the weights, whatever their rows; more in larger groups."""
+
+BUCKETS_AT_ONCE = 64
+"""Of a program of the second layer: a step has few heads, and every SM should read a part of the weights."""
+
+
+KEYS = 16
+"""New keys of one KV head that share what is read of the centroids, whatever their rows."""
+
+NEAR = 32
+"""Centroids per program that new keys are compared with: every SM should read a part of them."""
+
+
+class New(NamedTuple):
+    """Keys [B, Hkv, M, D], centroids [Hkv, C, D], and where the keys' buckets go, int16 [B, Hkv, M]."""
+
+    keys: torch.Tensor
+    centroids: torch.Tensor
+    out: torch.Tensor
+
+
+@cache
+def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What programs compare the best centroids of chunks by, and their counters: as each launch leaves them.
+
+    Never released, because launches that are replayed refer to it: 132 bytes per chunk.
+    """
+    with torch.inference_mode(False):
+        least = torch.full((chunks, KEYS), torch.iinfo(torch.int64).min, dtype=torch.int64, device=device)
+        return least, torch.zeros(chunks, dtype=torch.int32, device=device)
+
+
+def classify(
+    queries: torch.Tensor,
+    classifier: Mapping[str, torch.Tensor],
+    *,
+    rotary: Rotary | None = None,
+    new: New | None = None,
+) -> torch.Tensor:
+    """`ops.select.classify`: one launch a layer. new: keys whose buckets the first one finds too."""
+    batch, heads, tokens, group, _ = queries.shape
+    weight_1, bias_1, weight_2, bias_2 = (classifier[name].contiguous() for name in CLASSIFIER)
+    hidden, buckets = weight_2.shape[1:]
+    x = torch.empty(batch, heads, tokens, hidden, dtype=torch.float32, device=queries.device)
+    out = torch.empty(batch, heads, tokens, 1, buckets, dtype=torch.float32, device=queries.device)
+    tile = BUCKETS_AT_ONCE
+    with torch.cuda.device_of(queries):
+        _layer(queries, weight_1, bias_1, x, rotary, new)
+        logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
+            x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
+            UNITS=2 * UNITS, WHOLE=hidden % (2 * UNITS) == 0 and buckets % tile == 0, STAGES=4,
+            **gpu.early(queries.device), num_warps=4, **gpu.FUSED,
+        )  # fmt: skip
+    return out
+
+
+def score(
+    queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: New | None = None
+) -> torch.Tensor:
+    """`ops.select.score`; new: as in `classify`."""
+    batch, heads, tokens, _, _ = queries.shape
+    out = torch.empty(batch, heads, tokens, 1, centroids.shape[1], dtype=torch.float32, device=queries.device)
+    with torch.cuda.device_of(queries):
+        _layer(queries, centroids.mT, None, out, rotary, new)
+    return out
+
+
+def assign_and_score(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    centroids: torch.Tensor,
+    classifier: Mapping[str, torch.Tensor] | None = None,
+    *,
+    rotary: Rotary | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.select.assign_and_score`: no launch more than the logits alone."""
+    new = New(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
+    if classifier is None:
+        return new.out, score(queries, centroids, rotary=rotary, new=new)
+    return new.out, classify(queries, classifier, rotary=rotary, new=new)
+
+
+def _layer(
+    queries: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    rotary: Rotary | None,
+    new: New | None,
+) -> None:
+    """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU."""
+    batch, heads, tokens, group, dim = queries.shape
+    units, padded = weight.shape[2], power_of_two(group)
+    rows = max(VECTORS, padded)
+    cos, sin, stride, turned = _turns(rotary, queries)
+    tiles, chunks = triton.cdiv(units, UNITS), triton.cdiv(batch * tokens, rows // padded)
+    known: tuple[torch.Tensor, ...] = ()
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    buckets = 0
+    if new is not None:
+        buckets, strides = new.centroids.shape[1], new.keys.stride()
+        stream = gpu.stream(queries.device)
+        known = (*new, *_bests(queries.device, stream, get_ident(), heads * triton.cdiv(batch * tokens, KEYS)))
+        tiles += triton.cdiv(buckets, NEAR)
+        chunks = max(chunks, triton.cdiv(batch * tokens, KEYS))
+    layer_kernel[(tiles, heads, chunks)](
+        queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
+        strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
+        DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=gpu.early(queries.device)["EARLY"], num_warps=4, **gpu.FUSED,
+    )  # fmt: skip
+
+
+def visit(
+    logits: torch.Tensor,
+    *,
+    probes: int | None = None,
+    mass: float | None = None,
+    most: int | None = None,
+    sizes: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ops.select.visit`."""
+    *shape, group, buckets = logits.shape
+    out = torch.empty(*shape, buckets, dtype=torch.bool, device=logits.device)
+    lists = out.numel() // buckets
+    with torch.cuda.device_of(logits):
+        if probes is not None:
+            rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
+                logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=power_of_two(group),
+                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.early(logits.device),
+                num_warps=4, **gpu.FUSED,
+            )  # fmt: skip
+        else:
+            visit_kernel[(lists,)](
+                logits.contiguous(), logits if sizes is None else sizes.float().contiguous(), out.view(torch.uint8),
+                group, buckets, shape[2], most or 0, mass, G=power_of_two(group),
+                C=power_of_two(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4, **gpu.FUSED,
+            )  # fmt: skip
+    return out
+
+
+@lru_cache(maxsize=16)
+def _workspace(
+    device: torch.device, stream: int, thread: int, lists: int, room: int, outputs: int, shares: int, floats: int
+) -> tuple[torch.Tensor, ...]:
+    """Blocks listed, how many; arrival counters of outputs (zeros, as each launch leaves them); parts.
+
+    Two launches use it, so that threads that share a stream have one each.
+    """
+    return (
+        torch.empty(lists * room, dtype=torch.int64, device=device),
+        torch.empty(lists, dtype=torch.int32, device=device),
+        torch.zeros(outputs, dtype=torch.int32, device=device),
+        torch.empty(shares * floats, dtype=torch.float32, device=device),
+    )
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    store: KVStore,
+    buckets: torch.Tensor | None,
+    visited: torch.Tensor | None,
+    *,
+    scaling: float,
+    sink_tokens: int,
+    window_tokens: int,
+    spans: torch.Tensor | None = None,
+    min_collisions: int = 1,
+    starts: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
+    read: torch.Tensor | None = None,
+) -> AttentionOutput:
+    """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one collision is asked for."""
+    batch, heads, queries, dim = q.shape
+    kv_heads, cap = store.k_open.shape[1:3]
+    group = heads // kv_heads
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    rows, spread = 8, group <= 4
+    per_output = rows // 2 if spread else rows
+    chunks, lists = -(-group // per_output), batch * kv_heads * queries
+    tune, turbo, padded = tiles_for(q, store, mode)
+    ctas = gpu.sms(q.device) * tune.occupancy
+    alone = gpu.sms(q.device) if tune.blocks == 4 else ctas
+    # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
+    usual = power_of_two(max(4, alone // (2 * lists * chunks)))
+    parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
+    # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
+    shares = SHARES * ctas + lists * chunks
+    # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
+    # workspace behind at each step
+    room = power_of_two(max(1, store.table.shape[1]))
+    floats = per_output * (padded + STATS.value)
+    shape = (q.device, gpu.stream(q.device), get_ident(), lists, room, lists * chunks, shares, floats)
+    if store.plans is None:
+        workspace = _workspace(*shape)
+    else:
+        # launches that are replayed refer to it: it stays as long as they do
+        if shape not in store.plans:
+            store.plans[shape] = KeptWorkspace(_workspace(*shape))
+        workspace = store.plans[shape].words
+    listed, listed_count, arrived, parts = workspace
+    indexed = buckets is not None and visited is not None
+    flags = listed_count
+    if visited is not None:
+        flags = visited.contiguous().view(torch.uint8)
+    order = store.order.contiguous()
+    places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
+    sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
+    known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
+    known |= gpu.early(q.device)
+    spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
+    with torch.cuda.device_of(q), room_for(q):
+        list_kernel[(lists,)](
+            spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, room,
+            0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
+            BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FUSED,
+        )  # fmt: skip
+        sparse_decode_kernel[(ctas,)](
+            q, out, lse, lse if sinks is None else sinks,
+            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
+            (store.k_open, store.v_open, store.k_scale, store.v_scale),
+            listed_count if buckets is None else buckets.contiguous(), flags, order, *places, listed, listed_count,
+            parts, arrived, listed_count if read is None else read, q.stride(), room, cap,
+            buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
+            scaling, softcap or 0.0, sas_threshold or 0.0, alone,
+            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BITS=tuple(pages.bits for pages in store.paged),
+            GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
+            OUTPUTS=power_of_two(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
+            SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
+            PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FUSED,
+        )  # fmt: skip
+    return AttentionOutput(out, lse)

@@ -1,0 +1,58 @@
+"""Attention of the newest tokens over the buckets that they visit and the dense part of the cache, in plain torch."""
+
+import torch
+
+from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.ops.decode.reference_stored import attend
+from turbo_hf.ops.reference_flash import Scoring
+
+
+def sparse_decode(
+    q: torch.Tensor,
+    store: KVStore,
+    buckets: torch.Tensor | None,
+    visited: torch.Tensor | None,
+    *,
+    scaling: float,
+    sink_tokens: int,
+    window_tokens: int,
+    spans: torch.Tensor | None = None,
+    min_collisions: int = 1,
+    starts: torch.Tensor | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    mode: str = "turbo",
+    sas_threshold: float | None = None,
+    read: torch.Tensor | None = None,
+) -> AttentionOutput:
+    batch, _, tokens, _ = q.shape
+    heads, cap = store.k_open.shape[1:3]
+    length = store.sealed * store.block + store.open_len
+    # as `expand` lays the tokens out
+    places = (store.table.shape[1] + -(-cap // store.block)) * store.block
+    key = torch.arange(places, device=q.device)
+    column = torch.arange(tokens, device=q.device).expand(batch, tokens)
+    place = column + length[:, None] - tokens
+    padding = (place < 0) if starts is None else (place < 0) | (column < starts[:, None])
+    place = place.masked_fill(padding, -1)[..., None]
+
+    causal = key <= place
+    choices = heads if visited is None else visited.shape[1]
+    kept = (causal & ((key < sink_tokens) | (key > place - window_tokens)))[:, None].expand(-1, choices, -1, -1)
+    if buckets is not None and visited is not None:
+        own = buckets.repeat_interleave(choices // heads, 1)
+        kept = kept | (causal[:, None] & _collides(own, visited, places, min_collisions))
+    if read is not None:
+        read += kept.unflatten(1, (heads, -1)).any(2).sum()
+    how = Scoring(scaling, True, None, softcap, sas_threshold, None if mode == "fp16" else torch.int8)
+    return attend(q, store, how, starts, sinks, kept)
+
+
+def _collides(buckets: torch.Tensor, visited: torch.Tensor, tokens: int, min_collisions: int) -> torch.Tensor:
+    """bool [B, H, M, tokens], H as `visited` has: bucket visited in `min_collisions` tables, or not known."""
+    missing = tokens - buckets.shape[-1]
+    bucket = torch.nn.functional.pad(buckets[..., :tokens], (0, max(0, missing)), value=-1).long()
+    # [B, H, tables, T] into visited [B, H, M, tables, C]
+    at = bucket.clamp(0, visited.shape[-1] - 1)[:, :, None].expand(-1, -1, visited.shape[2], -1, -1)
+    met = visited.gather(-1, at) | (bucket < 0)[:, :, None]
+    return met.sum(3) >= min_collisions

@@ -1,0 +1,259 @@
+"""Buckets of keys, and which of them each query visits."""
+
+from collections.abc import Mapping
+
+import torch
+
+from turbo_hf.config.turbo_config import MOST_BUCKETS
+from turbo_hf.layout import Rotary
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.sparse import reference_select as reference
+
+
+def assign(
+    keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """The bucket of each key: that of the centroid with the largest inner product, the first one in a tie.
+
+    Args:
+        keys: float [B, Hkv, M, D].
+        centroids: float [Hkv, C, D], of unit length.
+        rotary: cos and sin, [1 or B, M, r] with r up to D: the rotary embedding of the keys (half layout: channels c
+            and c + r/2 rotate together) is undone first. None: keys are used as they are.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        int16 [B, Hkv, M], in [0, C).
+
+    Raises:
+        ValueError: shapes or devices that do not agree, or more centroids than 16 bits can number.
+
+    Source: SAAP sec. 4 (spherical k-means).
+    """
+    _check_keys(keys, centroids)
+    dim = centroids.shape[2]
+    _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
+    if keys.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys)):
+        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+
+        return launch_sparse.assign(keys, centroids, rotary=rotary)
+    return reference.assign(keys, centroids, rotary=rotary)
+
+
+def classify(
+    queries: torch.Tensor,
+    classifier: Mapping[str, torch.Tensor],
+    *,
+    rotary: Rotary | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """A query classifier's logits for each bucket: two linear layers with a ReLU in between, one pair for each KV head,
+    summed over the query heads of a group.
+
+    Args:
+        queries: float [B, Hkv, M, G, D], grouped by KV head.
+        classifier: "weight_1" [Hkv, D, hidden], "bias_1" [Hkv, hidden], "weight_2" [Hkv, hidden, C], "bias_2" [Hkv, C].
+        rotary: rotary embedding of the queries, as in `assign`.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        Logits float32 [B, Hkv, M, 1, C].
+
+    Raises:
+        ValueError: shapes that do not agree.
+
+    Source: SAAP sec. 4 (f_q), sec. 5 (outputs of a group added).
+    """
+    _check_classifier(classifier, queries.device)
+    weight = classifier["weight_1"]
+    if queries.dim() != 5 or (queries.shape[1], queries.shape[4]) != weight.shape[:2]:
+        raise ValueError(
+            f"queries must be [B, {weight.shape[0]}, M, G, {weight.shape[1]}], as the classifier is; got "
+            f"{tuple(queries.shape)}."
+        )
+    _check_rotary(rotary, queries.shape[0], queries.shape[2], queries.shape[4])
+    if queries.numel() and uses_triton(backend, queries.device, kernel_obstacle(queries)):
+        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+
+        return launch_sparse.classify(queries, classifier, rotary=rotary)
+    return reference.classify(queries, classifier, rotary=rotary)
+
+
+def score(
+    queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, backend: str = "auto"
+) -> torch.Tensor:
+    """The inner products of queries with centroids, summed over the query heads of a group.
+
+    Args:
+        queries: float [B, Hkv, M, G, D], grouped by KV head.
+        centroids: float [Hkv, C, D].
+        rotary: rotary embedding of the queries, as in `assign`.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        float32 [B, Hkv, M, 1, C].
+
+    Raises:
+        ValueError: shapes that do not agree.
+
+    Source: SAAP sec. 2 (inverted lists of k-means, several of which are visited).
+    """
+    heads, _, dim = centroids.shape
+    if queries.dim() != 5 or (queries.shape[1], queries.shape[4]) != (heads, dim):
+        raise ValueError(f"queries must be [B, {heads}, M, G, {dim}], as centroids are; got {tuple(queries.shape)}.")
+    if queries.device != centroids.device:
+        raise ValueError(f"queries and centroids must be on one device; got {queries.device} and {centroids.device}.")
+    _check_rotary(rotary, queries.shape[0], queries.shape[2], dim)
+    if queries.numel() and uses_triton(backend, queries.device, kernel_obstacle(queries)):
+        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+
+        return launch_sparse.score(queries, centroids, rotary=rotary)
+    return reference.score(queries, centroids, rotary=rotary)
+
+
+def assign_and_score(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    centroids: torch.Tensor,
+    classifier: Mapping[str, torch.Tensor] | None = None,
+    *,
+    rotary: Rotary | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a decode step asks of the index: `assign` for its keys and, for its queries, `score`, or `classify` with a
+    classifier. On a GPU the first does not need a launch of its own.
+
+    Args:
+        keys: float [B, Hkv, M, D]. queries: float [B, Hkv, M, G, D], of the same tokens.
+        centroids, classifier, rotary, backend: as in `assign`, `score` and `classify`.
+
+    Returns:
+        Buckets int16 [B, Hkv, M], logits float32 [B, Hkv, M, 1, C].
+
+    Raises:
+        ValueError: shapes or devices that do not agree, or more centroids than 16 bits can number.
+
+    Source: as for these functions.
+    """
+    heads, _, dim = centroids.shape
+    _check_keys(keys, centroids)
+    if classifier is not None:
+        _check_classifier(classifier, keys.device)
+    weight = centroids if classifier is None else classifier["weight_1"].mT
+    if queries.dim() != 5 or (*queries.shape[:3], queries.shape[4]) != keys.shape or weight.shape[::2] != (heads, dim):
+        raise ValueError(
+            f"queries must be [{', '.join(map(str, keys.shape[:3]))}, G, {dim}], as keys are, and the classifier for "
+            f"{heads} heads of {dim}; got {tuple(queries.shape)} and {tuple(weight.mT.shape)}."
+        )
+    if not queries.device == weight.device == keys.device:
+        raise ValueError(
+            "keys, queries and centroids must be on one device; got "
+            f"{keys.device}, {queries.device} and {weight.device}."
+        )
+    _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
+    if queries.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys) or kernel_obstacle(queries)):
+        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+
+        return launch_sparse.assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+    return reference.assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+
+
+def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
+    heads, buckets, dim = centroids.shape
+    if keys.dim() != 4 or (keys.shape[1], keys.shape[3]) != (heads, dim) or keys.device != centroids.device:
+        raise ValueError(
+            f"keys must be [B, {heads}, M, {dim}] on {centroids.device}, as centroids are; got {tuple(keys.shape)} on "
+            f"{keys.device}."
+        )
+    if buckets > MOST_BUCKETS:
+        raise ValueError(f"centroids must be at most {MOST_BUCKETS} a head; got {buckets}.")
+
+
+def _check_classifier(classifier: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    names = reference.CLASSIFIER
+    missing = [name for name in names if name not in classifier]
+    if missing:
+        raise ValueError(f"classifier must hold {', '.join(names)}; it lacks {', '.join(missing)}.")
+    layers = [classifier[name] for name in names]
+    shapes = [tuple(x.shape) for x in layers]
+    if len(shapes[0]) == len(shapes[2]) == 3 and all(x.device == device for x in layers):
+        (heads, _, hidden), buckets = shapes[0], shapes[2][2]
+        if shapes[1:] == [(heads, hidden), (heads, hidden, buckets), (heads, buckets)]:
+            return
+    raise ValueError(
+        f"classifier must be {', '.join(names)} of [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C] on "
+        f"{device}; got {', '.join(f'{tuple(x.shape)} on {x.device}' for x in layers)}."
+    )
+
+
+def _check_rotary(rotary: Rotary | None, rows: int, tokens: int, dim: int) -> None:
+    for part in rotary or ():
+        shape = part.shape
+        if part.dim() != 3 or shape[0] not in (1, rows) or shape[1] != tokens or shape[2] > dim or shape[2] % 2:
+            raise ValueError(
+                f"rotary must be cos and sin of [1 or {rows}, {tokens}, r], r even and at most {dim}; got "
+                f"{tuple(shape)}."
+            )
+
+
+def visit(
+    logits: torch.Tensor,
+    *,
+    probes: int | None = None,
+    mass: float | None = None,
+    most: int | None = None,
+    sizes: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Which buckets a step visits: one choice for all query heads of a KV head.
+
+    By count: the `probes` buckets of the largest sum of logits over the query heads (SAAP). By mass (ours): buckets in
+    that order, until those left hold less than `mass` of the attention. The mean logit over the heads tells the mass of
+    one key of the bucket, so that this order goes for few keys. Logits are finite.
+
+    Args:
+        logits: float [B, Hkv, M, G, C], the output of the classifier (or another selector) for each query head.
+        probes: buckets to visit; None with `mass`.
+        mass: share of the attention that may be left out, above 0 and below 1; None with `probes`.
+        most: maximum number of buckets visited under `mass`; None: no limit.
+        sizes: float [B, Hkv, C], number of keys in each bucket, for `mass`; an empty bucket is not visited. None: one
+            key each.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        bool [B, Hkv, M, C]; in a tie, the first bucket.
+
+    Raises:
+        ValueError: not exactly one of probes and mass, or one outside its range.
+
+    Source: SAAP sec. 4, 5 (l buckets, the queries of a group together).
+    """
+    if logits.dim() != 5:
+        raise ValueError(f"logits must be [B, Hkv, M, G, C]; got {tuple(logits.shape)}.")
+    buckets = logits.shape[-1]
+    if (probes is None) == (mass is None):
+        raise ValueError(f"exactly one of probes and mass must be given; got {probes} and {mass}.")
+    for name, value in (("probes", probes), ("most", most)):
+        if value is not None and not 1 <= value <= buckets:
+            raise ValueError(f"{name} must be from 1 to the {buckets} buckets; got {value}.")
+    if mass is not None and not 0 < mass < 1:
+        raise ValueError(f"mass must be between 0 and 1; got {mass}.")
+    shape = (*logits.shape[:2], buckets)
+    if sizes is not None and (mass is None or sizes.shape != shape or sizes.device != logits.device):
+        raise ValueError(
+            f"sizes must be {shape} on {logits.device}, and come with mass; got {tuple(sizes.shape)} on {sizes.device}."
+        )
+    if logits.numel() and uses_triton(backend, logits.device, _obstacle(logits, mass)):
+        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+
+        return launch_sparse.visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
+    return reference.visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
+
+
+def _obstacle(logits: torch.Tensor, mass: float | None) -> str | None:
+    """Why the kernels cannot serve this call (the one for `mass` holds all logits of a KV head at once)."""
+    if logits.dtype == torch.float64:
+        return "float64 has no kernel"
+    if mass is not None and logits.shape[-1] > 8192:
+        return f"{logits.shape[-1]} buckets are more than the 8192 of visits by mass"
+    return None

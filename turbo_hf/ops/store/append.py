@@ -1,0 +1,183 @@
+"""Append new tokens to the open buffer of a cache, and seal whole blocks of them."""
+
+from functools import lru_cache
+
+import torch
+
+from turbo_hf.layout import KVStore
+from turbo_hf.ops import gpu
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.store import reference_append as reference
+from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.ops.store.rotate import rotate_keys
+
+
+def append_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: KVStore,
+    *,
+    starts: torch.Tensor | None = None,
+    given_scale: torch.Tensor | None = None,
+    max_scale: torch.Tensor | None = None,
+    nonfinite: torch.Tensor,
+    rotate: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Quantize new tokens to INT8 after the open ones of `store`, in place; on a GPU in one launch, without waiting.
+
+    In a store with 16-bit heads, they are appended unquantized, with scale 1.
+
+    Args:
+        k, v: float [B, Hkv, M, D].
+        store: one layer's cache, with room for M more open tokens per row; k_open, v_open, their scales and open_len
+            change.
+        starts: int64 [B], the first column that holds a token of the row; None: all do.
+        given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
+        max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
+        nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+        rotate: rotate keys on the way, as `ops.rotate.rotate_keys` does.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: shapes or devices that do not match the store's; without `starts`, more tokens than there is room
+            for.
+
+    Source: TurboAttention sec. 3.3 (decode buffer); INT-FlashAttention alg. 1 (token-level scales).
+    """
+    batch, heads, room, dim = store.k_open.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.dim() != 4 or x.shape != k.shape or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, dim):
+            raise ValueError(f"{name} must be [{batch}, {heads}, M, {dim}] like the store; got {tuple(x.shape)}.")
+    scales = (batch, heads, 2)
+    _check_beside(
+        store,
+        starts=(starts, (batch,)),
+        given_scale=(given_scale, scales),
+        max_scale=(max_scale, scales),
+        nonfinite=(nonfinite, (1,)),
+    )
+    if starts is None and k.shape[2] > room:
+        raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {room}, open ones included.")
+    if rotate:
+        check_float("k", k)
+    if uses_triton(backend, k.device, kernel_obstacle(k)):
+        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+
+        counters = _counters(batch, k.device, gpu.stream(k.device))
+        launch_store.append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
+    else:
+        k = rotate_keys(k, backend) if rotate else k
+        reference.append_tokens(
+            k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
+        )
+
+
+def append_step(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: KVStore,
+    *,
+    given_scale: torch.Tensor | None = None,
+    noted: tuple[torch.Tensor, torch.Tensor] | None = None,
+    nonfinite: torch.Tensor,
+    arrived: torch.Tensor,
+    rotate: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Seal each row's open block if it is full, then append one token to each row; on a GPU in one launch.
+
+    What there is to do is determined by the tensors alone, so the launch can be replayed: the host only has to enter in
+    the table which page a row's next block takes.
+
+    Args:
+        k, v: float [B, Hkv, 1, D].
+        store: one layer's cache. A row has at most `block` open tokens; if it has that many, `table[row, sealed[row]]`
+            is a page of its own. The pages, the open tokens, their scales, sealed and open_len change.
+        given_scale: float32 [B, Hkv, 2], as in `append_tokens`.
+        noted: the index int16 [B, Hkv, L, places], with a place for every token of a row, and the buckets of the new
+            tokens int16 [B, Hkv, L, 1], which are written to their place in it. None: tokens have no buckets.
+        nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+        arrived: int32 [B], zeros before and after: scratch space of this launch.
+        rotate: as in `append_tokens`.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: shapes or devices that do not agree with the store's, room for less than a block, or a store with
+            16-bit pages.
+
+    Source: TurboAttention alg. 2 (decode: quantize, and compress the buffer once it is full).
+    """
+    batch, heads, room, dim = store.k_open.shape
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != (batch, heads, 1, dim):
+            raise ValueError(f"{name} must be [{batch}, {heads}, 1, {dim}] like the store; got {tuple(x.shape)}.")
+    if room < store.block:
+        raise ValueError(f"store must have room for {store.block} open tokens; it has {room}.")
+    if store.k_open.dtype != torch.int8:
+        raise ValueError(
+            f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
+            "use append_tokens and seal_open."
+        )
+    _check_beside(
+        store, given_scale=(given_scale, (batch, heads, 2)), nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,))
+    )
+    if noted is not None and (noted[0].shape[:2] != (batch, heads) or noted[1].shape != (*noted[0].shape[:3], 1)):
+        raise ValueError(
+            f"noted must be an index [{batch}, {heads}, L, places] and buckets [{batch}, {heads}, L, 1]; got "
+            f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
+        )
+    if uses_triton(backend, k.device, kernel_obstacle(k)):
+        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+
+        launch_store.append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate)
+    else:
+        k = rotate_keys(k, backend) if rotate else k
+        reference.append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
+
+
+def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
+    """Seal the whole blocks of open tokens into the pages that the table names; on a GPU in one launch, without
+    waiting.
+
+    Args:
+        store: one layer's cache, whose table and `sealed` already count these blocks: the `open_len // block` of row r
+            end at entry `sealed[r]` of its part of the table; those that would begin before entry 0 are left out. The
+            pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
+        blocks: the maximum that any row has.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        None.
+
+    Raises:
+        ValueError: a backend that cannot run.
+
+    Source: as for `ops.quantize.seal_blocks`, which gives the same bits.
+    """
+    if uses_triton(backend, store.k_open.device, kernel_obstacle(store.k_open)):
+        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+
+        launch_store.seal_open(store, blocks)
+    else:
+        reference.seal_open(store, blocks)
+
+
+def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:
+    """ValueError unless each tensor has its shape and is on the store's device; None: not given."""
+    device = store.k_open.device
+    for name, (x, shape) in tensors.items():
+        if x is not None and (x.shape != shape or x.device != device):
+            raise ValueError(f"{name} must be {list(shape)} on {device}; got {list(x.shape)} on {x.device}.")
+
+
+@lru_cache(maxsize=32)
+def _counters(rows: int, device: torch.device, stream: int) -> torch.Tensor:
+    """int32 [B], zeros before and after each launch. Launches on one stream run one after another."""
+    return torch.zeros(rows, dtype=torch.int32, device=device)

@@ -1,0 +1,194 @@
+"""What the cache stores: INT8 tokens of new keys and values, and INT8 tokens sealed to pages of 4, 3 or 2 bit."""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, value_order
+
+
+@triton.jit
+def _rounded(x):
+    """The nearest integer, as a number; |x| < 2^22."""
+    return (x + ROUND) - ROUND
+
+
+@triton.jit
+def quantize_tokens_kernel(
+    x_ptr, given_ptr, codes_ptr, scale_ptr, stride_b, stride_h, stride_n, tokens,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens of one head to INT8, one scale a token: their own, or a given one."""
+    pair = tl.program_id(1).to(tl.int64)
+    row, head = pair // HEADS, pair % HEADS
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, DP)
+    inside = (n < tokens)[:, None] & (d < D)[None, :]
+    at = row * stride_b + head * stride_h + n.to(tl.int64)[:, None] * stride_n + d[None, :]
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    slot = pair * tokens + n
+    if GIVEN:
+        scale = tl.load(given_ptr + slot, mask=n < tokens, other=1.0)
+    else:
+        # max skips NaN: a token that holds one must show it
+        scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
+        tl.store(scale_ptr + slot, scale, mask=n < tokens)
+    codes = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
+    codes = tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX)
+    tl.store(codes_ptr + slot[:, None] * D + d[None, :], as_int8(codes), mask=inside)
+
+
+@triton.jit
+def _stage1(codes_ptr, at, inside, ratio):
+    """INT8 codes under the block's scale."""
+    return _rounded(tl.load(codes_ptr + at, mask=inside, other=0).to(tl.float32) * ratio)
+
+
+@triton.jit
+def _ratios(scale_ptr, at, n):
+    """The block's scale, which is the largest of its tokens', and each token's share of it."""
+    scales = tl.load(scale_ptr + at + n)
+    scale = tl.max(scales, 0)
+    return scale, tl.div_rn(scales, tl.where(scale > 0, scale, 1.0))
+
+
+@triton.jit
+def _step_and_zero(low, high, LEVELS: tl.constexpr):
+    """Stage 2 of a channel whose codes go from low to high: `reference.quantize.seal_blocks` explains."""
+    step = tl.maximum(_rounded(tl.div_rn(high - low, LEVELS)), 1.0)
+    zero = low + tl.floor((high - low - LEVELS * step) / 2)
+    return step, tl.maximum(zero, -128.0)
+
+
+@triton.jit
+def _codes(q1, step, zero, LEVELS: tl.constexpr):
+    return tl.minimum(tl.maximum(_rounded(tl.div_rn(q1 - zero, step)), 0.0), LEVELS).to(tl.int32)
+
+
+@triton.jit
+def _store_planes(ptr, at, codes, inside, part: tl.constexpr, before, width, BITS: tl.constexpr, PARTS: tl.constexpr):
+    """One part of a half-split run joins the bytes of the parts `before`; stores them with the last.
+
+    Parts stand one after the other in the run and each covers the lane of a bit position. `width`: codes of a part.
+    """
+    if BITS == 3:
+        low, other, high = before
+        shifted = (codes & 3) << (part // 2 * 2)
+        if part % 2 == 0:
+            low = low | shifted
+        else:
+            other = other | shifted
+        high = high | (codes >> 2) << part
+        if part == PARTS - 1:
+            tl.store(ptr + at, low.to(tl.uint8), mask=inside)
+            tl.store(ptr + at + width, other.to(tl.uint8), mask=inside)
+            tl.store(ptr + at + 2 * width, high.to(tl.uint8), mask=inside)
+    else:
+        low, other, high = before
+        low = low | codes << (part * BITS)
+        if part == PARTS - 1:
+            tl.store(ptr + at, low.to(tl.uint8), mask=inside)
+    return low, other, high
+
+
+@triton.jit
+def _seal_lines(
+    x_ptr, token, channel, ratio, out_ptr, meta_ptr, page,
+    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; its steps and zeros to `meta_ptr`."""
+    LEVELS: tl.constexpr = 2.0**BITS - 1
+    WIDTH: tl.constexpr = D // PARTS
+    n = tl.arange(0, BLOCK)
+    j = tl.arange(0, KP)
+    none = tl.zeros((BLOCK, KP), tl.int32)
+    planes = (none, none, none)
+    at = page * (BLOCK * D * BITS // 8) + n[:, None] * (D * BITS // 8) + j[None, :]
+    for part in tl.static_range(PARTS):
+        run = part * WIDTH + j
+        inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
+        q1 = _stage1(x_ptr, n[:, None] * token + run[None, :] * channel, inside, ratio[:, None])
+        if BITS == 8:
+            tl.store(out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :], q1.to(tl.int8), mask=inside)
+        else:
+            step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
+            tl.store(meta_ptr + run, step.to(tl.int8), mask=j < WIDTH)
+            tl.store(meta_ptr + D + run, zero.to(tl.int8), mask=j < WIDTH)
+            codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
+            planes = _store_planes(out_ptr, at, codes, inside, part, planes, WIDTH, BITS, PARTS)
+
+
+@triton.jit
+def seal_block(
+    k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, v_token, v_channel, k_out_ptr, v_out_ptr, meta_ptr, scale_ptr, page,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
+    KP: tl.constexpr,
+):  # fmt: skip
+    """One block of one head to page `page`, int64, of its width. k_ptr: [BLOCK, D]; v_ptr: with strides of its own.
+
+    PARTS: codes in a byte of the finest plane; KP: a part's channels, padded.
+    """
+    LEVELS: tl.constexpr = 2.0**BITS - 1
+    n = tl.arange(0, BLOCK)
+    k_scale, k_ratio = _ratios(k_scale_ptr, 0, n)
+    v_scale, v_ratio = _ratios(v_scale_ptr, 0, n)
+    tl.store(scale_ptr + page * 2, k_scale)
+    tl.store(scale_ptr + page * 2 + 1, v_scale)
+    base = page * BLOCK * D
+    meta = meta_ptr + page * 4 * D
+    _seal_lines(k_ptr, D, 1, k_ratio, k_out_ptr, meta, page, D, BLOCK, BITS, PARTS, KP)
+    d = tl.arange(0, DP)
+    step = tl.full((DP,), 1.0, tl.float32)
+    zero = step
+    if BITS != 8:
+        at = n[:, None] * v_token + d[None, :] * v_channel
+        q1 = _stage1(v_ptr, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
+        step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
+        tl.store(meta + 2 * D + d, step.to(tl.int8), mask=d < D)
+        tl.store(meta + 3 * D + d, zero.to(tl.int8), mask=d < D)
+    TOKENS: tl.constexpr = BLOCK // PARTS
+    i = tl.arange(0, TOKENS)
+    none = tl.zeros((DP, TOKENS), tl.int32)
+    planes = (none, none, none)
+    inside = (d < D)[:, None] & (i >= 0)[None, :]
+    v_at = page * (D * BLOCK * BITS // 8) + d[:, None] * (BLOCK * BITS // 8) + i[None, :]
+    for part in tl.static_range(PARTS):
+        token = value_order(part * TOKENS + i)
+        share = tl.div_rn(tl.load(v_scale_ptr + token), tl.where(v_scale > 0, v_scale, 1.0))
+        q1 = _stage1(v_ptr, token[None, :] * v_token + d[:, None] * v_channel, inside, share[None, :])
+        if BITS == 8:
+            tl.store(v_out_ptr + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
+        else:
+            codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
+            planes = _store_planes(v_out_ptr, v_at, codes, inside, part, planes, TOKENS, BITS, PARTS)
+
+
+@triton.jit
+def copy_block(
+    k_ptr, v_ptr, v_token, v_channel, k_out_ptr, v_out_ptr, scale_ptr, page,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one head to a page of 16 bit, as it is. The pointers are those of `seal_block`."""
+    n = tl.arange(0, BLOCK)
+    d = tl.arange(0, DP)
+    inside = (n >= 0)[:, None] & (d < D)[None, :]
+    k_at = n[:, None] * D + d[None, :]
+    tl.store(k_out_ptr + page * BLOCK * D + k_at, tl.load(k_ptr + k_at, mask=inside), mask=inside)
+    v = tl.load(v_ptr + n[:, None] * v_token + d[None, :] * v_channel, mask=inside)
+    tl.store(v_out_ptr + page * BLOCK * D + d[None, :] * BLOCK + n[:, None], v, mask=inside)
+    tl.store(scale_ptr + page * 2, 1.0)
+    tl.store(scale_ptr + page * 2 + 1, 1.0)
+
+
+@triton.jit
+def seal_kernel(
+    k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_out_ptr, v_out_ptr, meta_ptr, scale_ptr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
+    KP: tl.constexpr,
+):  # fmt: skip
+    """One block of one head to the page of the same number."""
+    page = tl.program_id(0).to(tl.int64)
+    base = page * BLOCK * D
+    seal_block(
+        k_ptr + base, k_scale_ptr + page * BLOCK, v_ptr + base, v_scale_ptr + page * BLOCK, D, 1, k_out_ptr, v_out_ptr,
+        meta_ptr, scale_ptr, page, D, DP, BLOCK, BITS, PARTS, KP,
+    )  # fmt: skip

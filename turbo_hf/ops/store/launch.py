@@ -1,0 +1,168 @@
+"""Launches of the kernels that store tokens. Imported only where one runs, as it needs Triton."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages, power_of_two
+from turbo_hf.ops.store.kernel_append import append_kernel, append_step_kernel, seal_open_kernel
+from turbo_hf.ops.store.kernel_rotate import rotate_kernel
+from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
+
+TOKENS = 64
+"""Tokens of one program."""
+
+ROTATED = 32
+"""Runs of channels that a program rotates: few enough for a decode step to be spread over the SMs."""
+
+APPENDED = 32
+"""Maximum number of new tokens that a program appends: keys and values fit in registers."""
+
+PARTS = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
+"""Parts of a half-split run: the codes in one byte of its finest plane."""
+
+
+MOST_PAIRS = (1 << 16) - 1
+"""Of CUDA's grids, whose second dimension pairs take."""
+
+
+def pairs_of(batch: int, heads: int) -> int:
+    """Rows times KV heads, each of which has programs of its own. ValueError: more than a launch takes."""
+    if batch * heads > MOST_PAIRS:
+        raise ValueError(
+            f"{batch} rows of {heads} KV heads are more than the {MOST_PAIRS} pairs that a launch takes. Use a smaller "
+            "batch."
+        )
+    return batch * heads
+
+
+@lru_cache(maxsize=64)
+def _constants(bits: tuple[int, ...], dim: int) -> dict[str, Any]:
+    """What a kernel that seals is told of the widths of the pages, and of the head dim."""
+    parts = tuple(PARTS[width] for width in bits)
+    packed = tuple(power_of_two(dim // n) for n in parts)
+    return {"BITS": bits, "PARTS": parts, "KP": packed, "D": dim, "DP": power_of_two(dim), "enable_fp_fusion": False}
+
+
+def _levels(dim: int) -> int:
+    """log2 of the channels of a run that is rotated."""
+    return (dim & -dim).bit_length() - 1
+
+
+def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.quantize.quantize_tokens`."""
+    batch, heads, tokens, dim = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
+    own = torch.empty(batch, heads, tokens, device=x.device) if scale is None else scale.float().contiguous()
+    with torch.cuda.device_of(x):
+        quantize_tokens_kernel[(-(-tokens // TOKENS), pairs_of(batch, heads))](
+            x, own, codes, own, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=power_of_two(dim),
+            BLOCK=TOKENS, GIVEN=scale is not None, enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes, own
+
+
+def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
+    """`ops.rotate`: x times the matrix with entries +-2^-shift."""
+    batch, heads, tokens, dim = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    out = torch.empty(batch, heads, tokens, dim, dtype=dtype, device=x.device)
+    size = dim & -dim
+    runs = batch * heads * tokens * (dim // size)
+    with torch.cuda.device_of(x):
+        rotate_kernel[(-(-runs // ROTATED),)](
+            x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, PARTS=dim // size, SIZE=size,
+            LEVELS=_levels(dim), ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def seal_blocks(
+    k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
+) -> PagedHeads:
+    """`ops.quantize.seal_blocks`."""
+    pages, slots, block, dim = k.shape
+    sealed = empty_pages(bits, pages, slots, dim, block, k.device)
+    parts = PARTS[bits]
+    k, k_scale, v, v_scale = (x.contiguous() for x in (k, k_scale, v, v_scale))
+    with torch.cuda.device_of(k):
+        # products must round as the reference's do, so that a block has the same bits wherever it is sealed
+        seal_kernel[(pages * slots,)](
+            k, k_scale, v, v_scale, *sealed[1:], D=dim, DP=power_of_two(dim), BLOCK=block, BITS=bits,
+            PARTS=parts, KP=power_of_two(dim // parts), enable_fp_fusion=False,
+        )  # fmt: skip
+    return sealed
+
+
+def append_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: KVStore,
+    starts: torch.Tensor | None,
+    given_scale: torch.Tensor | None,
+    max_scale: torch.Tensor | None,
+    nonfinite: torch.Tensor,
+    counters: torch.Tensor,
+    rotate: bool = False,
+) -> None:
+    """`ops.append.append_tokens`; counters: int32 [B], zeros."""
+    batch, heads, tokens, dim = k.shape
+    part = min(APPENDED, power_of_two(tokens))
+    with torch.cuda.device_of(k):
+        append_kernel[(-(-tokens // part), pairs_of(batch, heads))](
+            k, v, store.k_open, store.v_open, store.k_scale, store.v_scale, store.open_len,
+            store.open_len if starts is None else starts,
+            store.k_scale if given_scale is None else given_scale.contiguous(),
+            nonfinite if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, k.stride(),
+            v.stride(), tokens, store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
+            STARTS=starts is not None, GIVEN=given_scale is not None, MAX_SCALE=max_scale is not None,
+            LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def seal_open(store: KVStore, blocks: int) -> None:
+    """`ops.append.seal_open`."""
+    batch, heads, cap, dim = store.k_open.shape
+    bits = tuple(pages.bits for pages in store.paged)
+    held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
+    codes = held
+    if store.k_open.dtype != torch.int8 and min(bits) < FULL:
+        # narrower heads in a layer whose open tokens are in 16 bit
+        (k, k_scale), (v, v_scale) = (quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
+        codes = (k, v, k_scale, v_scale, dim, 1)
+    with torch.cuda.device_of(store.k_open):
+        # as in `seal_blocks`, products must round as the reference's do
+        seal_open_kernel[(blocks, pairs_of(batch, heads))](
+            tuple(pages[1:] for pages in store.paged),
+            tuple(held if width == FULL else codes for width in bits), store.order.contiguous(), store.table,
+            store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
+            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block, **_constants(bits, dim),
+        )  # fmt: skip
+
+
+def append_step(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: KVStore,
+    given_scale: torch.Tensor | None,
+    noted: tuple[torch.Tensor, torch.Tensor] | None,
+    nonfinite: torch.Tensor,
+    arrived: torch.Tensor,
+    rotate: bool = False,
+) -> None:
+    """`ops.append.append_step`."""
+    batch, heads, _, dim = k.shape
+    index, buckets = (arrived, arrived) if noted is None else (noted[0], noted[1].contiguous())
+    tables, places = (0, 0) if noted is None else index.shape[2:]
+    bits = tuple(pages.bits for pages in store.paged)
+    with torch.cuda.device_of(k):
+        append_step_kernel[(batch * heads,)](
+            k, v, tuple(pages[1:] for pages in store.paged),
+            (store.k_open, store.v_open, store.k_scale, store.v_scale), store.order.contiguous(), store.table,
+            store.sealed, store.open_len, store.k_scale if given_scale is None else given_scale.contiguous(), index,
+            buckets, nonfinite, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
+            HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block,
+            GIVEN=given_scale is not None, TABLES=tables, LEVELS=_levels(dim) if rotate else 0, **_constants(bits, dim),
+        )  # fmt: skip

@@ -1,0 +1,95 @@
+"""Append new tokens to the open buffer and seal whole blocks of them, in plain torch."""
+
+import torch
+
+from turbo_hf.layout import FULL, KVStore, PagedHeads
+from turbo_hf.ops.store.reference_quantize import quantize_tokens, seal_blocks
+
+SEAL_ELEMENTS = 1 << 22
+"""INT8 elements sealed at a time: bounds the float temporaries of sealing a long prompt."""
+
+
+def append_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: KVStore,
+    *,
+    starts: torch.Tensor | None = None,
+    given_scale: torch.Tensor | None = None,
+    max_scale: torch.Tensor | None = None,
+    nonfinite: torch.Tensor,
+) -> None:
+    tokens = k.shape[2]
+    begin = [0] * len(k) if starts is None else starts.tolist()
+    for row, (start, held) in enumerate(zip(begin, store.open_len.tolist(), strict=True)):
+        to = slice(held, held + tokens - start)
+        for i, (x, codes_to, scale_to) in enumerate(
+            ((k, store.k_open, store.k_scale), (v, store.v_open, store.v_scale))
+        ):
+            new = x[row : row + 1, :, start:]
+            if codes_to.dtype == torch.int8:
+                codes, scale = quantize_tokens(new)
+            else:
+                codes = new.to(codes_to.dtype)
+                # 1, or NaN where a token cannot be stored
+                scale = 1 + (codes.float() * 0).sum(-1)
+            nonfinite |= (~torch.isfinite(scale)).any().to(nonfinite.dtype)
+            if given_scale is not None:
+                own = given_scale[row : row + 1, :, i, None]
+                codes, scale = quantize_tokens(new, torch.where(own > 0, own, scale))
+            if max_scale is not None and new.shape[2]:
+                max_scale[row, :, i] = torch.maximum(max_scale[row, :, i], scale[0].amax(-1))
+            place = codes_to[row, :, to] if i == 0 else codes_to[row, :, :, to].mT
+            place.copy_(codes[0])
+            scale_to[row, :, to] = scale[0]
+        store.open_len[row] += tokens - start
+
+
+def append_step(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    store: KVStore,
+    *,
+    given_scale: torch.Tensor | None = None,
+    noted: tuple[torch.Tensor, torch.Tensor] | None = None,
+    nonfinite: torch.Tensor,
+    arrived: torch.Tensor,
+) -> None:
+    if noted is not None:
+        index, buckets = noted
+        place = store.sealed * store.block + store.open_len
+        index.scatter_(3, place[:, None, None, None].expand_as(buckets), buckets)
+    full = store.open_len == store.block
+    store.sealed.add_(full)
+    seal_open(store, 1)
+    store.open_len[full] = 0
+    append_tokens(k, v, store, given_scale=given_scale, nonfinite=nonfinite)
+
+
+def seal_open(store: KVStore, blocks: int) -> None:
+    block, (_, heads, _, dim) = store.block, store.k_open.shape
+    whole, n = (store.open_len // block)[:, None], torch.arange(blocks, device=store.k_open.device)
+    entry = store.sealed[:, None] - whole + n
+    # blocks that a row does not have, or that have left its window
+    row, n = ((n < whole) & (entry >= 0)).nonzero().unbind(-1)
+    page = store.table[row, entry[row, n]]
+    token = n[:, None] * block + torch.arange(block, device=n.device)
+    step = max(1, SEAL_ELEMENTS // (heads * block * dim))
+    for begin in range(0, len(row), step):
+        part, slot = slice(begin, begin + step), 0
+        for pages in store.paged:
+            own = store.order[row[part], slot : slot + pages.k.shape[1]]
+            sealed = _sealed(store, pages.bits, row[part], own, token[part])
+            for target, source in zip(pages[1:], sealed[1:], strict=True):
+                target[page[part]] = source
+            slot += own.shape[1]
+
+
+def _sealed(store: KVStore, bits: int, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> PagedHeads:
+    """P pages of the open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S]."""
+    at = (row[:, None, None], head[:, :, None], token[:, None])
+    k, k_scale, v, v_scale = store.k_open[at], store.k_scale[at], store.v_open.mT[at], store.v_scale[at]
+    if k.is_floating_point() and bits != FULL:
+        # a narrower head of a layer whose open tokens are in 16 bit
+        (k, k_scale), (v, v_scale) = quantize_tokens(k), quantize_tokens(v)
+    return seal_blocks(k, k_scale, v, v_scale, bits)

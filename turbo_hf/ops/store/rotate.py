@@ -1,0 +1,75 @@
+"""Hadamard rotation of keys, and of the queries that meet them: scores are unchanged.
+
+Keys are stored rotated: a few outlier channels become a bell curve over all channels, which makes better use of the
+levels of a narrow code.
+"""
+
+import torch
+
+from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.store import reference_rotate as reference
+from turbo_hf.ops.store.quantize import check_float
+
+
+def rotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Rotate keys, as a cache with rotated keys stores them.
+
+    Args:
+        k: float [B, Hkv, M, D]. Runs of the largest power of two that divides D are rotated.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        float32 (float64 for float64) [B, Hkv, M, D]. The matrix' norm is split into powers of two between keys and
+        queries, so that no entry of it is rounded.
+
+    Raises:
+        ValueError: not a float tensor of four dimensions, or an odd D.
+
+    Source: QuaRot (arXiv:2404.00456), sec. 4.2; Sylvester's matrix.
+    """
+    return _rotate(k, backend, reference.key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
+
+
+def rotate_queries(q: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Queries such that rotate_queries(q) . rotate_keys(k) = q . k.
+
+    Args:
+        q: float [B, Hq, M, D].
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        [B, Hq, M, D] in q's dtype.
+
+    Raises:
+        ValueError: as for `rotate_keys`.
+
+    Source: as for `rotate_keys`.
+    """
+    return _rotate(q, backend, reference.query_shift(q.shape[-1]), q.dtype)
+
+
+def unrotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """Undo `rotate_keys`.
+
+    Args:
+        k: float [B, Hkv, M, D], rotated.
+        backend: "auto", "triton" or "reference".
+
+    Returns:
+        float32 (float64 for float64) [B, Hkv, M, D].
+
+    Raises:
+        ValueError: as for `rotate_keys`.
+
+    Source: as for `rotate_keys`; the matrix is its own transpose.
+    """
+    return _rotate(k, backend, reference.query_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
+
+
+def _rotate(x: torch.Tensor, backend: str, shift: int, dtype: torch.dtype) -> torch.Tensor:
+    check_float("x", x)
+    if x.numel() and uses_triton(backend, x.device, kernel_obstacle(x)):
+        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+
+        return launch_store.rotate(x, shift, dtype)
+    return reference.rotate(x, shift, dtype)

@@ -1,0 +1,94 @@
+"""What this machine and model can do, and if not, why."""
+
+import platform
+import shutil
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS
+from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
+from turbo_hf.ops.gpu import obstacle as gpu_obstacle
+from turbo_hf.patching.handle import Report
+from turbo_hf.patching.meta_model import key_bias_note, meta_model, patch_report
+from turbo_hf.patching.patch_model import patch
+from turbo_hf.patching.selfcheck import SelfCheck, compare, probe
+
+COMPILERS = ("clang", "gcc")
+"""What Triton builds its launcher with, as it looks for them."""
+
+PACKAGES = ("turbo_hf", "torch", "triton", "transformers", "accelerate", "safetensors", "huggingface_hub")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Versions by package (or "not installed"), GPUs by name, and any problems."""
+
+    versions: dict[str, str]
+    gpus: tuple[str, ...]
+    backend: str
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What patching with the default preset did, and each preset's self-check; `refusal` if the model cannot be
+    patched; `unknown`: what could not be found out without weights."""
+
+    report: Report | None
+    checks: dict[str, SelfCheck]
+    refusal: str | None
+    unknown: tuple[str, ...] = ()
+
+
+def machine() -> Machine:
+    """Inspect this machine."""
+    versions = {"python": platform.python_version()}
+    versions |= {package: version_of(package) or "not installed" for package in PACKAGES}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = tuple(_gpu(i) for i in range(count))
+    problems = [version_problem(), *{gpu_obstacle(torch.device("cuda", i)) for i in range(count)}]
+    if count and not any(map(shutil.which, COMPILERS)):
+        problems.append("neither gcc nor clang found: on a GPU Triton needs a C compiler (or CC) and Python's headers")
+    return Machine(
+        versions, gpus, "Triton kernels on CUDA, plain torch elsewhere", tuple(x for x in problems if x is not None)
+    )
+
+
+def _gpu(index: int) -> str:
+    found: Any = torch.cuda.get_device_properties(index)
+    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+
+
+def tested_range() -> str:
+    """Transformers versions that the tests cover."""
+    return f"{OLDEST} to {NEWEST}"
+
+
+def diagnose(model: Any) -> Diagnosis:
+    """Patch a loaded model with each preset, compare its logits with the unpatched model's, and remove the patch."""
+    try:
+        reference = probe(model)
+        checks, report = {}, None
+        # a sparse preset needs a calibration, and a short text shows nothing of it
+        for preset in (name for name, config in PRESETS.items() if config.sparse is None):
+            with patch(model, preset, check=preset == DEFAULT_PRESET) as handle:
+                report = handle.report() if preset == DEFAULT_PRESET else report
+                checks[preset] = compare(probe(model, handle.new_cache()), reference)
+    except ValueError as error:
+        return Diagnosis(None, {}, str(error))
+    return Diagnosis(report, checks, None)
+
+
+def diagnose_config(config: PreTrainedConfig) -> Diagnosis:
+    """The same for a config alone: what patching with the default preset would do, and no self-check."""
+    try:
+        model = meta_model(config)
+        report = patch_report(model, DEFAULT_PRESET)
+    except ValueError as error:
+        return Diagnosis(None, {}, str(error))
+    unknown = ("Logits were not compared: there are no weights here.", key_bias_note(model, report))
+    # how prompts run depends on the device
+    return Diagnosis(replace(report, prompts=""), {}, None, tuple(x for x in unknown if x is not None))

@@ -1,0 +1,231 @@
+"""Methods that the patch replaces on the instance: which cache `generate` makes, and what it calls as the model."""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
+
+from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.errors import Strict, Unsupported
+from turbo_hf.graphs.step_runner import Door, StepRunner, cuda_device, model_obstacle
+from turbo_hf.patches import Family
+from turbo_hf.patching.handle import CacheMaker
+from turbo_hf.patching.hooks import by_name, is_own, say_replaced, uses_turbo
+
+PREPARE, INPUTS = "_prepare_cache_for_generation", "prepare_inputs_for_generation"
+CANDIDATES = "_get_candidate_generator"
+FORGETS = (
+    "turbo_hf: {model} drops its cache of {tokens} tokens here, as its rotary frequencies change with the length, and "
+    "this version of Transformers then computes the newest token alone: what it generates from here on lacks the "
+    "prompt, with or without the patch. Of Phi-3 and PhiMoE, Transformers 5.23 computes all tokens again: upgrade it."
+)
+MAY_COMPILE, COMPILED = "_valid_auto_compile_criteria", "get_compiled_call"
+
+
+def replace_methods(
+    model: PreTrainedModel, family: Family | None, maker: CacheMaker, door: Door | None, strict: Strict
+) -> list[tuple[torch.nn.Module, str, Any]]:
+    """Put the patch's methods on the instances; returns (module, name, previous attribute) for each.
+
+    family: whose methods are replaced too. door: hands runners of CUDA graphs to `generate`; None: none are wanted.
+    """
+    methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
+        (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
+        (model, INPUTS, functools.partial(_prepare_inputs, maker, strict, model.__dict__.get(INPUTS))),
+        (model, CANDIDATES, functools.partial(_candidates, model.__dict__.get(CANDIDATES))),
+        (model, "init_continuous_batching", _refuse_continuous_batching),
+    ]
+    if door is not None:
+        methods += [
+            (model, name, functools.partial(replacement, door, model.__dict__.get(name)))
+            for name, replacement in ((MAY_COMPILE, _may_replay), (COMPILED, _compiled_call))
+        ]
+    if family is not None:
+        methods += [(module, name, method) for module in model.modules() for name, method in family.methods.items()]
+    # a model without a head generates nothing, and has no method to replace
+    methods = [(module, name, method) for module, name, method in methods if hasattr(type(module), name)]
+    replaced = [(module, name, module.__dict__.get(name)) for module, name, _ in methods]
+    for module, name, method in methods:
+        # not a bound method: a deep copy of the model copies a partial along with its cache maker
+        replacement: Any = functools.partial(method, module)
+        # `generate` reads from the signature which keywords a model knows
+        replacement.__wrapped__ = module.__dict__.get(name) or getattr(type(module), name)
+        module.__dict__[name] = replacement
+    return replaced
+
+
+def _prepare_cache(
+    maker: CacheMaker,
+    before: Any,
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """In place of `_prepare_cache_for_generation`: `generate` gets a TurboCache unless the caller chose a cache."""
+    given = model_kwargs.get("past_key_values")
+    named = generation_config.cache_implementation
+    original: Callable[..., Any] = before or functools.partial(type(model)._prepare_cache_for_generation, model)
+    if not uses_turbo(model):
+        if maker.active:
+            chosen = model.config.get_text_config(decoder=True)._attn_implementation
+            warnings.warn(
+                f"turbo_hf: set_attn_implementation has chosen {chosen!r} since the patch, so this call is not "
+                f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").',
+                stacklevel=4,
+            )
+        # otherwise a shallow copy of the model that outlived the patch
+        return original(generation_config, model_kwargs, *args, **kwargs)
+    if given is None and generation_config.use_cache is not False and named is None:
+        _check_rows(model_kwargs.get("attention_mask"))
+        cache = maker.make(model.config)
+        model_kwargs["past_key_values"] = cache
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        return None
+    if isinstance(given, TurboCache) and not generation_config.is_assistant:
+        given.stop_recording()
+    if given is not None and not isinstance(given, TurboCache):
+        maker.uncompressed.discard(given)
+        warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
+    elif given is None and named is not None:
+        warnings.warn(
+            f"turbo_hf: cache_implementation={named!r} asks for Hugging Face's own cache, so this call is not "
+            "compressed. Set model.generation_config.cache_implementation = None to compress it.",
+            stacklevel=4,
+        )
+    return original(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _prepare_inputs(
+    maker: CacheMaker, strict: Strict, before: Any, model: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """In place of `prepare_inputs_for_generation`: where the model drops its cache, the pass fills it anew.
+
+    Phi-3 and its like have other rotary frequencies beyond `original_max_position_embeddings`, and compute all keys
+    again: Transformers passes no cache then, for which the model makes one of Transformers' own.
+    """
+    method = type(model).prepare_inputs_for_generation
+    original: Callable[..., dict[str, Any]] = before or functools.partial(method, model)
+    inputs, named = original(*args, **kwargs), by_name(method, args, kwargs)
+    given, kept = named.get("past_key_values"), inputs.get("past_key_values")
+    if not isinstance(given, TurboCache) or kept is given or not uses_turbo(model):
+        return inputs
+    if kept is not None:
+        say_replaced(model, given, kept, maker, strict)
+        return inputs
+    held = given.get_seq_length()
+    if held:
+        if _columns(inputs) < named["input_ids"].shape[1]:
+            said, mask = FORGETS.format(model=type(model).__name__, tokens=held), inputs.get("attention_mask")
+            if mask is not None and not bool(mask.all()):
+                # the model would read the padding of the oldest columns as that of the newest token
+                raise Unsupported(f"{said} Until then, do not pad.")
+            # one token is what such a pass leaves behind: it has been said then
+            if held > 1:
+                warnings.warn(said, stacklevel=5)
+            inputs["attention_mask"] = None
+        else:
+            _require_all_tokens(model, inputs)
+        _empty(given)
+    return {**inputs, "past_key_values": given}
+
+
+def _columns(inputs: dict[str, Any]) -> int:
+    """Tokens, padding included, that the inputs of a pass hold."""
+    ids = inputs.get("input_ids")
+    return int((inputs["inputs_embeds"] if ids is None else ids).shape[1])
+
+
+def _require_all_tokens(model: Any, inputs: dict[str, Any]) -> None:
+    """Raise `Unsupported` unless the inputs of a pass over no past hold every token that they know of."""
+    columns, mask, places = _columns(inputs), inputs.get("attention_mask"), inputs.get("position_ids")
+    whole = mask.shape[-1] if mask is not None else columns if places is None else int(places.max()) + 1
+    if columns < whole:
+        raise Unsupported(
+            f"{type(model).__name__} drops what its cache holds, as its rotary frequencies change with the length, and "
+            f"this call passes only the newest {columns} of {whole} tokens: the answer would lack the others. Pass all "
+            "of them as input_ids."
+        )
+
+
+def _empty(cache: TurboCache) -> None:
+    """Forget every token, and go on recording if that is what the cache does."""
+    recording = any(layer.record_past for layer in cache.turbo_layers())
+    cache.reset()
+    if recording:
+        cache.activate_past_recording()
+
+
+def _candidates(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `_get_candidate_generator`: a draft that breaks off leaves the model all of its layers."""
+    generator = (before or functools.partial(type(model)._get_candidate_generator, model))(*args, **kwargs)
+    if isinstance(generator, EarlyExitCandidateGenerator):
+        # it lowers the number of layers in the config for each draft, and after an error Transformers leaves it so
+        config = getattr(model, model.base_model_prefix).config
+        generator.__dict__["get_candidates"] = functools.partial(_draft, generator.get_candidates, config)
+    return generator
+
+
+def _draft(get_candidates: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    layers = config.num_hidden_layers
+    try:
+        return get_candidates(*args, **kwargs)
+    finally:
+        config.num_hidden_layers = layers
+
+
+def _check_rows(mask: Any) -> None:
+    if not (isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1]):
+        return
+    # one read of the device
+    holds, ends = torch.stack((mask.any(-1), mask[:, -1].bool())).tolist()
+    empty = [row for row, token in enumerate(holds) if not token]
+    if empty:
+        raise ValueError(
+            f"rows {empty} of attention_mask are all padding: there is no prompt to continue. Remove these rows."
+        )
+    padded = [row for row, token in enumerate(ends) if not token]
+    if padded:
+        warnings.warn(
+            f"turbo_hf: rows {padded} of attention_mask end in padding, and generate would continue from there. Pad on "
+            'the left (tokenizer.padding_side = "left").',
+            stacklevel=5,
+        )
+
+
+def _may_replay(door: Door, before: Any, model: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+    """In place of `_valid_auto_compile_criteria`: whether `generate` shall call a runner as its forward pass."""
+    door.offer(None)
+    wanted = not (
+        generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant
+    )
+    if wanted and isinstance(model_kwargs.get("past_key_values"), TurboCache):
+        reason = model_obstacle(model, is_own)
+        if reason is None:
+            limit = generation_config.max_length
+            door.offer(StepRunner(model, limit, cuda_device(model.device), door.demanded))
+            return True
+        if door.demanded:
+            raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
+    original: Callable[..., bool] = before or functools.partial(type(model)._valid_auto_compile_criteria, model)
+    return original(model_kwargs, generation_config)
+
+
+def _compiled_call(door: Door, before: Any, model: Any, compile_config: Any) -> Callable[..., Any]:
+    """In place of `get_compiled_call`: the runner, where `_may_replay` has just said so."""
+    original: Callable[..., Any] = before or functools.partial(type(model).get_compiled_call, model)
+    return door.take() or original(compile_config)
+
+
+def _refuse_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    raise Unsupported(
+        "generate_batch (continuous batching) keeps keys and values in a paged cache of its own, which cannot be "
+        "compressed. Use generate, or remove the patch."
+    )

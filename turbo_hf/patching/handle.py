@@ -1,0 +1,280 @@
+"""What `patch()` returns: the handle of the patch, a report of what it did, and the caches that it makes."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from turbo_hf.attention.masks import turbo_mask
+from turbo_hf.attention.turbo_attention import NAME, turbo_attention
+from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
+from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import Unsupported
+from turbo_hf.models.model_layers import layer_windows
+from turbo_hf.sparse.selectors import Selectivity, Selector
+
+
+def register() -> None:
+    """Register the attention and its masks with Transformers under `NAME`. A second call changes nothing."""
+    AttentionInterface.register(NAME, turbo_attention)
+    AttentionMaskInterface.register(NAME, turbo_mask)
+
+
+def text_key(config: PreTrainedConfig) -> str | None:
+    """The name under which a multimodal config holds its text config; None: not multimodal, or nested deeper."""
+    text = config.get_text_config(decoder=True)
+    return next((key for key in config.sub_configs if getattr(config, key, None) is text), None)
+
+
+def switch_attention(model: PreTrainedModel, name: str) -> str | dict[str, str]:
+    """Set the attention implementation of the language model; returns the argument for `set_attn_implementation` that
+    restores the previous one.
+
+    Raises `Unsupported` if the model does not let it be set.
+    """
+    text, key = model.config.get_text_config(decoder=True), text_key(model.config)
+    # a plain string would also switch the vision tower of a multimodal model
+    previous = text._attn_implementation if key is None else {key: text._attn_implementation}
+    model.set_attn_implementation(name if key is None else {key: name})
+    if text._attn_implementation != name:
+        raise Unsupported(
+            f"{type(model).__name__} does not let its attention implementation be set (remote code that does not use "
+            "AttentionInterface). It cannot be patched."
+        )
+    return previous
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """What was done with one layer.
+
+    Args:
+        index: the layer's number.
+        groups: (bits, number of KV heads) as in `TurboConfig.head_groups`, widest first; () for a dense layer.
+        window: how many tokens a query sees; None: all.
+        reason: why it is not stored at the config's widths; "" if it is.
+        refused: whether it is dense because it cannot be compressed.
+        kept_int8: whether it is kept at 8 bit although the config may ask for less.
+        bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, if that is why it is
+            kept at 8 bit; else 0.
+    """
+
+    index: int
+    groups: tuple[tuple[int, int], ...]
+    window: int | None
+    reason: str
+    refused: bool = False
+    kept_int8: bool = False
+    bias_step: float = 0.0
+
+    @property
+    def storage(self) -> str:
+        """The groups in words: "2 x 4 bit", "8 bit" for a layer kept at 8 bit, or "dense"."""
+        if self.kept_int8:
+            return "8 bit"
+        return " + ".join(f"{heads} x {bits} bit" for bits, heads in self.groups) or "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `patch` did, as a table under `str()`, with layers that are alike in one line.
+
+    Args:
+        model: the class name of the model.
+        family: the name of its family, or a note that it runs on the generic path.
+        notes: what is special about the family's attention.
+        config: the config that was asked for.
+        layers: what was done with each layer, in order.
+        prompts: how the attention of prompts is computed.
+        steps: how decode steps run.
+        warnings: the warnings that were issued, or that strict "fallback" only logged.
+        heads: what decided which heads get the low bits; "" if all heads have the same width.
+        sparse: for each layer, what chooses the keys that decode steps read, or why they read all of them; {} without
+            `TurboConfig.sparse`.
+        selectivity: for each sparse layer, what its steps have read since the patch was applied.
+    """
+
+    model: str
+    family: str
+    notes: str
+    config: TurboConfig
+    layers: tuple[LayerReport, ...]
+    prompts: str
+    steps: str
+    warnings: tuple[str, ...]
+    heads: str = ""
+    sparse: Mapping[int, str] = field(default_factory=dict)
+    selectivity: tuple[Selectivity, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
+        lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
+        lines += self._read()
+        lines += [f"  {text}" for text in (self.heads, self.prompts, self.steps) if text]
+        return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
+
+    def _read(self) -> list[str]:
+        """The keys that each sparse layer has read, in words; of many layers the least and the most."""
+        counted = [read for read in self.selectivity if read.there]
+        groups = group_layers((read.layer, str(read)) for read in counted)
+        if len(groups) <= SHOWN:
+            return [f"  {layers}: {words}" for layers, words in groups]
+        least, most = min(counted, key=attrgetter("share")), max(counted, key=attrgetter("share"))
+        return [
+            f"  least, layer {least.layer}: {least}",
+            f"  most, layer {most.layer}: {most}",
+            f"  all {len(counted)} sparse layers: see `selectivity`",
+        ]
+
+    def _of(self, at: LayerReport) -> str:
+        """What was done with one layer, in words."""
+        window = f", window {at.window}" if at.window else ""
+        reason = f"; {at.reason}" if at.reason else ""
+        sparse = f"; {self.sparse[at.index]}" if at.index in self.sparse else ""
+        return f"{at.storage}{window}{reason}{sparse}"
+
+
+@dataclass(slots=True)
+class CacheMaker:
+    """Makes the caches of a patched model with `layers` layers, and remembers the newest for `Handle.memory`.
+
+    uncompressed: caches of Transformers' own that plain calls of the model have made; whoever passes one on is told.
+    """
+
+    layers: int
+    config: TurboConfig
+    int8_layers: tuple[int, ...]
+    dense_layers: tuple[int, ...]
+    head_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    selectors: Mapping[int, Selector] = field(default_factory=dict)
+    made: int = 0
+    newest: "weakref.ref[TurboCache] | None" = None
+    measured: Memory | None = None
+    active: bool = True
+    uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
+
+    def make(self, model_config: PreTrainedConfig) -> TurboCache:
+        """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
+        count = len(layer_windows(model_config.get_text_config(decoder=True)))
+        config = self.config
+        if any(index >= count for index in (*self.int8_layers, *self.dense_layers)):
+            # the layers that the config names are in the patch's own lists
+            config = replace(config, dense_layers=(), int8_layers=())
+        cache = TurboCache(
+            model_config,
+            config,
+            int8_layers=[index for index in self.int8_layers if index < count],
+            dense_layers=[index for index in self.dense_layers if index < count],
+            head_orders={index: order for index, order in self.head_orders.items() if index < count},
+            selectors={index: selector for index, selector in self.selectors.items() if index < count},
+        )
+        # `memory()` is not about a draft by the first layers alone
+        if count == self.layers:
+            self.made += 1
+            self.newest = weakref.ref(cache)
+            # the layers outlive the cache for one call, so that its last state can be measured
+            weakref.finalize(cache, self._measure, self.made, cache.layers).atexit = False
+        return cache
+
+    def _measure(self, number: int, layers: list[Any]) -> None:
+        if number == self.made:
+            self.measured = measure(layers)
+
+    def forget(self, cache: TurboCache) -> None:
+        """The model has put another cache in the place of `cache`, which `memory` then is not about any more."""
+        if self.newest is not None and self.newest() is cache:
+            self.made, self.newest, self.measured = self.made + 1, None, None
+
+    def memory(self) -> Memory:
+        """Bytes of the newest cache: as it is now, or as it was when it was released."""
+        cache = self.newest() if self.newest is not None else None
+        if cache is not None:
+            return cache.memory()
+        return self.measured or Memory((), 0, 0)
+
+    def __reduce__(self) -> Any:
+        # a copied or pickled model makes its own caches, and needs the names in its config to be registered
+        kept = (dict(self.head_orders), dict(self.selectors))
+        return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.dense_layers, *kept)
+
+
+def _maker_of_a_copy(
+    layers: int,
+    config: TurboConfig,
+    int8_layers: tuple[int, ...],
+    dense_layers: tuple[int, ...],
+    head_orders: dict[int, tuple[int, ...]],
+    selectors: dict[int, Selector],
+) -> CacheMaker:
+    register()
+    # a copy has no handle: nobody can be told to use it
+    return CacheMaker(layers, config, int8_layers, dense_layers, head_orders, selectors, active=False)
+
+
+@dataclass(slots=True, repr=False, eq=False)
+class Handle:
+    """A patch that is on. `remove()` takes it off, as does leaving a `with` block."""
+
+    _model: PreTrainedModel
+    _report: Report
+    _maker: CacheMaker
+    _hooks: list[RemovableHandle]
+    _replaced: list[tuple[torch.nn.Module, str, Any]]
+    _previous: str | dict[str, str]
+    _active: bool = field(default=True)
+
+    def __repr__(self) -> str:
+        return f"<turbo_hf.Handle of {type(self._model).__name__}, {'on' if self._active else 'off'}>"
+
+    def __enter__(self) -> "Handle":
+        self._require_active()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Remove the patch: hooks are removed, attributes restored to the same objects. A second call does nothing."""
+        if not self._active:
+            return
+        self._active = False
+        for hook in self._hooks:
+            hook.remove()
+        for module, name, before in self._replaced:
+            if before is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = before
+        self._maker.active = False
+        if self._model.config.get_text_config(decoder=True)._attn_implementation == NAME:
+            self._model.set_attn_implementation(self._previous)
+
+    def report(self) -> Report:
+        """What was patched, what was left alone and why, and what sparse layers have read so far."""
+        read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
+        return replace(self._report, selectivity=read) if read else self._report
+
+    def memory(self) -> Memory:
+        """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was
+        when it was released. For any other cache, call its own `memory()`."""
+        return self._maker.memory()
+
+    def new_cache(self) -> TurboCache:
+        """An empty cache like those that `generate` gets, for your own loop: `model(ids, past_key_values=cache)`.
+
+        Raises:
+            ValueError: the patch has been removed.
+        """
+        self._require_active()
+        return self._maker.make(self._model.config)
+
+    def _require_active(self) -> None:
+        if not self._active:
+            raise ValueError("This patch has been removed. Call turbo_hf.patch(model) for a new one.")

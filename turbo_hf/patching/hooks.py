@@ -1,0 +1,243 @@
+"""Hooks of a patched model: a call that asks for a cache gets a compressed one, each attention module its layer of it.
+
+A pass that has stored NaN or Inf, or has put another cache in the place of a compressed one, is told at its end.
+"""
+
+import functools
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers import Cache, PreTrainedModel
+
+from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
+from turbo_hf.cache.compiling import untraced
+from turbo_hf.cache.integrity import STEP
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.errors import Strict, Unsupported, complain, warn
+from turbo_hf.models.model_layers import given_cache
+from turbo_hf.patches.generic import chooses_attention
+from turbo_hf.patching.handle import CacheMaker, LayerReport
+
+OTHER_MODEL = "It was made for another model: use handle.new_cache()."
+
+
+class _Spec(NamedTuple):
+    """What the hook of one attention module needs to know."""
+
+    layer: int
+    layers: int
+    window: int | None
+    compress: bool
+    strict: Strict
+
+
+def add_hooks(
+    model: PreTrainedModel,
+    modules: Mapping[int, torch.nn.Module],
+    layers: Sequence[LayerReport],
+    maker: CacheMaker,
+    strict: Strict,
+) -> list[RemovableHandle]:
+    """Give the model and its attention modules their hooks; the handles to remove them by.
+
+    modules: attention modules by layer, at least one. layers: what is done with each layer of the model.
+    """
+    hooks = [
+        model.register_forward_pre_hook(functools.partial(_bring_cache, maker), with_kwargs=True),
+        model.register_forward_hook(functools.partial(_watch_cache, maker, strict), with_kwargs=True),
+    ]
+    for depth, module in enumerate(_around(model, modules.values()), start=STEP + 1):
+        # behind the hook that may bring the cache
+        hooks.append(module.register_forward_pre_hook(functools.partial(_begin_pass, depth), with_kwargs=True))
+        failed = functools.partial(_abandon_pass, depth)
+        hooks.append(module.register_forward_hook(failed, with_kwargs=True, always_call=True))
+        # not called after an exception; the last thing done, as what breaks off behind it has stored its tokens
+        hooks.append(module.register_forward_hook(functools.partial(_finish_pass, depth), with_kwargs=True))
+    for index, module in modules.items():
+        at = layers[index]
+        hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
+    # the last attention of a pass: what earlier layers have noted is read here all at once, before any token is chosen
+    hooks.append(modules[max(modules)].register_forward_hook(_end_pass, with_kwargs=True))
+    hooked = set(modules.values())
+    for other in model.modules():
+        named = getattr(getattr(other, "config", None), "_attn_implementation", None) == NAME
+        if named and other not in hooked and chooses_attention(type(other)):
+            hooks.append(other.register_forward_pre_hook(left_alone))
+    return hooks
+
+
+def uses_turbo(model: PreTrainedModel) -> bool:
+    """Whether the attention of this model is still the one that the patch has chosen."""
+    return bool(model.config.get_text_config(decoder=True)._attn_implementation == NAME)
+
+
+@functools.cache
+def _names(method: Any) -> tuple[str, ...]:
+    """The parameters of a method, but for `self`."""
+    return tuple(inspect.signature(method).parameters)[1:]
+
+
+def by_name(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a method's call, all as keywords."""
+    return {**dict(zip(_names(method), args, strict=False)), **kwargs}
+
+
+def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: CacheMaker, strict: Strict) -> None:
+    """The model goes on with another cache than the one that it was given: an error or a message, as chosen."""
+    maker.forget(cache)
+    complain(
+        strict,
+        f"{type(model).__name__} has put a {type(other).__name__} in the place of its TurboCache: from here on nothing "
+        'is compressed. Run it without the patch, or patch with strict="warn".',
+    )
+
+
+@untraced
+def _bring_cache(
+    maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of the model: a call with use_cache=True that passes no cache gets a compressed one."""
+    given = by_name(type(model).forward, args, kwargs)
+    cache = given.get("past_key_values")
+    if cache is not None:
+        if isinstance(cache, Cache) and cache in maker.uncompressed and uses_turbo(model):
+            maker.uncompressed.discard(cache)
+            warn(
+                f"turbo_hf: this {type(cache).__name__} was made by a plain call of the model, and is not compressed. "
+                "For a compressed one, begin with model(..., use_cache=True) or past_key_values=handle.new_cache()."
+            )
+        return None
+    if not given.get("use_cache") or model.training or "past_key_values" not in _names(type(model).forward):
+        return None
+    return ((), {**given, "past_key_values": maker.make(model.config)}) if uses_turbo(model) else None
+
+
+@untraced
+def _watch_cache(
+    maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Forward hook of the model: which cache it returns."""
+    values = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+    made = next((value for value in values if isinstance(value, Cache)), None)
+    if made is None or isinstance(made, TurboCache) or not uses_turbo(model):
+        return
+    cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
+    if cache is None:
+        maker.uncompressed.add(made)
+    elif isinstance(cache, TurboCache):
+        say_replaced(model, cache, made, maker, strict)
+
+
+def _around(model: torch.nn.Module, modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules whose forward pass calls all of `modules`, the outermost first."""
+    found = [model]
+    while True:
+        inside = (x for x in found[-1].children() if {*modules} <= {*x.modules()})
+        # a list of layers is not called itself, and what stands in it is one layer of several
+        called = next((x for x in inside if type(x).forward is not torch.nn.Module.forward), None)
+        if called is None or called in modules:
+            return found
+        found.append(called)
+
+
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | None:
+    return next((x for x in (kwargs.get("past_key_values"), *args) if isinstance(x, TurboCache)), None)
+
+
+@untraced
+def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of what calls all layers: refuse a cache of which an earlier pass has broken off."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.begin_pass(depth)
+
+
+@untraced
+def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of what calls all layers: the pass has not broken off."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.integrity.leave(depth)
+
+
+@untraced
+def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of what calls all layers, also run after an error: one before anything is stored changes nothing."""
+    cache = _cache_of(args, kwargs)
+    if cache is not None:
+        cache.integrity.abandon(depth)
+
+
+@untraced
+def _bring_layer(
+    spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Forward pre-hook of an attention module: claim the cache layer and pass it to the attention function."""
+    if module.config._attn_implementation != NAME:
+        return None
+    cache = given_cache(kwargs)
+    count = len(cache.layers) if isinstance(cache, TurboCache) else spec.layers
+    # a draft by the first layers alone (assistant_early_exit) changes the config accordingly in the meantime
+    if count != spec.layers and count != module.config.num_hidden_layers:  # noqa: PLR1714  the config is slow to ask
+        raise Unsupported(f"this TurboCache has {count} layers, the model {spec.layers}. {OTHER_MODEL}")
+    if spec.layer >= count:
+        raise Unsupported(
+            f"this pass goes over layer {spec.layer}, and its TurboCache is for the first {count}: this model's class "
+            "has no early exit. Generate without assistant_early_exit."
+        )
+    held = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
+    layer = held if isinstance(held, TurboLayer) else None
+    if layer is not None:
+        if layer.window != spec.window:
+            raise Unsupported(
+                f"layer {spec.layer} of this TurboCache has the window {layer.window}, the model's {spec.window}. "
+                f"{OTHER_MODEL}"
+            )
+        if module.training:
+            raise Unsupported(
+                "the model is in training mode, and a compressed cache has no gradients. Call model.eval() to "
+                "generate, or train without a TurboCache (use_cache=False)."
+            )
+        layer.integrity.claim(spec.layer)
+        layer.claimed = True
+    rotary = kwargs.get("position_embeddings") if layer is not None and layer.selector is not None else None
+    call = TurboCall(cache if layer is not None else None, layer, spec.window, spec.strict, rotary)
+    return args, {**kwargs, "turbo": call}
+
+
+@untraced
+def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook, also run after an error: a claim that this call did not use must not carry over to a later one."""
+    call = kwargs.get("turbo")
+    if call is not None and call.layer is not None:
+        call.layer.claimed, call.layer.pending = False, None
+        call.layer.integrity.unclaim(call.layer.index)
+
+
+@untraced
+def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
+    cache = given_cache(kwargs)
+    if isinstance(cache, TurboCache):
+        cache.require_finite()
+
+
+def is_own(hook: Any) -> bool:
+    """Whether a hook is one that `add_hooks` has added."""
+    return getattr(hook, "func", hook) in (
+        _bring_cache,
+        _watch_cache,
+        _begin_pass,
+        _finish_pass,
+        _abandon_pass,
+        _bring_layer,
+        _release_layer,
+        _end_pass,
+        left_alone,
+    )

@@ -1,0 +1,196 @@
+"""A model without its weights, on torch's meta device: built from a config alone, it shows what `patch` would do."""
+
+import copy
+import json
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from turbo_hf.cache.memory import LayerCost, layer_bytes
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import Unsupported
+from turbo_hf.models.model_layers import layer_windows
+from turbo_hf.models.versions import NEWEST, OLDEST
+from turbo_hf.patches import attention_layers
+from turbo_hf.patching.handle import Report
+from turbo_hf.patching.patch_model import patch
+
+PASSES = (2, 3)
+"""Tokens of two passes without weights: what the second cache holds more is what a token takes."""
+
+ADAPTER = "adapter_config.json"
+"""Names the model that an adapter (PEFT) belongs to."""
+
+ERROR_LENGTH = 400
+"""Characters of another library's error: some list every class there is."""
+
+
+def shortened(error: BaseException) -> str:
+    """An error of another library as one short line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", ERROR_LENGTH, placeholder=" [...]")
+
+
+def read_config(name: str, revision: str | None = None) -> PreTrainedConfig:
+    """The config of a folder, a config.json or a Hub id, by the classes of Transformers; code beside it never runs.
+
+    Raises:
+        ValueError: there is none, or Transformers has no class for it; one sentence says why.
+    """
+    adapter = Path(name) / ADAPTER
+    try:
+        if adapter.is_file():
+            name, revision = json.loads(adapter.read_text())["base_model_name_or_path"], None
+        config: PreTrainedConfig = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except Exception as error:  # a config's own class may raise anything about its fields
+        why = _no_config_class(name, revision) or f"cannot read a config from {name!r}: {shortened(error)}"
+        raise ValueError(why) from error
+    return config
+
+
+def _no_config_class(name: str, revision: str | None) -> str | None:
+    """A sentence if there is a config but Transformers has no class for it; None: something else is wrong."""
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    except Exception:  # told by the caller
+        return None
+    kind = fields.get("model_type")
+    if kind is None:
+        return f"the config of {name!r} names no model_type, so Transformers cannot tell which model it is of."
+    if kind in CONFIG_MAPPING:
+        return None
+    known = f"Transformers {transformers.__version__} has no model of model_type {kind!r}"
+    if "auto_map" in fields:
+        return (
+            f"{name!r} comes with its own code, which turbo-hf does not run, and {known}. Load it yourself with "
+            "trust_remote_code=True, and pass it to turbo_hf.patch(model, check=True)."
+        )
+    return f"{known}. A newer version may have it; turbo_hf is tested with {OLDEST} to {NEWEST}."
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The auto class that loads a checkpoint of this config: with all its parts, if it is multimodal.
+
+    Raises:
+        Unsupported: an encoder-decoder, or a model that generates no text.
+    """
+    if config.is_encoder_decoder:
+        raise Unsupported(f"{config.model_type} is an encoder-decoder; only decoder-only models are supported.")
+    text = (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM)
+    multimodal = (
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForImageTextToText),
+        (MODEL_FOR_MULTIMODAL_LM_MAPPING, AutoModelForMultimodalLM),
+    )
+    plain = config.get_text_config(decoder=True) is config
+    for mapping, cls in (text, *multimodal) if plain else (*multimodal, text):
+        if type(config) in mapping:
+            return cls
+    raise Unsupported(
+        f"{config.model_type} is no language model: Transformers has no class of it that generates text. Only "
+        "decoder-only language models are supported, also as a part of a multimodal model."
+    )
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of this config on the meta device, in the config's dtype (bfloat16 if it names none).
+
+    Raises:
+        Unsupported: an encoder-decoder, or a model that generates no text.
+        ValueError: Transformers cannot build it; the error says what it said.
+    """
+    cls = auto_class(config)
+    named = config.dtype or config.get_text_config(decoder=True).dtype
+    # a narrower dtype is that of quantized weights
+    dtype = named if isinstance(named, torch.dtype) and named.itemsize > 1 else torch.bfloat16
+    try:
+        with torch.device("meta"):
+            # from_config writes to the config; experts in one product need no numbers, unlike a loop over them
+            model: PreTrainedModel = cls.from_config(
+                copy.deepcopy(config), dtype=dtype, experts_implementation="batched_mm", trust_remote_code=False
+            )
+    except Exception as error:  # whatever a model's class makes of its config
+        raise ValueError(
+            f"Transformers cannot build a {config.model_type} of this config: {shortened(error)}"
+        ) from error
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            # it looks for padding in the ids, which are no numbers here
+            vars(part)["warn_if_padding_and_no_attention_mask"] = lambda *args: None
+    model.eval()
+    return model
+
+
+def patch_report(model: PreTrainedModel, config: str | TurboConfig) -> Report:
+    """What `patch` does with a model of this config; `Unsupported` if it refuses it."""
+    with warnings.catch_warnings():
+        # they are in the report
+        warnings.simplefilter("ignore")
+        with patch(model, config, calibration=None) as handle:
+            return handle.report()
+
+
+def key_bias_note(model: PreTrainedModel, report: Report) -> str | None:
+    """A sentence if compressed layers have key biases, whose effect the config does not tell; None: they have none."""
+    compressed = {at.index for at in report.layers if at.groups}
+    projections = (getattr(at.module, "k_proj", None) for at in attention_layers(model) if at.index in compressed)
+    if all(getattr(projection, "bias", None) is None for projection in projections):
+        return None
+    return (
+        "Keys have a bias, which only the weights tell: a layer whose INT8 range it fills is kept at 8 bit, and takes "
+        "more than a row of fewer bits says."
+    )
+
+
+class DenseLayer(NamedTuple):
+    """A layer of Transformers' own cache: what it takes, its KV heads, and the channels of a key (0: it has none)."""
+
+    cost: LayerCost
+    heads: int
+    head_dim: int
+
+
+@torch.no_grad()
+def dense_layers(model: PreTrainedModel) -> list[DenseLayer]:
+    """What each layer of Transformers' own cache takes in a meta model, measured in passes without numbers.
+
+    Raises:
+        ValueError: the model cannot run without weights.
+    """
+    text, call = model.config.get_text_config(decoder=True), cast(Any, model)
+    caches = []
+    for tokens in PASSES:
+        cache = DynamicCache(config=text)
+        ids = torch.ones(1, tokens, dtype=torch.long, device="meta")
+        try:
+            call(input_ids=ids, past_key_values=cache, use_cache=True)
+        except Exception as error:  # whatever asks for a number
+            raise ValueError(
+                f"what the cache of a {model.config.model_type} takes cannot be told without its weights: "
+                f"{shortened(error)}"
+            ) from error
+        caches.append(cache.layers)
+    found = []
+    for (_, window), few, more in zip(layer_windows(text), *caches, strict=True):
+        at_first, then = (sum(layer_bytes(layer).values()) for layer in (few, more))
+        token = then - at_first
+        # of a window, the newest token leaves no room for the oldest
+        cost = LayerCost(token, None if window is None else window - 1, at_first - PASSES[0] * token)
+        keys = getattr(few, "keys", None)
+        found.append(DenseLayer(cost, *((keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) else (0, 0))))
+    return found

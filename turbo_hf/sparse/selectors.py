@@ -1,0 +1,359 @@
+"""Selectors: assign keys to buckets and choose the buckets that a query visits. SAAP, and the baselines of its
+paper."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from turbo_hf.config.turbo_config import USED_BY, SparseConfig
+from turbo_hf.layout import Rotary
+from turbo_hf.ops.sparse.select import assign, assign_and_score, visit
+
+
+@dataclass(frozen=True, slots=True)
+class Selectivity:
+    """What the decode steps of one layer have read since the patch: keys, over rows, KV heads and query tokens.
+
+    layer: its number. there: keys that full attention would read. dense: those of the first and newest tokens, which
+    are always read. read: all keys that were read, counted once if several query heads of a KV head read a key.
+    """
+
+    layer: int
+    there: int
+    dense: int
+    read: int
+
+    @property
+    def share(self) -> float:
+        """Keys read over all keys; 0 before the first step."""
+        return self.read / max(1, self.there)
+
+    @property
+    def share_beyond(self) -> float:
+        """The same without the dense part."""
+        return (self.read - self.dense) / max(1, self.there - self.dense)
+
+    def __str__(self) -> str:
+        if self.there == self.dense:
+            return "every key read: none was beyond the dense part"
+        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those beyond the dense part"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Keys counted by the steps of one layer: device-side counts stay on the device, and nothing waits for them."""
+
+    there: int = 0
+    dense: int = 0
+    read: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+
+    def __reduce__(self) -> Any:
+        # a cache that is loaded belongs to no patch that counts
+        return Tally, ()
+
+    def counter(self, device: torch.device) -> torch.Tensor:
+        """int64 [1] for `ops.sparse_decode(read=...)`."""
+        if device not in self.read:
+            # a cache may be used in inference mode first, and outside it later
+            with torch.inference_mode(False):
+                self.read[device] = torch.zeros(1, dtype=torch.int64, device=device)
+        return self.read[device]
+
+    def add(self, lengths: list[int], tokens: list[int], heads: int, dense: int) -> None:
+        """Note a step: row r holds `lengths[r]` tokens, the newest `tokens[r]` of which ask."""
+        seen = [n for length, new in zip(lengths, tokens, strict=True) for n in range(length - new + 1, length + 1)]
+        self.there += heads * sum(seen)
+        short = [n for n in seen if n < dense]
+        self.dense += heads * (sum(short) + dense * (len(seen) - len(short)))
+
+    def selectivity(self, layer: int) -> Selectivity:
+        """Read from the device."""
+        return Selectivity(layer, self.there, self.dense, sum(int(x) for x in self.read.values()))
+
+
+class Selector:
+    """The selector "window", and what all selectors share. One per layer, for every cache of a patched model.
+
+    pre_rotary: it needs queries and keys as they were before rotary embedding. tables: buckets per key. min_collisions:
+    how many of those a query must visit for the key to be read. window: newest tokens that are always read. weighs:
+    number of buckets whose key counts it needs; 0: it needs none. choices: buckets of a head from which it takes
+    `probes`; 0: it does not. draws: it draws random numbers on the host in each step, which a replay of the step would
+    not do.
+    """
+
+    pre_rotary = False
+    tables = weighs = 0
+    min_collisions = 1
+    draws = False
+
+    def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
+        self.config, self.layer, self.backend = config, layer, backend
+        self.window = config.window_tokens
+        self.choices = config.buckets if config.selector in USED_BY["probes"] else 0
+        self.tally = Tally()
+
+    def __deepcopy__(self, memo: Any) -> "Selector":
+        # a copied cache belongs to the same patch
+        return self
+
+    def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
+        """int16 [B, Hkv, tables, M] of keys [B, Hkv, M, D]; None: keys have no buckets.
+
+        rotary: what is to be undone first, as in `ops.select`; only for selectors that are `pre_rotary`.
+        """
+        return None
+
+    def _assign_and_score(
+        self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Buckets of new keys, as `buckets` gives them, and what `_visited` needs: logits, or the queries themselves.
+
+        queries: [B, Hkv, M, G, D], grouped by KV head. rotary: of both, as in `buckets`.
+        """
+        return self.buckets(keys, rotary), queries
+
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        """bool [B, Hkv, M, tables, C] from what `_assign_and_score` gives of queries; None: none is visited.
+
+        sizes: float [B, Hkv, C], keys in each bucket beyond the dense part, where the selector `weighs` them.
+        """
+        return None
+
+    def assign_and_score(
+        self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """`_assign_and_score`, of query heads together or each by itself; for `visited`. Arguments as there."""
+        if not self.config.independent:
+            return self._assign_and_score(keys, queries, rotary)
+        group = queries.shape[3]
+        if rotary is not None:
+            cos, sin = (part.repeat_interleave(group, 1) for part in rotary)
+            rotary = cos, sin
+        # each head as if it were a token of its own, alone in its group
+        alone = queries.flatten(2, 3)[:, :, :, None]
+        found, query_info = self._assign_and_score(keys.repeat_interleave(group, 2), alone, rotary)
+        return None if found is None else found[..., ::group], query_info
+
+    def visited(self, query_info: torch.Tensor, group: int, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        """`_visited`, or what each of `group` query heads visits by itself: bool [B, Hq, M, tables, C]."""
+        found = self._visited(query_info, sizes)
+        if found is None or not self.config.independent:
+            return found
+        return torch.as_tensor(found.unflatten(2, (-1, group)).movedim(3, 2).flatten(1, 2))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What its launches refer to in every step."""
+        return []
+
+    def count(self, lengths: list[int], tokens: list[int], heads: int) -> None:
+        """Note in `tally` what the host knows of a step; arguments as there."""
+        self.tally.add(lengths, tokens, heads, self.config.sink_tokens + self.window)
+
+    def _visit(self, logits: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor:
+        how = self.config
+        found = visit(logits, probes=how.count, mass=how.mass, most=how.most_probes, sizes=sizes, backend=self.backend)
+        return found[:, :, :, None]
+
+    def __str__(self) -> str:
+        return self.config.selector + (", each query head by itself" if self.config.independent else "")
+
+
+class Full(Selector):
+    """Reads every key: the baseline for the others, on the same code path."""
+
+    def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
+        super().__init__(config, layer, backend)
+        self.window = 1 << 30
+
+
+class Centroids(Selector):
+    """Buckets by the nearest centroid [Hkv, C, D]; visits by inner product with it ("kmeans")."""
+
+    tables = 1
+
+    def __init__(
+        self, config: SparseConfig, layer: int, centroids: torch.Tensor, pre_rotary: bool, backend: str = "auto"
+    ):
+        super().__init__(config, layer, backend)
+        self.choices = centroids.shape[1]
+        config.check_buckets(self.choices)
+        self.pre_rotary = pre_rotary
+        self._weights = {"centroids": centroids}
+        self._moved: dict[str, torch.Tensor] = {}
+
+    def _on(self, name: str, device: torch.device) -> torch.Tensor:
+        """A weight on the device of use: in its own precision on a GPU, in float32 on a CPU; moved once."""
+        held = self._moved.get(name)
+        if held is None or held.device != device:
+            own = self._weights[name]
+            with torch.inference_mode(False):
+                held = own.to(device, torch.float32 if device.type == "cpu" else own.dtype).contiguous()
+            self._moved[name] = held
+        return held
+
+    def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
+        return assign(keys, self._on("centroids", keys.device), rotary=rotary, backend=self.backend)[:, :, None]
+
+    def _assign_and_score(
+        self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Buckets, and logits [B, Hkv, M, 1, C]."""
+        weights = {name: self._on(name, keys.device) for name in self._weights}
+        centroids = weights.pop("centroids")
+        found, logits = assign_and_score(keys, queries, centroids, weights or None, rotary=rotary, backend=self.backend)
+        return found[:, :, None], logits
+
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        return self._visit(query_info, sizes)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return list(self._moved.values())
+
+    def __str__(self) -> str:
+        rule = f"{self.config.count}" if self.config.mass is None else f"all but {self.config.mass:g} of the mass"
+        return f"{super().__str__()}, {rule} of {self.choices} buckets"
+
+
+class Classifier(Centroids):
+    """Buckets by the nearest centroid; visits by the query classifier of a calibration ("saap").
+
+    classifier: weight_1 [Hkv, D, hidden], bias_1 [Hkv, hidden], weight_2 [Hkv, hidden, C], bias_2 [Hkv, C].
+    """
+
+    def __init__(
+        self,
+        config: SparseConfig,
+        layer: int,
+        centroids: torch.Tensor,
+        classifier: Mapping[str, torch.Tensor],
+        backend: str = "auto",
+    ):
+        super().__init__(config, layer, centroids, True, backend)
+        self._weights |= classifier
+        self.weighs = centroids.shape[1] if config.mass is not None else 0
+
+    def _assign_and_score(
+        self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        found, total = super()._assign_and_score(keys, queries, rotary)
+        # shares of mass are those of the heads' mean
+        return found, total if self.config.mass is None else total / queries.shape[3]
+
+
+class Hash(Selector):
+    """Buckets by signs of random projections: one table in Gray order ("lsh-gray", KDEformer), or several
+    ("lsh-tables", MagicPig: a key is read where it meets the query in two of them). SAAP appendix B, eq. 2."""
+
+    draws = True
+
+    def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
+        super().__init__(config, layer, backend)
+        self.gray = config.selector == "lsh-gray"
+        self.tables, self.min_collisions = (1, 1) if self.gray else (config.tables, 2)
+        self.bits = int(math.log2(config.buckets))
+
+    def _codes(self, x: torch.Tensor) -> torch.Tensor:
+        """int64 [..., tables] of vectors [..., D]."""
+        shape = (x.shape[-1], self.tables * self.bits)
+        signs = (x.float() @ _directions(shape, self.config.seed + self.layer, x.device)) > 0
+        power = 2 ** torch.arange(self.bits, device=x.device)
+        code = (signs.unflatten(-1, (self.tables, self.bits)) * power).sum(-1)
+        if self.gray:
+            # the place of a code in Gray order: codes side by side differ in one sign
+            shift = 1
+            while shift < self.bits:
+                code, shift = code ^ (code >> shift), shift * 2
+        return torch.as_tensor(code)
+
+    def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
+        return self._codes(keys).to(torch.int16).movedim(-1, 2)
+
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        code = self._codes(query_info)
+        bucket = torch.arange(2**self.bits, device=code.device)
+        if self.gray:
+            # the bins around that of the nearest query head; each bin is an equal part of the codes
+            return self._visit(-(code - bucket).abs().amin(3, keepdim=True).float())
+        return torch.eq(code[..., None], bucket).any(3)
+
+
+class Reformer(Selector):
+    """Buckets by the largest inner product with random directions ("lsh-reformer"; SAAP appendix B, eq. 3)."""
+
+    tables = 1
+    draws = True
+
+    def _random(self, x: torch.Tensor) -> torch.Tensor:
+        return _directions((x.shape[-1], self.config.buckets), self.config.seed + self.layer, x.device)
+
+    def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
+        shared = self._random(keys).mT.expand(keys.shape[1], -1, -1).contiguous()
+        return assign(keys, shared, backend=self.backend)[:, :, None]
+
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        return self._visit(query_info.float() @ self._random(query_info))
+
+
+class Chance(Selector):
+    """Buckets and visits by chance ("random"): hashes of the numbers of a key, or of a query and the bucket. The same
+    numbers get the same again; those of another batch, which may differ in the last bit, need not."""
+
+    tables = 1
+    draws = True
+
+    def _hashed(self, x: torch.Tensor) -> torch.Tensor:
+        """int64 [...] of vectors [..., D]."""
+        factors = _odd(x.shape[-1], self.config.seed + self.layer, x.device)
+        return _mixed((x.float().view(torch.int32).long() * factors).sum(-1))
+
+    def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
+        return (self._hashed(keys) % self.config.buckets).to(torch.int16)[:, :, None]
+
+    def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
+        asking = self._hashed(query_info).sum(-1)[..., None, None]
+        drawn = _mixed(asking + _odd(self.config.buckets, self.config.seed + self.layer, query_info.device))
+        return self._visit((drawn >> 40).float())
+
+
+@lru_cache(maxsize=256)
+def _odd(count: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Random odd numbers of 63 bits, int64 [count]; the same for a seed on every device."""
+    drawn = torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(seed), device="cpu")
+    return (2 * drawn + 1).to(device)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """int64 whose every bit depends on every bit of x (the finaliser of splitmix64; overflow wraps around)."""
+    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31)
+
+
+def _directions(shape: tuple[int, int], seed: int, device: torch.device) -> torch.Tensor:
+    """Random directions, float32 [D, n] of unit length; the same for a seed on every device."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return torch.nn.functional.normalize(drawn, dim=0).to(device)
+
+
+UNTRAINED = {
+    "lsh-reformer": Reformer,
+    "lsh-gray": Hash,
+    "lsh-tables": Hash,
+    "random": Chance,
+    "window": Selector,
+    "full": Full,
+}
+"""Selectors that need no calibration."""
+
+
+def selector_obstacle(config: SparseConfig | None) -> str | None:
+    """Why decode steps with this choice cannot be replayed; None if they can."""
+    if config is None:
+        return None
+    if UNTRAINED.get(config.selector, Selector).draws:
+        return f'selector "{config.selector}" draws numbers on the host'
+    return config.kernel_obstacle
