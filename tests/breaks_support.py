@@ -120,12 +120,19 @@ def launches() -> list[tuple[Any, str]]:
     """The entry points of our kernels, and of what stands in for them, wherever they have been imported."""
     found = []
     for name, module in list(sys.modules.items()):
-        if name.startswith("turbo_hf.") and not name.startswith("turbo_hf.reference"):
-            for attribute, value in vars(module).items():
-                of = getattr(value, "__module__", None) or ""
-                if callable(value) and of.startswith(("turbo_hf.ops.", "turbo_hf.reference.")) and of != name:
-                    found.append((module, attribute))
+        if not name.startswith("turbo_hf.") or file_of(name).startswith("reference") or hasattr(module, "__path__"):
+            continue
+        for attribute, value in vars(module).items():
+            of = getattr(value, "__module__", None) or ""
+            ours = of.startswith("turbo_hf.ops.") and not file_of(of).startswith(("kernel", "host_device"))
+            if callable(value) and ours and of != name:
+                found.append((module, attribute))
     return found
+
+
+def file_of(module: str) -> str:
+    """A module's name without its folders."""
+    return module.rpartition(".")[2]
 
 
 # --- routes ---------------------------------------------------------------------------------------------------------

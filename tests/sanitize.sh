@@ -53,7 +53,7 @@ tests=("${tests[@]/#/tests/}")
 logs=$(mktemp -d)
 status=0
 places=$(grep -nE "def hopper_prefill_kernel|gl\.warp_specialize" turbo_hf/ops/prefill/kernel_hopper.py | cut -d: -f1 | paste -sd"|")
-hand_over="hopper_prefill_kernel\+0x[0-9a-f]+ in hopper\.py:($places)( |$)"
+hand_over="hopper_prefill_kernel\+0x[0-9a-f]+ in kernel_hopper\.py:($places)( |$)"
 only_hand_over() {
   grep -qE "Race reported" "$1" && ! grep -E " (Read|Write) access at | (Invalid|Error:)| failed" "$1" | grep -qvE "$hand_over"
 }

@@ -359,7 +359,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
 
 def all_kernels() -> list[str]:
     """The names of what the package launches."""
-    files = Path(turbo_hf.__file__).parent.glob("kernels/*.py")
+    files = Path(turbo_hf.__file__).parent.glob("ops/**/kernel*.py")
     return [name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text("utf-8"), re.M)]
 
 

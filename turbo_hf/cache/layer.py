@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from turbo_hf.cache.compiling import untraced
-from turbo_hf.cache.crop import removable
 from turbo_hf.cache.integrity import Integrity
 from turbo_hf.cache.layer_view import DequantizedView
 from turbo_hf.cache.new_columns import Chunk, Step, chunk_from_given_mask
@@ -361,11 +360,40 @@ class TurboLayer(DequantizedView):
         k, v = (torch.take_along_dim(x, pick, 2).masked_fill(~valid, 0.0) for x in (k, v))
         return k, v
 
+    def removable(self, tokens_to_remove: int) -> list[int]:
+        """How many tokens of each row `crop(tokens_to_remove)` would remove; [] if it holds no tokens.
+
+        Raises:
+            ValueError: a positive number, more columns than there are, or tokens that stay or go together with others:
+                those behind what a sliding window has dropped, and those in the order of their buckets.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number; got {tokens_to_remove}.")
+        if not (self.is_initialized and tokens_to_remove):
+            return []
+        call = f"layer {self.index}: crop({tokens_to_remove})"
+        if -tokens_to_remove > self.seen:
+            raise ValueError(
+                f"crop({tokens_to_remove}): the cache holds only {self.seen} columns. Remove at most so many, or "
+                "reset()."
+            )
+        counts = [-tokens_to_remove] * self.rows
+        if self.valid is not None:
+            counts = self.valid[:, self.seen + tokens_to_remove :].sum(-1).tolist()
+        for row, (count, held) in enumerate(zip(counts, self.lengths(), strict=True)):
+            if held - count < min(held + self.dropped[row] - count, (self.window or 1) - 1):
+                raise ValueError(
+                    f"{call} needs tokens that have left the sliding window of {self.window}. Call "
+                    "activate_past_recording() before the pass to be rolled back."
+                )
+            self.bucket_index.require(row, held - count, call)
+        return counts
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` columns (0 or negative, see `removable`), then seal what waited."""
         # assisted decoding in transformers 5.17 passes a tensor, which must not become part of `seen`
         tokens_to_remove = int(tokens_to_remove)
-        counts = removable(self, tokens_to_remove)
+        counts = self.removable(tokens_to_remove)
         if counts:
             self._remove(-tokens_to_remove, counts)
         if self.is_initialized:

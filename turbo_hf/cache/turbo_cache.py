@@ -16,7 +16,6 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from turbo_hf.cache.crop import removable, require_recorded
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.layer_view import deep_copied, refuse_offloading
@@ -298,8 +297,8 @@ class TurboCache(Cache):
             self.integrity.read(layer, f"{' or '.join(names)} {number}", states)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in `crop.removable`, and
-        after a pass that broke off (`roll_back`)."""
+        """Remove the newest `-tokens_to_remove` columns from all layers or none: ValueError as in
+        `TurboLayer.removable`, and after a pass that broke off (`roll_back`)."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
         self.integrity.require_whole()
@@ -313,9 +312,9 @@ class TurboCache(Cache):
     def _require_croppable(self, index: int, tokens_to_remove: int) -> None:
         layer = self.layers[index]
         if isinstance(layer, TurboLayer):
-            removable(layer, tokens_to_remove)
+            layer.removable(tokens_to_remove)
         else:
-            require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
+            _require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
 
     @_whole
     def _crop(self, tokens_to_remove: int) -> None:
@@ -496,3 +495,34 @@ class TurboCache(Cache):
         if torch.is_inference_mode_enabled():
             # what was unpickled are tensors that could not be written again outside of it
             self.__dict__.update(copy.deepcopy(self).__dict__)
+
+
+def _require_recorded(layer: Any, index: int, tokens_to_remove: int, seen: int) -> None:
+    """ValueError if one of Transformers' own layers no longer holds what `crop(tokens_to_remove)` would bring back.
+
+    seen: columns of the whole cache.
+    """
+    recording = getattr(layer, "record_past", True)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
+            raise ValueError(
+                f"layer {index}: a {type(layer).__name__} has mixed all tokens into its recurrent state, and none can "
+                "be removed again. Keep a copy.deepcopy of the cache to return to."
+            )
+        for number, state in layer.conv_states.items():
+            kernel: Any = layer.conv_kernel_size[number]
+            # a state is shorter than its kernel where it holds all that there was
+            if state is not None and state.shape[-1] + tokens_to_remove < min(kernel, seen + tokens_to_remove):
+                recording = False
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
+        keys: Any = layer.keys
+        held, seen = keys.shape[-2], int(layer.get_seq_length())
+        full = seen >= layer.sliding_window
+        recording = not full or (
+            recording and held + tokens_to_remove >= min(seen + tokens_to_remove, layer.sliding_window - 1)
+        )
+    if not recording:
+        raise ValueError(
+            f"layer {index}: a {type(layer).__name__} can be cropped only by what it has recorded. Call "
+            "activate_past_recording() before the pass to be rolled back."
+        )

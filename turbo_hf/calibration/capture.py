@@ -14,13 +14,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from turbo_hf.attention.masks import turbo_mask
+from turbo_hf.attention.registration import switch_attention
 from turbo_hf.attention.turbo_attention import NAME as PATCHED
 from turbo_hf.attention.turbo_attention import TurboCall, turbo_attention
 from turbo_hf.calibration.heads import NO_NUMBERS
 from turbo_hf.layout import Rotary
 from turbo_hf.ops.host_device import input_device
 from turbo_hf.patches import AttentionLayer, attention_layers
-from turbo_hf.patching.handle import switch_attention
 from turbo_hf.sparse.undo_rotary import undo_rotary
 
 NAME = "turbo_hf_capture"

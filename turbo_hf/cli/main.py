@@ -96,7 +96,7 @@ def options(
     """Attention on a compressed KV cache for Hugging Face Transformers."""
 
 
-CARRIED = Path(__file__).resolve().parents[1] / "examples" / "lab-llama-4m"
+CARRIED = Path(__file__).resolve().parents[2] / "examples" / "lab-llama-4m"
 
 
 @app.command("demo")

@@ -8,6 +8,7 @@ from typing import get_args
 import torch
 from transformers import PreTrainedModel
 
+from turbo_hf.attention.registration import register, switch_attention, text_key
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_heads, choose_selectors
@@ -27,7 +28,7 @@ from turbo_hf.patches import (
 )
 from turbo_hf.patching.forecast import forecast
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
-from turbo_hf.patching.handle import CacheMaker, Handle, LayerReport, Report, register, switch_attention, text_key
+from turbo_hf.patching.handle import CacheMaker, Handle, LayerReport, Report
 from turbo_hf.patching.hooks import add_hooks, is_own
 from turbo_hf.patching.selfcheck import own_logits, require_agreement
 

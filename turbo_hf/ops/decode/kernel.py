@@ -23,7 +23,17 @@ from turbo_hf.ops.decode.kernel_queries import channels_of, prepare, query_rows
 from turbo_hf.ops.decode.kernel_tiles import ask_ahead, channels, keys_of, packed_bytes, to_values, values_of
 from turbo_hf.ops.kernel_common import LOG2_E, await_launch, tanh
 from turbo_hf.ops.kernel_unpack import entry, handed
-from turbo_hf.ops.sparse.kernel_lists import attended
+
+
+@triton.jit
+def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr):
+    """Which of the tokens at places t, where they are live, a query at `place` attends to. bucket: theirs, if INDEX."""
+    live = live & (t <= place)
+    kept = (t < sink) | (t > place - window)
+    if INDEX:
+        bucket = bucket.to(tl.int32)
+        kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
+    return live & kept
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Decode attention over chosen tokens of the packed cache, in equal shares (SAAP appendix F, LeanAttention).
 
-Each CTA walks over listed blocks (`turbo_hf.ops.sparse.kernel_lists`) as over any others (`turbo_hf.ops.decode.kernel`). The tokens
-of a bucket stand together, so that most of what is read is asked for.
+Each CTA walks over listed blocks (`turbo_hf.ops.sparse.kernel_lists`) as over any (`turbo_hf.ops.decode.kernel`).
+The tokens of a bucket stand together, so that most of what is read is asked for.
 """
 
 import triton

@@ -38,17 +38,6 @@ def place_of(query, row, queries, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOC
 
 
 @triton.jit
-def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr):
-    """Which of the tokens at places t, where they are live, a query at `place` attends to. bucket: theirs, if INDEX."""
-    live = live & (t <= place)
-    kept = (t < sink) | (t > place - window)
-    if INDEX:
-        bucket = bucket.to(tl.int32)
-        kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
-    return live & kept
-
-
-@triton.jit
 def _blocks_from(start, table, blocks, spans, spanned, begin, end, SCAN: tl.constexpr):
     """SCAN blocks from `start` on: number, page; largest bucket << 16 | smallest of those from `begin` to `end`.
 
