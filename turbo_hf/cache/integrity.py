@@ -150,7 +150,7 @@ class Integrity:
     def abandon(self, depth: int) -> None:
         """The module has returned, perhaps with an exception, which leaves no trace if it came before all changes."""
         last = self.last
-        touched = last.done or last.claimed is not None or self.writing is not None
+        touched = last.done or last.at is not None or last.claimed is not None or self.writing is not None
         if depth in last.calls and last.thread == get_ident() and not touched:
             last.ended = True
 
@@ -187,9 +187,9 @@ class Integrity:
         other = last.ended or last.operation or last.thread != get_ident()
         if other or again or last.claimed is not None:
             last = self.begin()
-        # in this order: what breaks off between the two is no untouched pass
-        last.done[key] = held
+        # in this order: a layer that is noted as done, but has not begun, would pass for one that has stored
         last.at = layer
+        last.done[key] = held
 
     def settle(self, layer: int) -> None:
         """The layer's turn has ended."""
