@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from histories_support import LINEAR_FAMILIES, TOKENS, WINDOWED, Compressed, Row, Subject, forward, largest
+from histories_support import LINEAR_FAMILIES, TOKENS, WINDOWED, WINDOWS_RECORD, Compressed, Row, Subject, forward, largest
 from torch import Tensor
 
 LONGEST = 150
@@ -230,6 +230,8 @@ class Acts:
     def record(self, world: World, r: Random) -> Act | None:
         """Begin or end the recording of what may be cropped."""
         begin = r.random() < 0.6
+        if self.history.family in WINDOWED and self.made.config.dense_layers and not WINDOWS_RECORD:
+            return None
         call = world.cache.activate_past_recording if begin else world.cache.stop_recording
         return None if world.broken else Act(call, lambda _: self.lived(world, ("start" if begin else "stop", 0)), [])
 

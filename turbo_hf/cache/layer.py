@@ -161,6 +161,7 @@ class TurboLayer(DequantizedView):
         waits = self.is_initialized and self.step is None and max(self.buffer.length) >= self.config.block_size
         # more of a prompt is sorted together with what of it is still open
         if waits and (self.decoded or self.is_decoding(k.shape[2])):
+            self.integrity.require_untorn()
             self.commit(defer, whole_prompt=True)
         if self.is_initialized and k.shape[:2] != (self.rows, self.heads):
             raise ValueError(
