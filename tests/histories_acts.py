@@ -9,7 +9,17 @@ from random import Random
 from typing import Any, NamedTuple
 
 import torch
-from histories_support import LINEAR_FAMILIES, TOKENS, WINDOWED, WINDOWS_RECORD, Compressed, Row, Subject, forward, largest
+from histories_support import (
+    LINEAR_FAMILIES,
+    TOKENS,
+    WINDOWED,
+    WINDOWS_RECORD,
+    Compressed,
+    Row,
+    Subject,
+    forward,
+    largest,
+)
 from torch import Tensor
 
 LONGEST = 150

@@ -50,7 +50,7 @@ def _windows_record() -> bool:
     layer.activate_past_recording()
     two = torch.zeros(1, 1, 2, 1)
     shown = [layer.update(two, two)[0].shape[2] for _ in range(3)]
-    return shown[-1] == 5
+    return bool(shown[-1] == 5)
 
 
 WINDOWS_RECORD = _windows_record()
