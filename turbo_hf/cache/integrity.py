@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 RESET = "reset() it, or take a new one."
+TAKEN = f"another thread has begun to use this TurboCache, or broke off there: {RESET}"
 STEP = 0
 """The depth of a step that may be replayed (`steps.Steps`); those of the modules in it follow."""
 
@@ -65,6 +66,10 @@ class Integrity:
         """What has begun and not ended, as a sentence with its remedy; None: the cache is whole."""
         if self.writing is not None:
             return self._torn()
+        return TAKEN if last.later else self._unfinished(last)
+
+    def _unfinished(self, last: Pass) -> str | None:
+        """What of the last pass or operation has not ended, as a sentence with its remedy; None: nothing."""
         if last.ended:
             return None
         if last.operation:
@@ -127,7 +132,7 @@ class Integrity:
         if not used:
             last.later.append(new)
         if used or last.later[0] is not new:
-            raise ValueError(f"another thread has begun to use this TurboCache, or broke off there: {RESET}")
+            raise ValueError(TAKEN)
         self.last = new
         return new
 
@@ -219,10 +224,11 @@ class Integrity:
         Raises:
             ValueError: it broke off while something was written, or was no forward pass. What it changed is not known.
         """
-        broken = self._broken(self.last)
-        if broken is not None and (self.writing is not None or self.last.operation):
-            raise ValueError(broken)
-        return {} if broken is None else dict(self.last.done)
+        self.require_untorn()
+        unfinished = self._unfinished(self.last)
+        if unfinished is not None and self.last.operation:
+            raise ValueError(unfinished)
+        return {} if unfinished is None else dict(self.last.done)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copied tensor has a version of its own, by which nothing could be told
