@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from append_support import BACKENDS, GROUPS, cache, copy, expected, full_store, snapshot
 from stores import make_store, tokens
 
@@ -16,17 +17,22 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
-@pytest.mark.parametrize(
-    ("m", "starts"),
-    [(1, None), (5, None), (5, [0, 3, 5]), (130, None), (130, [0, 33, 130])],
-    ids=["one", "several", "ragged", "prompt", "ragged_prompt"],
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80)],
+    dtype=[torch.float16, torch.float32],
+    new=[
+        pytest.param((1, None), id="one"),
+        pytest.param((5, None), id="several"),
+        pytest.param((5, [0, 3, 5]), id="ragged"),
+        pytest.param((130, None), id="prompt"),
+        pytest.param((130, [0, 33, 130]), id="ragged_prompt"),
+    ],
+    given=[pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")],
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
 def test_stores_what_the_quantizer_makes(
-    dim: int, dtype: torch.dtype, m: int, starts: list[int] | None, given: bool, backend: str, device: torch.device
+    dim: int, dtype: torch.dtype, new: tuple[int, list[int] | None], given: bool, backend: str, device: torch.device
 ) -> None:
+    m, starts = new
     store = cache([70, 3, 72], dim, device, dtype, room=m)
     before, nonfinite = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(3, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))

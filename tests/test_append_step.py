@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from append_support import BACKENDS, GROUPS, expected, full_store, snapshot
 from stores import tokens
 from torch import Tensor
@@ -19,9 +20,11 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80)],
+    groups=GROUPS,
+    given=[pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")],
+)
 def test_a_step_seals_what_is_full_and_then_appends(
     dim: int, groups: tuple[tuple[int, int], ...], given: bool, backend: str, device: torch.device
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from budgets import check, check_exact, check_turbo, float_budget, largest
 from oracle import oracle
 from prefill_support import int8_queries
@@ -46,9 +47,7 @@ def a_store(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("options", OPTIONS)
+@all_pairs(options=OPTIONS, dtype=TYPES, mode=MODES)
 def test_decode_is_plain_attention(
     options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str, device: torch.device
 ) -> None:
@@ -63,12 +62,13 @@ def test_decode_is_plain_attention(
 SHAPES = [(64, 64, 8), (80, 32, 4), (128, 64, 2), (256, 64, 16), (128, 128, 6), (256, 128, 2)]
 
 
-@pytest.mark.parametrize(("dim", "block", "heads"), SHAPES, ids=[f"d{d}-b{b}-{h}:2" for d, b, h in SHAPES])
-@pytest.mark.parametrize("dtype", TYPES[:2])
-@pytest.mark.parametrize("options", OPTIONS)
+@all_pairs(
+    shape=[pytest.param((d, b, h), id=f"d{d}-b{b}-{h}:2") for d, b, h in SHAPES], options=OPTIONS, dtype=TYPES[:2]
+)
 def test_a_step_of_any_shape(
-    options: dict[str, Any], dtype: torch.dtype, dim: int, block: int, heads: int, device: torch.device
+    shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
+    dim, block, heads = shape
     """One token, so that up to four query rows of a KV head are all that a tile has."""
     lengths = [2 * block + 5, 3, block]
     k, v = (tokens(3, 2, max(lengths), dim, dtype=dtype, device=device) for _ in range(2))

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
 from stores import CODE_MAX, page_codes, tokens, unpack
 
@@ -381,9 +382,11 @@ def test_kernel_shows_what_is_not_finite(value: float, device: torch.device) -> 
     assert (~scale.isfinite()).nonzero().tolist() == [[0, 0, 5]]
 
 
-@pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80, 128)])
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80, 128)],
+    block=[pytest.param(b, id=f"b{b}") for b in (32, 64, 128)],
+    bits=ALL_BITS,
+)
 def test_kernel_gives_the_references_pages(dim: int, block: int, bits: int, device: torch.device) -> None:
     k, v = (tokens(2, 2, block, dim, device=device) for _ in range(2))
     v[0, 0] = 0

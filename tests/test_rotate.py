@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from budgets import float_budget, largest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,7 @@ DIMS = [pytest.param(dim, id=f"d{dim}") for dim in (16, 64, 80, 96, 128, 256)]
 BACKENDS = ["reference", "triton"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", DIMS)
+@all_pairs(dim=DIMS, dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS)
 def test_scores_stay(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
     q, k = (tokens(2, heads, 33, dim, device=device).to(dtype) for heads in (4, 2))
     turned = rotate_queries(q, backend), rotate_keys(k, backend)
