@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.compile
+
 
 def compiled(*arguments: str) -> list[dict[str, Any]]:
     """What `compile_kernels.py` prints."""

@@ -25,7 +25,6 @@ from turbo_hf.ops.store.quantize import dequantize, seal_blocks, unpack_blocks
 pytestmark = pytest.mark.usefixtures("poison")
 
 MODEL = Path(__file__).parent.parent / "examples" / "lab-llama-4m"
-BACKENDS = [pytest.param(name, id=name) for name in ("reference", "triton")]
 MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 TYPES = [pytest.param(x, id=str(x).removeprefix("torch.")) for x in (torch.float16, torch.bfloat16, torch.float32)]
 OPTIONS = [
@@ -46,7 +45,6 @@ def a_store(
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @all_pairs(options=OPTIONS, dtype=TYPES, mode=MODES)
 def test_decode_is_plain_attention(
     options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str, device: torch.device
@@ -81,7 +79,6 @@ def test_a_step_of_any_shape(
     check_exact(got, q, [row.values() for row in store_codes(store)], scaling=0.125, **options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -> None:
     """A sink 2^26 times as heavy as others, of value 0: what is left are they, less than float16 tells from 0."""
     k = torch.zeros(1, 1, 512, 64, dtype=torch.float16, device=device)
@@ -96,7 +93,6 @@ def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -
     assert float((got / want - 1).abs().max()) < 0.01
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [1000, 1500, 2000, 4000, 8000])
 def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.device) -> None:
     """Beyond 2^24 float32 does not tell whole numbers apart; what is added to a score in base 2 is then rounded."""
@@ -110,7 +106,6 @@ def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.devi
     assert got.lse.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
     """Rows of whole blocks, so that the oracle of either kind holds for a head's every token."""
     groups = ((FULL, 2), (8, 1), (4, 1))
@@ -141,7 +136,6 @@ def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads(device: tor
     check("out", got.out, want.out.double().cpu(), budget)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("groups", [((FULL, 2),), ((FULL, 1), (4, 1))], ids=["16", "16+4"])
 def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str, device: torch.device) -> None:
     store = a_store([130, 7], groups, torch.float32, device)
@@ -179,7 +173,6 @@ def test_bytes_are_those_allocated() -> None:
 # --- layer ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("config", [{}, {"low_bits": 4, "low_heads": 0.5}], ids=["16", "16+4"])
 def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -> None:
     """A prompt, steps, a roll-back into a sealed block, and steps again; narrower heads as INT8 tokens would seal."""
@@ -210,7 +203,6 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
             assert torch.equal(getattr(layer.pool.paged[1], name)[first], getattr(narrow.pool.paged[0], name)[:2])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens_at_once", [1, 40])
 def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backend: Any) -> None:
     layer = TurboLayer(TurboConfig(bits=16, backend=backend))

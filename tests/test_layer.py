@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import all_pairs, in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_support import (
@@ -31,8 +31,7 @@ from turbo_hf.ops.store.rotate import rotate_keys
 # --- what is stored ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("dim", [16, 48, 128])
+@in_turn(config=CONFIGS, dim=[16, 48, 128])
 def test_one_pass_stores_the_naive_rows(config: TurboConfig, dim: int, device: torch.device, poison: None) -> None:
     k, v = (x.to(device) for x in random_kv(2, 150, dim))
     want = [NaiveRow(config) for _ in range(2)]

@@ -23,21 +23,20 @@ from turbo_hf.layout import (
 )
 
 PACKED = [pytest.param(bits, id=f"{bits}bit") for bits in BITS if bits != 8]
-WIDTHS = [pytest.param(n, id=f"n{n}") for n in (16, 32, 64, 80, 96, 128, 256)]
 
 
 def random_codes(*shape: int, bits: int) -> torch.Tensor:
     return torch.randint(0, 2**bits, shape, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("n", WIDTHS)
 @pytest.mark.parametrize("bits", PACKED)
-def test_packing_is_exact(bits: int, n: int, device: torch.device) -> None:
-    codes = random_codes(2, 3, n, bits=bits).to(device)
-    packed = half_split(codes, bits)
-    assert packed.dtype == torch.uint8
-    assert packed.shape == (2, 3, packed_bytes(n, bits))
-    assert torch.equal(half_merge(packed, bits), codes)
+def test_packing_is_exact(bits: int, device: torch.device) -> None:
+    for n in (16, 32, 64, 80, 96, 128, 256):
+        codes = random_codes(2, 3, n, bits=bits).to(device)
+        packed = half_split(codes, bits)
+        assert packed.dtype == torch.uint8
+        assert packed.shape == (2, 3, packed_bytes(n, bits))
+        assert torch.equal(half_merge(packed, bits), codes)
 
 
 @pytest.mark.parametrize("bits", PACKED)

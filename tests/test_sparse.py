@@ -108,17 +108,12 @@ def some_classifier(heads: int, dim: int, hidden: int, buckets: int, device: tor
     return {name: torch.randn(heads, *shape, device=device) / shape[0] ** 0.5 for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (2, 2), (3, 2)])
-@pytest.mark.parametrize(("group", "dim", "hidden", "buckets"), [(1, 16, 8, 5), (4, 64, 130, 70), (3, 80, 64, 33)])
+@pytest.mark.parametrize(
+    ("group", "dim", "hidden", "buckets", "rows", "tokens"),
+    [(1, 16, 8, 5, 1, 1), (1, 16, 8, 5, 3, 2), (4, 64, 130, 70, 1, 1), (4, 64, 130, 70, 2, 2), (3, 80, 64, 33, 3, 2)],
+)
 def test_classify_is_two_layers(
-    group: int,
-    dim: int,
-    hidden: int,
-    buckets: int,
-    rows: int,
-    tokens: int,
-    device: torch.device,
-    backend: str,
+    group: int, dim: int, hidden: int, buckets: int, rows: int, tokens: int, device: torch.device, backend: str
 ) -> None:
     model = some_classifier(2, dim, hidden, buckets, device)
     queries = torch.randn(rows, 2 * group, tokens, dim, device=device).unflatten(1, (2, group)).transpose(2, 3)
@@ -207,7 +202,7 @@ def naive_visit(
         pytest.param({"mass": 0.05}, id="mass0.05"),
         pytest.param({"mass": 0.01, "most": 2}, id="mass0.01-most2"),
     ],
-    size=[(2, 1), (37, 3), (37, 4), (256, 1), (256, 4)],
+    size=[pytest.param((c, g), id=f"{c}-{g}") for c, g in ((2, 1), (37, 3), (256, 4))],
 )
 def test_visits_are_the_best_buckets(
     rule: dict[str, Any], size: tuple[int, int], device: torch.device, backend: str

@@ -30,6 +30,13 @@ def in_modes(*full: str, **parameter: Sequence[Any]) -> pytest.MarkDecorator:
     return _table([name, "mode"], cases)
 
 
+def in_turn(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test: every value of the longest parameter once, and beside it those of the others in turn. For
+    what no code looks at together."""
+    count = max(map(len, parameters.values()))
+    return _table(list(parameters), [[each[at % len(each)] for each in parameters.values()] for at in range(count)])
+
+
 def covering(*sizes: int) -> list[tuple[int, ...]]:
     """Rows of indices, one below each size, in which each pair of columns holds each pair of indices."""
     columns = list(combinations(range(len(sizes)), 2))
@@ -52,6 +59,8 @@ def _table(names: list[str], cases: Iterable[Sequence[Any]]) -> pytest.MarkDecor
 
 
 def _id(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "-".join(map(_id, value))
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return str(getattr(value, "__name__", value))
