@@ -79,7 +79,7 @@ def test_a_step_of_any_shape(
     check_exact(got, q, [row.values() for row in store_codes(store)], scaling=0.125, **options)
 
 
-def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -> None:
+def test_small_shares_beside_a_dominant_token_are_kept(backend: str, device: torch.device) -> None:
     """A sink 2^26 times as heavy as others, of value 0: what is left are they, less than float16 tells from 0."""
     k = torch.zeros(1, 1, 512, 64, dtype=torch.float16, device=device)
     k[:, :, 0, 0] = 18.0
@@ -150,7 +150,7 @@ def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str,
         prefill(q, k, v, scaling=0.125, past=store, mode="turbo", backend=backend)
 
 
-def test_sealing_copies() -> None:
+def test_16_bit_blocks_are_sealed_without_a_change() -> None:
     k, v, one = (torch.randn(3, 2, 64, 16).to(torch.bfloat16) for _ in range(3))
     pages = seal_blocks(k, one[..., 0].float(), v, one[..., 0].float(), FULL)
     back = unpack_blocks(pages)
@@ -251,6 +251,6 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
     ],
     ids=["attention", "smooth", "universal", "low"],
 )
-def test_refuses_what_would_round(choices: dict[str, Any], message: str) -> None:
+def test_16_bit_pages_refuse_options_that_round(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TurboConfig(bits=16, **choices)

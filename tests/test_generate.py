@@ -42,7 +42,7 @@ def test_greedy_tokens_are_the_oracles(llama: Any, config: TurboConfig) -> None:
 
 
 @pytest.mark.parametrize("config", EXACT)
-def test_the_oracle_is_sensitive(llama: Any, config: TurboConfig) -> None:
+def test_the_oracle_notices_quantization_and_padding(llama: Any, config: TurboConfig) -> None:
     batch = ragged()
     want = oracle(llama, config, **batch)
     assert not torch.equal(want, answer(llama, **batch)), "quantization changes no token"
