@@ -89,3 +89,11 @@ def indexed() -> Any:
     from calibration_support import SMALL, lab  # noqa: PLC0415 - what it imports may come only after the lines above
 
     return lab(settings=SMALL)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    """A tiny Llama without a patch, in float64: summed in another order, no number comes near another code."""
+    from models import tiny_llama  # noqa: PLC0415 - as above
+
+    return tiny_llama(attn_implementation="sdpa").double()

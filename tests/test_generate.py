@@ -20,12 +20,6 @@ from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.attention.masks import dense_mask
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    """A tiny Llama in float64, without a patch between tests."""
-    return tiny_llama(attn_implementation="sdpa").double()
-
-
 @pytest.fixture(params=MODES)
 def config(request: pytest.FixtureRequest) -> TurboConfig:
     """4 bit in both attention modes."""
