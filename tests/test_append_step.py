@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from append_support import BACKENDS, GROUPS, expected, full_store, snapshot
+from all_pairs import all_pairs, in_turn
+from append_support import GROUPS, expected, full_store, snapshot
 from stores import tokens
 from torch import Tensor
 
@@ -18,10 +19,11 @@ from turbo_hf.ops.store.quantize import seal_blocks
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80)],
+    groups=GROUPS,
+    given=[pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")],
+)
 def test_a_step_seals_what_is_full_and_then_appends(
     dim: int, groups: tuple[tuple[int, int], ...], given: bool, backend: str, device: torch.device
 ) -> None:
@@ -58,9 +60,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
         assert torch.equal(store.v_open[row, :, :, :held], before.v_open[row, :, :, :held])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tables", [1, 3])
-@pytest.mark.parametrize("groups", GROUPS)
+@in_turn(groups=GROUPS, tables=[1, 3])
 def test_a_step_of_a_sparse_layer(
     groups: tuple[tuple[int, int], ...], tables: int, backend: str, device: torch.device
 ) -> None:
@@ -84,7 +84,6 @@ def test_a_step_of_a_sparse_layer(
         assert torch.equal(getattr(store, name), getattr(other, name)), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_reports_nan(backend: str, device: torch.device) -> None:
     store, nonfinite = full_store(16, ((4, 2),), device), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 2, 1, 16, device=device) for _ in range(2))

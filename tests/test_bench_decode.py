@@ -50,7 +50,7 @@ def test_the_default_cases() -> None:
     assert [case.outputs for case in choose_cases([], [], False, 0, occupancy=True)] == [128, 136, 160]
 
 
-def test_a_million_tokens_has_a_name() -> None:
+def test_1m_is_a_number_of_tokens() -> None:
     assert parse_tokens("1M") == 1 << 20
     assert tokens_label(1 << 20) == "1M"
     assert tokens_label(1 << 19) == "524k"
@@ -183,7 +183,7 @@ def broken(how: str) -> Any:
         ("refuses", "refused: q is on another GPU."),
     ],
 )
-def test_what_is_wrong_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "decode", broken(how))
     check_not_timed(message, "us", *TOY)
 

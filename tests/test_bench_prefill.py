@@ -80,7 +80,7 @@ def broken(how: str) -> Any:
         ("refuses", 'refused: mode "turbo" needs another GPU.'),
     ],
 )
-def test_what_is_wrong_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "prefill", broken(how))
     check_not_timed(message, "ms", "prefill", *TOY, "--causal", "--mode", "turbo")
 

@@ -222,7 +222,7 @@ def test_what_follows_a_crop_is_sorted_as_in_a_new_cache() -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 150])
-def test_the_model_says_the_same(chunk: int | None) -> None:
+def test_tokens_are_the_same_with_a_cache_in_bucket_order(chunk: int | None) -> None:
     """A cache in order is read by prompts, dense decode and sparse decode alike."""
     model, ids = tiny_llama(num_hidden_layers=3), prompts(2, 400)
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": chunk}

@@ -25,12 +25,6 @@ from turbo_hf.layout import page_bytes
 TEXT = "Q: I have a cat, a dog, and a snake. How many animals do I have?\nA: Let's think step by step.\n"
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    """A tiny Llama without a patch, in float64: summed in another order, no number comes near another code."""
-    return tiny_llama(attn_implementation="sdpa").double()
-
-
 def forward(model: Any, ids: Tensor, cache: Cache, mask: Tensor | None = None) -> Tensor:
     """Logits of one pass, positions counted from each row's first token."""
     position = None

@@ -138,7 +138,7 @@ def test_refuses_unknown_presets(value: Any) -> None:
         resolve_config(value)
 
 
-def test_at_8_bit_keeps_all_else() -> None:
+def test_a_config_at_8_bit_keeps_all_other_fields() -> None:
     config = TurboConfig(bits=4, low_heads=0.5, block_size=32, attention="fp16", buffer_scale="universal")
     kept = at_8_bit(config)
     assert kept.head_groups(8) == ((8, 8),)

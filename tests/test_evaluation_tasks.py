@@ -209,7 +209,7 @@ def test_without_the_hub_the_local_files_are_named(tokenizer: Any, monkeypatch: 
         ("I do not know", False),
     ],
 )
-def test_the_corrected_number(reply: str, right: bool) -> None:
+def test_the_corrected_scorer_of_numbers(reply: str, right: bool) -> None:
     assert right_number({"resps": [[reply]], "target": "some steps\n#### 18"}) == right
 
 
@@ -224,7 +224,7 @@ def test_the_corrected_number(reply: str, right: bool) -> None:
         ("(B)", "(B)", False),
     ],
 )
-def test_the_corrected_statement(reply: str, target: str, right: bool) -> None:
+def test_the_corrected_scorer_of_statements(reply: str, target: str, right: bool) -> None:
     assert right_statement({"resps": [[reply]], "target": target}) == right
 
 

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_turn
 from budgets import check, float_budget, largest
 from families_support import (
+    CASES,
+    EVERYTHING,
     FAMILY_CASES,
     FULL,
     GENERIC_CASES,
@@ -22,13 +25,11 @@ from families_support import (
     build,
     everything,
     exact,
-    families,
     generate,
     logits,
     padded,
     renamed,
     settle,
-    widths,
 )
 from models import prompts
 from patching_support import changes, snapshot
@@ -42,8 +43,7 @@ from turbo_hf import TurboCache
 from turbo_hf.patches import FAMILIES, Family
 
 
-@everything
-@widths
+@in_turn(case=EVERYTHING, bits=[8, 4])
 def test_tokens_are_those_of_eager_attention_on_the_same_cache(case: Case, bits: int) -> None:
     model, config = build(case.model_type, **case.options), exact(bits)
     with turbo_hf.patch(model, config) as handle:
@@ -70,8 +70,7 @@ def test_prompt_logits_are_those_of_the_model(case: Case) -> None:
     check("without a cache", without, want, budget)
 
 
-@families
-@widths
+@in_turn(case=CASES, bits=[4, 8])
 def test_step_logits_are_those_of_eager_attention_on_the_same_cache(case: Case, bits: int) -> None:
     check_step(build(case.model_type, **case.options), padded(), bits)
 

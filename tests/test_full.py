@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from budgets import check, check_exact, check_turbo, float_budget, largest
 from oracle import oracle
 from prefill_support import int8_queries
@@ -24,7 +25,6 @@ from turbo_hf.ops.store.quantize import dequantize, seal_blocks, unpack_blocks
 pytestmark = pytest.mark.usefixtures("poison")
 
 MODEL = Path(__file__).parent.parent / "examples" / "lab-llama-4m"
-BACKENDS = [pytest.param(name, id=name) for name in ("reference", "triton")]
 MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 TYPES = [pytest.param(x, id=str(x).removeprefix("torch.")) for x in (torch.float16, torch.bfloat16, torch.float32)]
 OPTIONS = [
@@ -45,10 +45,7 @@ def a_store(
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("options", OPTIONS)
+@all_pairs(options=OPTIONS, dtype=TYPES, mode=MODES)
 def test_decode_is_plain_attention(
     options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str, device: torch.device
 ) -> None:
@@ -63,12 +60,13 @@ def test_decode_is_plain_attention(
 SHAPES = [(64, 64, 8), (80, 32, 4), (128, 64, 2), (256, 64, 16), (128, 128, 6), (256, 128, 2)]
 
 
-@pytest.mark.parametrize(("dim", "block", "heads"), SHAPES, ids=[f"d{d}-b{b}-{h}:2" for d, b, h in SHAPES])
-@pytest.mark.parametrize("dtype", TYPES[:2])
-@pytest.mark.parametrize("options", OPTIONS)
+@all_pairs(
+    shape=[pytest.param((d, b, h), id=f"d{d}-b{b}-{h}:2") for d, b, h in SHAPES], options=OPTIONS, dtype=TYPES[:2]
+)
 def test_a_step_of_any_shape(
-    options: dict[str, Any], dtype: torch.dtype, dim: int, block: int, heads: int, device: torch.device
+    shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
+    dim, block, heads = shape
     """One token, so that up to four query rows of a KV head are all that a tile has."""
     lengths = [2 * block + 5, 3, block]
     k, v = (tokens(3, 2, max(lengths), dim, dtype=dtype, device=device) for _ in range(2))
@@ -81,8 +79,7 @@ def test_a_step_of_any_shape(
     check_exact(got, q, [row.values() for row in store_codes(store)], scaling=0.125, **options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -> None:
+def test_small_shares_beside_a_dominant_token_are_kept(backend: str, device: torch.device) -> None:
     """A sink 2^26 times as heavy as others, of value 0: what is left are they, less than float16 tells from 0."""
     k = torch.zeros(1, 1, 512, 64, dtype=torch.float16, device=device)
     k[:, :, 0, 0] = 18.0
@@ -96,7 +93,6 @@ def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -
     assert float((got / want - 1).abs().max()) < 0.01
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [1000, 1500, 2000, 4000, 8000])
 def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.device) -> None:
     """Beyond 2^24 float32 does not tell whole numbers apart; what is added to a score in base 2 is then rounded."""
@@ -110,7 +106,6 @@ def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.devi
     assert got.lse.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
     """Rows of whole blocks, so that the oracle of either kind holds for a head's every token."""
     groups = ((FULL, 2), (8, 1), (4, 1))
@@ -141,7 +136,6 @@ def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads(device: tor
     check("out", got.out, want.out.double().cpu(), budget)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("groups", [((FULL, 2),), ((FULL, 1), (4, 1))], ids=["16", "16+4"])
 def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str, device: torch.device) -> None:
     store = a_store([130, 7], groups, torch.float32, device)
@@ -156,7 +150,7 @@ def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str,
         prefill(q, k, v, scaling=0.125, past=store, mode="turbo", backend=backend)
 
 
-def test_sealing_copies() -> None:
+def test_16_bit_blocks_are_sealed_without_a_change() -> None:
     k, v, one = (torch.randn(3, 2, 64, 16).to(torch.bfloat16) for _ in range(3))
     pages = seal_blocks(k, one[..., 0].float(), v, one[..., 0].float(), FULL)
     back = unpack_blocks(pages)
@@ -179,7 +173,6 @@ def test_bytes_are_those_allocated() -> None:
 # --- layer ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("config", [{}, {"low_bits": 4, "low_heads": 0.5}], ids=["16", "16+4"])
 def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -> None:
     """A prompt, steps, a roll-back into a sealed block, and steps again; narrower heads as INT8 tokens would seal."""
@@ -210,7 +203,6 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
             assert torch.equal(getattr(layer.pool.paged[1], name)[first], getattr(narrow.pool.paged[0], name)[:2])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens_at_once", [1, 40])
 def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backend: Any) -> None:
     layer = TurboLayer(TurboConfig(bits=16, backend=backend))
@@ -259,6 +251,6 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
     ],
     ids=["attention", "smooth", "universal", "low"],
 )
-def test_refuses_what_would_round(choices: dict[str, Any], message: str) -> None:
+def test_16_bit_pages_refuse_options_that_round(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TurboConfig(bits=16, **choices)

@@ -13,12 +13,6 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    """A tiny Llama in float64, without a patch between tests."""
-    return tiny_llama(attn_implementation="sdpa").double()
-
-
 @pytest.fixture(params=MODES)
 def config(request: pytest.FixtureRequest) -> TurboConfig:
     """4 bit in both attention modes."""

@@ -61,7 +61,7 @@ def test_a_gpu_that_is_too_old_is_told() -> None:
     ("name", "value", "words"),
     [("TRITON_FOUND", False, "the package triton is not installed"), ("hip", "6.4", "this torch is built for ROCm")],
 )
-def test_what_else_stands_in_the_way(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_need_triton_and_cuda(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu if hasattr(gpu, name) else torch.version, name, value)
     assert words in str(gpu.obstacle(torch.device("cuda", 0)))
     assert gpu.obstacle(torch.device("cpu")) is None
@@ -99,7 +99,7 @@ def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
         ("turbo", 4, 128, torch.bfloat16, []),
     ],
 )
-def test_what_a_small_gpu_lacks_is_said_before(
+def test_a_patch_tells_what_a_small_gpu_cannot_run(
     attention: Any, bits: int, block: int, dtype: torch.dtype, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "obstacle", lambda device: None)
@@ -116,7 +116,7 @@ def test_what_a_small_gpu_lacks_is_said_before(
 
 
 @pytest.mark.usefixtures("old")
-def test_the_doctor_and_auto_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_and_auto_tell_of_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_gpu", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_turn
 from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
 from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
@@ -39,10 +40,10 @@ CALLS: list[Any] = [
     # what stop strings bring along
     pytest.param({"tokenizer": object()}, id="tokenizer"),
 ]
+RAGGED, ONE_ROW = pytest.param(LENGTHS, id="ragged"), pytest.param([40], id="one-row")
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("lengths", [LENGTHS, [40]], ids=["ragged", "one-row"])
+@in_turn(call=[*CALLS, CALLS[0], CALLS[4]], lengths=[*[RAGGED] * len(CALLS), ONE_ROW, ONE_ROW])
 def test_tokens_are_those_without_graphs(
     call: dict[str, Any], lengths: list[int], runners: list[StepRunner], device: torch.device
 ) -> None:
@@ -79,9 +80,8 @@ def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) ->
     assert runners[-1].captures >= 1
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
+@in_turn(
+    choice=[
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
         pytest.param({"selector": "saap", "mass": 0.5, "most_probes": 5}, id="saap-mass"),
         pytest.param({"selector": "saap", "probes": 3, "dense_layers": (0,)}, id="saap-dense-layer"),
@@ -89,12 +89,13 @@ def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) ->
         pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
         pytest.param({"selector": "window"}, id="window"),
         pytest.param({"selector": "full"}, id="full"),
+        pytest.param({"selector": "saap", "probes": 3}, id="saap"),
     ],
+    lengths=[*[RAGGED] * 7, ONE_ROW],
 )
-@pytest.mark.parametrize("lengths", [LENGTHS, [40]], ids=["ragged", "one-row"])
 def test_tokens_and_counts_of_sparse_layers(
-    lengths: list[int],
     choice: dict[str, Any],
+    lengths: list[int],
     runners: list[StepRunner],
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,

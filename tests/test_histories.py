@@ -31,7 +31,7 @@ def test_no_history_is_wrong(first: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(first, first + EACH):
         fault = fault_of(draw(seed), counts)
-        assert fault is None, f"tests/histories.py --seed {seed} --count 1: {fault}"
+        assert fault is None, f"tests/support/histories.py --seed {seed} --count 1: {fault}"
     # what is refused or not drawn shows nothing
     assert counts["advance"] > 2 * EACH
     assert sum(counts[name] for name in ("crop", "choose", "fork")) > EACH

@@ -234,7 +234,7 @@ def test_a_pass_names_the_layer_before_its_tokens_are_chosen(bad: float, backend
         assert not any(layer.unchecked for layer in cache.turbo_layers())
 
 
-def test_a_spoilt_cache_tells_of_it_again() -> None:
+def test_a_cache_that_stored_nan_is_refused_at_each_later_pass() -> None:
     model = tiny_llama()
     weight = model.model.layers[1].self_attn.k_proj.weight
     with turbo_hf.patch(model, TurboConfig(backend="triton")) as handle, torch.no_grad():
@@ -277,7 +277,7 @@ def test_a_layer_that_was_chosen_to_be_dense_ends_the_pass_too() -> None:
 # --- the parts ------------------------------------------------------------------------------------------------------
 
 
-def test_lists_arrive(device: torch.device) -> None:
+def test_lists_arrive_on_the_device_as_they_were(device: torch.device) -> None:
     for numbers in ([3, 0, 2], [0, 0], [], range(4)):
         for _ in range(2):
             sent = send(numbers, device)
@@ -298,7 +298,7 @@ def test_the_first_broken_layer_is_named(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("starts", [None, [0, 3, 5], [5, 5, 5]], ids=["even", "ragged", "empty"])
-def test_buckets_find_their_places(starts: list[int] | None, device: torch.device) -> None:
+def test_buckets_of_ragged_rows_are_written_behind_those_held(starts: list[int] | None, device: torch.device) -> None:
     index, held = BucketIndex(3, 2, 64, Reformer(SparseConfig(selector="lsh-reformer"), 0), device), [7, 2, 0]
     index.append(torch.full((3, 2, 1, 7), 9, dtype=torch.int16, device=device), [0, 0, 0], 7, [0, 5, 7])
     new = torch.arange(30, dtype=torch.int16, device=device).view(3, 2, 1, 5)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_support import (
@@ -30,8 +31,7 @@ from turbo_hf.ops.store.rotate import rotate_keys
 # --- what is stored ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("dim", [16, 48, 128])
+@in_turn(config=CONFIGS, dim=[16, 48, 128])
 def test_one_pass_stores_the_naive_rows(config: TurboConfig, dim: int, device: torch.device, poison: None) -> None:
     k, v = (x.to(device) for x in random_kv(2, 150, dim))
     want = [NaiveRow(config) for _ in range(2)]
@@ -59,12 +59,14 @@ def test_chunks_store_what_one_pass_stores(config: TurboConfig, data: st.DataObj
         assert_same_rows(chunked, row, whole, row)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("window", [None, 50], ids=["full", "window"])
-@pytest.mark.parametrize("junk", [torch.nan, torch.inf, 1e30], ids=["nan", "inf", "huge"])
-@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@all_pairs(
+    side=["left", "right", "holes"],
+    junk=[torch.nan, torch.inf, 1e30],
+    window=[pytest.param(None, id="full"), pytest.param(50, id="window")],
+    config=CONFIGS,
+)
 def test_rows_of_a_padded_batch_are_what_they_are_alone(
-    config: TurboConfig, window: int | None, junk: float, side: str, poison: None
+    side: str, junk: float, window: int | None, config: TurboConfig, poison: None
 ) -> None:
     columns, lengths = 200, [200, 137, 64, 1, 0]
     k, v = random_kv(len(lengths), columns)
@@ -127,9 +129,7 @@ def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> No
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("dim", [64, 128])
+@all_pairs(dim=[64, 128], rows=[1, 4], config=CONFIGS)
 def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: int, dim: int) -> None:
     tokens, heads = 2048, 4
     layer = TurboLayer(config)

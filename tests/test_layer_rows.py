@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_turn
 from budgets import check_exact, check_turbo, largest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,8 +51,7 @@ def test_a_deep_copy_and_its_original_live_apart() -> None:
 # --- window --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 63, 64, 65, 200])
-@pytest.mark.parametrize("mode", ["fp16", "turbo"])
+@in_turn(window=[1, 63, 64, 65, 65, 200], mode=["fp16", "turbo"])
 def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device: torch.device) -> None:
     k, v = (x.to(device) for x in random_kv(2, 500))
     rolled, whole = TurboLayer(TurboConfig(), window), TurboLayer(TurboConfig())
@@ -91,11 +91,13 @@ def test_a_rolling_window_has_bounded_memory() -> None:
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", ["token", "universal"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("which", [0, 1], ids=["keys", "values"])
-@pytest.mark.parametrize("seen", [0, 20], ids=["prompt", "token"])
-def test_nan_and_infinity_are_refused(scale: Any, bad: float, which: int, seen: int) -> None:
+@all_pairs(
+    seen=[pytest.param(0, id="prompt"), pytest.param(20, id="token")],
+    which=[pytest.param(0, id="keys"), pytest.param(1, id="values")],
+    bad=[torch.nan, torch.inf, -torch.inf],
+    scale=["token", "universal"],
+)
+def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: Any) -> None:
     layer = TurboLayer(TurboConfig(buffer_scale=scale), index=7)
     if seen:
         feed(layer, *random_kv(1, seen))

@@ -208,7 +208,7 @@ def test_minimax_m3_is_found_by_its_class() -> None:
     assert reason.startswith("MiniMaxM3VLAttention asks whether its attention is called")
 
 
-def test_lookups_and_other_names_are_no_questions() -> None:
+def test_a_lookup_or_another_name_is_no_question_of_the_implementation() -> None:
     assert question(Older.forward) is None
     assert question(Older.blocks) is None
     assert hands_on_mask(Older.forward)
@@ -262,7 +262,7 @@ def test_the_self_check_looks_beyond_windows(window: int | None, monkeypatch: py
         turbo_hf.patch(model, "int8", check=True)
 
 
-def test_the_self_check_sees_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_finds_a_window_that_is_wrong_in_decode_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of one token too many, in decode steps alone."""
     model = build("gemma3_text", layer_types=[SLIDING, FULL, SLIDING], sliding_window=40)
     monkeypatch.setattr(

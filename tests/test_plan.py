@@ -121,7 +121,7 @@ def test_chunked_layers_stay_dense_and_states_are_constant() -> None:
     assert linear.rows[0].constant_bytes > 0
 
 
-def test_what_does_not_fit() -> None:
+def test_a_model_larger_than_the_gpu_fits_no_context() -> None:
     model = meta_model(AutoConfig.for_model("llama", **SMALL))
     for row in plan(model, context=1000, batch=1, gpu_bytes=10**9, weights=10**9).rows:
         assert (row.fits, row.longest_context, row.largest_batch) == (False, 0, 0)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_modes
 from budgets import check, float_budget, largest
 from choices import MODES
 from gpu_support import NO_FP8, has_fp8
@@ -44,15 +45,13 @@ def inputs(
     return q, k, v
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", OPTIONS)
+@in_modes(options=OPTIONS)
 def test_options(options: dict[str, Any], mode: str, device: torch.device) -> None:
     q, k, v = inputs(150, device, mode)
     check_prefill(q, k, v, mode, block=64, starts=[0, 60], backend="triton", **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", OPTIONS)
+@in_modes(options=OPTIONS)
 def test_over_a_ragged_past(options: dict[str, Any], mode: str, device: torch.device) -> None:
     q, k, v = inputs(40, device, mode, batch=3)
     past = random_past([130, 0, 70], k, groups=((4, 1), (2, 1)))
@@ -144,9 +143,9 @@ def test_smoothing_and_rotation_change_nothing_but_the_rounding(choice: str, dev
     assert error[True] < 0.8 * error[False]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-@pytest.mark.parametrize("value", [pytest.param(torch.nan, id="nan"), pytest.param(torch.inf, id="inf")])
+@all_pairs(
+    value=[pytest.param(torch.nan, id="nan"), pytest.param(torch.inf, id="inf")], which=["q", "k", "v"], mode=MODES
+)
 def test_nan_and_inf_reach_the_rows_that_see_them_and_no_other(
     value: float, which: str, mode: str, device: torch.device
 ) -> None:

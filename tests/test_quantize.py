@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_turn
 from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
 from stores import CODE_MAX, page_codes, tokens, unpack
 
@@ -83,8 +84,7 @@ def assert_stage_1(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, ru
     assert bool(((codes * step - x).abs() <= step / 2 + 2 * EPS * x.abs()).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", DIMS)
+@in_turn(dim=DIMS, dtype=DTYPES)
 def test_tokens_are_off_by_half_a_step(dim: int, dtype: torch.dtype, device: torch.device) -> None:
     x = tokens(2, 3, 65, dim, dtype=dtype, device=device)
     codes, scale = quantize_tokens(x)
@@ -231,8 +231,7 @@ def test_a_channel_with_no_more_values_than_levels_is_exact(bits: int, device: t
         assert torch.equal(got, k)
 
 
-@pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize("dim", DIMS)
+@all_pairs(dim=DIMS[::2], bits=ALL_BITS)
 def test_sealing_tokens_costs_no_more_than_their_steps(dim: int, bits: int, device: torch.device) -> None:
     x = tokens(3, 2, 64, dim, device=device)
     x[0, 0, 9] *= 1000  # one token takes its block's range
@@ -320,8 +319,7 @@ def slow_score(x: list[list[float]], metric: str) -> float:
     return float(scores[metric])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("metric", METRICS)
+@in_turn(metric=METRICS, dtype=DTYPES)
 def test_head_scores_are_their_formulas(metric: str, dtype: torch.dtype, device: torch.device) -> None:
     k, v = tokens(2, 3, 20, 16, dtype=dtype, device=device), tokens(2, 3, 20, 16, dtype=dtype, device=device)
     got = head_scores(k, v, metric)
@@ -381,9 +379,11 @@ def test_kernel_shows_what_is_not_finite(value: float, device: torch.device) -> 
     assert (~scale.isfinite()).nonzero().tolist() == [[0, 0, 5]]
 
 
-@pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80, 128)])
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80, 128)],
+    block=[pytest.param(b, id=f"b{b}") for b in (32, 64, 128)],
+    bits=ALL_BITS,
+)
 def test_kernel_gives_the_references_pages(dim: int, block: int, bits: int, device: torch.device) -> None:
     k, v = (tokens(2, 2, block, dim, device=device) for _ in range(2))
     v[0, 0] = 0

@@ -182,7 +182,7 @@ def test_layers_that_hold_the_same_share_one_count() -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS[3:])
-def test_later_steps_of_a_cache_are_the_only_ones(config: TurboConfig) -> None:
+def test_new_steps_of_a_cache_replace_the_earlier_ones(config: TurboConfig) -> None:
     cache = filled(config)
     earlier, plain = Steps(cache, None), copy.deepcopy(cache)
     # its runner may be collected at any time: here between the layers of a step that seals

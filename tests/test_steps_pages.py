@@ -69,7 +69,7 @@ def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:
     assert not all(map(operator.is_, before, run.tensors()))
 
 
-def test_slack_is_bounded() -> None:
+def test_pages_reserved_beyond_need_are_bounded() -> None:
     rows = 64
     cache = filled(TurboConfig(block_size=32), lengths=[320] * rows)
     Steps(cache, None)

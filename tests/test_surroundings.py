@@ -125,7 +125,7 @@ def test_the_doctors_report_is_of_the_default() -> None:
     assert found.report.config == PRESETS["turbo4"]
 
 
-def test_low_heads_that_are_less_than_one_are_told() -> None:
+def test_low_heads_of_less_than_one_head_are_told() -> None:
     config = TurboConfig(bits=4, low_bits=2, low_heads=0.25)
     with pytest.warns(UserWarning, match=r"low_heads=0.25 is less than one KV head of each layer: all keep 4 bit"):
         handle = turbo_hf.patch(tiny_llama(), config)
@@ -133,7 +133,7 @@ def test_low_heads_that_are_less_than_one_are_told() -> None:
     handle.remove()
 
 
-def test_low_heads_of_layers_that_are_kept_at_8_bit_are_no_such_case(recwarn: pytest.WarningsRecorder) -> None:
+def test_layers_kept_at_8_bit_need_no_low_heads(recwarn: pytest.WarningsRecorder) -> None:
     config = TurboConfig(bits=4, low_bits=2, low_heads=0.25, int8_layers=(0, 1))
     turbo_hf.patch(tiny_llama(), config).remove()
     assert not [told for told in recwarn if "less than one KV head" in str(told.message)]

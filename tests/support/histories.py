@@ -1,4 +1,4 @@
-"""Random histories of a cache, judged by a plain oracle: `python tests/histories.py --count 20000 --seed 1`.
+"""Random histories of a cache, judged by a plain oracle: `python tests/support/histories.py --count 20000 --seed 1`.
 
 A history is a list of acts, each with a seed of its own: passes of all lengths over left-padded and ragged batches,
 crops, reorders, selections, repeats, copies, resets, recording, wrong calls, and failures in the midst of any of these.

@@ -121,13 +121,10 @@ GENERIC_CASES = (
         dense=(2, 3, 4, 5),
     ),
 )
-families = pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.model_type + case.variant) for case in FAMILY_CASES]
-)
-everything = pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.model_type + case.variant) for case in FAMILY_CASES + GENERIC_CASES]
-)
-widths = pytest.mark.parametrize("bits", [8, 4])
+CASES = [pytest.param(case, id=case.model_type + case.variant) for case in FAMILY_CASES]
+EVERYTHING = [pytest.param(case, id=case.model_type + case.variant) for case in FAMILY_CASES + GENERIC_CASES]
+families = pytest.mark.parametrize("case", CASES)
+everything = pytest.mark.parametrize("case", EVERYTHING)
 
 
 def build(model_type: str, **options: Any) -> PreTrainedModel:

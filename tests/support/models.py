@@ -18,7 +18,7 @@ from transformers import (
 )
 
 VOCABULARY = 100
-LAB_MODEL = Path(__file__).resolve().parent.parent / "examples" / "lab-llama-4m"
+LAB_MODEL = Path(__file__).resolve().parents[2] / "examples" / "lab-llama-4m"
 
 # weights wide enough that logits lie far apart: greedy tokens then vary, and do not hang on the last bit
 SHAPE: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Breaks off every operation on a cache at every line that it runs, by every route, and says what is left of the cache.
 
-    python tests/break_everywhere.py [--step 1] [--routes compressed,unpatched,replayed] [--processes 2]
+    python tests/support/break_everywhere.py [--step 1] [--routes compressed,unpatched,replayed] [--processes 2]
 
 Exits with 1 if any cache was read on and wrong.
 """

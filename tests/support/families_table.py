@@ -1,7 +1,7 @@
 """Tries every decoder-only family of Transformers, as tiny random models, and writes a page of what came of it.
 
-python tests/families_table.py --out docs/models.md    all families: some minutes
-python tests/families_table.py --only llama,gpt_neox   these alone, to the screen; exits with 1 if one is wrong
+python tests/support/families_table.py --out docs/models.md    all families: some minutes
+python tests/support/families_table.py --only llama,gpt_neox   these alone, to the screen; exits with 1 if one is wrong
 """
 
 import argparse
@@ -317,8 +317,8 @@ torch {torch}, on a CPU). This page is written by a script. To make it anew, or 
 that you have:
 
 ```bash
-python tests/families_table.py --out docs/models.md
-python tests/families_table.py --only llama,gemma3_text
+python tests/support/families_table.py --out docs/models.md
+python tests/support/families_table.py --only llama,gemma3_text
 ```
 
 It says whether a family's attention and cache are served rightly, not how much accuracy a trained model keeps at few
