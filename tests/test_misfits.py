@@ -19,7 +19,9 @@ from turbo_hf.attention.masks import dense_mask
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.sources import hands_on_mask, question
 from turbo_hf.ops.decode.contract import decode
-from turbo_hf.patches import family_of, layers, misfit
+from turbo_hf.patches import layers
+from turbo_hf.patches.families import family_of
+from turbo_hf.patches.misfits import misfit
 from turbo_hf.patching import patch_model as patching
 
 SPARSE = {

@@ -20,7 +20,7 @@ from turbo_hf.attention.turbo_attention import TurboCall, turbo_attention
 from turbo_hf.calibration.heads import NO_NUMBERS
 from turbo_hf.layout import Rotary
 from turbo_hf.ops.host_device import input_device
-from turbo_hf.patches import AttentionLayer, attention_layers
+from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.sparse.undo_rotary import undo_rotary
 
 NAME = "turbo_hf_capture"

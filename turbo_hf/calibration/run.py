@@ -27,7 +27,7 @@ from turbo_hf.calibration.unfinished import Unfinished
 from turbo_hf.errors import warn
 from turbo_hf.layout import power_of_two
 from turbo_hf.models.model_layers import require_model
-from turbo_hf.patches import attention_layers
+from turbo_hf.patches.layers import attention_layers
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work, and the share of all work done since the last call."""

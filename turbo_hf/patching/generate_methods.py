@@ -13,7 +13,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.graphs.step_runner import Door, StepRunner, cuda_device, model_obstacle
-from turbo_hf.patches import Family
+from turbo_hf.patches.families import Family
 from turbo_hf.patching.handle import CacheMaker
 from turbo_hf.patching.hooks import by_name, is_own, say_replaced, uses_turbo
 

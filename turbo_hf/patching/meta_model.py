@@ -28,7 +28,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import NEWEST, OLDEST
-from turbo_hf.patches import attention_layers
+from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.patch_model import patch
 

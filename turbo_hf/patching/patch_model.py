@@ -18,14 +18,10 @@ from turbo_hf.graphs.step_runner import Door, describe
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.versions import version_problem
 from turbo_hf.ops.tuning import describe_prefill
-from turbo_hf.patches import (
-    AttentionLayer,
-    Family,
-    attention_layers,
-    family_of,
-    lost_to_bias,
-    misfit,
-)
+from turbo_hf.patches.families import Family, family_of
+from turbo_hf.patches.generic import lost_to_bias
+from turbo_hf.patches.layers import AttentionLayer, attention_layers
+from turbo_hf.patches.misfits import misfit
 from turbo_hf.patching.forecast import forecast
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, LayerReport, Report
