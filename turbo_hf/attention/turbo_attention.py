@@ -184,7 +184,7 @@ def _decompressed(
     if by_bucket is not None and mask is not None and mask.dim() != 2:
         raise Unsupported(
             f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
-            "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
+            "tell them apart. Pass a 2D mask, or let the layer read every key (SparseConfig.read_all_layers)."
         )
     given_mask = layer.given_mask
     if mask is not None:
