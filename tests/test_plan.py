@@ -191,6 +191,11 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
         pytest.param({"model_type": "whisper"}, "whisper is an encoder-decoder; only decoder-only", id="whisper"),
         pytest.param({"model_type": "clip"}, "clip is no language model: Transformers has no class", id="clip"),
         pytest.param({"model_type": "vit"}, "vit is no language model: Transformers has no class", id="vit"),
+        pytest.param(
+            {"model_type": "llama", **SMALL, "num_hidden_layers": -1},
+            "num_hidden_layers must be a number of layers; the config has -1",
+            id="negative-layers",
+        ),
         pytest.param({"model_type": "bert", "num_hidden_layers": 2}, "no layer of BertLMHeadModel", id="bert"),
         pytest.param({"model_type": "mamba", "num_hidden_layers": 2}, "no layer of MambaForCausalLM", id="mamba"),
         pytest.param(

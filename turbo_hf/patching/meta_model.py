@@ -114,6 +114,9 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         Unsupported: an encoder-decoder, or a model that generates no text.
         ValueError: Transformers cannot build it; the error says what it said.
     """
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 0:
+        raise ValueError(f"num_hidden_layers must be a number of layers; the config has {layers}. Correct it there.")
     cls = auto_class(config)
     named = config.dtype or config.get_text_config(decoder=True).dtype
     # a narrower dtype is that of quantized weights
