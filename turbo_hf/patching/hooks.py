@@ -50,7 +50,14 @@ def add_hooks(
         model.register_forward_pre_hook(functools.partial(_bring_cache, maker), with_kwargs=True),
         model.register_forward_hook(functools.partial(_watch_cache, maker, strict), with_kwargs=True),
     ]
-    for depth, module in enumerate(_around(model, modules.values()), start=STEP + 1):
+    around = _around(model, modules.values())
+    for module in around:
+        # a model inside the model (model.model) can be called directly, too
+        if isinstance(module, PreTrainedModel):
+            tell, remember = (functools.partial(hook, maker) for hook in (_tell_uncompressed, _remember_uncompressed))
+            hooks.append(module.register_forward_pre_hook(tell, with_kwargs=True))
+            hooks.append(module.register_forward_hook(remember, with_kwargs=True))
+    for depth, module in enumerate(around, start=STEP + 1):
         # behind the hook that may bring the cache
         hooks.append(module.register_forward_pre_hook(functools.partial(_begin_pass, depth), with_kwargs=True))
         failed = functools.partial(_abandon_pass, depth)
@@ -104,34 +111,53 @@ def _bring_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of the model: a call with use_cache=True that passes no cache gets a compressed one."""
     given = by_name(type(model).forward, args, kwargs)
-    cache = given.get("past_key_values")
-    if cache is not None:
-        if isinstance(cache, Cache) and cache in maker.uncompressed and uses_turbo(model):
-            maker.uncompressed.discard(cache)
-            warn(
-                f"turbo_hf: this {type(cache).__name__} was made by a plain call of the model, and is not compressed. "
-                "For a compressed one, begin with model(..., use_cache=True) or past_key_values=handle.new_cache()."
-            )
+    if given.get("past_key_values") is not None or not given.get("use_cache") or model.training:
         return None
-    if not given.get("use_cache") or model.training or "past_key_values" not in _names(type(model).forward):
+    if "past_key_values" not in _names(type(model).forward) or not uses_turbo(model):
         return None
-    return ((), {**given, "past_key_values": maker.make(model.config)}) if uses_turbo(model) else None
+    return (), {**given, "past_key_values": maker.make(model.config)}
+
+
+@untraced
+def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the model and of models in it: warn, once per cache, where one is not compressed."""
+    cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
+    if isinstance(cache, Cache) and cache in maker.uncompressed and uses_turbo(model):
+        maker.uncompressed.discard(cache)
+        warn(
+            f"turbo_hf: this {type(cache).__name__} was made by a plain call of the model, and is not compressed. "
+            "For a compressed one, begin with model(..., use_cache=True) or past_key_values=handle.new_cache()."
+        )
+
+
+def _uncompressed(model: Any, output: Any) -> Cache | None:
+    """The cache of Transformers' own that a patched model returns; None: a compressed one, or none."""
+    values = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+    cache = next((value for value in values if isinstance(value, Cache)), None)
+    return None if isinstance(cache, TurboCache) or not uses_turbo(model) else cache
+
+
+@untraced
+def _remember_uncompressed(
+    maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Forward hook of the model and of models in it: remember a cache that none was passed for."""
+    made = _uncompressed(model, output)
+    if made is not None and by_name(type(model).forward, args, kwargs).get("past_key_values") is None:
+        maker.uncompressed.add(made)
 
 
 @untraced
 def _watch_cache(
     maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook of the model: which cache it returns."""
-    values = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
-    made = next((value for value in values if isinstance(value, Cache)), None)
-    if made is None or isinstance(made, TurboCache) or not uses_turbo(model):
+    """Forward hook of the model: it must return the compressed cache that it was given."""
+    other = _uncompressed(model, output)
+    if other is None:
         return
     cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
-    if cache is None:
-        maker.uncompressed.add(made)
-    elif isinstance(cache, TurboCache):
-        say_replaced(model, cache, made, maker, strict)
+    if isinstance(cache, TurboCache):
+        say_replaced(model, cache, other, maker, strict)
 
 
 def _around(model: torch.nn.Module, modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -233,6 +259,8 @@ def is_own(hook: Any) -> bool:
     return getattr(hook, "func", hook) in (
         _bring_cache,
         _watch_cache,
+        _tell_uncompressed,
+        _remember_uncompressed,
         _begin_pass,
         _finish_pass,
         _abandon_pass,
