@@ -43,7 +43,7 @@ def is_attention(kind: type) -> bool:
     return keywords and any(name in parameters for name in CACHE_KEYWORDS)
 
 
-def obstacle(module: torch.nn.Module) -> str | None:
+def why_not_compressible(module: torch.nn.Module) -> str | None:
     """Why the keys and values of this attention module cannot be compressed; None if they can."""
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         return "cross-attention"

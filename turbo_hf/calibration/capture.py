@@ -57,7 +57,7 @@ def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterat
     previous, hooks = switch_attention(model, NAME), []
     try:
         for source in attention_layers(model):
-            if not source.obstacle:
+            if not source.reason:
                 hook = functools.partial(_bring, source, receive)
                 hooks.append(source.module.register_forward_pre_hook(hook, with_kwargs=True))
         yield

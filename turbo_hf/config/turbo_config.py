@@ -168,7 +168,7 @@ class SparseConfig(Options):
                 )
 
     @property
-    def kernel_obstacle(self) -> str | None:
+    def why_no_kernel(self) -> str | None:
         """Why decode steps run in plain torch on any device, at least with grouped heads; None: they do not."""
         if self.independent:
             return "SparseConfig.independent has no kernel"
@@ -321,9 +321,9 @@ class TurboConfig(Options):
         layer_indices("dense_layers", self.dense_layers, "", "TurboConfig")
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
-        lacking = self.sparse is not None and self.sparse.kernel_obstacle
-        if lacking and self.backend == "triton":
-            raise ValueError(f'TurboConfig.backend "triton" cannot run here: {lacking}. Choose "auto" or "reference".')
+        reason = self.sparse.why_no_kernel if self.sparse is not None else None
+        if reason is not None and self.backend == "triton":
+            raise ValueError(f'TurboConfig.backend "triton" cannot run here: {reason}. Choose "auto" or "reference".')
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "TurboConfig":

@@ -163,8 +163,8 @@ def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
     dense = functools.partial(LayerReport, at.index, (), at.window)
     if at.index in config.dense_layers:
         return dense("asked for by dense_layers")
-    if at.obstacle:
-        return dense(at.obstacle, refused=not at.by_design)
+    if at.reason:
+        return dense(at.reason, refused=not at.by_design)
     heads = kv_heads(at.module.config, at.index)
     int8 = functools.partial(LayerReport, at.index, ((8, heads),), at.window, kept_int8=True)
     if config.int8_layers != "auto" and at.index in config.int8_layers:
@@ -202,7 +202,7 @@ def _require_layers(
     if unknown:
         numbers = ", ".join(str(at.index) for at in unknown)
         raise Unsupported(
-            f"layers {numbers} of {name} might be wrong on a patched model, compressed or not: {unknown[0].obstacle}. "
+            f"layers {numbers} of {name} might be wrong on a patched model, compressed or not: {unknown[0].reason}. "
             "Run it without the patch."
         )
     reason = misfit(model, family.methods if family is not None else ())
