@@ -23,7 +23,7 @@ LEFT_ALONE = {
     "hybrid": BESIDES,
     "hybrid_sliding": BESIDES,
 }
-"""Kinds of layers that are right beside compressed ones (chunks get a dense mask), and why they are not compressed."""
+"""Kinds of layers that are right beside compressed ones (chunks get a 4D mask), and why they are not compressed."""
 
 
 @dataclass(frozen=True, slots=True)

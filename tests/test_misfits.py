@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 import turbo_hf
 from turbo_hf.attention import turbo_attention as attention
-from turbo_hf.attention.masks import dense_mask
+from turbo_hf.attention.masks import mask_4d
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.sources import hands_on_mask, question
 from turbo_hf.ops.decode.contract import decode
@@ -257,8 +257,8 @@ def test_the_self_check_looks_beyond_windows(window: int | None, monkeypatch: py
     model = tiny_mistral(190)
     turbo_hf.patch(model, "int8", check=True).remove()
     monkeypatch.setattr(
-        "turbo_hf.attention.full_precision.dense_mask",
-        lambda *args, **options: dense_mask(*args, **{**options, "window": window}),
+        "turbo_hf.attention.full_precision.mask_4d",
+        lambda *args, **options: mask_4d(*args, **{**options, "window": window}),
     )
     with pytest.raises(Unsupported, match="self-check failed: without a cache"):
         turbo_hf.patch(model, "int8", check=True)
