@@ -25,10 +25,10 @@ class LayerReport:
 
     Args:
         index: the layer's number.
-        groups: (bits, number of KV heads) as in `TurboConfig.head_groups`, widest first; () for a dense layer.
+        groups: (bits, number of KV heads) as in `TurboConfig.head_groups`, widest first; (): in full precision.
         window: how many tokens a query sees; None: all.
         reason: why it is not stored at the config's widths; "" if it is.
-        refused: whether it is dense because it cannot be compressed.
+        refused: whether it stays in full precision because it cannot be compressed.
         kept_int8: whether it is kept at 8 bit although the config may ask for less.
         bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, if that is why it is
             kept at 8 bit; else 0.

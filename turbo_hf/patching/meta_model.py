@@ -160,7 +160,7 @@ def key_bias_note(model: PreTrainedModel, report: Report) -> str | None:
     )
 
 
-class DenseLayer(NamedTuple):
+class UncompressedLayer(NamedTuple):
     """A layer of Transformers' own cache: what it takes, its KV heads, and the channels of a key (0: it has none)."""
 
     cost: LayerCost
@@ -169,7 +169,7 @@ class DenseLayer(NamedTuple):
 
 
 @torch.no_grad()
-def dense_layers(model: PreTrainedModel) -> list[DenseLayer]:
+def uncompressed_layers(model: PreTrainedModel) -> list[UncompressedLayer]:
     """What each layer of Transformers' own cache takes in a meta model, measured in passes without numbers.
 
     Raises:
@@ -195,5 +195,7 @@ def dense_layers(model: PreTrainedModel) -> list[DenseLayer]:
         # of a window, the newest token leaves no room for the oldest
         cost = LayerCost(token, None if window is None else window - 1, at_first - PASSES[0] * token)
         keys = getattr(few, "keys", None)
-        found.append(DenseLayer(cost, *((keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) else (0, 0))))
+        found.append(
+            UncompressedLayer(cost, *((keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) else (0, 0)))
+        )
     return found

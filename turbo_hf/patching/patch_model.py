@@ -95,9 +95,9 @@ def patch(
         heads = heads._replace(words="")
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers), notices)
-    dense = tuple(at.index for at in layers if not at.groups)
+    uncompressed = tuple(at.index for at in layers if not at.groups)
     own = own_logits(model, modules.values()) if check else None
-    steps, no_graphs = describe(chosen, dense, family is not None, model.device)
+    steps, no_graphs = describe(chosen, uncompressed, family is not None, model.device)
     # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
@@ -114,12 +114,12 @@ def patch(
         sparse=sparse,
     )
     int8 = tuple(at.index for at in layers if at.kept_int8)
-    maker = CacheMaker(len(layers), chosen, int8, dense, heads.orders, selectors)
+    maker = CacheMaker(len(layers), chosen, int8, uncompressed, heads.orders, selectors)
     door = Door(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
     handle = _apply(model, report, modules, family, maker, door, strict)
     if own is not None:
         try:
-            require_agreement(model, own, chosen, dense, handle.new_cache())
+            require_agreement(model, own, chosen, uncompressed, handle.new_cache())
         except BaseException:
             handle.remove()
             raise
@@ -160,11 +160,11 @@ def _text_type(model: PreTrainedModel) -> str:
 
 def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
     """What will be done with one layer."""
-    dense = functools.partial(LayerReport, at.index, (), at.window)
+    uncompressed = functools.partial(LayerReport, at.index, (), at.window)
     if at.index in config.dense_layers:
-        return dense("asked for by dense_layers")
+        return uncompressed("asked for by dense_layers")
     if at.reason:
-        return dense(at.reason, refused=not at.by_design)
+        return uncompressed(at.reason, refused=not at.by_design)
     heads = kv_heads(at.module.config, at.index)
     int8 = functools.partial(LayerReport, at.index, ((8, heads),), at.window, kept_int8=True)
     if config.int8_layers != "auto" and at.index in config.int8_layers:

@@ -175,7 +175,7 @@ class _Rounding:
 
 
 def require_agreement(
-    model: PreTrainedModel, own: Own, config: TurboConfig, dense: tuple[int, ...], cache: TurboCache
+    model: PreTrainedModel, own: Own, config: TurboConfig, uncompressed: tuple[int, ...], cache: TurboCache
 ) -> None:
     """`Unsupported` if the patched model's logits are not its own: without a cache, with one that quantizes nothing,
     and with `cache`.
@@ -184,7 +184,7 @@ def require_agreement(
     does more.
     """
     exact = TurboConfig(bits=16, attention="fp16", block_size=config.block_size, backend=config.backend)
-    unrounded = TurboCache(model.config, exact, dense_layers=dense)
+    unrounded = TurboCache(model.config, exact, dense_layers=uncompressed)
     # keys and values in 16 bit of a wider model are rounded once more
     wider = torch.finfo(full_type(model.dtype)).eps / torch.finfo(model.dtype).eps
     for case, got, want, rounding in (
