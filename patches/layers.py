@@ -51,14 +51,14 @@ class AttentionLayer:
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """Every layer of the language model, in order."""
     text = model.config.get_text_config(decoder=True)
-    found: defaultdict[int, list[Any]] = defaultdict(list)
+    modules: defaultdict[int, list[Any]] = defaultdict(list)
     each: Iterable[Any] = model.modules()
     for module in each:
         if is_attention(type(module)) and hasattr(module, "layer_idx") and getattr(module, "config", None) is text:
-            found[module.layer_idx].append(module)
+            modules[module.layer_idx].append(module)
     reason = REFUSED.get(text.model_type)
     return [
-        _layer(index, kind, window, found[index], reason) for index, (kind, window) in enumerate(layer_windows(text))
+        _layer(index, kind, window, modules[index], reason) for index, (kind, window) in enumerate(layer_windows(text))
     ]
 
 

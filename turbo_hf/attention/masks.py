@@ -94,12 +94,12 @@ def _amounts_to_causal(
     step = max(1, PART // (batch * keys))
     for first in range(0, queries, step):
         rows = min(step, queries - first)
-        made, end = make(first, rows), keys - queries + first + rows
-        if made is None:
+        mask, end = make(first, rows), keys - queries + first + rows
+        if mask is None:
             return False
         shown = None if attention_mask is None else attention_mask[:, -keys:][:, :end]
-        plain = mask_4d(shown, rows, end, causal=True, window=window, device=made.device)
-        seen, later = made[..., :end], made[..., end:]
+        plain = mask_4d(shown, rows, end, causal=True, window=window, device=mask.device)
+        seen, later = mask[..., :end], mask[..., end:]
         same = seen.all() if plain is None else torch.equal(seen, plain.expand_as(seen))
         if not same or (end < keys and later.any()):
             return False

@@ -180,7 +180,7 @@ def _decompressed(
     """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
     # the first layer checks all layers, before anything has been stored
     by_bucket = next(
-        (held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.sorted_blocks)), None
+        (each for each in cache.turbo_layers() if each.seen and any(each.bucket_index.sorted_blocks)), None
     )
     if by_bucket is not None and mask is not None and mask.dim() != 2:
         raise Unsupported(

@@ -58,8 +58,8 @@ def machine() -> Machine:
 
 
 def _gpu(index: int) -> str:
-    found: Any = torch.cuda.get_device_properties(index)
-    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+    gpu: Any = torch.cuda.get_device_properties(index)
+    return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
 
 
 def tested_range() -> str:

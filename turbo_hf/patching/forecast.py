@@ -25,17 +25,17 @@ def forecast(
     """
     if config.backend == "reference":
         return
-    found = [line for device in devices if device.type == "cuda" for line in _lines(config, device, dtype, dims)]
-    for line in dict.fromkeys(found):
+    lines = [line for device in devices if device.type == "cuda" for line in _lines(config, device, dtype, dims)]
+    for line in dict.fromkeys(lines):
         if config.backend == "triton":
             raise Unsupported(f'backend "triton": {line} Choose backend "auto" or "reference", or another attention.')
         notices.note(line)
 
 
 def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: set[int]) -> Iterable[str]:
-    stands = gpu.obstacle(device)
-    if stands is not None:
-        yield f"attention runs in plain torch, which is slow: {stands}."
+    why_not = gpu.obstacle(device)
+    if why_not is not None:
+        yield f"attention runs in plain torch, which is slow: {why_not}."
         return
     mode = "fp16" if config.bits == FULL else config.decode_attention
     for dim in sorted(dims):

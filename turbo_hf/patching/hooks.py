@@ -162,14 +162,14 @@ def _watch_cache(
 
 def _around(model: torch.nn.Module, modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:
     """The modules whose forward pass calls all of `modules`, the outermost first."""
-    found = [model]
+    around = [model]
     while True:
-        inside = (x for x in found[-1].children() if {*modules} <= {*x.modules()})
-        # a list of layers is not called itself, and what stands in it is one layer of several
+        inside = (x for x in around[-1].children() if {*modules} <= {*x.modules()})
+        # a list of layers is not called itself, and each module in it is one layer of several
         called = next((x for x in inside if type(x).forward is not torch.nn.Module.forward), None)
         if called is None or called in modules:
-            return found
-        found.append(called)
+            return around
+        around.append(called)
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | None:
@@ -217,8 +217,8 @@ def _bring_layer(
             f"this pass goes over layer {spec.layer}, and its TurboCache is for the first {count}: this model's class "
             "has no early exit. Generate without assistant_early_exit."
         )
-    held = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
-    layer = held if isinstance(held, TurboLayer) else None
+    of_cache = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
+    layer = of_cache if isinstance(of_cache, TurboLayer) else None
     if layer is not None:
         if layer.window != spec.window:
             raise Unsupported(

@@ -188,14 +188,13 @@ def uncompressed_layers(model: PreTrainedModel) -> list[UncompressedLayer]:
                 f"{shortened(error)}"
             ) from error
         caches.append(cache.layers)
-    found = []
+    layers = []
     for (_, window), few, more in zip(layer_windows(text), *caches, strict=True):
         at_first, then = (sum(layer_bytes(layer).values()) for layer in (few, more))
         token = then - at_first
         # of a window, the newest token leaves no room for the oldest
         cost = LayerCost(token, None if window is None else window - 1, at_first - PASSES[0] * token)
         keys = getattr(few, "keys", None)
-        found.append(
-            UncompressedLayer(cost, *((keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) else (0, 0)))
-        )
-    return found
+        heads, head_dim = (keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) else (0, 0)
+        layers.append(UncompressedLayer(cost, heads, head_dim))
+    return layers

@@ -26,7 +26,7 @@ from turbo_hf.patching.forecast import forecast
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, LayerReport, Report
 from turbo_hf.patching.hooks import add_hooks, is_own
-from turbo_hf.patching.selfcheck import own_logits, require_agreement
+from turbo_hf.patching.selfcheck import require_agreement, unpatched_logits
 
 BIAS_STEP = 0.5
 """Key bias at which a layer is kept at 8 bit: its INT8 step exceeds half a standard deviation of a typical channel."""
@@ -76,12 +76,12 @@ def patch(
     require_model(model)
     notices = Notices(strict)
     _check_model(model, notices)
-    found = attention_layers(model)
-    layers = [_choose(at, chosen) for at in found]
-    modules = {at.index: at.module for at in found if at.module is not None}
+    all_layers = attention_layers(model)
+    layers = [_choose(at, chosen) for at in all_layers]
+    modules = {at.index: at.module for at in all_layers if at.module is not None}
     dims = {module_head_dim(module) or 0 for n, module in modules.items() if layers[n].groups} - {0}
     family = family_of(_text_type(model))
-    _require_layers(model, found, layers, chosen, family)
+    _require_layers(model, all_layers, layers, chosen, family)
     _judge(layers, notices)
     forecast(chosen, {x.device for x in model.parameters()}, model.dtype, dims, notices)
     if not hasattr(type(model), PREPARE):
@@ -96,7 +96,7 @@ def patch(
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers), notices)
     uncompressed = tuple(at.index for at in layers if not at.groups)
-    own = own_logits(model, modules.values()) if check else None
+    unpatched = unpatched_logits(model, modules.values()) if check else None
     steps, no_graphs = describe(chosen, uncompressed, family is not None, model.device)
     # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
@@ -117,9 +117,9 @@ def patch(
     maker = CacheMaker(len(layers), chosen, int8, uncompressed, heads.orders, selectors)
     door = Door(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
     handle = _apply(model, report, modules, family, maker, door, strict)
-    if own is not None:
+    if unpatched is not None:
         try:
-            require_agreement(model, own, chosen, uncompressed, handle.new_cache())
+            require_agreement(model, unpatched, chosen, uncompressed, handle.new_cache())
         except BaseException:
             handle.remove()
             raise
@@ -178,7 +178,7 @@ def _choose(at: AttentionLayer, config: TurboConfig) -> LayerReport:
 
 def _require_layers(
     model: PreTrainedModel,
-    found: list[AttentionLayer],
+    all_layers: list[AttentionLayer],
     layers: list[LayerReport],
     config: TurboConfig,
     family: Family | None,
@@ -198,7 +198,7 @@ def _require_layers(
         refused = [at.reason for at in layers if at.refused]
         why = refused[0] if refused else ", ".join(dict.fromkeys(at.reason for at in layers))
         raise Unsupported(f"no layer of {name} can be compressed: {why or 'it has no attention layer'}.")
-    unknown = [at for at in found if at.unknown]
+    unknown = [at for at in all_layers if at.unknown]
     if unknown:
         numbers = ", ".join(str(at.index) for at in unknown)
         raise Unsupported(
