@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from turbo_hf.attention.registration import register, switch_attention, text_key
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.calibration.choice import choose_heads, choose_selectors
+from turbo_hf.calibration.choice import choose_selectors, load_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
 from turbo_hf.errors import Notices, Strict, Unsupported
 from turbo_hf.graphs.step_runner import Door, describe
@@ -86,15 +86,15 @@ def patch(
     forecast(chosen, {x.device for x in model.parameters()}, model.dtype, dims, notices)
     if not hasattr(type(model), PREPARE):
         notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
-    heads = choose_heads(model, chosen, calibration, notices, revision)
+    loaded = load_calibration(model, chosen, calibration, notices, revision)
     split = [at.groups for at in layers if at.groups and not at.kept_int8]
     if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for bits, _ in groups):
         notices.note(
             f"low_heads={chosen.low_heads:g} is less than one KV head of each layer: all keep {chosen.bits} bit."
         )
-        heads = heads._replace(words="")
+        loaded = loaded._replace(words="")
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
-    selectors, sparse = choose_selectors(chosen, windowed, heads, len(layers), notices)
+    selectors, sparse = choose_selectors(chosen, windowed, loaded, len(layers), notices)
     uncompressed = tuple(at.index for at in layers if not at.groups)
     unpatched = unpatched_logits(model, modules.values()) if check else None
     steps, no_graphs = describe(chosen, uncompressed, family is not None, model.device)
@@ -110,11 +110,11 @@ def patch(
         prompts=describe_prefill(chosen.prompt_attention, model.device, dims),
         steps=steps,
         warnings=tuple(notices.messages),
-        heads=heads.words,
+        heads=loaded.words,
         sparse=sparse,
     )
     int8 = tuple(at.index for at in layers if at.kept_int8)
-    maker = CacheMaker(len(layers), chosen, int8, uncompressed, heads.orders, selectors)
+    maker = CacheMaker(len(layers), chosen, int8, uncompressed, loaded.orders, selectors)
     door = Door(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
     handle = _apply(model, report, modules, family, maker, door, strict)
     if unpatched is not None:
