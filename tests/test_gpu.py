@@ -24,9 +24,9 @@ from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
 from turbo_hf.ops.decode.contract import decode, step_obstacle
 from turbo_hf.patching import doctor
-from turbo_hf.patching import forecast as forecasts
 from turbo_hf.patching import patch_model as patching
-from turbo_hf.patching.forecast import forecast
+from turbo_hf.patching import refusals as forecasts
+from turbo_hf.patching.refusals import forecast
 
 CONSUMER = 99 << 10
 """Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""

@@ -22,10 +22,10 @@ from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.generic import lost_to_bias
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.patches.misfits import misfit
-from turbo_hf.patching.forecast import forecast
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, LayerReport, Report
 from turbo_hf.patching.hooks import add_hooks, is_own
+from turbo_hf.patching.refusals import forecast
 from turbo_hf.patching.selfcheck import require_agreement, unpatched_logits
 
 BIAS_STEP = 0.5
