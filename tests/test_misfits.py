@@ -22,7 +22,7 @@ from turbo_hf.ops.decode.contract import decode
 from turbo_hf.patches import layers
 from turbo_hf.patches.families import family_of
 from turbo_hf.patches.misfits import misfit
-from turbo_hf.patching import patch_model as patching
+from turbo_hf.patching import refusals
 
 SPARSE = {
     "layer_types": [FULL, "minimax_m3_sparse", FULL],
@@ -235,7 +235,7 @@ def test_questions_that_are_answered_here(model_type: str) -> None:
 
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no rule knew of MiniMax-M3."""
-    monkeypatch.setattr(patching, "misfit", lambda *_: None)
+    monkeypatch.setattr(refusals, "misfit", lambda *_: None)
     monkeypatch.setitem(layers.LEFT_ALONE, "minimax_m3_sparse", "as it was")
     monkeypatch.setattr(attention, "HARMLESS", attention.HARMLESS | {"block_indices"})
 
