@@ -66,7 +66,11 @@ _told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
-    cache, layer: what the call stores to; both None if it is not compressed. rotary: this call's (cos, sin).
+    Args:
+        cache, layer: what the call stores to; both None if it is not compressed.
+        window: tokens that a query sees; None: all.
+        strict: as in `patch`.
+        rotary: this call's (cos, sin), for sparse layers.
     """
 
     cache: TurboCache | None

@@ -111,9 +111,19 @@ class Report:
 
 @dataclass(slots=True)
 class CacheMaker:
-    """Makes the caches of a patched model with `layers` layers, and remembers the newest for `Handle.memory`.
+    """Makes the caches of a patched model, and remembers the newest for `Handle.memory`.
 
-    uncompressed: caches of Transformers' own that plain calls of the model have made; whoever passes one on is told.
+    Args:
+        layers: number of the model's layers.
+        config: the options of the patch.
+        int8_layers, dense_layers: layers kept at 8 bit, and in full precision.
+        head_orders: KV heads by their need of bits, for each layer that a calibration covers.
+        selectors: of the sparse layers, by number.
+        made: number of caches made so far.
+        newest: the latest of them, as long as it lives.
+        measured: bytes of the latest cache when it was released.
+        active: whether the patch is on.
+        uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
     """
 
     layers: int

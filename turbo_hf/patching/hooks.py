@@ -26,7 +26,15 @@ OTHER_MODEL = "It was made for another model: use handle.new_cache()."
 
 
 class _Spec(NamedTuple):
-    """What the hook of one attention module needs to know."""
+    """What the hook of one attention module needs to know.
+
+    Args:
+        layer: the layer's number.
+        layers: number of the model's layers.
+        window: tokens that a query sees; None: all.
+        compress: whether the layer is compressed.
+        strict: as in `patch`.
+    """
 
     layer: int
     layers: int

@@ -161,7 +161,13 @@ def key_bias_note(model: PreTrainedModel, report: Report) -> str | None:
 
 
 class UncompressedLayer(NamedTuple):
-    """A layer of Transformers' own cache: what it takes, its KV heads, and the channels of a key (0: it has none)."""
+    """A layer of Transformers' own cache.
+
+    Args:
+        cost: bytes that it takes.
+        heads: KV heads; 0: it keeps no keys.
+        head_dim: channels of a key; 0: it keeps none.
+    """
 
     cost: LayerCost
     heads: int
