@@ -13,7 +13,7 @@ from transformers import QuantizedCache
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.file import names_a_file
-from turbo_hf.config.turbo_config import ATTENTION_MODES, PRESETS, SparseConfig, TurboConfig, resolve_config
+from turbo_hf.config.turbo_config import ATTENTION_MODES, NATIVE, PRESETS, SparseConfig, TurboConfig, resolve_config
 from turbo_hf.eval.simulate import Scheme, gear_l, kivi
 from turbo_hf.eval.simulated_cache import compressed_cache, window_cache
 from turbo_hf.patching.handle import Handle
@@ -211,9 +211,9 @@ def _patched(name: str) -> TurboConfig:
     head, *changes = stored.split("+")
     _, slash, attention = head.partition("/")
     known = base in PRESETS or names_a_file(base)
-    if not known or (slash and attention not in ("auto", *ATTENTION_MODES)):
-        # a list of methods is split at its commas, and so is "...@saap:dense_layers=0,1"
-        hint = " Several layers behind @ are written dense_layers=0+1." if name.isdigit() else ""
+    if not known or (slash and attention not in ("auto", *ATTENTION_MODES, NATIVE)):
+        # a list of methods is split at its commas, and so is "...@saap:read_all_layers=0,1"
+        hint = " Several layers behind @ are written read_all_layers=0+1." if name.isdigit() else ""
         raise ValueError(f"unknown method {name}; {known_methods()}.{hint}")
     config = resolve_config(base)
     chosen: dict[str, Any] = {"attention": attention} if slash else {}
@@ -241,9 +241,9 @@ def _value(text: str) -> Any:
 
 
 def sparse_choice(text: str) -> SparseConfig:
-    """ "saap:probes=16:window_tokens=511" -> `SparseConfig`; layers as dense_layers=0+1. ValueError: anything else."""
+    """ "saap:probes=16:window_tokens=511" -> `SparseConfig`; layers: read_all_layers=0+1. ValueError: anything else."""
     selector, *words = text.split(":")
-    known = {each.name for each in fields(SparseConfig)} - {"selector"}
+    known = {"read_all_layers", *(each.name for each in fields(SparseConfig))} - {"selector"}
     given: dict[str, Any] = {}
     for word in words:
         field, _, value = word.partition("=")
@@ -257,7 +257,7 @@ def sparse_choice(text: str) -> SparseConfig:
 
 
 def _sparse_value(field: str, text: str) -> object:
-    if field == "dense_layers":
+    if field in ("read_all_layers", "dense_layers"):
         return tuple(int(part) for part in text.split("+") if part)
     if field == "independent":
         # another word than True and False is refused by `SparseConfig`, which names them

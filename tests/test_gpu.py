@@ -23,10 +23,9 @@ from turbo_hf.layout import FULL, Scoring
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
 from turbo_hf.ops.decode.contract import decode, step_obstacle
-from turbo_hf.patching import doctor
-from turbo_hf.patching import forecast as forecasts
+from turbo_hf.patching import doctor, refusals
 from turbo_hf.patching import patch_model as patching
-from turbo_hf.patching.forecast import forecast
+from turbo_hf.patching.refusals import forecast
 
 CONSUMER = 99 << 10
 """Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""
@@ -106,7 +105,7 @@ def test_a_patch_tells_what_a_small_gpu_cannot_run(
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
-    monkeypatch.setattr(forecasts, "_example", lambda dim, dtype, device: OnGpu(dim, dtype))
+    monkeypatch.setattr(refusals, "_example", lambda dim, dtype, device: OnGpu(dim, dtype))
     config = TurboConfig(attention=attention, bits=bits, block_size=block)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -52,7 +52,7 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
         ("turbo4@saap:probes=x", "expected a number for probes; got 'x'"),
         ("turbo4@saap+block_size=32", "SparseConfig.selector must be one of .*; got 'saap.block_size=32'"),
         ("kivi4@saap", "unknown method kivi4@saap"),
-        ("1", r"Several layers behind @ are written dense_layers=0\+1"),
+        ("1", r"Several layers behind @ are written read_all_layers=0\+1"),
         ("turbo4@saap:probes=0", "SparseConfig.probes must be a whole number of at least 1; got 0"),
     ],
 )

@@ -12,7 +12,7 @@ from turbo_hf import TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.memory import LayerCost, layer_bytes
 from turbo_hf.cli.plan import layer_costs
-from turbo_hf.patching.meta_model import dense_layers, meta_model, patch_report
+from turbo_hf.patching.meta_model import meta_model, patch_report, uncompressed_layers
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,10 +28,10 @@ def costs(
     config = copy.deepcopy(config)
     config.dtype = dtype
     model = meta_model(config)
-    dense = dense_layers(model)
+    layers = uncompressed_layers(model)
     if turbo is None:
-        return [layer.cost for layer in dense]
-    return layer_costs(dense, patch_report(model, replace(turbo, sparse=None)), turbo.sparse)
+        return [layer.cost for layer in layers]
+    return layer_costs(layers, patch_report(model, replace(turbo, sparse=None)), turbo.sparse)
 
 
 def sealed_bytes(layer: Any) -> int:

@@ -49,10 +49,10 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
     for first in range(0, key.shape[2], PART):
         part = key[:, :, first : first + PART]
         parts.append(selector.buckets(*(source.pre_rotary(part, first) if selector.pre_rotary else (part,))))
-    found = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
-    if found is None or chunk.gather is None:
-        return found
-    return torch.take_along_dim(found, chunk.gather[:, None, None], 3)
+    buckets = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
+    if buckets is None or chunk.gather is None:
+        return buckets
+    return torch.take_along_dim(buckets, chunk.gather[:, None, None], 3)
 
 
 def assign_and_score(
@@ -125,8 +125,8 @@ def _visited(layer: TurboLayer, query_info: torch.Tensor, tokens: int, group: in
         return selector.visited(query_info, group)
     beyond = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length() - selector.window
     parts = []
-    for later, own in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
-        found = selector.visited(own, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
-        assert found is not None
-        parts.append(found)
+    for later, token in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
+        visited = selector.visited(token, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
+        assert visited is not None
+        parts.append(visited)
     return parts[0] if tokens == 1 else torch.cat(parts, 2)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_hf.attention.full_precision import dense_attention, own_attention
+from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
 from turbo_hf.attention.sparse_step import Source, assign_and_score, attend_sparse, new_buckets
 from turbo_hf.cache.compiling import untraced
 from turbo_hf.cache.layer import TurboLayer
@@ -66,7 +66,11 @@ _told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
-    cache, layer: what the call stores to; both None if it is not compressed. rotary: this call's (cos, sin).
+    Args:
+        cache, layer: what the call stores to; both None if it is not compressed.
+        window: tokens that a query sees; None: all.
+        strict: as in `patch`.
+        rotary: this call's (cos, sin), for sparse layers.
     """
 
     cache: TurboCache | None
@@ -123,15 +127,16 @@ def turbo_attention(
         if reason is not None:
             complain(call.strict, f"layer {call.layer.index}: {reason}")
             # before anything is stored
-            own_attention(module, options, unknown)
+            hf_attention(module, options, unknown)
         key, value = _pending(call.layer, key, value)
         if reason is None:
             new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
             out = _compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
-    own = own_attention(module, options, unknown)
-    return dense_attention(own, module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
+    function = hf_attention(module, options, unknown)
+    given = (query, key, value, attention_mask, call.window, causal)
+    return full_precision_attention(function, module, *given, options, kwargs), None
 
 
 def left_alone(module: Any, args: Any) -> None:
@@ -179,12 +184,12 @@ def _decompressed(
     """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
     # the first layer checks all layers, before anything has been stored
     by_bucket = next(
-        (held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.sorted_blocks)), None
+        (each for each in cache.turbo_layers() if each.seen and any(each.bucket_index.sorted_blocks)), None
     )
     if by_bucket is not None and mask is not None and mask.dim() != 2:
         raise Unsupported(
             f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
-            "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
+            "tell them apart. Pass a 2D mask, or let the layer read every key (SparseConfig.read_all_layers)."
         )
     given_mask = layer.given_mask
     if mask is not None:
@@ -193,7 +198,7 @@ def _decompressed(
 
 
 def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
-    """bool [B, past + M]: which new columns some query sees through a dense mask. The others are padding."""
+    """bool [B, past + M]: which new columns some query sees through a 4D mask. The others are padding."""
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
     return torch.nn.functional.pad(new, (past, 0), value=True)

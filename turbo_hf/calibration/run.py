@@ -27,7 +27,7 @@ from turbo_hf.calibration.unfinished import Unfinished
 from turbo_hf.errors import warn
 from turbo_hf.layout import power_of_two
 from turbo_hf.models.model_layers import require_model
-from turbo_hf.patches import attention_layers
+from turbo_hf.patches.layers import attention_layers
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work, and the share of all work done since the last call."""
@@ -87,13 +87,13 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
     plain: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     indexed: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     all_sources, notes = attention_layers(model), {}
-    if all(source.obstacle for source in all_sources):
-        why = all_sources[0].obstacle if all_sources else "it has no attention layer"
+    if all(source.reason for source in all_sources):
+        why = all_sources[0].reason if all_sources else "it has no attention layer"
         raise ValueError(f"no layer of {type(model).__name__} can be calibrated: {why}.")
     probed = probe(model)
     for source in all_sources:
         if source.index not in probed:
-            notes[source.index] = f"not calibrated: {source.obstacle or 'it was not called'}"
+            notes[source.index] = f"not calibrated: {source.reason or 'it was not called'}"
             continue
         shape, obstacle = probed[source.index]
         reason = "it has a sliding window" if source.window else obstacle

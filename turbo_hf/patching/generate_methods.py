@@ -13,7 +13,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.graphs.step_runner import Door, StepRunner, cuda_device, model_obstacle
-from turbo_hf.patches import Family
+from turbo_hf.patches.families import Family
 from turbo_hf.patching.handle import CacheMaker
 from turbo_hf.patching.hooks import by_name, is_own, say_replaced, uses_turbo
 
@@ -125,15 +125,15 @@ def _prepare_inputs(
     if kept is not None:
         say_replaced(model, given, kept, maker, strict)
         return inputs
-    held = given.get_seq_length()
-    if held:
+    tokens = given.get_seq_length()
+    if tokens:
         if _columns(inputs) < named["input_ids"].shape[1]:
-            said, mask = FORGETS.format(model=type(model).__name__, tokens=held), inputs.get("attention_mask")
+            said, mask = FORGETS.format(model=type(model).__name__, tokens=tokens), inputs.get("attention_mask")
             if mask is not None and not bool(mask.all()):
                 # the model would read the padding of the oldest columns as that of the newest token
                 raise Unsupported(f"{said} Until then, do not pad.")
-            # one token is what such a pass leaves behind: it has been said then
-            if held > 1:
+            # such a pass leaves one token behind; then the warning was issued already
+            if tokens > 1:
                 warnings.warn(said, stacklevel=5)
             inputs["attention_mask"] = None
         else:

@@ -25,10 +25,10 @@ class LayerReport:
 
     Args:
         index: the layer's number.
-        groups: (bits, number of KV heads) as in `TurboConfig.head_groups`, widest first; () for a dense layer.
+        groups: (bits, number of KV heads) as in `TurboConfig.head_groups`, widest first; (): in full precision.
         window: how many tokens a query sees; None: all.
         reason: why it is not stored at the config's widths; "" if it is.
-        refused: whether it is dense because it cannot be compressed.
+        refused: whether it stays in full precision because it cannot be compressed.
         kept_int8: whether it is kept at 8 bit although the config may ask for less.
         bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, if that is why it is
             kept at 8 bit; else 0.
@@ -111,9 +111,19 @@ class Report:
 
 @dataclass(slots=True)
 class CacheMaker:
-    """Makes the caches of a patched model with `layers` layers, and remembers the newest for `Handle.memory`.
+    """Makes the caches of a patched model, and remembers the newest for `Handle.memory`.
 
-    uncompressed: caches of Transformers' own that plain calls of the model have made; whoever passes one on is told.
+    Args:
+        layers: number of the model's layers.
+        config: the options of the patch.
+        int8_layers, dense_layers: layers kept at 8 bit, and in full precision.
+        head_orders: KV heads by their need of bits, for each layer that a calibration covers.
+        selectors: of the sparse layers, by number.
+        made: number of caches made so far.
+        newest: the latest of them, as long as it lives.
+        measured: bytes of the latest cache when it was released.
+        active: whether the patch is on.
+        uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
     """
 
     layers: int

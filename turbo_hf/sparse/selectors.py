@@ -356,4 +356,4 @@ def selector_obstacle(config: SparseConfig | None) -> str | None:
         return None
     if UNTRAINED.get(config.selector, Selector).draws:
         return f'selector "{config.selector}" draws numbers on the host'
-    return config.kernel_obstacle
+    return config.why_no_kernel
