@@ -29,11 +29,11 @@ from turbo_hf.eval.methods import (
     same_settings,
 )
 from turbo_hf.eval.output import Report, show, write_report
-from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import BY_METHOD, CONFIGS, META, identity, only_run
-from turbo_hf.eval.sdpa import NO_PLANS
+from turbo_hf.eval.run_identity import BY_METHOD, CONFIGS, META, identity, only_run
 from turbo_hf.eval.serve_command import TRACE, Workload, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
+from turbo_hf.eval.token_cache import Prompts
+from turbo_hf.eval.without_cudnn_plans import NO_PLANS
 from turbo_hf.models.model_layers import kv_heads, layer_windows
 
 LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096, "serve": 4096}

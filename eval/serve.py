@@ -14,7 +14,7 @@ from turbo_hf.eval.bench.generate import Clock, attempt
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import Method, applied
-from turbo_hf.eval.sdpa import without_plans
+from turbo_hf.eval.without_cudnn_plans import without_plans
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 """Of a trace in the form of Azure's (Patel et al., Splitwise, ISCA 2024)."""

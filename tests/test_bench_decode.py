@@ -15,9 +15,9 @@ from turbo_hf.eval.bench import decode_store
 from turbo_hf.eval.bench.decode import DecodeRow, check_decode, new_row
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of, make_case
 from turbo_hf.eval.bench.decode_command import steps
-from turbo_hf.eval.bench.decode_store import one_head, packed_stores
-from turbo_hf.eval.bench.graphs import Rotation, cold_copies
+from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import Rival
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.layout import AttentionOutput, KVStore

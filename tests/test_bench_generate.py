@@ -12,7 +12,7 @@ from bench_support import CPU, check_refused, complaint, last_json, run
 
 from turbo_hf.eval.bench import generate
 from turbo_hf.eval.bench.generate import Method, Row, Work, attempt, compare, largest
-from turbo_hf.eval.bench.models import KINDS, random_model
+from turbo_hf.eval.bench.random_models import KINDS, random_model
 
 TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
 

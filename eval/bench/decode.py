@@ -9,12 +9,12 @@ from itertools import product
 import torch
 
 from turbo_hf.eval.bench.check import Check, judge, poisoned
+from turbo_hf.eval.bench.checked_rows import Row, checked, timed
 from turbo_hf.eval.bench.decode_cases import PLANS, Case, groups_of
-from turbo_hf.eval.bench.decode_store import one_head, packed_stores
-from turbo_hf.eval.bench.graphs import Rotation, cold_copies
+from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
-from turbo_hf.eval.bench.rows import Row, checked, timed
 from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side
 from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops.decode import contract as op

@@ -9,10 +9,10 @@ from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow, run_case
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, PLANS, WIDTHS, Case, choose_cases
-from turbo_hf.eval.bench.ending import finish, keep, print_rows, untimed
-from turbo_hf.eval.bench.facts import facts, headline
+from turbo_hf.eval.bench.environment import facts, headline
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, require_choice
 from turbo_hf.eval.bench.plot import plot_decode, require_matplotlib
+from turbo_hf.eval.bench.tables import finish, keep, print_rows, untimed
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.eval.bench.capture import Captured
+from turbo_hf.eval.bench.captured_layers import Captured
 from turbo_hf.eval.bench.oracle import Errors, attend, errors, fp8_attention
 from turbo_hf.eval.bench.prefill import options_of
 from turbo_hf.ops.prefill import contract as op

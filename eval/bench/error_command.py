@@ -11,10 +11,9 @@ from rich.table import Table
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS
 from turbo_hf.console import Device, Json, err, fail, load, out
-from turbo_hf.eval.bench.capture import capture, token_ids
-from turbo_hf.eval.bench.ending import finish, keep
+from turbo_hf.eval.bench.captured_layers import capture, token_ids
+from turbo_hf.eval.bench.environment import facts, headline
 from turbo_hf.eval.bench.error import DISTRIBUTIONS, METHODS, Method, Row, mean, model_errors, random_errors
-from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.options import (
     DTYPES,
     Backend,
@@ -29,6 +28,7 @@ from turbo_hf.eval.bench.options import (
     one_of,
 )
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
+from turbo_hf.eval.bench.tables import finish, keep
 
 LENGTHS = ("1k", "2k", "4k", "8k", "16k")
 CPU_LENGTHS, MODEL_LENGTHS = LENGTHS[:3], ("2k",)

@@ -8,12 +8,12 @@ from rich.table import Table
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, resolve_config
 from turbo_hf.console import Device, Json, err, fail, out
-from turbo_hf.eval.bench.ending import finish, keep
-from turbo_hf.eval.bench.facts import facts, headline
+from turbo_hf.eval.bench.environment import facts, headline
 from turbo_hf.eval.bench.first_token import Row, first_token
-from turbo_hf.eval.bench.models import random_model
 from turbo_hf.eval.bench.options import Folder, find_device, one_of, require_choice
+from turbo_hf.eval.bench.random_models import random_model
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
+from turbo_hf.eval.bench.tables import finish, keep
 from turbo_hf.eval.bench.timing import Stopwatch
 
 

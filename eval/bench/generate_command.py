@@ -7,12 +7,12 @@ from rich.table import Table
 
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, resolve_config
 from turbo_hf.console import Device, Json, err, fail, out
-from turbo_hf.eval.bench.ending import finish, keep, print_notes
-from turbo_hf.eval.bench.facts import facts, headline
+from turbo_hf.eval.bench.environment import facts, headline
 from turbo_hf.eval.bench.generate import SDPA, Row, Work, compare, methods
-from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.options import Folder, Seed, figure, find_device, one_of, require_choice
+from turbo_hf.eval.bench.random_models import KINDS, random_model
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
+from turbo_hf.eval.bench.tables import finish, keep, print_notes
 from turbo_hf.eval.bench.timing import free_memory
 
 LARGEST = "largest"

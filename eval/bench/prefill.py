@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from turbo_hf.eval.bench.check import Check, Sample, poisoned, verify
+from turbo_hf.eval.bench.checked_rows import Row, checked, timed
 from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
-from turbo_hf.eval.bench.rows import Row, checked, timed
 from turbo_hf.eval.bench.shapes import Case
 from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, side_by_side
 from turbo_hf.layout import AttentionOutput

@@ -8,8 +8,7 @@ import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
 from turbo_hf.console import Device, Json, err, fail, out
-from turbo_hf.eval.bench.ending import finish, keep, print_rows, untimed
-from turbo_hf.eval.bench.facts import facts, headline
+from turbo_hf.eval.bench.environment import facts, headline
 from turbo_hf.eval.bench.options import (
     DTYPES,
     Backend,
@@ -26,6 +25,7 @@ from turbo_hf.eval.bench.options import (
 from turbo_hf.eval.bench.plot import plot, require_matplotlib
 from turbo_hf.eval.bench.prefill import PrefillRow, run_case
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, Case, find_shape, parse_size
+from turbo_hf.eval.bench.tables import finish, keep, print_rows, untimed
 from turbo_hf.eval.bench.timing import Ceilings, Stopwatch, ceilings
 
 DEFAULT_MODES = ("turbo", "int8", "half", "fp8")

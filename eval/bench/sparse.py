@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from turbo_hf.eval.bench.check import Check, poisoned
+from turbo_hf.eval.bench.checked_rows import checked
 from turbo_hf.eval.bench.decode import DecodeRow, Found, beside_fp16, check_heads, dense_step, new_row
 from turbo_hf.eval.bench.decode_cases import BLOCK, PLANS, Case, groups_of
-from turbo_hf.eval.bench.decode_store import one_head, packed_stores
-from turbo_hf.eval.bench.graphs import Rotation, cold_copies
+from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.rows import checked
+from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.timing import Call, Stopwatch
 from turbo_hf.layout import AttentionOutput, KVStore, Rotary
 from turbo_hf.ops.sparse import reference

@@ -10,10 +10,10 @@ from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, make_case
 from turbo_hf.eval.bench.decode_command import print_case
-from turbo_hf.eval.bench.ending import finish, keep, untimed
-from turbo_hf.eval.bench.facts import facts, headline
+from turbo_hf.eval.bench.environment import facts, headline
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, require_choice
 from turbo_hf.eval.bench.sparse import NO_INDEX, SELECTORS, Choice, run_case
+from turbo_hf.eval.bench.tables import finish, keep, untimed
 from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
 
 SIZES = ("1x32k", "1x131k", "1x524k")

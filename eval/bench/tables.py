@@ -10,10 +10,10 @@ from rich.table import Table
 
 from turbo_hf.calibration.files import write_whole
 from turbo_hf.console import out, print_error
+from turbo_hf.eval.bench.checked_rows import Row
 from turbo_hf.eval.bench.generate import Row as GenerateRow
 from turbo_hf.eval.bench.options import as_json, figure
 from turbo_hf.eval.bench.rivals import BASELINES
-from turbo_hf.eval.bench.rows import Row
 
 
 def print_rows(title: str, first: str, rows: Sequence[Row], columns: dict[str, tuple[str, str]]) -> None:
