@@ -15,7 +15,7 @@ from stores import tokens
 
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.oracle import attend, errors, to_e4m3
-from turbo_hf.eval.bench.shapes import SHAPES, SIZES, Case, parse_size, parse_tokens, tokens_label
+from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, parse_size, parse_tokens, tokens_label
 from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, side_by_side, speedup, spread
 
 
@@ -35,8 +35,8 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 
 def test_work_is_counted_as_the_papers_count_it() -> None:
-    full = Case("llama3-8b", SHAPES["llama3-8b"], 4, 16384, False)
-    causal = Case("llama3-8b", SHAPES["llama3-8b"], 4, 16384, True)
+    full = PromptCase("llama3-8b", SHAPES["llama3-8b"], 4, 16384, False)
+    causal = PromptCase("llama3-8b", SHAPES["llama3-8b"], 4, 16384, True)
     assert full.flops == 2 * causal.flops == 4 * 4 * 32 * 16384**2 * 128
     # q and o of 32 heads, k and v of 8
     assert full.bytes_moved(2) == 2 * 4 * 16384 * 128 * (32 + 32 + 8 + 8)
@@ -133,8 +133,6 @@ def test_json_has_no_nan() -> None:
     assert json.loads(as_json({"a": [float("nan"), 1.5, {"b": float("inf")}]})) == {"a": [None, 1.5, {"b": None}]}
 
 
-@pytest.mark.parametrize(
-    "words", [["prefill"], ["decode"], ["sparse"], ["generate"], ["first-token", "--length", "1k"]]
-)
+@pytest.mark.parametrize("words", [["prefill"], ["decode"], ["sparse"], ["generate"]])
 def test_a_cpu_does_not_run_what_is_sized_for_a_gpu(words: list[str]) -> None:
     check_refused("the defaults are sized for a GPU, and this is a CPU. Choose", *words, "--device", "cpu")

@@ -12,9 +12,8 @@ from bench_support import CPU, check_not_timed, check_refused, last_json, run
 
 from turbo_hf.eval.bench import decode as bench
 from turbo_hf.eval.bench import random_cache
-from turbo_hf.eval.bench.decode import DecodeRow, check_decode, new_row
+from turbo_hf.eval.bench.decode import DecodeRow, check_decode, new_row, steps
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of, make_case
-from turbo_hf.eval.bench.decode_command import steps
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores

@@ -119,7 +119,7 @@ def test_a_classifier_of_an_architecture_that_is_gone_is_refused(tmp_path: Path,
     replace(indexed, settings=before).save_pretrained(tmp_path / "mlp")
     assert same(Calibration.from_pretrained(tmp_path / "mlp"), replace(indexed, settings=before))
     replace(indexed, settings=before | {"architecture": "residual"}).save_pretrained(tmp_path / "residual")
-    with pytest.raises(ValueError, match="architecture 'residual'; this version has the MLP alone. Calibrate again"):
+    with pytest.raises(ValueError, match=r"architecture 'residual'; this version has the MLP alone\. Calibrate again"):
         Calibration.from_pretrained(tmp_path / "residual")
 
 
