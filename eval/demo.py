@@ -11,8 +11,8 @@ import torch
 
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.needle import Needle
-from turbo_hf.eval.prompts import until
-from turbo_hf.eval.sdpa import without_plans
+from turbo_hf.eval.token_cache import until
+from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
 

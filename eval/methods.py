@@ -94,11 +94,41 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 """Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6.5, E.3)."""
 
 
+def method_names() -> str:
+    """The names that methods begin with."""
+    return ", ".join((BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized(), "streaming-N", *ABLATIONS))
+
+
+EXPLAINED = (
+    (BASELINE, "the unpatched model; always runs, twice: what differs between the two runs is noise"),
+    (EAGER, "the unpatched model with Transformers' eager attention"),
+    (", ".join(PRESETS), "the patched model with a preset; a JSON or YAML file of options may stand in its place"),
+    ("PRESET/MODE", f"a preset with another attention: {', '.join(ATTENTION_MODES)}"),
+    ("PRESET+FIELD=VALUE", "a preset with other fields of TurboConfig: turbo4+block_size=32+sas=True"),
+    (
+        "PRESET@SELECTOR:FIELD=VALUE",
+        "a preset with sparse decode steps, fields of SparseConfig: turbo4@window:window_tokens=511",
+    ),
+    ("quanto4, quanto2, hqq4, hqq2", "Transformers' QuantizedCache, if optimum-quanto or hqq is installed"),
+    ("kivi4, kivi3, kivi2", "KIVI, groups of 64, the 64 newest tokens in full precision. Simulated"),
+    ("gear-l-kcvt4, gear-l-kivi4 (also 3, 2)", "GEAR-L over either base, rank 4 and 2. Simulated"),
+    ("streaming-N", "StreamingLLM: a window of N tokens, including the first 4. Simulated"),
+    ("ablation-heads", "set: head metric x share of heads with 2 bits"),
+    ("ablation-blocks", "set: blocks of 32, 64 and 128 tokens"),
+    ("ablation-parts", "set: FlashQ alone, SAS alone, both"),
+    ("ablation-sas", "set: thresholds of SAS"),
+    ("ablation-probes", "set: selector x buckets that are visited, of 64 or more"),
+    ("ablation-queries", "set: query heads of a KV head that choose together, or each by itself"),
+    ("ablation-selectors", "set: what chooses keys, including LSH and chance"),
+    ("ablation-window", "set: tokens that are always read"),
+)
+"""What `turbo-hf eval --list` says of the methods. Simulated: accuracy only, in plain torch."""
+
+
 def known_methods() -> str:
     """The available methods, in one sentence."""
-    named = (BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized(), *ABLATIONS)
     return (
-        f"methods are {', '.join(named)}, streaming-N (a window of N tokens), a JSON or YAML file in a preset's place, "
+        f"methods are {method_names()} (a window of N tokens), a JSON or YAML file in a preset's place, "
         f"a preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig, "
         "such as turbo4/fp16+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such as "
         "turbo4@window:window_tokens=511"

@@ -16,7 +16,7 @@ from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import applied, method_named
-from turbo_hf.eval.prompts import Prompts, until
+from turbo_hf.eval.token_cache import Prompts, until
 
 Request = tuple[Any, list[int], list[int]]
 """(what the harness caches the answer under or None, context token ids, continuation token ids)."""

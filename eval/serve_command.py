@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from turbo_hf.calibration.files import append_line, read_lines, read_object, write_whole
 from turbo_hf.console import err, load
-from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.options import as_json, find_device
+from turbo_hf.eval.bench.random_models import KINDS, random_model
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import (
     AGAIN,
@@ -24,10 +24,10 @@ from turbo_hf.eval.methods import (
     require_options,
 )
 from turbo_hf.eval.output import Report, Table, show, write_report
-from turbo_hf.eval.record import CONFIGS, identity, only_run
 from turbo_hf.eval.report_plots import memory_plot
-from turbo_hf.eval.sdpa import NO_PLANS
+from turbo_hf.eval.run_identity import CONFIGS, identity, only_run
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
+from turbo_hf.eval.without_cudnn_plans import NO_PLANS
 
 RANDOM = "random:"
 """Before a shape's name, in place of a model: its weights are drawn. ":tiny" after it: at a size for tests."""

@@ -11,13 +11,12 @@ import torch
 from bench_support import CPU, check_not_timed, check_refused, last_json, run
 
 from turbo_hf.eval.bench import decode as bench
-from turbo_hf.eval.bench import decode_store
-from turbo_hf.eval.bench.decode import DecodeRow, check_decode, new_row
+from turbo_hf.eval.bench import random_cache
+from turbo_hf.eval.bench.decode import DecodeRow, check_decode, new_row, steps
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of, make_case
-from turbo_hf.eval.bench.decode_command import steps
-from turbo_hf.eval.bench.decode_store import one_head, packed_stores
-from turbo_hf.eval.bench.graphs import Rotation, cold_copies
+from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import Rival
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.layout import AttentionOutput, KVStore
@@ -103,7 +102,7 @@ def test_one_head_is_that_head(size: str) -> None:
 
 
 def test_pieces_fill_every_page(monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
-    monkeypatch.setattr(decode_store, "PIECE", 3 * 2 * 64 * 64)
+    monkeypatch.setattr(random_cache, "PIECE", 3 * 2 * 64 * 64)
     case = toy("1x500")
     (store,) = packed_stores(case, groups_of("4", 2), 1, CPU, 0)
     (pages,) = store.paged

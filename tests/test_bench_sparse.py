@@ -17,10 +17,10 @@ from turbo_hf.eval.bench.sparse import (
     Choice,
     attention,
     check_sparse,
+    index_shares,
     make_layers,
     select,
 )
-from turbo_hf.eval.bench.sparse_command import index_shares
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.store.quantize import dequantize
 

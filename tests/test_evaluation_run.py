@@ -16,12 +16,12 @@ from turbo_hf.eval.evaluate import Outcome, load_tasks, quiet, run_method
 from turbo_hf.eval.methods import AGAIN, BASELINE
 from turbo_hf.eval.model import TurboLM
 from turbo_hf.eval.output import Report, markdown
-from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import META
 from turbo_hf.eval.report import noise, report, stamps, tables
 from turbo_hf.eval.report_plots import accuracy_plot, memory_plot, needle_cells, needle_map, worst
+from turbo_hf.eval.run_identity import META
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec, carried_prose, needle_task, prose_task
+from turbo_hf.eval.token_cache import Prompts
 
 LIMITS = Limits(context=2048, longest=512)
 

@@ -20,10 +20,10 @@ from lm_eval.tasks import TaskManager
 
 from turbo_hf.eval import infinitebench, ruler
 from turbo_hf.eval.evaluate import load_tasks, quiet
-from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.scorers import BBH, GSM8K, right_choice, right_number, right_statement
 from turbo_hf.eval.suites import BBH_TASKS, BOOKS, SUITES, Limits, build
 from turbo_hf.eval.tasks import Spec, evenly
+from turbo_hf.eval.token_cache import Prompts
 
 LIMITS = Limits(context=8192, longest=512, limit=3)
 

@@ -24,7 +24,7 @@ from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.attention import turbo_attention as attention
 from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
 from turbo_hf.cache.new_columns import Chunk, chunk_of
-from turbo_hf.eval.sdpa import without_plans
+from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.ops.host_device import require_finite, send, shared
 from turbo_hf.ops.sparse.select import classify, visit
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks

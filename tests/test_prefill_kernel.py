@@ -11,6 +11,7 @@ from gpu_support import NO_FP8, has_fp8
 from prefill_support import Inputs, check_prefill, random_past
 from stores import tokens
 
+from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.layout import BITS, half_type
 from turbo_hf.ops.prefill.contract import prefill
 
@@ -154,10 +155,10 @@ def test_nan_and_inf_reach_the_rows_that_see_them_and_no_other(
     x[which][0, 1, 50, 3] = 0
     options: dict[str, Any] = {"scaling": 0.2, "block": 64, "backend": "triton"}
     own, exact = (prefill(**x, mode=name, **options).out.double() for name in (mode, "fp16"))
-    plain = attend(**x)
+    plain = exact_attention(**x)
     x[which][0, 1, 50, 3] = value
     got = prefill(**x, mode=mode, **options)
-    want = attend(**{**x, "v": x["v"].nan_to_num(0, 0, 0)})
+    want = exact_attention(**{**x, "v": x["v"].nan_to_num(0, 0, 0)})
     sees = torch.zeros_like(got.lse, dtype=torch.bool)
     if which == "q":
         sees[0, 1, 50] = True
@@ -173,12 +174,10 @@ def test_nan_and_inf_reach_the_rows_that_see_them_and_no_other(
     check("rows that are not broken", got.out[~broken], expected[~broken].cpu(), budget)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64 of two query heads a KV head."""
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention in float64."""
     # not torch's own: on CUDA it adds a mask of -inf, and NaN or Inf + -inf reaches rows that may not see it
-    k, v = (x.double().repeat_interleave(2, 1) for x in (k, v))
-    later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    return ((q.double() @ k.mT) * 0.2).masked_fill(later, -torch.inf).softmax(-1) @ v
+    return torch.stack([attend(*row, scaling=0.2, causal=True).out for row in zip(q, k, v, strict=True)])
 
 
 @pytest.mark.parametrize("mode", ["turbo", "fp16"])

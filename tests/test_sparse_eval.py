@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cli.main import app
 from turbo_hf.eval.methods import method_named
-from turbo_hf.eval.record import BY_METHOD, META
+from turbo_hf.eval.run_identity import BY_METHOD, META
 
 
 @pytest.mark.parametrize(

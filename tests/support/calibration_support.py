@@ -17,7 +17,6 @@ PROSE = (Path(turbo_hf.__file__).parent / "eval" / "haystack.txt").read_text()
 TEXTS = [PROSE] * 8
 SMALL = Settings(window=256, windows=3, queries=48, hidden=32, clusters=16, steps=8, batch=16, local=31, far=16)
 HEADS = replace(SMALL, index=False)
-NARROW: dict[str, Any] = {"architecture": "residual", "hidden": 4}
 MIXED = TurboConfig(block_size=32, low_heads=0.5)
 
 

@@ -1,10 +1,12 @@
-"""An oracle of attention: dense softmax in float64, one row of the batch at a time, without code of the package."""
+"""The oracle of attention (`turbo_hf.eval.bench.oracle`) row by row of a batch, with probabilities, in any dtype."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from turbo_hf.eval.bench.oracle import by_kv_head, weights
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys and values of one row, [Hkv, T, D] each."""
@@ -34,24 +36,12 @@ def attend(
 
     In a half-precision `dtype` it is eager attention as models write it: products in that type, softmax in float32.
     """
-    heads, m, _ = q.shape
-    group, t = heads // k.shape[0], k.shape[1]
     q, k, v = (x.detach().to("cpu", dtype) for x in (q, k, v))
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    score = (q @ k.mT) * scaling
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
-    query, key = torch.arange(t - m, t)[:, None], torch.arange(t)[None]
-    hidden = torch.zeros(m, t, dtype=torch.bool)
-    if causal:
-        hidden |= key > query
-    if window is not None:
-        hidden |= key <= query - window
-    logits = score.to(torch.promote_types(dtype, torch.float32)).masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        logits = torch.cat((logits, sinks.detach().to(logits)[:, None, None].expand(heads, m, 1)), -1)
-    probs = torch.softmax(logits, -1)[..., :t]
-    return probs.to(dtype) @ v, torch.logsumexp(logits, -1), probs
+    places = torch.arange(k.shape[1] - q.shape[1], k.shape[1])
+    how: dict[str, Any] = {"scaling": scaling, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
+    p, total, lse = weights(q, k, places, **how)
+    probs = p / total
+    return by_kv_head(probs.to(dtype), v), lse, probs
 
 
 def oracle(

@@ -1,4 +1,4 @@
-"""The command line: `turbo-hf generate`, `demo`, `plan`, `doctor`, `calibrate`, `eval`, `bench`.
+"""The command line: `turbo-hf doctor`, `plan`, `demo`, `generate`, `calibrate`, `eval`, `bench`.
 
 Torch and Transformers take seconds to import, and are imported where they are used: the help does not wait for them.
 """
@@ -50,6 +50,10 @@ LATER = {
 }
 
 
+ORDER = ("doctor", "plan", "demo", "generate", *LATER)
+"""As the help lists them: what a newcomer runs first."""
+
+
 def load_command(name: str) -> Any:
     """Import one of `LATER`: a command, or a group of commands."""
     found = getattr(importlib.import_module(LATER[name].module), LATER[name].name)
@@ -65,7 +69,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All names."""
-        return [*super().list_commands(ctx), *LATER]
+        return list(ORDER)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """What the help shows of a command."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from turbo_hf.calibration.files import one_writer, read_object, write_whole
-from turbo_hf.eval.bench.facts import facts
+from turbo_hf.eval.bench.environment import facts
 from turbo_hf.models.versions import version_of
 
 META, LOCK = "run_meta.json", "run.lock"

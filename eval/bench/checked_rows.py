@@ -10,12 +10,17 @@ from turbo_hf.eval.bench.timing import Call, speedup, spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class CheckedRow:
     """One method on one case; figures are None where it did not run, and `note` says why.
 
-    tokens: of the longest row. rounds: how often it was timed; spread: their interquartile range over their median.
-    speedup: times as fast as each baseline, median over the rounds. error: |o - oracle| / |oracle| on the sample.
+    shape, batch, tokens: of the case; tokens of its longest row.
+    method, ours: what ran, and whether it is ours.
+    spread: interquartile range of the rounds over their median.
+    rounds: how often it was timed.
+    speedup: times as fast as each baseline, median over the rounds.
+    error: |o - oracle| / |oracle| on the sample.
     check: of our own.
+    note: why figures are missing, or what else is to be said.
     """
 
     shape: str
@@ -31,7 +36,7 @@ class Row:
     note: str = ""
 
 
-AnyRow = TypeVar("AnyRow", bound=Row)
+AnyRow = TypeVar("AnyRow", bound=CheckedRow)
 AnyCall = TypeVar("AnyCall", bound=Call)
 
 
