@@ -10,6 +10,7 @@ import torch
 from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
+from op_calls import decode
 from prefill_support import check_prefill, int8_queries
 from stores import make_store, store_codes, tokens
 
@@ -22,7 +23,7 @@ from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.layout import FULL, Scoring
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
-from turbo_hf.ops.decode.contract import decode, step_obstacle
+from turbo_hf.ops.decode.contract import step_obstacle
 from turbo_hf.patching import doctor
 from turbo_hf.patching import forecast as forecasts
 from turbo_hf.patching import patch_model as patching

@@ -2,22 +2,17 @@
 
 import torch
 
-from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode.reference_stored import attend
-from turbo_hf.ops.reference_flash import Scoring
+from turbo_hf.ops.reference_flash import FlashOptions
 
 
-def decode(
+def reference_decode(
     q: torch.Tensor,
     store: KVStore,
-    *,
-    scaling: float,
+    scoring: Scoring,
     starts: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
 ) -> AttentionOutput:
-    how = Scoring(scaling, True, window, softcap, sas_threshold, None if mode == "fp16" else torch.int8)
-    return attend(q, store, how, starts, sinks)
+    return attend(q, store, FlashOptions(scoring, True, window, None if mode == "fp16" else torch.int8), starts)

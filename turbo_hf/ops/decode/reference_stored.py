@@ -1,29 +1,25 @@
 """Attention of the newest tokens to keys that the compressed cache holds: what dense and sparse decode share."""
 
-from typing import Any
-
 import torch
 
 from turbo_hf.layout import FULL, INT8_MAX, AttentionOutput, KVStore
 from turbo_hf.ops.reference_division import ratio, scaled
-from turbo_hf.ops.reference_flash import Operand, Run, Scoring, flash
+from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import expand
 
 
 def attend(
     q: torch.Tensor,
     store: KVStore,
-    how: Scoring,
+    how: FlashOptions,
     starts: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     chosen: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """Attention to the keys `chosen`, bool [B, Hkv or Hq, M, T] by place in the row (as in `expand`); None: to all."""
-    options: dict[str, Any] = {"starts": starts, "sinks": sinks, "chosen": chosen}
-    found = _attend(q, store, how=how, **options)
+    found = _attend(q, store, how, starts, chosen)
     if how.p_type is not None and store.k_open.dtype != torch.int8:
         # heads of 16 bit are computed as they are stored
-        as_stored = _attend(q, store, how=how._replace(p_type=None), **options)
+        as_stored = _attend(q, store, how._replace(p_type=None), starts, chosen)
         full = _full_heads(store).repeat_interleave(q.shape[1] // store.order.shape[1], 1)[:, :, None]
         found = AttentionOutput(
             torch.where(full[..., None], as_stored.out, found.out), torch.where(full, as_stored.lse, found.lse)
@@ -34,10 +30,8 @@ def attend(
 def _attend(
     q: torch.Tensor,
     store: KVStore,
-    *,
-    how: Scoring,
+    how: FlashOptions,
     starts: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     chosen: torch.Tensor | None,
 ) -> AttentionOutput:
     """Every head alike: q and P in INT8 on INT8 codes, unless P is not to be rounded or the keys are no codes."""
@@ -67,7 +61,7 @@ def _attend(
             run._replace(k=run.k._replace(place=index.masked_fill(hidden, -1)))
             for run, hidden in zip(runs, (opened, ~opened), strict=True)
         ]
-    out, lse = flash(runs, how, sinks)
+    out, lse = flash(runs, how)
     out = out.masked_fill(padding[:, None, :, None], 0.0)
     return AttentionOutput(out.to(q.dtype), lse.masked_fill(padding[:, None], -torch.inf).float())
 

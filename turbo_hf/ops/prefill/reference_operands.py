@@ -2,24 +2,15 @@
 
 import torch
 
-from turbo_hf.layout import INT8_MAX, V_TOP, Operands, value_order
+from turbo_hf.layout import INT8_MAX, V_TOP, Operands, Rounding, value_order
 from turbo_hf.ops.reference_division import ratio, scaled
 from turbo_hf.ops.store.reference_rotate import key_shift, rotate
 
-__all__ = ["quantize_operands"]
 
-
-def quantize_operands(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mode: str,
-    block: int = 128,
-    v_scale: str = "block",
-    smooth_k: bool = False,
-    hadamard: bool = False,
-    starts: torch.Tensor | None = None,
+def reference_quantize_operands(
+    k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
 ) -> Operands:
+    mode, block, v_scale, smooth_k, hadamard = rounding
     k, v = (align(x, starts) for x in (k, v))
     mean = key_mean(k, starts) if smooth_k else None
     if mean is not None:
