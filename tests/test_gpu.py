@@ -131,11 +131,10 @@ def test_the_doctor_and_auto_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_is_told() -> None:
     errors = pytest.importorskip("triton.runtime.errors")
-    from turbo_hf.ops.room import room_for  # noqa: PLC0415 - needs Triton
 
     with (
         pytest.raises(ValueError, match=r"head dim 256 .*181760.*smaller TurboConfig.block_size"),
-        room_for(torch.empty(1, 256)),
+        gpu.explain_out_of_resources(torch.empty(1, 256)),
     ):
         raise errors.OutOfResources(181760, CONSUMER, "shared memory")
 

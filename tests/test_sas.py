@@ -14,7 +14,7 @@ from prefill_support import chunk_codes, int8_queries
 from sas_support import CUBIC, EPS, check_sas, cubic_error
 from stores import make_store, store_codes, tokens
 
-from turbo_hf.ops.reference_softmax import sas_exp
+from turbo_hf.ops.reference_flash import sas_exp
 
 pytestmark = pytest.mark.usefixtures("poison")
 

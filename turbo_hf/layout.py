@@ -87,6 +87,9 @@ PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a rotary embedding, [1 or B, tokens, rotated channels]."""
 
+CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
+"""Tensors of a query classifier: [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C]."""
+
 
 class PagedHeads(NamedTuple):
     """Pages of the KV heads that share one bit width (see above).

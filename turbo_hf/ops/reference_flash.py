@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from turbo_hf.layout import E4M3_MAX, INT8_MAX, AttentionOutput, Scoring
-from turbo_hf.ops.reference_softmax import sas_exp
 
 TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
@@ -136,6 +135,14 @@ def _run(state: State, run: Run, options: FlashOptions) -> State:
     part = (weight @ run.v.x).unflatten(2, (group, rows))
     total = state.total * moved + (p.sum(-1) * moves).sum(-1)
     return State(top, total, state.acc * moved[..., None] + part)
+
+
+def sas_exp(x: torch.Tensor, threshold: float) -> torch.Tensor:
+    """exp(x) for x <= 0 by a table and a cubic; 0 below `threshold`. TurboAttention sec. 4, eq. 13-15, alg. 3."""
+    whole = torch.floor(-x.clamp(min=threshold))
+    fraction = -x.clamp(min=threshold) - whole
+    cubic = ((-0.1025 * fraction + 0.4626) * fraction - 0.9922) * fraction + 0.9996
+    return torch.where(x < threshold, 0.0, torch.exp(-whole) * cubic)
 
 
 def _rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,6 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, full_rounds, stream_k, tiles_of
-from turbo_hf.ops.room import room_for
 from turbo_hf.ops.tuning import FULL_WARPS, TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles, full_tiles
 
 PARTS = 16
@@ -170,7 +169,7 @@ def launch_decode(
     outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
     place = Place(q.device, gpu.stream(q.device), get_ident(), most, outputs, floats)
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
-    with torch.cuda.device_of(q), room_for(q):
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         decode_kernel[(grid,)](
             q,
             out,

@@ -18,14 +18,11 @@ from turbo_hf.layout import (
     power_of_two,
 )
 from turbo_hf.ops import gpu
+from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Form, Past, Queries, Result, View
 from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
-from turbo_hf.ops.prefill.reference_operands import align, key_mean
-from turbo_hf.ops.reference_division import ratio
-from turbo_hf.ops.room import room_for
 from turbo_hf.ops.store import launch as launch_store
-from turbo_hf.ops.store.reference_rotate import key_shift, query_shift
 from turbo_hf.ops.tuning import prefill_tiles
 
 P_LOG2 = {mode: math.log2(top) for mode, top in V_TOP.items()} | {"half": 0.0, "fp16": 0.0}
@@ -203,7 +200,7 @@ def launch_prefill(
         )  # fmt: skip
 
     precise_parts = Operands(k, k)
-    with torch.cuda.device_of(q), room_for(q):
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         if rounding.mode == "fp16":
             run(precise_parts, "fp16")
             return AttentionOutput(result, lse)

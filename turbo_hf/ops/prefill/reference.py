@@ -14,11 +14,11 @@ from turbo_hf.layout import (
     half_type,
     value_order,
 )
-from turbo_hf.ops.prefill.reference_operands import align, reference_quantize_operands
-from turbo_hf.ops.reference_division import ratio, scaled
+from turbo_hf.ops.maths import align, query_shift, ratio, scaled
+from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import sealed_tokens, stored
-from turbo_hf.ops.store.reference_rotate import query_shift, rotate
+from turbo_hf.ops.store.reference_rotate import rotate
 
 P_TYPES = {"turbo": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": None}
 """The type that P is rounded to (`FlashOptions.p_type`); in mode "half" it depends on the queries' type."""

@@ -8,16 +8,14 @@ from typing import NamedTuple
 import torch
 import triton
 
-from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, power_of_two
+from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
-from turbo_hf.ops.room import room_for
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
-from turbo_hf.ops.sparse.reference_select import CLASSIFIER
 from turbo_hf.ops.store.launch import pairs_of
 
 SCAN = 2048
@@ -272,7 +270,7 @@ def launch_sparse_decode(
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
     known |= gpu.early(q.device)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
-    with torch.cuda.device_of(q), room_for(q):
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         list_kernel[(lists,)](
             spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, room,
             0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,

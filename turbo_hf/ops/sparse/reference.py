@@ -3,7 +3,7 @@
 import torch
 
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
-from turbo_hf.ops.decode.reference_stored import attend
+from turbo_hf.ops.decode.reference import attend
 from turbo_hf.ops.reference_flash import FlashOptions
 
 
