@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from budgets import check_exact, check_turbo
+from op_calls import decode
 from prefill_support import int8_queries
 from stores import make_store, store_codes, tokens
 
 from turbo_hf.layout import FULL
-from turbo_hf.ops.decode.contract import decode
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.gpu]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from all_pairs import all_pairs
 from budgets import check, check_exact, check_turbo, float_budget, largest
+from op_calls import decode, prefill
 from oracle import oracle
 from prefill_support import int8_queries
 from stores import make_store, store_codes, tokens
@@ -18,8 +19,6 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import FULL, KVStore, empty_pages, full_type, open_token_bytes, page_bytes
-from turbo_hf.ops.decode.contract import decode
-from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.quantize import dequantize, seal_blocks, unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -10,6 +10,7 @@ import torch
 from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
+from op_calls import decode
 from prefill_support import check_prefill, int8_queries
 from stores import make_store, store_codes, tokens
 
@@ -22,7 +23,7 @@ from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.layout import FULL, Scoring
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
-from turbo_hf.ops.decode.contract import decode, step_obstacle
+from turbo_hf.ops.decode.contract import step_obstacle
 from turbo_hf.patching import doctor, refusals
 from turbo_hf.patching import patch_model as patching
 from turbo_hf.patching.refusals import forecast
@@ -129,11 +130,10 @@ def test_the_doctor_and_auto_tell_of_a_gpu_that_is_too_old(monkeypatch: pytest.M
 
 def test_what_does_not_fit_is_told() -> None:
     errors = pytest.importorskip("triton.runtime.errors")
-    from turbo_hf.ops.room import room_for  # noqa: PLC0415 - needs Triton
 
     with (
         pytest.raises(ValueError, match=r"head dim 256 .*181760.*smaller TurboConfig.block_size"),
-        room_for(torch.empty(1, 256)),
+        gpu.explain_out_of_resources(torch.empty(1, 256)),
     ):
         raise errors.OutOfResources(181760, CONSUMER, "shared memory")
 

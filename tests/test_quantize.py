@@ -1,10 +1,7 @@
 """Both stages of quantization, their contract and their kernels; heads ranked."""
 
-import inspect
 import math
-import re
 from fractions import Fraction
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,14 +9,6 @@ from all_pairs import all_pairs, in_turn
 from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
 from stores import CODE_MAX, page_codes, tokens, unpack
 
-import turbo_hf.ops.decode.contract
-import turbo_hf.ops.decode.reference
-import turbo_hf.ops.prefill.contract
-import turbo_hf.ops.prefill.operands
-import turbo_hf.ops.prefill.reference
-import turbo_hf.ops.prefill.reference_operands
-import turbo_hf.ops.store.quantize
-import turbo_hf.ops.store.reference_quantize
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.layout import BITS, VALUE_ORDER, PagedHeads
 from turbo_hf.ops.store.quantize import head_scores, quantize_blocks, quantize_tokens, seal_blocks, unpack_blocks
@@ -29,35 +18,6 @@ LENGTHS = [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 130)]
 DIMS = [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)]
 EPS = torch.finfo(torch.float32).eps
 METRICS = [pytest.param(metric, id=metric) for metric in HEAD_METRICS]
-
-
-# --- contract -------------------------------------------------------------------------------------------------------
-
-
-def public(module: ModuleType) -> dict[str, inspect.Signature]:
-    """The ops of a module with their signatures; what only checks arguments is none."""
-    here = [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
-    names = getattr(module, "__all__", [name for name in here if not re.match("_|check_|.*_obstacle$", name)])
-    return {name: inspect.signature(getattr(module, name)) for name in sorted(names)}
-
-
-@pytest.mark.parametrize(
-    ("op", "reference"),
-    [
-        pytest.param(turbo_hf.ops.store.quantize, turbo_hf.ops.store.reference_quantize, id="quantize"),
-        pytest.param(turbo_hf.ops.prefill.operands, turbo_hf.ops.prefill.reference_operands, id="operands"),
-        pytest.param(turbo_hf.ops.prefill.contract, turbo_hf.ops.prefill.reference, id="prefill"),
-        pytest.param(turbo_hf.ops.decode.contract, turbo_hf.ops.decode.reference, id="decode"),
-    ],
-)
-def test_reference_has_the_same_signatures(op: ModuleType, reference: ModuleType) -> None:
-    """But for the choice of a backend, which the reference is one of."""
-    assert public(op)
-    without = {
-        name: signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "backend"])
-        for name, signature in public(op).items()
-    }
-    assert without == public(reference)
 
 
 # --- stage 1 --------------------------------------------------------------------------------------------------------

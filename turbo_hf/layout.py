@@ -87,6 +87,9 @@ PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a rotary embedding, [1 or B, tokens, rotated channels]."""
 
+CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
+"""Tensors of a query classifier: [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C]."""
+
 
 class PagedHeads(NamedTuple):
     """Pages of the KV heads that share one bit width (see above).
@@ -149,12 +152,73 @@ class Operands(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What is done to q k^T before and in the softmax, as the ops take it. sinks: one a query head, or None."""
+    """What is done to q . k before and in the softmax.
+
+    scaling: factor on q . k.
+    softcap: scores become softcap * tanh(score / softcap); None: they stay as they are.
+    sinks: float [Hq], one additional logit per head in the softmax denominator, without a value; None: none.
+    sas_threshold: SAS softmax, which drops scores this far (below 0, natural log units) below the maximum of their
+        block, of `SAS_TILE` keys where nothing is quantized; None: the exponential.
+    """
 
     scaling: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     sas_threshold: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the softmax of scaled scores and nothing more."""
+        return self.softcap is None and self.sinks is None and self.sas_threshold is None
+
+
+class Rounding(NamedTuple):
+    """How a prompt's Q, K, P and V are rounded. Q has one scale per token in each mode, P one per query and key tile.
+
+    mode: "turbo": INT8 Q, K, P and V, K and V with one scale per block. "int8": the same, K with one per token.
+        "half": INT8 Q and K as in "int8", P and V in 16 bit. "fp8": INT8 Q and K as in "turbo", P and V in FP8 (e4m3),
+        each tile's product accumulated in float32. "fp16": all in q's dtype, as are heads with scores beyond
+        `SCORE_LIMIT`.
+    block: tokens per block of K and V, and per tile of P. Over a past, these are the past's own blocks.
+    v_scale: scales of V in "turbo", "int8" and "fp8": one per "block", per "channel" of a row, or per row ("tensor").
+    smooth_k: subtract the row's mean key from its keys before rounding, and add its contribution back to the scores.
+    hadamard: rotate Q and K by a Hadamard matrix before rounding.
+    """
+
+    mode: str = "turbo"
+    block: int = 128
+    v_scale: str = "block"
+    smooth_k: bool = False
+    hadamard: bool = False
+
+
+class Visits(NamedTuple):
+    """The buckets of cached keys, and which of them each query of a sparse decode visits.
+
+    buckets: int16 [B, Hkv, L, cap], by hash table (1 except for "lsh-tables") and position in the row; -1: unknown,
+        such a key is attended to. cap is at least the longest row.
+    visited: bool [B, Hkv, M, L, C], for all query heads of a KV head together, or [B, Hq, M, L, C], for each head; the
+        latter has no kernel if Hq is above Hkv.
+    spans: int16 [B, Hkv, n, 2], the smallest and the largest bucket in each of the first n blocks of a row, -1:
+        unknown. It tells the kernel which blocks it can skip, and does not change the result. None: none is known.
+    min_collisions: in how many tables a key's bucket must be visited.
+    """
+
+    buckets: torch.Tensor
+    visited: torch.Tensor
+    spans: torch.Tensor | None = None
+    min_collisions: int = 1
+
+
+class AlwaysRead(NamedTuple):
+    """The tokens that every query of a sparse decode reads.
+
+    sink_tokens: how many of the first tokens of a row.
+    window_tokens: how many of the newest tokens, the query itself included.
+    """
+
+    sink_tokens: int
+    window_tokens: int
 
 
 class AttentionOutput(NamedTuple):

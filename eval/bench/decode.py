@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Annotated, Any
 
 import torch
@@ -17,7 +16,7 @@ from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.console import Device, Json, out
 from turbo_hf.eval.bench.check import Check, judge, poisoned
 from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, timed
-from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, PLANS, WIDTHS, Case, choose_cases, groups_of
+from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
@@ -27,9 +26,9 @@ from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
 from turbo_hf.eval.bench.runner import BenchRun, measured_copy, mistakes_end_the_command
 from turbo_hf.eval.bench.tables import print_rows, untimed
 from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side
-from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
-from turbo_hf.ops.decode import reference
+from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.store.quantize import dequantize
 
 BURST_MS = 40.0
@@ -71,7 +70,6 @@ def run_case(
     widths: list[str],
     *,
     backend: str,
-    plans: Sequence[str] = PLANS[:1],
     seed: int,
     seconds: float,
     stopwatch: Stopwatch,
@@ -82,7 +80,6 @@ def run_case(
 
     Args:
         widths: of WIDTHS. backend: which one runs.
-        plans: of PLANS, how the kernel shares its work; each runs at every width.
         seed: of the tokens, N(0, 1).
         seconds: approximate timing duration.
         copy: measured bandwidth, 10^12 bytes per second.
@@ -97,9 +94,9 @@ def run_case(
     shape = (len(case.lengths), case.heads.query, 1, case.heads.dim)
     q = torch.randn(shape, generator=generator, device=device, dtype=torch.float16)
     found = []
-    for width, plan in product(widths, plans):
-        tell(f"{case}: {width} bit, {plan}")
-        found.append(dense_step(case, width, q, backend, plan, seed))
+    for width in widths:
+        tell(f"{case}: {width} bit")
+        found.append(dense_step(case, width, q, backend, seed))
     return beside_fp16(case, q, generator, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
 
 
@@ -133,7 +130,7 @@ def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutp
         part, scaling = one_head(store, row, head), case.heads.dim**-0.5
         k, v = (x[0, :, : case.lengths[row]] for x in dequantize(part, torch.float64))
         exact = attend(query[0], k, v, scaling=scaling, causal=False)
-        return reference.decode(query, part, scaling=scaling), exact
+        return reference_decode(query, part, Scoring(scaling)), exact
 
     return check_heads(case, q, got, attended)
 
@@ -180,20 +177,14 @@ def new_row(case: Case, method: str, ours: bool, size: int, note: str = "") -> D
     )
 
 
-def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, plan: str, seed: int) -> Found:
+def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, seed: int) -> Found:
     """The row of one width with its check, and what to time if the result is right."""
     groups = groups_of(width, case.heads.kv)
     size = case.packed_bytes(groups)
     name = f"{width} bit" if width != "mixed" else "mixed " + "/".join(str(bits) for bits, _ in groups)
-    if plan != PLANS[0]:
-        name += f", {plan}"
 
     def step(store: KVStore) -> AttentionOutput:
-        if plan == PLANS[0]:
-            return op.decode(q, store, scaling=case.heads.dim**-0.5, backend=backend)
-        from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
-
-        return launch_decode.decode(q, store, scaling=case.heads.dim**-0.5, plan=plan)
+        return op.decode(q, store, Scoring(case.heads.dim**-0.5), backend=backend)
 
     def prepare() -> tuple[Check, Callable[[], Rotation]]:
         # another seed: keys that begin like the query would be the only ones that it sees
@@ -259,9 +250,6 @@ def decode_command(
     ),
     width: Annotated[list[str] | None, typer.Option(help=f"Bits: {', '.join(WIDTHS)}; may be repeated.")] = None,
     ragged: Annotated[bool, typer.Option("--ragged", help="Rows with 1/8 to all of the tokens.")] = False,
-    plan: Annotated[
-        list[str] | None, typer.Option(help=f"Shares of work: {', '.join(PLANS)}; may be repeated.")
-    ] = None,
     occupancy: Annotated[bool, typer.Option("--occupancy", help="Only batches around a full wave of SMs.")] = False,
     backend: Backend = "auto",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 1.0,
@@ -278,19 +266,16 @@ def decode_command(
     with mistakes_end_the_command():
         widths = [one_of("width", name, WIDTHS) for name in width or ("4",)]
         one_of("backend", backend, BACKENDS)
-        plans = [one_of("plan", name, PLANS) for name in plan or PLANS[:1]]
         cases = choose_cases(shape or [], size or [], ragged, seed, occupancy)
         if not cases:
             raise ValueError(f"no default case of {', '.join(shape or [])} is ragged; give --size.")
         stopwatch = Stopwatch(find_device(device))
-        if plans != [PLANS[0]] and (backend == "reference" or stopwatch.device.type != "cuda"):
-            raise ValueError(f"--plan is of the kernel, which needs CUDA and no other backend; got {', '.join(plans)}.")
         require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
         prepare_folder(folder, plot=True)
     bench = BenchRun[DecodeRow]("decode", stopwatch.device, folder)
     copy = measured_copy(stopwatch)
     stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
-    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds, "plans": plans}
+    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
     bench.each(
         cases,
         lambda case, tell: run_case(case, widths, stopwatch=stopwatch, copy=copy, tell=tell, **chosen),

@@ -16,9 +16,6 @@ DECODE_SHAPES = SHAPES | {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24,
 
 WIDTHS = ("16", "8", "4", "3", "2", "mixed")
 
-PLANS = ("stream-k", "whole", "split")
-"""How the kernel shares its work: LeanAttention, FlashAttention-2 (a CTA an output), FlashDecoding (equal parts)."""
-
 SIZES = {
     "llama3-8b": "1x1k 1x4k 1x8k 1x32k 1x131k 1x524k 1x1M 4x4k 4x32k 16x1k 16x4k 16x32k 64x1k 64x4k 64x16k",
     "phi3-medium": "1x4k 1x32k 1x131k 16x4k 16x16k 64x1k",

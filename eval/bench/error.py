@@ -35,6 +35,7 @@ from turbo_hf.eval.bench.oracle import Errors, attend, errors, fp8_attention
 from turbo_hf.eval.bench.prefill import options_of
 from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
+from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 
 LENGTHS = ("1k", "2k", "4k", "8k", "16k")
@@ -142,9 +143,14 @@ def _rows(
 ) -> Iterator[ErrorRow]:
     q, k, v, about = layer.q, layer.k, layer.v, {**layer.about, "causal": causal}
     exact = attend(q[0], k[0], v[0], **about).out
+    scoring = Scoring(about["scaling"], about.get("softcap"), about.get("sinks"))
     tokens = q.shape[2]
     for method in methods:
-        got = op.prefill(q, k, v, **about, **method.options, **options_of(method.options["mode"], options))
+        given = {**method.options, **options_of(method.options["mode"], options)}
+        backend = given.pop("backend", "auto")
+        got = op.prefill(
+            q, k, v, scoring, Rounding(**given), causal=causal, window=about.get("window"), backend=backend
+        )
         yield ErrorRow(source, tokens, method.name, *errors(got.out[0], exact))
     yield ErrorRow(source, tokens, FP8_TENSOR, *errors(fp8_attention(q[0], k[0], v[0], **about), exact))
 

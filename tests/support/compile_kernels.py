@@ -10,11 +10,13 @@ import json
 from typing import Any
 
 import torch
+from op_calls import taken
 from stores import make_store
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from turbo_hf.layout import AlwaysRead, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
 from turbo_hf.ops.prefill import launch
@@ -67,10 +69,10 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     """One prefill of a ragged batch, which takes the general kernel."""
     q = torch.zeros(2, 300, 4, dim, dtype=dtype).transpose(1, 2)
     k, v = (torch.zeros(2, 300, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
-    plain: dict[str, Any] = {"scaling": 0.1, "past": past, "starts": torch.zeros(2, dtype=torch.int64), "causal": True}
-    plain |= {"window": None, "softcap": None, "sinks": None, "mode": mode, "sas_threshold": None, "block": 128}
-    plain |= {"v_scale": "block", "smooth_k": False, "hadamard": False}
-    launch.prefill(q, k, v, **(plain | options))
+    starts, window = torch.zeros(2, dtype=torch.int64), options.pop("window", None)
+    scoring = taken(Scoring, {"scaling": 0.1} | options)
+    rounding = taken(Rounding, {"mode": mode} | options)
+    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window)
 
 
 def one_output(dim: int, heads: int) -> None:
@@ -78,17 +80,17 @@ def one_output(dim: int, heads: int) -> None:
     k, v = (torch.randn(1, 1, 150, dim) for _ in range(2))
     store = make_store(k, v, [150], groups=((4, 1),))
     q = torch.zeros(1, heads, 1, dim, dtype=torch.float16)
-    launch_decode.decode(q, store, scaling=0.1)
+    launch_decode.launch_decode(q, store, Scoring(0.1))
     index, visited = torch.zeros(1, 1, 1, 150, dtype=torch.int16), torch.zeros(1, 1, 1, 1, 16, dtype=torch.bool)
     spans = torch.zeros(1, 1, 2, 2, dtype=torch.int16)
-    launch_sparse.sparse_decode(q, store, index, visited, scaling=0.1, sink_tokens=1, window_tokens=64, spans=spans)
+    launch_sparse.launch_sparse_decode(q, store, Scoring(0.1), Visits(index, visited, spans), AlwaysRead(1, 64))
 
 
 def full(dim: int, block: int, heads: int) -> None:
     """Decode of a ragged batch where all is in 16 bit."""
     k, v = (torch.zeros(2, 2, 280, dim, dtype=torch.float16) for _ in range(2))
     store = make_store(k, v, [280, 70], groups=((16, 2),), block=block)
-    launch_decode.decode(torch.zeros(2, heads, 1, dim, dtype=torch.float16), store, scaling=0.1)
+    launch_decode.launch_decode(torch.zeros(2, heads, 1, dim, dtype=torch.float16), store, Scoring(0.1))
 
 
 def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, heads: int, **options: Any) -> None:
@@ -106,9 +108,9 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     launch_sparse.assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
     launch_sparse.visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
     visited = launch_sparse.visit(logits, probes=32)[:, :, :, None]
-    plain: dict[str, Any] = {"scaling": 0.1, "sink_tokens": 1, "window_tokens": 2047}
-    plain["spans"] = torch.zeros(2, 2, 2, 2, dtype=torch.int16)
-    launch_sparse.sparse_decode(q, store, index[:, :, None], visited, **(plain | options))
+    visits = Visits(index[:, :, None], visited, torch.zeros(2, 2, 2, 2, dtype=torch.int16))
+    scoring = taken(Scoring, options := {"scaling": 0.1} | options)
+    launch_sparse.launch_sparse_decode(q, store, scoring, visits, AlwaysRead(1, 2047), **options)
 
 
 QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]
@@ -132,7 +134,7 @@ def nearest(capability: str) -> None:
         case[0] = f"decode, {bits} bit, d = {dim}, blocks of {block}"
         k, v = (torch.zeros(1, 2, 2 * block, dim, dtype=torch.bfloat16) for _ in range(2))
         store = make_store(k, v, [2 * block], groups=((bits, 2),), block=block)
-        launch_decode.decode(torch.zeros(1, 8, 1, dim, dtype=torch.bfloat16), store, scaling=0.1)
+        launch_decode.launch_decode(torch.zeros(1, 8, 1, dim, dtype=torch.bfloat16), store, Scoring(0.1))
     case[0] = "sparse, 8 bit, d = 128"
     sparse(((8, 2),), 128, torch.bfloat16, 8)
 

@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
-from turbo_hf.layout import AttentionOutput, Rotary, Scoring
+from turbo_hf.layout import AlwaysRead, AttentionOutput, Rotary, Scoring, Visits
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.store.rotate import rotate_queries
 from turbo_hf.sparse.undo_rotary import turns_by_halves, undo_rotary
@@ -88,7 +88,6 @@ def attend_sparse(
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
-    sink, window = selector.config.sink_tokens, selector.window
     if layer.step is None:
         # `steps.Steps` counts its own: a replay would not
         new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
@@ -100,13 +99,9 @@ def attend_sparse(
     return sparse_decode(
         q,
         layer.store(),
-        None if visited is None else index.buckets,
-        visited,
-        **scoring._asdict(),
-        sink_tokens=sink,
-        window_tokens=window,
-        spans=None if visited is None else index.spans,
-        min_collisions=selector.min_collisions,
+        scoring,
+        None if visited is None else Visits(index.buckets, visited, index.spans, selector.min_collisions),
+        AlwaysRead(selector.config.sink_tokens, selector.window),
         starts=starts,
         mode=layer.config.decode_attention,
         read=selector.tally.counter(query.device),

@@ -16,7 +16,7 @@ from turbo_hf.cache.new_columns import Chunk
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.layout import Rotary, Scoring, narrowed
+from turbo_hf.layout import Rotary, Rounding, Scoring, narrowed
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
@@ -274,7 +274,7 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Sc
     return decode(
         rotate_queries(q, config.backend) if config.rotates else q,
         layer.store(),
-        **scoring._asdict(),
+        scoring,
         starts=starts,
         window=layer.window,
         mode=config.decode_attention,
@@ -293,19 +293,23 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: 
     else:
         # over a past, the chunk's own keys are rotated like the stored ones
         turned = layer.seen > 0 and config.rotates
+        # "fp16" rounds nothing, so that nothing is prepared for rounding
+        rounds = mode != "fp16"
+        rounding = Rounding(
+            mode,
+            v_scale=config.v_scale,
+            smooth_k=config.smooth_k and rounds,
+            hadamard=config.hadamard and rounds and not turned,
+        )
         out = prefill(
             rotate_queries(q, config.backend) if turned else q,
             narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
             v,
-            **scoring._asdict(),
+            scoring,
+            rounding,
             past=layer.store() if layer.seen else None,
             starts=starts,
             window=layer.window,
-            mode=mode,
-            v_scale=config.v_scale,
-            # these prepare keys for rounding, which this mode does not do
-            smooth_k=config.smooth_k and mode != "fp16",
-            hadamard=config.hadamard and mode != "fp16" and not turned,
             backend=config.backend,
         ).out
     layer.append(k, v, chunk, buckets, defer=True)
@@ -315,8 +319,7 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: 
 def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring) -> bool:
     """Whether a prompt on a GPU is causal attention and nothing more, which torch has kernels for."""
     short = layer.window is None or q.shape[2] <= layer.window
-    plain = starts is None and scoring.softcap is None and scoring.sinks is None and scoring.sas_threshold is None
-    return q.is_cuda and not layer.seen and short and plain
+    return q.is_cuda and not layer.seen and short and starts is None and scoring.is_plain
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:

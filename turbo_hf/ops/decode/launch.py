@@ -7,21 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
+from turbo_hf.layout import FULL, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_merge import STATS
-from turbo_hf.ops.decode.stream_k import (
-    LivePlan,
-    Plan,
-    fixed_split,
-    full_rounds,
-    split_count,
-    stream_k,
-    tiles_of,
-    whole_outputs,
-)
-from turbo_hf.ops.room import room_for
+from turbo_hf.ops.decode.stream_k import LivePlan, Plan, full_rounds, stream_k, tiles_of
 from turbo_hf.ops.tuning import FULL_WARPS, TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles, full_tiles
 
 PARTS = 16
@@ -47,7 +37,7 @@ class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
     groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
-    few tiles. blocks: of a tile. warps: of a CTA. plan: "stream-k", "whole" or "split".
+    few tiles. blocks: of a tile. warps: of a CTA.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -56,18 +46,14 @@ class Shape(NamedTuple):
     alone: int
     blocks: int
     warps: int
-    plan: str
 
 
 @lru_cache(maxsize=64)
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a cache whose rows have these numbers of tiles."""
-    groups, chunks, ctas, alone, blocks, warps, plan = shape
+    groups, chunks, ctas, alone, blocks, warps = shape
     cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
     each = np.repeat(np.array(tiles), len(cost))
-    if plan != "stream-k":
-        parts = 1 if plan == "whole" else split_count(len(each), max(tiles), ctas)
-        return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
     steps = int(each.sum())
     if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
         ctas = alone
@@ -150,23 +136,16 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
     return tiles, turbo, padded
 
 
-def decode(
+def launch_decode(
     q: torch.Tensor,
     store: KVStore,
-    *,
-    scaling: float,
+    scoring: Scoring,
     starts: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
-    plan: str = "stream-k",
 ) -> AttentionOutput:
-    """`ops.decode` by the Triton kernel; arguments as there, checked.
-
-    plan: "stream-k", or for comparison "whole" (FlashAttention-2) or "split" (FlashDecoding).
-    """
+    """`ops.decode` by the Triton kernel; arguments as there, checked."""
+    scaling, softcap, sinks, sas_threshold = scoring
     _, heads, tokens, dim = q.shape
     kv_heads, cap = store.k_open.shape[1:3]
     group = heads // kv_heads
@@ -186,14 +165,11 @@ def decode(
     tune = full or tune
     warps = FULL_WARPS if full else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
-    shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
-    ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
+    shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
     outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
-    place = Place(q.device, gpu.stream(q.device), get_ident(), ctas, outputs, floats)
-    # only stream-K has a bound that holds at any length, which a replay needs
-    plans = store.plans if plan == "stream-k" else None
-    words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, plans, place)
-    with torch.cuda.device_of(q), room_for(q):
+    place = Place(q.device, gpu.stream(q.device), get_ident(), most, outputs, floats)
+    words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         decode_kernel[(grid,)](
             q,
             out,

@@ -8,16 +8,14 @@ from typing import NamedTuple
 import torch
 import triton
 
-from turbo_hf.layout import AttentionOutput, KVStore, Rotary, power_of_two
+from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
-from turbo_hf.ops.room import room_for
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
-from turbo_hf.ops.sparse.reference_select import CLASSIFIER
 from turbo_hf.ops.store.launch import pairs_of
 
 SCAN = 2048
@@ -221,25 +219,19 @@ def _workspace(
     )
 
 
-def sparse_decode(
+def launch_sparse_decode(
     q: torch.Tensor,
     store: KVStore,
-    buckets: torch.Tensor | None,
-    visited: torch.Tensor | None,
-    *,
-    scaling: float,
-    sink_tokens: int,
-    window_tokens: int,
-    spans: torch.Tensor | None = None,
-    min_collisions: int = 1,
+    scoring: Scoring,
+    visits: Visits | None,
+    always: AlwaysRead,
     starts: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one collision is asked for."""
+    scaling, softcap, sinks, sas_threshold = scoring
+    buckets, visited, spans, _ = (None, None, None, 1) if visits is None else visits
     batch, heads, queries, dim = q.shape
     kv_heads, cap = store.k_open.shape[1:3]
     group = heads // kv_heads
@@ -268,17 +260,17 @@ def sparse_decode(
             store.plans[shape] = KeptWorkspace(_workspace(*shape))
         workspace = store.plans[shape].words
     listed, listed_count, arrived, parts = workspace
-    indexed = buckets is not None and visited is not None
+    indexed = visits is not None
     flags = listed_count
     if visited is not None:
         flags = visited.contiguous().view(torch.uint8)
     order = store.order.contiguous()
     places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
-    sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
+    sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
     known |= gpu.early(q.device)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
-    with torch.cuda.device_of(q), room_for(q):
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         list_kernel[(lists,)](
             spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, room,
             0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,

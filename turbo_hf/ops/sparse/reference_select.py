@@ -4,28 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-from turbo_hf.layout import Rotary
-
-CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
-"""The classifier's tensors: [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C]."""
+from turbo_hf.layout import CLASSIFIER, Rotary
+from turbo_hf.ops.maths import undo_rotary_halves
 
 PART = 4096
 """Keys assigned at a time: bounds the float32 scores, one per key and centroid."""
-
-
-def undo_rotary_halves(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """x [B, H, M, D] in float32 before rotary embedding; rotary: (cos, sin) [1 or B, M, r] of its tokens, or None.
-
-    Half layout: channels c and c + r/2 rotate together; channels from r on do not rotate.
-    """
-    if rotary is None:
-        return x.float()
-    cos, sin = (part.float()[:, None] for part in rotary)
-    size = cos.shape[-1]
-    turned, rest = x.float()[..., :size], x.float()[..., size:]
-    low, high = turned.chunk(2, -1)
-    plain = (turned * cos - torch.cat((-high, low), -1) * sin) / (cos * cos + sin * sin)
-    return torch.cat((plain, rest), -1)
 
 
 def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from turbo_hf.config.turbo_config import MOST_BUCKETS
-from turbo_hf.layout import Rotary
+from turbo_hf.layout import CLASSIFIER, Rotary
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.sparse import reference_select as reference
 
@@ -170,7 +170,7 @@ def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
 
 
 def _check_classifier(classifier: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    names = reference.CLASSIFIER
+    names = CLASSIFIER
     missing = [name for name in names if name not in classifier]
     if missing:
         raise ValueError(f"classifier must hold {', '.join(names)}; it lacks {', '.join(missing)}.")

@@ -3,9 +3,9 @@
 import torch
 
 from turbo_hf.layout import CODE_MAX, FULL, KVStore, PagedHeads, half_split, narrowed, value_order
-from turbo_hf.ops.reference_division import ratio
+from turbo_hf.ops.maths import query_shift, ratio
 from turbo_hf.ops.store.reference_pages import expand, unpack_blocks
-from turbo_hf.ops.store.reference_rotate import query_shift, rotate
+from turbo_hf.ops.store.reference_rotate import rotate
 
 __all__ = ["dequantize", "head_scores", "quantize_blocks", "quantize_tokens", "seal_blocks", "unpack_blocks"]
 
