@@ -36,7 +36,7 @@ def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, t
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
 
 
-def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+def launch_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     """`ops.select.assign`."""
     batch, heads, tokens, dim = keys.shape
     out = torch.empty(batch, heads, tokens, dtype=torch.int16, device=keys.device)
@@ -94,7 +94,7 @@ def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple
         return least, torch.zeros(chunks, dtype=torch.int32, device=device)
 
 
-def classify(
+def launch_classify(
     queries: torch.Tensor,
     classifier: Mapping[str, torch.Tensor],
     *,
@@ -118,7 +118,7 @@ def classify(
     return out
 
 
-def score(
+def launch_score(
     queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: New | None = None
 ) -> torch.Tensor:
     """`ops.select.score`; new: as in `classify`."""
@@ -129,7 +129,7 @@ def score(
     return out
 
 
-def assign_and_score(
+def launch_assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
@@ -140,8 +140,8 @@ def assign_and_score(
     """`ops.select.assign_and_score`: no launch more than the logits alone."""
     new = New(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
     if classifier is None:
-        return new.out, score(queries, centroids, rotary=rotary, new=new)
-    return new.out, classify(queries, classifier, rotary=rotary, new=new)
+        return new.out, launch_score(queries, centroids, rotary=rotary, new=new)
+    return new.out, launch_classify(queries, classifier, rotary=rotary, new=new)
 
 
 def _layer(
@@ -175,7 +175,7 @@ def _layer(
     )  # fmt: skip
 
 
-def visit(
+def launch_visit(
     logits: torch.Tensor,
     *,
     probes: int | None = None,

@@ -50,7 +50,7 @@ def _levels(dim: int) -> int:
     return (dim & -dim).bit_length() - 1
 
 
-def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.quantize.quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -64,7 +64,7 @@ def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.
     return codes, own
 
 
-def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
+def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     """`ops.rotate`: x times the matrix with entries +-2^-shift."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -79,7 +79,7 @@ def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def seal_blocks(
+def launch_seal_blocks(
     k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
 ) -> PagedHeads:
     """`ops.quantize.seal_blocks`."""
@@ -96,7 +96,7 @@ def seal_blocks(
     return sealed
 
 
-def append_tokens(
+def launch_append_tokens(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
@@ -122,7 +122,7 @@ def append_tokens(
         )  # fmt: skip
 
 
-def seal_open(store: KVStore, blocks: int) -> None:
+def launch_seal_open(store: KVStore, blocks: int) -> None:
     """`ops.append.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
     bits = tuple(pages.bits for pages in store.paged)
@@ -130,7 +130,7 @@ def seal_open(store: KVStore, blocks: int) -> None:
     codes = held
     if store.k_open.dtype != torch.int8 and min(bits) < FULL:
         # narrower heads in a layer whose open tokens are in 16 bit
-        (k, k_scale), (v, v_scale) = (quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
+        (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
         codes = (k, v, k_scale, v_scale, dim, 1)
     with torch.cuda.device_of(store.k_open):
         # as in `seal_blocks`, products must round as the reference's do
@@ -142,7 +142,7 @@ def seal_open(store: KVStore, blocks: int) -> None:
         )  # fmt: skip
 
 
-def append_step(
+def launch_append_step(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,

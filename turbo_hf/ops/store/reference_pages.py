@@ -52,7 +52,7 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         return codes, scale, codes, scale
     keys, values, scales = [], [], []
     for pages in store.paged:
-        k, v = unpack_blocks(pages)
+        k, v = reference_unpack_blocks(pages)
         keys.append(k[store.table])
         values.append(v[store.table])
         scales.append(pages.scale[store.table])
@@ -67,7 +67,7 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return k, k_scale, v, v_scale
 
 
-def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8 keys and values of each page, tokens in time order: int8 [P, S, b, D] twice. Inverse of `seal_blocks`."""
     if pages.bits == FULL:
         return pages.k, pages.v.mT

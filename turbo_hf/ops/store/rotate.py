@@ -8,8 +8,8 @@ import torch
 
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.maths import key_shift, query_shift
-from turbo_hf.ops.store import reference_rotate as reference
 from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
 def rotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
@@ -70,7 +70,7 @@ def unrotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
 def _rotate(x: torch.Tensor, backend: str, shift: int, dtype: torch.dtype) -> torch.Tensor:
     check_float("x", x)
     if x.numel() and uses_triton(backend, x.device, kernel_obstacle(x)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.store.launch import launch_rotate  # noqa: PLC0415 - needs Triton
 
-        return launch_store.rotate(x, shift, dtype)
-    return reference.rotate(x, shift, dtype)
+        return launch_rotate(x, shift, dtype)
+    return reference_rotate(x, shift, dtype)
