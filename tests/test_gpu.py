@@ -20,7 +20,7 @@ from turbo_hf.attention.turbo_attention import _is_plain, sas_threshold
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.errors import Notices
 from turbo_hf.graphs import step_runner as graphs
-from turbo_hf.layout import FULL, Scoring
+from turbo_hf.layout import UNQUANTIZED, Scoring
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
 from turbo_hf.ops.decode.contract import step_obstacle
@@ -206,7 +206,7 @@ def test_prefill_in_smaller_tiles(dim: int, block: int, mode: str, device: torch
 @pytest.mark.parametrize("block", [64, 128])
 def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) -> None:
     k, v = (tokens(1, 2, 200, 256, dtype=torch.float16, device=device) for _ in range(2))
-    past = make_store(k, v, [200], groups=((FULL, 2),), block=block)
+    past = make_store(k, v, [200], groups=((UNQUANTIZED, 2),), block=block)
     q = tokens(1, 4, 40, 256, dtype=torch.float16, device=device)
     check_prefill(q, k[:, :, :40], v[:, :, :40], "fp16", past=past, backend="triton")
 
@@ -219,7 +219,7 @@ def test_decode_in_smaller_tiles(dim: int, block: int, bits: int, device: torch.
     store = make_store(k, v, [300, 70], groups=((bits, 2),), block=block)
     q = tokens(2, 4, 1, dim, dtype=torch.float16, device=device)
     got, rows = decode(q, store, scaling=0.1, backend="triton"), store_codes(store)
-    if bits == FULL:
+    if bits == UNQUANTIZED:
         check_exact(got, q, [row.values() for row in rows], scaling=0.1)
     else:
         check_turbo(got, int8_queries(q, [0, 0], fused=device.type == "cuda"), q.dtype, rows, scaling=0.1)

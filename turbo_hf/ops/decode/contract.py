@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore, Scoring, power_of_two
+from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.decode.reference import reference_decode
@@ -49,7 +49,7 @@ def decode(
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
     check_lengths(store)
     run = reference_decode
-    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.paged)
+    exact = mode == "fp16" or any(pages.bits == UNQUANTIZED for pages in store.paged)
     if uses_triton(backend, q.device, step_obstacle(q, store.block, "fp16" if exact else mode)):
         from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import FULL, AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
+from turbo_hf.layout import UNQUANTIZED, AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
 from turbo_hf.ops.backend import uses_triton
 from turbo_hf.ops.decode.contract import check_lengths, step_obstacle
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
@@ -100,5 +100,5 @@ def _obstacle(q: torch.Tensor, store: KVStore, visits: Visits | None, mode: str)
         return "visits of each query head have no kernel"
     if visits is not None and visits.buckets.shape[2] > 1:
         return "several hash tables have no kernel"
-    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.paged)
+    exact = mode == "fp16" or any(pages.bits == UNQUANTIZED for pages in store.paged)
     return step_obstacle(q, store.block, "fp16" if exact else mode)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages, power_of_two
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, empty_pages, power_of_two
 from turbo_hf.ops.store.kernel_append import append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_rotate import rotate_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
@@ -19,7 +19,7 @@ ROTATED = 32
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
 
-PARTS = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
+PARTS = {UNQUANTIZED: 1, 8: 1, 4: 2, 3: 8, 2: 4}
 """Parts of a half-split run: the codes in one byte of its finest plane."""
 
 
@@ -128,7 +128,7 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
     bits = tuple(pages.bits for pages in store.paged)
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
-    if store.k_open.dtype != torch.int8 and min(bits) < FULL:
+    if store.k_open.dtype != torch.int8 and min(bits) < UNQUANTIZED:
         # narrower heads in a layer whose open tokens are in 16 bit
         (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
         codes = (k, v, k_scale, v_scale, dim, 1)
@@ -136,7 +136,7 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
         # as in `seal_blocks`, products must round as the reference's do
         seal_open_kernel[(blocks, pairs_of(batch, heads))](
             tuple(pages[1:] for pages in store.paged),
-            tuple(held if width == FULL else codes for width in bits), store.order.contiguous(), store.table,
+            tuple(held if width == UNQUANTIZED else codes for width in bits), store.order.contiguous(), store.table,
             store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
             SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block, **_constants(bits, dim),
         )  # fmt: skip

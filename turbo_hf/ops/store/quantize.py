@@ -3,7 +3,7 @@
 import torch
 
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BLOCK_SIZES, FULL, HEAD_DIM_MULTIPLE, WIDTHS, KVStore, PagedHeads
+from turbo_hf.layout import BLOCK_SIZES, HEAD_DIM_MULTIPLE, UNQUANTIZED, WIDTHS, KVStore, PagedHeads
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 from turbo_hf.ops.store.reference_quantize import (
@@ -92,16 +92,16 @@ def seal_blocks(
     """
     if bits not in WIDTHS:
         raise ValueError(f"bits must be one of {', '.join(map(str, WIDTHS))}; got {bits}.")
-    types = (torch.float16, torch.bfloat16) if bits == FULL else (torch.int8,)
+    types = (torch.float16, torch.bfloat16) if bits == UNQUANTIZED else (torch.int8,)
     for name, x in (("k", k), ("v", v)):
         if x.dtype not in types or x.dtype != k.dtype or x.dim() != 4 or x.shape != k.shape:
-            wanted = "float16 or bfloat16" if bits == FULL else "int8"
+            wanted = "float16 or bfloat16" if bits == UNQUANTIZED else "int8"
             raise ValueError(f"{name} must be {wanted} [P, S, b, D] like k; got {x.dtype} {tuple(x.shape)}.")
     check_block(k.shape[2])
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale.shape != k.shape[:3]:
             raise ValueError(f"{name} must be [P, S, b] = {tuple(k.shape[:3])}; got {tuple(scale.shape)}.")
-    if bits != FULL and k.numel() and uses_triton(backend, k.device, kernel_obstacle(k)):
+    if bits != UNQUANTIZED and k.numel() and uses_triton(backend, k.device, kernel_obstacle(k)):
         from turbo_hf.ops.store.launch import launch_seal_blocks  # noqa: PLC0415 - needs Triton
 
         return launch_seal_blocks(k, k_scale, v, v_scale, bits)

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import FULL, KVStore, PagedHeads
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads
 from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks
 
 SEAL_ELEMENTS = 1 << 22
@@ -89,7 +89,7 @@ def _sealed(store: KVStore, bits: int, row: torch.Tensor, head: torch.Tensor, to
     """P pages of the open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S]."""
     at = (row[:, None, None], head[:, :, None], token[:, None])
     k, k_scale, v, v_scale = store.k_open[at], store.k_scale[at], store.v_open.mT[at], store.v_scale[at]
-    if k.is_floating_point() and bits != FULL:
+    if k.is_floating_point() and bits != UNQUANTIZED:
         # a narrower head of a layer whose open tokens are in 16 bit
         (k, k_scale), (v, v_scale) = reference_quantize_tokens(k), reference_quantize_tokens(v)
     return reference_seal_blocks(k, k_scale, v, v_scale, bits)

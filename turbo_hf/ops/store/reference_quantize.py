@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import CODE_MAX, FULL, KVStore, PagedHeads, half_split, narrowed, value_order
+from turbo_hf.layout import CODE_MAX, UNQUANTIZED, KVStore, PagedHeads, half_split, narrowed, value_order
 from turbo_hf.ops.maths import query_shift, ratio
 from turbo_hf.ops.store.reference_pages import expand
 from turbo_hf.ops.store.reference_rotate import reference_rotate
@@ -21,10 +21,10 @@ def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def reference_seal_blocks(
     k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
 ) -> PagedHeads:
-    if bits == FULL:
+    if bits == UNQUANTIZED:
         one = torch.ones(*k.shape[:2], 2, device=k.device)
         none = torch.empty(*k.shape[:2], 0, k.shape[-1], dtype=torch.int8, device=k.device)
-        return PagedHeads(FULL, k.contiguous(), v.mT.contiguous(), none, one)
+        return PagedHeads(UNQUANTIZED, k.contiguous(), v.mT.contiguous(), none, one)
     k1, ks = _stage1(k, k_scale)
     v1, vs = _stage1(v, v_scale)
     scale = torch.stack((ks, vs), -1)
