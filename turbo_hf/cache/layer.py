@@ -14,7 +14,7 @@ from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, type_16bit
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.quantize import dequantize
@@ -78,7 +78,7 @@ class TurboLayer(DequantizedView):
                 "shape; only one head dim is compressed. Leave the layer dense (TurboConfig.dense_layers)."
             )
         self.rows, self.heads, _, self.dim = key_states.shape
-        self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, kernel_obstacle(key_states)
+        self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, why_no_kernel(key_states)
         order = list(range(self.heads) if self.head_order is None else self.head_order)
         if sorted(order) != list(range(self.heads)):
             raise ValueError(

@@ -77,9 +77,9 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
     """One line on how prompts are computed by layers of these head dims, for reports."""
     if attention != "auto":
         return f"prompts: {attention}"
-    stands = gpu.obstacle(device)
-    if stands is not None:
-        return f"prompts: fp16 (auto; {stands})"
+    reason = gpu.why_no_kernels_on(device)
+    if reason is not None:
+        return f"prompts: fp16 (auto; {reason})"
     if device.type != "cuda":
         return "prompts: turbo (auto, without a GPU)"
     parts = []

@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
 from turbo_hf.ops.store.rotate import rotate_keys
@@ -64,7 +64,7 @@ def append_tokens(
         raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {room}, open ones included.")
     if rotate:
         check_float("k", k)
-    if uses_triton(backend, k.device, kernel_obstacle(k)):
+    if uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_append_tokens  # noqa: PLC0415 - needs Triton
 
         counters = _counters(batch, k.device, gpu.stream(k.device))
@@ -133,7 +133,7 @@ def append_step(
             f"noted must be an index [{batch}, {heads}, L, places] and buckets [{batch}, {heads}, L, 1]; got "
             f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
         )
-    if uses_triton(backend, k.device, kernel_obstacle(k)):
+    if uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_append_step  # noqa: PLC0415 - needs Triton
 
         launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate)
@@ -161,7 +161,7 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
 
     Source: as for `ops.quantize.seal_blocks`, which gives the same bits.
     """
-    if uses_triton(backend, store.k_open.device, kernel_obstacle(store.k_open)):
+    if uses_triton(backend, store.k_open.device, why_no_kernel(store.k_open)):
         from turbo_hf.ops.store.launch import launch_seal_open  # noqa: PLC0415 - needs Triton
 
         launch_seal_open(store, blocks)

@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.layout import BLOCK_SIZES, HEAD_DIM_MULTIPLE, UNQUANTIZED, WIDTHS, KVStore, PagedHeads
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 from turbo_hf.ops.store.reference_quantize import (
     reference_dequantize,
@@ -56,7 +56,7 @@ def quantize_tokens(
     check_float("x", x)
     if scale is not None and scale.shape != x.shape[:3]:
         raise ValueError(f"scale must be [B, H, M] = {tuple(x.shape[:3])}; got {tuple(scale.shape)}.")
-    if x.numel() and uses_triton(backend, x.device, kernel_obstacle(x)):
+    if x.numel() and uses_triton(backend, x.device, why_no_kernel(x)):
         from turbo_hf.ops.store.launch import launch_quantize_tokens  # noqa: PLC0415 - needs Triton
 
         return launch_quantize_tokens(x, scale)
@@ -101,7 +101,7 @@ def seal_blocks(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale.shape != k.shape[:3]:
             raise ValueError(f"{name} must be [P, S, b] = {tuple(k.shape[:3])}; got {tuple(scale.shape)}.")
-    if bits != UNQUANTIZED and k.numel() and uses_triton(backend, k.device, kernel_obstacle(k)):
+    if bits != UNQUANTIZED and k.numel() and uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_seal_blocks  # noqa: PLC0415 - needs Triton
 
         return launch_seal_blocks(k, k_scale, v, v_scale, bits)
