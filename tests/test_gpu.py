@@ -20,10 +20,10 @@ from turbo_hf.attention.turbo_attention import _is_plain, sas_threshold
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.errors import Notices
 from turbo_hf.graphs import step_runner as graphs
-from turbo_hf.layout import FULL, Scoring
+from turbo_hf.layout import UNQUANTIZED, Scoring
 from turbo_hf.ops import gpu, tuning
-from turbo_hf.ops.backend import kernel_obstacle
-from turbo_hf.ops.decode.contract import step_obstacle
+from turbo_hf.ops.backend import why_no_kernel
+from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.patching import doctor, refusals
 from turbo_hf.patching import patch_model as patching
 from turbo_hf.patching.refusals import forecast
@@ -40,9 +40,9 @@ def old(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu, "TRITON_FOUND", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Tesla T4"))
-    gpu._obstacle.cache_clear()
+    gpu._why_no_kernels_on.cache_clear()
     yield
-    gpu._obstacle.cache_clear()
+    gpu._why_no_kernels_on.cache_clear()
 
 
 TOO_OLD = "Tesla T4 has compute capability 7.5, and the kernels need 8.0"
@@ -51,9 +51,9 @@ TOO_OLD = "Tesla T4 has compute capability 7.5, and the kernels need 8.0"
 @pytest.mark.usefixtures("old")
 def test_a_gpu_that_is_too_old_is_told() -> None:
     q: Any = OnGpu(256, torch.float16)
-    assert kernel_obstacle(q) == TOO_OLD
+    assert why_no_kernel(q) == TOO_OLD
     # of which nobody knows how much shared memory it has
-    assert step_obstacle(q, 128, "fp16") == TOO_OLD
+    assert why_no_step_kernel(q, 128, "fp16") == TOO_OLD
 
 
 @pytest.mark.usefixtures("old")
@@ -63,8 +63,8 @@ def test_a_gpu_that_is_too_old_is_told() -> None:
 )
 def test_kernels_need_triton_and_cuda(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu if hasattr(gpu, name) else torch.version, name, value)
-    assert words in str(gpu.obstacle(torch.device("cuda", 0)))
-    assert gpu.obstacle(torch.device("cpu")) is None
+    assert words in str(gpu.why_no_kernels_on(torch.device("cuda", 0)))
+    assert gpu.why_no_kernels_on(torch.device("cpu")) is None
 
 
 def on_a_gpu(config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[int], notices: Notices) -> None:
@@ -73,8 +73,8 @@ def on_a_gpu(config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[in
 
 
 def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "obstacle", lambda device: TOO_OLD)
-    monkeypatch.setattr(graphs, "gpu_obstacle", gpu.obstacle)
+    monkeypatch.setattr(gpu, "why_no_kernels_on", lambda device: TOO_OLD)
+    monkeypatch.setattr(graphs, "why_no_kernels_on", gpu.why_no_kernels_on)
     monkeypatch.setattr(patching, "forecast", on_a_gpu)
     model = tiny_llama()
     with pytest.warns(UserWarning, match=f"plain torch, which is slow: {TOO_OLD}"), turbo_hf.patch(model) as handle:
@@ -102,7 +102,7 @@ def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_patch_tells_what_a_small_gpu_cannot_run(
     attention: Any, bits: int, block: int, dtype: torch.dtype, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "obstacle", lambda device: None)
+    monkeypatch.setattr(gpu, "why_no_kernels_on", lambda device: None)
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
@@ -140,19 +140,19 @@ def test_what_does_not_fit_is_told() -> None:
 
 def test_half_in_float32_is_refused_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(1, 1, 1, 256)
-    assert kernel_obstacle(x, "half") is None
+    assert why_no_kernel(x, "half") is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    assert str(kernel_obstacle(x, "half")).endswith("this GPU has 99; modes turbo, int8 and fp16 run")
-    assert kernel_obstacle(x, "turbo") is None
+    assert str(why_no_kernel(x, "half")).endswith("this GPU has 99; modes turbo, int8 and fp16 run")
+    assert why_no_kernel(x, "turbo") is None
 
 
 def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 256, dtype=torch.float16)
-    assert step_obstacle(q, 128, "fp16") is None
+    assert why_no_step_kernel(q, 128, "fp16") is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    told = step_obstacle(q, 128, "fp16")
+    told = why_no_step_kernel(q, 128, "fp16")
     assert told == "blocks of 128 tokens of 256 channels do not fit in float16; smaller ones do"
-    assert step_obstacle(q, 64, "fp16") is None
+    assert why_no_step_kernel(q, 64, "fp16") is None
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_prefill_in_smaller_tiles(dim: int, block: int, mode: str, device: torch
 @pytest.mark.parametrize("block", [64, 128])
 def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) -> None:
     k, v = (tokens(1, 2, 200, 256, dtype=torch.float16, device=device) for _ in range(2))
-    past = make_store(k, v, [200], groups=((FULL, 2),), block=block)
+    past = make_store(k, v, [200], groups=((UNQUANTIZED, 2),), block=block)
     q = tokens(1, 4, 40, 256, dtype=torch.float16, device=device)
     check_prefill(q, k[:, :, :40], v[:, :, :40], "fp16", past=past, backend="triton")
 
@@ -218,7 +218,7 @@ def test_decode_in_smaller_tiles(dim: int, block: int, bits: int, device: torch.
     store = make_store(k, v, [300, 70], groups=((bits, 2),), block=block)
     q = tokens(2, 4, 1, dim, dtype=torch.float16, device=device)
     got, rows = decode(q, store, scaling=0.1, backend="triton"), store_codes(store)
-    if bits == FULL:
+    if bits == UNQUANTIZED:
         check_exact(got, q, [row.values() for row in rows], scaling=0.1)
     else:
         check_turbo(got, int8_queries(q, [0, 0], fused=device.type == "cuda"), q.dtype, rows, scaling=0.1)

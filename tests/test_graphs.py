@@ -317,7 +317,7 @@ def test_without_a_gpu_all_is_as_before() -> None:
 def test_the_report_says_how_steps_run(
     config: TurboConfig, dense: list[int], known: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "gpu_obstacle", lambda device: None)
+    monkeypatch.setattr(graphs, "why_no_kernels_on", lambda device: None)
     text, reason = describe(config, dense, known, torch.device("cuda"))
     assert text.startswith(f"decode steps: {words}")
     assert (reason is None) == (not words.startswith("no") or config.cuda_graphs is False)

@@ -70,10 +70,10 @@ V_TOP = {"turbo": float(INT8_MAX), "int8": float(INT8_MAX), "fp8": E4M3_MAX}
 BITS = (8, 4, 3, 2)
 """Bit widths of codes."""
 
-FULL = 16
+UNQUANTIZED = 16
 """Bit width of heads that are stored unquantized."""
 
-WIDTHS = (FULL, *BITS)
+WIDTHS = (UNQUANTIZED, *BITS)
 BLOCK_SIZES = (32, 64, 128)
 HEAD_DIM_MULTIPLE = 16
 
@@ -244,9 +244,9 @@ def page_bytes(head_dim: int, bits: int, block: int = 64) -> int:
     return 2 * packed_bytes(block * head_dim, bits) + meta + 8
 
 
-def open_token_bytes(head_dim: int, *, full: bool = False) -> int:
-    """Bytes of one open token of one KV head: codes (`full`: 16-bit numbers) and a float32 scale, for K and for V."""
-    return 2 * (head_dim * (2 if full else 1) + 4)
+def open_token_bytes(head_dim: int, *, unquantized: bool = False) -> int:
+    """Bytes of one open token of one KV head: codes or 16-bit numbers, and a float32 scale, for K and V."""
+    return 2 * (head_dim * (2 if unquantized else 1) + 4)
 
 
 def empty_pages(
@@ -256,10 +256,10 @@ def empty_pages(
     head_dim: int,
     block: int,
     device: torch.device,
-    full: torch.dtype = torch.float16,
+    unquantized: torch.dtype = torch.float16,
 ) -> PagedHeads:
-    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`). full: the type at 16 bit."""
-    code = {FULL: full, 8: torch.int8}.get(bits, torch.uint8)
+    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`). unquantized: the type at 16 bit."""
+    code = {UNQUANTIZED: unquantized, 8: torch.int8}.get(bits, torch.uint8)
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
     v = torch.empty(pages, slots, head_dim, packed_bytes(block, min(bits, 8)), dtype=code, device=device)
     meta = torch.empty(pages, slots, 0 if bits >= 8 else 4, head_dim, dtype=torch.int8, device=device)
@@ -278,7 +278,7 @@ def half_type(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float16 else torch.bfloat16
 
 
-def full_type(dtype: torch.dtype) -> torch.dtype:
+def type_16bit(dtype: torch.dtype) -> torch.dtype:
     """The type of heads of 16 bit: the model's own, float16 for wider ones (which then round to 11 bits)."""
     return dtype if dtype == torch.bfloat16 else torch.float16
 

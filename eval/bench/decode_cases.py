@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.eval.bench.shapes import SHAPES, Heads, find_shape, parse_size, tokens_label
-from turbo_hf.layout import FULL, open_token_bytes, page_bytes
+from turbo_hf.layout import UNQUANTIZED, open_token_bytes, page_bytes
 
 BLOCK = 64
 """Tokens per sealed block, as in the presets."""
@@ -49,7 +49,7 @@ class Case:
     def packed_bytes(self, groups: tuple[tuple[int, int], ...]) -> int:
         """Bytes of the cache, all of which a step reads. groups: (bits, heads) of each width."""
         page = sum(slots * page_bytes(self.heads.dim, bits, BLOCK) for bits, slots in groups)
-        loose = self.heads.kv * open_token_bytes(self.heads.dim, full=FULL in dict(groups))
+        loose = self.heads.kv * open_token_bytes(self.heads.dim, unquantized=UNQUANTIZED in dict(groups))
         return sum(n // BLOCK * page + n % BLOCK * loose for n in self.lengths)
 
     def dense_bytes(self, itemsize: int) -> int:

@@ -98,16 +98,16 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     k, v = (torch.randn(2, 2, 150, dim) for _ in range(2))
     store = make_store(k, v, [150, 70], groups=groups)
     q = torch.zeros(2, heads, 1, dim, dtype=dtype)
-    index = launch_sparse.assign(k.to(dtype), torch.zeros(2, 1024, dim, dtype=torch.float16))
+    index = launch_sparse.launch_assign(k.to(dtype), torch.zeros(2, 1024, dim, dtype=torch.float16))
     shapes = {"weight_1": (2, dim, 512), "bias_1": (2, 512), "weight_2": (2, 512, 1024), "bias_2": (2, 1024)}
     model = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}
     grouped, turn = q.unflatten(1, (2, -1)).transpose(2, 3), (torch.zeros(1, 1, dim), torch.zeros(1, 1, dim))
-    launch_sparse.classify(grouped, model, rotary=turn)
+    launch_sparse.launch_classify(grouped, model, rotary=turn)
     centroids = torch.zeros(2, 1024, dim, dtype=torch.float16)
-    _, logits = launch_sparse.assign_and_score(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
-    launch_sparse.assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
-    launch_sparse.visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
-    visited = launch_sparse.visit(logits, probes=32)[:, :, :, None]
+    _, logits = launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
+    launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
+    launch_sparse.launch_visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
+    visited = launch_sparse.launch_visit(logits, probes=32)[:, :, :, None]
     visits = Visits(index[:, :, None], visited, torch.zeros(2, 2, 2, 2, dtype=torch.int16))
     scoring = taken(Scoring, options := {"scaling": 0.1} | options)
     launch_sparse.launch_sparse_decode(q, store, scoring, visits, AlwaysRead(1, 2047), **options)
@@ -162,42 +162,42 @@ def main(everything: bool) -> None:
     x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
     for dim in (64, 80, 256):
         case[0] = f"rotate, d = {dim}"
-        launch_store.rotate(torch.zeros(2, 2, 40, dim, dtype=torch.bfloat16), 3, torch.float32)
+        launch_store.launch_rotate(torch.zeros(2, 2, 40, dim, dtype=torch.bfloat16), 3, torch.float32)
     for bits in (8, 4, 3, 2):
         case[0] = f"seal, {bits} bit"
-        launch_store.seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), bits)
+        launch_store.launch_seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), bits)
     for dim, store in stores.items():
         case[0] = f"append a step, d = {dim}"
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-        launch_store.append_step(k, k, store, None, None, *flags)
+        launch_store.launch_append_step(k, k, store, None, None, *flags)
         case[0] = f"append a step with buckets, d = {dim}"
         noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
-        launch_store.append_step(k, k, store, None, noted, *flags, rotate=True)
+        launch_store.launch_append_step(k, k, store, None, noted, *flags, rotate=True)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         starts, max_scale = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
-        launch_store.append_tokens(k, k, store, starts, None, max_scale, *flags, rotate=True)
+        launch_store.launch_append_tokens(k, k, store, starts, None, max_scale, *flags, rotate=True)
         # a table that has grown, the flags of other layers, and a prompt of another length
         for width, at in ((7, 1), (16, 4), (33, 3)):
             grown = store._replace(table=torch.zeros(2, width, dtype=torch.int64))
             others = torch.zeros(8, dtype=torch.int32)[at : at + 1], flags[1]
             case[0] = f"append a step, d = {dim}"
-            launch_store.append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
+            launch_store.launch_append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
             case[0] = f"append a prompt, d = {dim}"
             some = k[:, :, : 256 + at]
-            launch_store.append_tokens(some, some, store, starts, None, max_scale, *others, rotate=True)
+            launch_store.launch_append_tokens(some, some, store, starts, None, max_scale, *others, rotate=True)
             case[0] = f"append a prompt without ranges, d = {dim}"
-            launch_store.append_tokens(some, some, store, starts, None, None, *others, rotate=True)
+            launch_store.launch_append_tokens(some, some, store, starts, None, None, *others, rotate=True)
         case[0] = f"seal open blocks, d = {dim}"
-        launch_store.seal_open(store, 1)
+        launch_store.launch_seal_open(store, 1)
     # those that come nearest to the limit of shared memory, and the one that has too much for them
     for dim, block in ((64, 128), (128, 64), (256, 64), (256, 128)):
         case[0] = f"decode in 16 bit, d = {dim}, blocks of {block}"
         full(dim, block, 8)
     case[0] = "seal open blocks of 16 bit"
     k = torch.zeros(2, 2, 128, 128)
-    launch_store.seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)
+    launch_store.launch_seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)
     for widths in (((8, 2),), ((4, 2),), ((3, 2),), ((2, 2),), ((4, 1), (2, 1))) if everything else (((4, 1), (2, 1)),):
         for dim in (64, 80, 128, 256) if everything else (128,):
             case[0] = f"sparse, {widths}, d = {dim}"

@@ -55,7 +55,7 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
     return torch.take_along_dim(buckets, chunk.gather[:, None, None], 3)
 
 
-def assign_and_score(
+def new_buckets_and_query_info(
     layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: Chunk
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector needs of its queries.
@@ -71,7 +71,7 @@ def assign_and_score(
         fused = chunk.gather is None
         (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
     grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-    return selector.assign_and_score(chunk.align(key), grouped, rotary)
+    return selector.buckets_and_query_info(chunk.align(key), grouped, rotary)
 
 
 def attend_sparse(
@@ -84,7 +84,7 @@ def attend_sparse(
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
-    The layer holds the new tokens already. query_info: what `assign_and_score` gives of the queries.
+    The layer holds the new tokens already. query_info: what `new_buckets_and_query_info` gives of the queries.
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
-from turbo_hf.attention.sparse_step import Source, assign_and_score, attend_sparse, new_buckets
+from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
 from turbo_hf.cache.compiling import untraced
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
@@ -267,7 +267,7 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Sc
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     if layer.selector is not None:
-        buckets, query_info = assign_and_score(layer, source, new.query, new.key, chunk)
+        buckets, query_info = new_buckets_and_query_info(layer, source, new.query, new.key, chunk)
         layer.append(k, v, chunk, buckets, defer=True)
         return attend_sparse(layer, query_info, new.query, chunk, starts, scoring).out
     layer.append(k, v, chunk, defer=True)

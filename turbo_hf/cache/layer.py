@@ -13,8 +13,8 @@ from turbo_hf.cache.open_buffer import OpenBuffer, Quantized, ordinary, storing
 from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import FULL, KVStore, full_type
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.layout import UNQUANTIZED, KVStore, type_16bit
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.quantize import dequantize
@@ -78,17 +78,17 @@ class TurboLayer(DequantizedView):
                 "shape; only one head dim is compressed. Leave the layer dense (TurboConfig.dense_layers)."
             )
         self.rows, self.heads, _, self.dim = key_states.shape
-        self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, kernel_obstacle(key_states)
+        self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, why_no_kernel(key_states)
         order = list(range(self.heads) if self.head_order is None else self.head_order)
         if sorted(order) != list(range(self.heads)):
             raise ValueError(
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
         groups = self.config.head_groups(self.heads)
-        block, full = self.config.block_size, full_type(self.dtype)
+        block, full = self.config.block_size, type_16bit(self.dtype)
         self.pool = PagePool(self.rows, groups, self.dim, block, self.device, full)
         self.bucket_index = BucketIndex(self.rows, self.heads, block, self.selector, self.device)
-        opened = full if FULL in dict(groups) else torch.int8
+        opened = full if UNQUANTIZED in dict(groups) else torch.int8
         self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
         self.order = shared(order * self.rows, self.device).view(self.rows, self.heads)
         # no rank to find: one width for all heads, or an order that was given

@@ -22,7 +22,7 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
 from turbo_hf.graphs.replayable_steps import Steps, config_obstacle, lasting_obstacle, obstacle
-from turbo_hf.ops.gpu import obstacle as gpu_obstacle
+from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.sparse.selectors import selector_obstacle
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
@@ -321,7 +321,7 @@ def describe(
     config: TurboConfig, dense: Sequence[int], known_family: bool, device: torch.device
 ) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
-    reason = config_obstacle(config) or gpu_obstacle(device)
+    reason = config_obstacle(config) or why_no_kernels_on(device)
     if reason is None:
         reason = f"layer {dense[0]} is dense" if dense else selector_obstacle(config.sparse)
     if config.cuda_graphs is False:

@@ -53,7 +53,7 @@ def hopper(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def _hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or _obstacle(device) is not None:
+    if device.type != "cuda" or _why_no_kernels_on(device) is not None:
         return False
     import triton  # noqa: PLC0415 - may be missing
 
@@ -68,13 +68,13 @@ def early(device: torch.device) -> dict[str, Any]:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def obstacle(device: torch.device) -> str | None:
+def why_no_kernels_on(device: torch.device) -> str | None:
     """Why no kernel runs on this device, as the end of a sentence; None if they do, or if it is not a GPU."""
-    return _obstacle(device)
+    return _why_no_kernels_on(device)
 
 
 @lru_cache(maxsize=8)
-def _obstacle(device: torch.device) -> str | None:
+def _why_no_kernels_on(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if not TRITON_FOUND:

@@ -48,12 +48,12 @@ def occupied(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
 
 
 def key_shift(dim: int) -> int:
-    """The power of two by which the matrix is smaller for keys of `dim` channels; for queries `query_shift`."""
+    """The power of two by which the Hadamard matrix is smaller for keys of `dim` channels."""
     return ((dim & -dim).bit_length() - 1) // 2
 
 
 def query_shift(dim: int) -> int:
-    """The rest of the matrix' norm, so that keys and queries rotated by their own shifts give the same scores."""
+    """The same for queries: the rest of the matrix' norm, so that rotated keys and queries give the same scores."""
     return (dim & -dim).bit_length() - 1 - key_shift(dim)
 
 

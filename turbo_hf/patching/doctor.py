@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS
 from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
-from turbo_hf.ops.gpu import obstacle as gpu_obstacle
+from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import key_bias_note, meta_model, patch_report
 from turbo_hf.patching.patch_model import patch
@@ -62,7 +62,7 @@ def machine() -> Machine:
     versions |= {package: version_of(package) or "not installed" for package in PACKAGES}
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_gpu(i) for i in range(count))
-    problems = [version_problem(), *{gpu_obstacle(torch.device("cuda", i)) for i in range(count)}]
+    problems = [version_problem(), *{why_no_kernels_on(torch.device("cuda", i)) for i in range(count)}]
     if count and not any(map(shutil.which, COMPILERS)):
         problems.append("neither gcc nor clang found: on a GPU Triton needs a C compiler (or CC) and Python's headers")
     return Machine(

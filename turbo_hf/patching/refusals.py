@@ -10,12 +10,12 @@ from turbo_hf.attention.registration import text_key
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Notices, Unsupported
-from turbo_hf.layout import FULL
+from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.models.model_layers import kv_heads
 from turbo_hf.models.versions import version_problem
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import kernel_obstacle
-from turbo_hf.ops.decode.contract import step_obstacle
+from turbo_hf.ops.backend import why_no_kernel
+from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.patches.families import Family
 from turbo_hf.patches.generic import lost_to_bias
 from turbo_hf.patches.layers import AttentionLayer
@@ -150,15 +150,15 @@ def forecast(
 
 
 def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: set[int]) -> Iterable[str]:
-    why_not = gpu.obstacle(device)
+    why_not = gpu.why_no_kernels_on(device)
     if why_not is not None:
         yield f"attention runs in plain torch, which is slow: {why_not}."
         return
-    mode = "fp16" if config.bits == FULL else config.decode_attention
+    mode = "fp16" if config.bits == UNQUANTIZED else config.decode_attention
     for dim in sorted(dims):
         x = _example(dim, dtype, device)
-        prompts = None if config.prompt_attention == "auto" else kernel_obstacle(x, config.prompt_attention)
-        steps = step_obstacle(x, config.block_size, mode)
+        prompts = None if config.prompt_attention == "auto" else why_no_kernel(x, config.prompt_attention)
+        steps = why_no_step_kernel(x, config.block_size, mode)
         for part, why in (("prompts", prompts), ("decode steps", steps)):
             if why is not None:
                 yield f"{part} run in plain torch, which is slow: {why}."

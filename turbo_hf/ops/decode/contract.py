@@ -2,9 +2,9 @@
 
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore, Scoring, power_of_two
+from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 
@@ -49,8 +49,8 @@ def decode(
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
     check_lengths(store)
     run = reference_decode
-    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.paged)
-    if uses_triton(backend, q.device, step_obstacle(q, store.block, "fp16" if exact else mode)):
+    exact = mode == "fp16" or any(pages.bits == UNQUANTIZED for pages in store.paged)
+    if uses_triton(backend, q.device, why_no_step_kernel(q, store.block, "fp16" if exact else mode)):
         from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
 
         run = launch_decode
@@ -76,12 +76,12 @@ def check_lengths(store: KVStore) -> tuple[int, ...] | None:
     return known
 
 
-def step_obstacle(q: torch.Tensor, block: int, mode: str) -> str | None:
+def why_no_step_kernel(q: torch.Tensor, block: int, mode: str) -> str | None:
     """Why no kernel can serve queries like q over blocks of `block` tokens; None if one can."""
-    stands = kernel_obstacle(q)
-    if stands is not None:
-        return stands
-    numbers, room = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
-    if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > room):
+    reason = why_no_kernel(q)
+    if reason is not None:
+        return reason
+    numbers, shared = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
+    if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > shared):
         return f"blocks of {block} tokens of {q.shape[3]} channels do not fit in {str(q.dtype)[6:]}; smaller ones do"
     return None

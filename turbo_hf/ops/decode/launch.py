@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore, Scoring, power_of_two
+from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_merge import STATS
-from turbo_hf.ops.decode.stream_k import LivePlan, Plan, full_rounds, stream_k, tiles_of
-from turbo_hf.ops.tuning import FULL_WARPS, TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles, full_tiles
+from turbo_hf.ops.decode.stream_k import LivePlan, Plan, even_rounds, stream_k, tiles_of
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
 PARTS = 16
 """Parts of an output: what a merge takes grows with their number's next power of two, so that CTAs are rounded down."""
@@ -36,12 +36,12 @@ LEAST = 2
 class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
-    groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
+    groups: (bits, slots) of each width. row_parts: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
     few tiles. blocks: of a tile. warps: of a CTA.
     """
 
     groups: tuple[tuple[int, int], ...]
-    chunks: int
+    row_parts: int
     ctas: int
     alone: int
     blocks: int
@@ -51,8 +51,8 @@ class Shape(NamedTuple):
 @lru_cache(maxsize=64)
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a cache whose rows have these numbers of tiles."""
-    groups, chunks, ctas, alone, blocks, warps = shape
-    cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
+    groups, row_parts, ctas, alone, blocks, warps = shape
+    cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * row_parts)], dtype=np.float64)
     each = np.repeat(np.array(tiles), len(cost))
     steps = int(each.sum())
     if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
@@ -61,7 +61,7 @@ def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
         # one warp merges a few parts at a time: more CTAs would cost it more than they do
         ctas = min(ctas, 2 * PARTS * len(each))
     # a part of a single tile is not worth its merge
-    ctas = full_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), PARTS)
+    ctas = even_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), PARTS)
     return stream_k(each, np.tile(cost, len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 
@@ -123,8 +123,8 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
     """Tiles for queries like q, whether they become INT8, their channels, padded."""
     padded = max(32, power_of_two(q.shape[3]))
     widths = {pages.bits for pages in store.paged}
-    turbo = mode == "turbo" and widths != {FULL}
-    unpacks = widths != {FULL} if mode == "fp16" else max(widths) == FULL and q.element_size() > 2
+    turbo = mode == "turbo" and widths != {UNQUANTIZED}
+    unpacks = widths != {UNQUANTIZED} if mode == "fp16" else max(widths) == UNQUANTIZED and q.element_size() > 2
     tiles = decode_tiles(
         padded * store.block,
         max(widths),
@@ -152,21 +152,21 @@ def launch_decode(
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group * tokens <= 4
     per_output = rows // 2 if spread else rows
-    chunks = -(-group * tokens // per_output)
+    row_parts = -(-group * tokens // per_output)
     groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.paged)
-    many = q.shape[0] * kv_heads * chunks >= MANY * gpu.sms(q.device)
+    many = q.shape[0] * kv_heads * row_parts >= MANY * gpu.sms(q.device)
     tune, turbo, padded = tiles_for(q, store, mode, many=many)
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
     types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.paged)}
     alike = types == {q.dtype} and len(store.paged) == 1 and sas_threshold is None
-    full = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
+    full = tiles_16bit(padded * store.block, gpu.shared_memory(q.device)) if alike else None
     tune = full or tune
-    warps = FULL_WARPS if full else tune.blocks
+    warps = WARPS_16BIT if full else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
-    shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
-    outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
+    shape = Shape(groups, row_parts, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
+    outputs, floats = len(sealed) * kv_heads * row_parts, per_output * (padded + STATS.value)
     place = Place(q.device, gpu.stream(q.device), get_ident(), most, outputs, floats)
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import FULL, INT8_MAX, AttentionOutput, KVStore, Scoring
+from turbo_hf.layout import INT8_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.maths import ratio, scaled
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import expand
@@ -31,9 +31,9 @@ def attend(
     if how.p_type is not None and store.k_open.dtype != torch.int8:
         # heads of 16 bit are computed as they are stored
         as_stored = _attend(q, store, how._replace(p_type=None), starts, chosen)
-        full = _full_heads(store).repeat_interleave(q.shape[1] // store.order.shape[1], 1)[:, :, None]
+        as_is = _unquantized_heads(store).repeat_interleave(q.shape[1] // store.order.shape[1], 1)[:, :, None]
         found = AttentionOutput(
-            torch.where(full[..., None], as_stored.out, found.out), torch.where(full, as_stored.lse, found.lse)
+            torch.where(as_is[..., None], as_stored.out, found.out), torch.where(as_is, as_stored.lse, found.lse)
         )
     return found
 
@@ -77,8 +77,8 @@ def _attend(
     return AttentionOutput(out.to(q.dtype), lse.masked_fill(padding[:, None], -torch.inf).float())
 
 
-def _full_heads(store: KVStore) -> torch.Tensor:
+def _unquantized_heads(store: KVStore) -> torch.Tensor:
     """bool [B, Hkv]: which heads are stored unquantized."""
-    widths = [pages.bits == FULL for pages in store.paged for _ in range(pages.k.shape[1])]
+    widths = [pages.bits == UNQUANTIZED for pages in store.paged for _ in range(pages.k.shape[1])]
     slot = torch.tensor(widths, device=store.order.device).expand(store.order.shape)
     return torch.zeros_like(slot).scatter(1, store.order, slot)

@@ -77,7 +77,7 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
     return from_edges(tiles, first[output] + tile)
 
 
-def full_rounds(ctas: int, outputs: int, parts: int) -> int:
+def even_rounds(ctas: int, outputs: int, parts: int) -> int:
     """CTAs without a few that would give outputs more parts than a power of two, or than a multiple of `parts`."""
     each = min(parts, 1 << max(0, (ctas // outputs).bit_length() - 1)) * outputs
     fewer = ctas // each * each

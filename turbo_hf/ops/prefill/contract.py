@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES
 from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.prefill.operands import check_rounding
 from turbo_hf.ops.prefill.reference import reference_prefill
 from turbo_hf.ops.prefill.torch_op import traced_prefill
@@ -68,7 +68,7 @@ def prefill(
         _check_past(past, k, mode)
     if mode == "fp16" and (rounding.smooth_k or rounding.hadamard):
         raise ValueError('smooth_k and hadamard prepare keys for rounding; mode "fp16" rounds none. Leave them out.')
-    if not uses_triton(backend, q.device, kernel_obstacle(q, mode)):
+    if not uses_triton(backend, q.device, why_no_kernel(q, mode)):
         return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window)
     if torch.compiler.is_compiling():
         return traced_prefill(q, k, v, scoring, rounding, past, starts, causal, window)

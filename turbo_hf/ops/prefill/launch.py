@@ -22,7 +22,7 @@ from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Form, Past, Queries, Result, View
 from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
-from turbo_hf.ops.store import launch as launch_store
+from turbo_hf.ops.store.launch import launch_rotate, pairs_of
 from turbo_hf.ops.tuning import prefill_tiles
 
 P_LOG2 = {mode: math.log2(top) for mode, top in V_TOP.items()} | {"half": 0.0, "fp16": 0.0}
@@ -68,8 +68,8 @@ def _quantize(
     taken = mean
     if hadamard:
         shift = key_shift(dim)
-        taken = None if mean is None else launch_store.rotate(mean[:, :, None], shift, torch.float32)[:, :, 0]
-        k = launch_store.rotate(k, shift, torch.float32)
+        taken = None if mean is None else launch_rotate(mean[:, :, None], shift, torch.float32)[:, :, 0]
+        k = launch_rotate(k, shift, torch.float32)
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
     shape |= gpu.FUSED
@@ -83,7 +83,7 @@ def _quantize(
             v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
         else:
             ranges = torch.zeros(batch, heads, dim, device=device)
-    grid = (padded // block, launch_store.pairs_of(batch, heads))
+    grid = (padded // block, pairs_of(batch, heads))
     with torch.cuda.device_of(k):
         if ranges is not None:
             channel_range_kernel[grid](v, ranges.view(torch.int32), starts, *v.stride()[:3], tokens, **shape)
@@ -209,7 +209,7 @@ def launch_prefill(
         if parts.k_mean is not None:
             grouped = q.unflatten(1, (kv_heads, -1)).float()
             bias = torch.einsum("bhgmd,bhd->bhgm", grouped, parts.k_mean).flatten(1, 2).contiguous() * scoring.scaling
-        rotated = launch_store.rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
+        rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
         plain = past is None and starts is None and scoring.is_plain and not rounding.hadamard
         if plain and (window is None or window >= tokens) and _hopper_serves(q, parts, rounding):
             from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon

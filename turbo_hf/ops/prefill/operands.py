@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.config.turbo_config import V_SCALES
 from turbo_hf.layout import Operands, Rounding
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 from turbo_hf.ops.store.quantize import check_block, check_float
 
@@ -41,7 +41,7 @@ def quantize_operands(
     check_rounding(rounding)
     if rounding.mode not in QUANTIZED_MODES:
         raise ValueError(f"mode must be one of {', '.join(QUANTIZED_MODES)}; got {rounding.mode!r}.")
-    if uses_triton(backend, k.device, kernel_obstacle(k, rounding.mode)):
+    if uses_triton(backend, k.device, why_no_kernel(k, rounding.mode)):
         from turbo_hf.ops.prefill.launch import launch_quantize_operands  # noqa: PLC0415 - needs Triton
 
         return launch_quantize_operands(k, v, rounding, starts)

@@ -18,7 +18,7 @@ from turbo_hf.ops.maths import align, query_shift, ratio, scaled
 from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import sealed_tokens, stored
-from turbo_hf.ops.store.reference_rotate import rotate
+from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 P_TYPES = {"turbo": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": None}
 """The type that P is rounded to (`FlashOptions.p_type`); in mode "half" it depends on the queries' type."""
@@ -46,7 +46,7 @@ def reference_prefill(
     plain = _queries(queries, place, precise)
     turned = plain
     if rounding.hadamard:
-        turned = _queries(rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
+        turned = _queries(reference_rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
 
     sas_tile = SAS_TILE if precise and scoring.sas_threshold is not None else None
     runs = [] if past is None else _past(past, plain, rounding.mode == "fp8", sas_tile or past.block)

@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.layout import INT8_MAX, V_TOP, Operands, Rounding, value_order
 from turbo_hf.ops.maths import align, key_mean, key_shift, occupied, ratio, scaled
-from turbo_hf.ops.store.reference_rotate import rotate
+from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
 def reference_quantize_operands(
@@ -17,7 +17,7 @@ def reference_quantize_operands(
         k = k.float() - mean[:, :, None]
         k = k.masked_fill(~occupied(k, starts)[:, None, :, None], 0.0)
     if hadamard:
-        k = rotate(k, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
+        k = reference_rotate(k, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
     k, v = (_blocks(x.float(), block) for x in (k, v))
     k_range = k.abs().amax(-1 if mode in ("int8", "half") else (-1, -2))
     k_codes = torch.round(scaled(k, k_range, INT8_MAX)).to(torch.int8).flatten(2, 3)

@@ -2,9 +2,9 @@
 
 import torch
 
-from turbo_hf.layout import FULL, AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
+from turbo_hf.layout import UNQUANTIZED, AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
 from turbo_hf.ops.backend import uses_triton
-from turbo_hf.ops.decode.contract import check_lengths, step_obstacle
+from turbo_hf.ops.decode.contract import check_lengths, why_no_step_kernel
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 from turbo_hf.ops.sparse.reference import reference_sparse_decode
 
@@ -63,7 +63,7 @@ def sparse_decode(
     if visits is not None:
         _check_visits(visits, q, kv_heads, longest)
     run = reference_sparse_decode
-    if uses_triton(backend, q.device, _obstacle(q, store, visits, mode)):
+    if uses_triton(backend, q.device, _why_no_kernel(q, store, visits, mode)):
         from turbo_hf.ops.sparse.launch import launch_sparse_decode  # noqa: PLC0415 - needs Triton
 
         run = launch_sparse_decode
@@ -94,11 +94,11 @@ def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) 
         )
 
 
-def _obstacle(q: torch.Tensor, store: KVStore, visits: Visits | None, mode: str) -> str | None:
+def _why_no_kernel(q: torch.Tensor, store: KVStore, visits: Visits | None, mode: str) -> str | None:
     """Why the kernel cannot serve this call."""
     if visits is not None and visits.visited.shape[1] != store.k_open.shape[1]:
         return "visits of each query head have no kernel"
     if visits is not None and visits.buckets.shape[2] > 1:
         return "several hash tables have no kernel"
-    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.paged)
-    return step_obstacle(q, store.block, "fp16" if exact else mode)
+    exact = mode == "fp16" or any(pages.bits == UNQUANTIZED for pages in store.paged)
+    return why_no_step_kernel(q, store.block, "fp16" if exact else mode)

@@ -11,14 +11,14 @@ PART = 4096
 """Keys assigned at a time: bounds the float32 scores, one per key and centroid."""
 
 
-def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+def reference_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     keys = undo_rotary_halves(keys, rotary)
     wide = centroids.float().mT
     parts = [(part @ wide).argmax(-1) for part in keys.split(PART, 2)]
     return torch.cat(parts, 2).to(torch.int16)
 
 
-def visit(
+def reference_visit(
     logits: torch.Tensor,
     *,
     probes: int | None = None,
@@ -43,7 +43,7 @@ def visit(
     return torch.zeros_like(score, dtype=torch.bool).scatter(-1, bucket, taken)
 
 
-def classify(
+def reference_classify(
     queries: torch.Tensor,
     classifier: Mapping[str, torch.Tensor],
     *,
@@ -58,13 +58,13 @@ def classify(
     return logits.transpose(2, 3)
 
 
-def score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+def reference_score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     # inner products are linear: those of the sum
     x = _pre_rotary(queries, rotary).sum(2, keepdim=True)
     return torch.matmul(x, centroids.float().mT[:, None]).transpose(2, 3)
 
 
-def assign_and_score(
+def reference_assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
@@ -73,8 +73,8 @@ def assign_and_score(
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if classifier is None:
-        return assign(keys, centroids, rotary=rotary), score(queries, centroids, rotary=rotary)
-    return assign(keys, centroids, rotary=rotary), classify(queries, classifier, rotary=rotary)
+        return reference_assign(keys, centroids, rotary=rotary), reference_score(queries, centroids, rotary=rotary)
+    return reference_assign(keys, centroids, rotary=rotary), reference_classify(queries, classifier, rotary=rotary)
 
 
 def _pre_rotary(queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:

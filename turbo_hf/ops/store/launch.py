@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages, power_of_two
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, empty_pages, power_of_two
 from turbo_hf.ops.store.kernel_append import append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_rotate import rotate_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
@@ -19,7 +19,7 @@ ROTATED = 32
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
 
-PARTS = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
+PARTS = {UNQUANTIZED: 1, 8: 1, 4: 2, 3: 8, 2: 4}
 """Parts of a half-split run: the codes in one byte of its finest plane."""
 
 
@@ -50,7 +50,7 @@ def _levels(dim: int) -> int:
     return (dim & -dim).bit_length() - 1
 
 
-def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.quantize.quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -64,7 +64,7 @@ def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.
     return codes, own
 
 
-def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
+def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     """`ops.rotate`: x times the matrix with entries +-2^-shift."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -79,7 +79,7 @@ def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def seal_blocks(
+def launch_seal_blocks(
     k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
 ) -> PagedHeads:
     """`ops.quantize.seal_blocks`."""
@@ -96,7 +96,7 @@ def seal_blocks(
     return sealed
 
 
-def append_tokens(
+def launch_append_tokens(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
@@ -122,27 +122,27 @@ def append_tokens(
         )  # fmt: skip
 
 
-def seal_open(store: KVStore, blocks: int) -> None:
+def launch_seal_open(store: KVStore, blocks: int) -> None:
     """`ops.append.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
     bits = tuple(pages.bits for pages in store.paged)
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
-    if store.k_open.dtype != torch.int8 and min(bits) < FULL:
+    if store.k_open.dtype != torch.int8 and min(bits) < UNQUANTIZED:
         # narrower heads in a layer whose open tokens are in 16 bit
-        (k, k_scale), (v, v_scale) = (quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
+        (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
         codes = (k, v, k_scale, v_scale, dim, 1)
     with torch.cuda.device_of(store.k_open):
         # as in `seal_blocks`, products must round as the reference's do
         seal_open_kernel[(blocks, pairs_of(batch, heads))](
             tuple(pages[1:] for pages in store.paged),
-            tuple(held if width == FULL else codes for width in bits), store.order.contiguous(), store.table,
+            tuple(held if width == UNQUANTIZED else codes for width in bits), store.order.contiguous(), store.table,
             store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
             SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block, **_constants(bits, dim),
         )  # fmt: skip
 
 
-def append_step(
+def launch_append_step(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,

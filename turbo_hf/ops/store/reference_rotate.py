@@ -3,7 +3,7 @@
 import torch
 
 
-def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
+def reference_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     """x [..., D] times Sylvester's matrix with entries +-2^-shift, in runs of the largest power of two that divides D.
 
     By sums and differences, in float32 at least: each sum has a fixed order, whatever else is in the batch.

@@ -6,10 +6,10 @@ levels of a narrow code.
 
 import torch
 
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.maths import key_shift, query_shift
-from turbo_hf.ops.store import reference_rotate as reference
 from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
 def rotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
@@ -69,8 +69,8 @@ def unrotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
 
 def _rotate(x: torch.Tensor, backend: str, shift: int, dtype: torch.dtype) -> torch.Tensor:
     check_float("x", x)
-    if x.numel() and uses_triton(backend, x.device, kernel_obstacle(x)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+    if x.numel() and uses_triton(backend, x.device, why_no_kernel(x)):
+        from turbo_hf.ops.store.launch import launch_rotate  # noqa: PLC0415 - needs Triton
 
-        return launch_store.rotate(x, shift, dtype)
-    return reference.rotate(x, shift, dtype)
+        return launch_rotate(x, shift, dtype)
+    return reference_rotate(x, shift, dtype)
