@@ -40,7 +40,7 @@ def feed(layers: list[TurboLayer], tokens: int, rows: int = 2, starts: list[int]
 def held(layer: TurboLayer, row: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and buckets of a row, as they lie: [Hkv, T, D] twice, [Hkv, T]."""
     count = layer.lengths()[row]
-    k, v = (x[row, :, :count] for x in layer.dense(layer.seen))
+    k, v = (x[row, :, :count] for x in layer.dequantized(layer.seen))
     return k, v, layer.bucket_index.buckets[row, :, 0, :count].clone()
 
 
@@ -74,13 +74,13 @@ def test_a_prompt_is_sorted_but_for_what_is_always_read() -> None:
     assert SPARE == 64
     check(layer, plain, [[range(1, 12)]] * 2)
     # the newest tokens wait for more of the prompt, and are sealed when an answer begins
-    assert layer.pool.sealed == [12, 12]
+    assert layer.state.sealed == [12, 12]
     feed([layer, plain], 1)
-    assert layer.pool.sealed == [15, 15]
+    assert layer.state.sealed == [15, 15]
     for _ in range(70):
         feed([layer, plain], 1)
     check(layer, plain, [[range(1, 12)]] * 2)
-    assert layer.pool.sealed == [17, 17]
+    assert layer.state.sealed == [17, 17]
 
 
 @pytest.mark.parametrize("size", [20, 100, 170])
@@ -97,7 +97,7 @@ def test_a_prompt_in_parts_is_sorted_part_by_part(size: int) -> None:
         done = max(done, end)
     assert (not runs) == (size < BLOCK)
     check(layer, plain, [runs] * 2)
-    assert layer.pool.sealed == [done] * 2
+    assert layer.state.sealed == [done] * 2
 
 
 def test_a_new_turn_sorts_its_own_tokens_and_can_be_taken_back() -> None:

@@ -22,8 +22,9 @@ from triton.runtime.jit import JITFunction
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.attention import turbo_attention as attention
-from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk, chunk_of
+from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.ops.host_device import require_finite, send, shared
 from turbo_hf.ops.sparse.select import classify, visit
@@ -129,7 +130,7 @@ def test_a_prompt_takes_few_operations_and_no_wait(
     with counting(monkeypatch) as work:
         feed(layer, k, Chunk(150))
     # of a sparse layer the newest tokens stay open until the answer begins
-    assert layer.pool.sealed == ([2, 2] if layer.window is None and layer.selector is None else [1, 1])
+    assert layer.state.sealed == ([2, 2] if layer.window is None and layer.selector is None else [1, 1])
     assert layer.unchecked
     assert work.reads == 0
     assert sum(work.counts.values()) <= MOST, work.counts
@@ -151,9 +152,9 @@ def test_layers_share_what_is_only_read(monkeypatch: pytest.MonkeyPatch, device:
     assert not any(x.is_inference() for x in (one.table, one.sealed, one.order))
     # kernels count in these
     assert one.open_len.data_ptr() != other.open_len.data_ptr()
-    first.pool.unshare_sealed()
-    first.pool.device_sealed().add_(1)
-    assert other.sealed.tolist() == second.pool.sealed == [2, 2]
+    first.device_counts.own(first.state)
+    first.store().sealed.add_(1)
+    assert other.sealed.tolist() == second.state.sealed == [2, 2]
 
 
 @pytest.mark.parametrize("make", RANKED)

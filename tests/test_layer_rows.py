@@ -12,8 +12,9 @@ from layer_support import HEADS, assert_same_rows, feed, filled, random_kv
 from prefill_support import int8_queries
 from stores import store_codes
 
-from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk, chunk_from_mask, chunk_of
+from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import open_token_bytes, page_bytes
 from turbo_hf.ops.decode.contract import decode
@@ -73,7 +74,7 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
         rolled.commit()
         whole.commit()
         assert max(rolled.lengths()) < window - 1 + 64
-    assert rolled.dropped[0] > 0
+    assert rolled.state.dropped[0] > 0
     assert rolled.get_max_length() == window
     assert whole.get_max_length() == -1
 
@@ -173,8 +174,8 @@ def test_float16_keys_at_the_end_of_the_range_come_back_finite(bits: int) -> Non
     k, v = (x.half() for x in random_kv(1, 130))
     k[..., 3], k[..., 5] = 65504.0, -65504.0
     layer = filled(TurboConfig(bits=bits), k, v)
-    held = layer.dense(130)
+    held = layer.dequantized(130)
     assert all(bool(x.isfinite().all()) for x in held)
-    plain = filled(TurboConfig(bits=bits, rotate_keys=False), k, v).dense(130)
+    plain = filled(TurboConfig(bits=bits, rotate_keys=False), k, v).dequantized(130)
     # rotated, the two channels cost the others precision, and no more than the range of float16
     assert largest(held[0].float() - k.float()) <= 2 * largest(plain[0].float() - k.float()) + 65504 / 119

@@ -25,7 +25,6 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import Steps, obstacle
@@ -40,7 +39,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def settle(cache: TurboCache) -> None:
     """What any other pass does first: seal what steps have left full."""
     for layer in cache.turbo_layers():
-        layer.check(torch.empty(layer.rows, layer.heads, 1, layer.dim))
+        layer.seal_leftovers(1)
 
 
 @pytest.mark.parametrize("limit", [None, 175], ids=["open-end", "limit"])
@@ -54,8 +53,8 @@ def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None
         assert run.intact()
         by_steps(run, new)
     settle(replayed)
-    assert [layer.pool.sealed for layer in replayed.turbo_layers()] == [
-        layer.pool.sealed for layer in plain.turbo_layers()
+    assert [layer.state.sealed for layer in replayed.turbo_layers()] == [
+        layer.state.sealed for layer in plain.turbo_layers()
     ]
     assert_same(replayed, plain)
 
@@ -85,9 +84,9 @@ def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.M
             assert max(layer.lengths()) <= 40 + 32 + 3 * 32
     for cache in (replayed, plain):
         for layer in cache.turbo_layers():
-            assert layer.dense(39)[0].any(-1).all()
+            assert layer.dequantized(39)[0].any(-1).all()
     for x, y in zip(replayed.turbo_layers(), plain.turbo_layers(), strict=True):
-        for p, q in zip(x.dense(39), y.dense(39), strict=True):
+        for p, q in zip(x.dequantized(39), y.dequantized(39), strict=True):
             assert torch.equal(p, q)
         # pages are used again: no more than are held and reserved
         assert x.pool.pages <= 3 * 8
@@ -175,10 +174,10 @@ def test_layers_that_hold_the_same_share_one_count() -> None:
     run = Steps(cache, None)
     by_steps(run, new_tokens())
     first, second = cache.turbo_layers()
-    assert first.buffer.length is second.buffer.length
-    assert first.pool.sealed is second.pool.sealed
+    assert first.state.open is second.state.open
+    assert first.state.sealed is second.state.sealed
     first.crop(-1)
-    assert second.buffer.length == [n + 1 for n in first.buffer.length]
+    assert second.state.open == [n + 1 for n in first.state.open]
 
 
 @pytest.mark.parametrize("config", CONFIGS[3:])
@@ -186,7 +185,7 @@ def test_later_steps_of_a_cache_are_the_only_ones(config: TurboConfig) -> None:
     cache = filled(config)
     earlier, plain = Steps(cache, None), copy.deepcopy(cache)
     # its runner may be collected at any time: here between the layers of a step that seals
-    while max(cache.turbo_layers()[0].buffer.length) < 32:
+    while max(cache.turbo_layers()[0].state.open) < 32:
         new = new_tokens()
         by_steps(earlier, new)
         by_host(plain, new)
@@ -282,8 +281,7 @@ def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason
 def test_kernels_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(TurboConfig())
     monkeypatch.undo()
-    assert "runs without kernels" in str(obstacle(cache))
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
+    assert "runs without kernels" in str(obstacle(filled(TurboConfig())))
     for layer in cache.turbo_layers():
         layer.dtype = torch.float64
     assert obstacle(cache) == "float64 has no kernel"

@@ -91,10 +91,11 @@ def test_slack_is_bounded() -> None:
 
 
 def test_pages_that_are_reserved_again_and_again_are_the_same() -> None:
-    pool = filled(TurboConfig(block_size=32)).turbo_layers()[0].pool
-    assert pool.sealed == [2, 1, 0]
+    layer = filled(TurboConfig(block_size=32)).turbo_layers()[0]
+    pool, sealed = layer.pool, layer.state.sealed
+    assert sealed == [2, 1, 0]
     for _ in range(50):
-        pool.reserve([8] * len(LENGTHS))
-        assert pool.pages == sum(pool.reserved) == sum(pool.sealed) + 8 * len(LENGTHS)
+        pool.reserve(sealed, [8] * len(LENGTHS))
+        assert pool.pages == sum(pool.reserved) == sum(sealed) + 8 * len(LENGTHS)
         owned = [page for row, count in enumerate(pool.reserved) for page in pool.table[row, :count].tolist()]
         assert sorted(owned) == list(range(pool.pages))

@@ -89,7 +89,7 @@ def attend_sparse(
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
     sink, window = selector.config.sink_tokens, selector.window
-    if layer.step is None:
+    if layer.replay is None:
         # `steps.Steps` counts its own: a replay would not
         new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
         selector.count(layer.lengths(), new, layer.heads)
@@ -123,7 +123,8 @@ def _visited(layer: TurboLayer, query_info: torch.Tensor, tokens: int, group: in
     assert selector is not None
     if not selector.weighs:
         return selector.visited(query_info, group)
-    beyond = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length() - selector.window
+    sealed, opened = layer.device_counts.sealed(layer.state), layer.device_counts.open(layer.state)
+    beyond = sealed * layer.config.block_size + opened - selector.window
     parts = []
     for later, own in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
         found = selector.visited(own, group, layer.bucket_index.sizes(selector.weighs, beyond - later))

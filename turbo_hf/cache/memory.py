@@ -88,7 +88,7 @@ def measure(layers: list[Any]) -> Memory:
     turbo = [layer for layer in layers if isinstance(layer, TurboLayer) and layer.is_initialized]
     return Memory(
         tuple(layer_bytes(layer) for layer in layers),
-        sum(turbo[0].lengths()) + sum(turbo[0].dropped) if turbo else 0,
+        sum(turbo[0].lengths()) + sum(turbo[0].state.dropped) if turbo else 0,
         sum(layer.full_precision_bytes() for layer in turbo),
     )
 

@@ -107,18 +107,3 @@ def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, valid: to
     past = mask[:, :seen].bool()
     same = past.all() if valid is None else (past == valid.to(mask.device)).all()
     return chunk_of(mask[:, seen:].bool(), same)
-
-
-def chunk_from_given_mask(mask: torch.Tensor | None, seen: int, x: torch.Tensor) -> Chunk:
-    """The `Chunk` of new keys x [B, Hkv, M, D] under the mask [B, columns] that a cache was given; None: no padding."""
-    rows, tokens = x.shape[0], x.shape[2]
-    if mask is None:
-        return Chunk(tokens)
-    if len(mask) != rows:
-        raise ValueError(
-            f"the attention_mask given to TurboCache has {len(mask)} rows; this pass brings {rows}. Give it one row "
-            "for each row that runs (repeat rows for beams and returned sequences)."
-        )
-    new = mask[:, seen : seen + tokens].to(x.device).bool()
-    # generated tokens lie beyond the mask of the prompt, and are not padding
-    return chunk_of(torch.nn.functional.pad(new, (0, tokens - new.shape[1]), value=True))

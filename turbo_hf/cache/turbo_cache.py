@@ -16,12 +16,11 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
-from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.layer_view import deep_copied, refuse_offloading
+from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.new_columns import Chunk, chunk_from_mask
-from turbo_hf.cache.open_buffer import ordinary
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.errors import Unsupported
@@ -150,10 +149,7 @@ class TurboCache(Cache):
         storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
         self.integrity = Integrity(storing)
         for layer in self.turbo_layers():
-            layer.integrity = self.integrity
-        if attention_mask is not None:
-            for layer in self.turbo_layers():
-                layer.given_mask = attention_mask
+            layer.integrity, layer.given_mask = self.integrity, attention_mask
         self._planned: list[_Planned] = []
 
     def turbo_layers(self) -> list[TurboLayer]:
@@ -166,13 +162,13 @@ class TurboCache(Cache):
         Raises:
             ValueError: an earlier pass was interrupted, so that layers hold different numbers of tokens.
         """
-        if layer.step is not None:
+        if layer.replay is not None:
             return Chunk(tokens)
         if layer is next(held for held in self.layers if isinstance(held, TurboLayer)):
             # plans of an earlier pass may be for a mask that has been changed in place since
             self._planned = []
             self._require_one_length(self.layers.index(layer), tokens)
-        valid = layer.valid if layer.is_initialized else None
+        valid = layer.valid
         if mask is None and valid is None:
             return Chunk(tokens)
         columns = (layer.seen, tokens)
@@ -392,9 +388,7 @@ class TurboCache(Cache):
         for layer in self.layers:
             _stop_recording(layer)
         for layer in self.turbo_layers():
-            layer.record_past = False
-            if layer.is_initialized:
-                layer.commit()
+            layer.stop_recording()
 
     @ordinary
     def reset(self) -> None:
