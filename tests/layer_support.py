@@ -9,7 +9,7 @@ from stores import page_codes
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk, chunk_of
+from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, PagedHeads
 from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks
@@ -199,7 +199,7 @@ def random_kv(rows: int, tokens: int, dim: int = 16, heads: int = HEADS, seed: i
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
     """One pass, as the attention function does it: append aligned tokens, then commit."""
-    chunk = Chunk(k.shape[2]) if valid is None else chunk_of(valid)
+    chunk = NewColumns(k.shape[2]) if valid is None else columns_of(valid)
     layer.append(chunk.align(k), chunk.align(v), chunk)
     layer.commit()
 

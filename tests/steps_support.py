@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk, chunk_of
+from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.graphs.replayable_steps import Steps
 from turbo_hf.sparse.selectors import Centroids
 
@@ -41,7 +41,7 @@ def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | 
     }
     orders = {n: [1, 0] for n in range(LAYERS)}
     cache = TurboCache(LlamaConfig(**shape), config, head_orders=orders, selectors=selectors)
-    chunk = chunk_of(torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None])
+    chunk = columns_of(torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None])
     for layer in cache.turbo_layers():
         layer.window = window
         k, v = (torch.randn(len(lengths), HEADS, max(lengths), DIM, generator=generator) for _ in range(2))
@@ -61,7 +61,7 @@ def new_tokens(rows: int = len(LENGTHS)) -> list[tuple[Tensor, Tensor]]:
 
 def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
     for layer, (k, v) in zip(cache.turbo_layers(), new, strict=True):
-        layer.append(k, v, Chunk(1), buckets_of(layer, k))
+        layer.append(k, v, NewColumns(1), buckets_of(layer, k))
         layer.commit()
 
 
@@ -69,7 +69,7 @@ def by_steps(run: Steps, new: list[tuple[Tensor, Tensor]]) -> None:
     run.begin()
     with run.running():
         for layer, (k, v) in zip(run.layers, new, strict=True):
-            layer.append(k, v, Chunk(1), buckets_of(layer, k))
+            layer.append(k, v, NewColumns(1), buckets_of(layer, k))
             layer.commit()
     run.finish()
 

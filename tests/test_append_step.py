@@ -9,7 +9,7 @@ from stores import tokens
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.store.append import append_step
@@ -114,7 +114,7 @@ def test_a_step_refuses_other_shapes() -> None:
 
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
-    layer.append(k, v, Chunk(k.shape[2]))
+    layer.append(k, v, NewColumns(k.shape[2]))
     layer.commit()
 
 

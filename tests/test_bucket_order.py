@@ -11,7 +11,7 @@ from torch import Tensor
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.sparse.bucket_index import SPARE
 from turbo_hf.sparse.selectors import Reformer
 
@@ -33,7 +33,7 @@ def feed(layers: list[TurboLayer], tokens: int, rows: int = 2, starts: list[int]
     k, v = torch.randn(rows, 2, tokens, 16).half(), torch.randn(rows, 2, tokens, 16).half()
     for layer in layers:
         assert layer.selector is not None
-        layer.append(k, v, Chunk(tokens, None, starts), layer.selector.buckets(k.float()))
+        layer.append(k, v, NewColumns(tokens, None, starts), layer.selector.buckets(k.float()))
         layer.commit()
 
 
@@ -151,7 +151,7 @@ def test_tokens_of_no_known_bucket_end_the_order() -> None:
     layer, plain = layer_of(), layer_of(sorts=False)
     k, v = torch.randn(2, 2, 300, 16).half(), torch.randn(2, 2, 300, 16).half()
     for x in (layer, plain):
-        x.append(k, v, Chunk(300))
+        x.append(k, v, NewColumns(300))
         x.commit()
     feed([layer, plain], 300)
     check(layer, plain, [[], []])

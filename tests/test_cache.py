@@ -288,13 +288,13 @@ def test_a_cache_filled_with_gradients_on_can_be_copied(llama: Any) -> None:
 
 def test_a_mask_is_read_once_a_pass(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    plan = turbo_hf.cache.new_columns.chunk_from_mask
+    plan = turbo_hf.cache.new_columns.columns_from_mask
 
     def counted(*args: Any) -> Any:
         plans.append(args)
         return plan(*args)
 
-    monkeypatch.setattr(turbo_hf.cache.turbo_cache, "chunk_from_mask", counted)
+    monkeypatch.setattr(turbo_hf.cache.turbo_cache, "columns_from_mask", counted)
     batch = left_padded([prompts(1, n, seed=n)[0] for n in (20, 70)])
     with turbo_hf.patch(llama):
         llama.generate(**batch, max_new_tokens=5)

@@ -21,7 +21,7 @@ from layer_support import (
 )
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.ops.decode.contract import decode
 
@@ -120,7 +120,7 @@ class Life(RuleBasedStateMachine):
         original, self.layer = self.layer, copy.deepcopy(self.layer)
         original.activate_past_recording()
         original.crop(0)
-        original.append(*random_kv(len(self.naive), 1, seed=99), Chunk(1))
+        original.append(*random_kv(len(self.naive), 1, seed=99), NewColumns(1))
 
     @precondition(lambda self: self.layer.seen)
     @rule(rows=st.integers(1, 3))

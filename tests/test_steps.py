@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs.replayable_steps import Steps, obstacle
 from turbo_hf.sparse.selectors import Reformer
@@ -145,7 +145,7 @@ def test_a_token_whose_bucket_is_not_known_is_noted_as_such() -> None:
     run = Steps(cache, None)
     with run.running():
         for layer, (k, v) in zip(run.layers, new_tokens(), strict=True):
-            layer.append(k, v, Chunk(1))
+            layer.append(k, v, NewColumns(1))
     run.finish()
     for layer in run.layers:
         for row, length in enumerate(LENGTHS):
@@ -195,7 +195,7 @@ def test_later_steps_of_a_cache_are_the_only_ones(config: TurboConfig) -> None:
         for layer, (k, v) in zip(later.layers, new, strict=True):
             assert not earlier.intact()
             earlier.close()
-            layer.append(k, v, Chunk(1), buckets_of(layer, k))
+            layer.append(k, v, NewColumns(1), buckets_of(layer, k))
     later.finish()
     by_host(plain, new)
     for _ in range(40):
@@ -217,7 +217,7 @@ def test_a_step_that_is_broken_off_is_counted_where_it_was_stored(before: int) -
     first, new = cache.turbo_layers()[0], new_tokens()
     run.begin()
     with run.running():
-        first.append(*new[0], Chunk(1))
+        first.append(*new[0], NewColumns(1))
     run.recount()
     assert not run.intact()
     assert obstacle(cache) == f"layer 1 holds {70 + before} columns, and the first layer {71 + before}"
@@ -243,7 +243,7 @@ def test_nan_is_told_by_the_layer_before_its_block_is_sealed() -> None:
 def short_prompt(config: TurboConfig) -> TurboCache:
     cache = TurboCache(LlamaConfig(**SHAPE), config)
     for layer in cache.turbo_layers():
-        layer.append(tokens(1, HEADS, 5, DIM), tokens(1, HEADS, 5, DIM), Chunk(5))
+        layer.append(tokens(1, HEADS, 5, DIM), tokens(1, HEADS, 5, DIM), NewColumns(5))
     return cache
 
 

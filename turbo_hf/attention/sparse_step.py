@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.layout import AttentionOutput, Rotary, Scoring
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.store.rotate import rotate_queries
@@ -37,7 +37,7 @@ class Source(NamedTuple):
         return undo_rotary(self.module, x, (cos, sin)), None
 
 
-def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
+def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: NewColumns) -> torch.Tensor | None:
     """Buckets of new keys [B, Hkv, M, D], as the model gives them: int16 [B, Hkv, tables, M], aligned by `chunk`.
 
     None where the layer keeps no buckets.
@@ -56,7 +56,7 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
 
 
 def assign_and_score(
-    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: Chunk
+    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: NewColumns
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector needs of its queries.
 
@@ -78,7 +78,7 @@ def attend_sparse(
     layer: TurboLayer,
     query_info: torch.Tensor | None,
     query: torch.Tensor,
-    chunk: Chunk,
+    chunk: NewColumns,
     starts: torch.Tensor | None,
     scoring: Scoring,
 ) -> AttentionOutput:

@@ -12,7 +12,7 @@ from turbo_hf.attention.full_precision import dense_attention, own_attention
 from turbo_hf.attention.sparse_step import Source, assign_and_score, attend_sparse, new_buckets
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
@@ -235,7 +235,7 @@ def _compressed(
     if mask is None and layer.replay is None:
         # a step that may be captured has been checked against its mask before
         layer.require_no_given_padding(new.query.shape[2])
-    chunk = cache.chunk(mask, layer, new.query.shape[2])
+    chunk = cache.new_columns(mask, layer, new.query.shape[2])
     scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
     attend = _step if layer.is_decoding(chunk.tokens) else _prompt
     with torch.no_grad():
@@ -247,7 +247,7 @@ def _compressed(
     return out
 
 
-def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
+def _step(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
@@ -267,7 +267,7 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Sc
     ).out
 
 
-def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
+def _prompt(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
     """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config

@@ -7,7 +7,7 @@ cache has been given a mask.
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from turbo_hf.cache.new_columns import Chunk, chunk_of
+from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.errors import Unsupported
 from turbo_hf.ops.host_device import shared
@@ -81,16 +81,16 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
         tokens = k.shape[2]
         self.require_same_rows(k)
         self.seal_leftovers(tokens)
-        chunk = self._under_given_mask(given_mask, k)
+        new = self._under_given_mask(given_mask, k)
         columns = self.get_mask_sizes(tokens)[0]
         decoding = self.is_decoding(tokens)
         past = (k[:, :, :0], v[:, :, :0]) if decoding or not self.seen else self.dequantized(columns - tokens)
-        self.append(chunk.align(k), chunk.align(v), chunk)
+        self.append(new.align(k), new.align(v), new)
         joined = self.dequantized(columns) if decoding else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
         self.commit()
         return joined
 
-    def _under_given_mask(self, mask: torch.Tensor | None, x: torch.Tensor) -> Chunk:
+    def _under_given_mask(self, mask: torch.Tensor | None, x: torch.Tensor) -> NewColumns:
         """How new keys x [B, Hkv, M, D] stand under the mask [B, columns] that the cache was given; None: no padding.
 
         Raises:
@@ -98,15 +98,15 @@ class DequantizedLayer(LayerStorage, CacheLayerMixin):
         """
         rows, tokens = x.shape[0], x.shape[2]
         if mask is None:
-            return Chunk(tokens)
+            return NewColumns(tokens)
         if len(mask) != rows:
             raise ValueError(
                 f"the attention_mask given to TurboCache has {len(mask)} rows; this pass brings {rows}. Give it one "
                 "row for each row that runs (repeat rows for beams and returned sequences)."
             )
-        new = mask[:, self.seen : self.seen + tokens].to(x.device).bool()
+        valid = mask[:, self.seen : self.seen + tokens].to(x.device).bool()
         # generated tokens lie beyond the mask of the prompt, and are not padding
-        return chunk_of(torch.nn.functional.pad(new, (0, tokens - new.shape[1]), value=True))
+        return columns_of(torch.nn.functional.pad(valid, (0, tokens - valid.shape[1]), value=True))
 
     def require_no_given_padding(self, tokens: int) -> None:
         """ValueError if the cache was given padding in the `tokens` new columns, for which the model passes no mask."""

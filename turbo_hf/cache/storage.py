@@ -8,7 +8,7 @@ import torch
 
 from turbo_hf.cache.guards import ordinary, storing
 from turbo_hf.cache.integrity import Integrity
-from turbo_hf.cache.new_columns import Chunk, Step
+from turbo_hf.cache.new_columns import NewColumns, Step
 from turbo_hf.cache.open_buffer import OpenBuffer
 from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.rows import DeviceCounts, RowState
@@ -166,9 +166,14 @@ class LayerStorage:
             self.commit(defer, whole_prompt=True)
 
     def append(
-        self, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, buckets: torch.Tensor | None = None, defer: bool = False
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        new: NewColumns,
+        buckets: torch.Tensor | None = None,
+        defer: bool = False,
     ) -> None:
-        """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `chunk`, as are their buckets.
+        """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `new`, as are their buckets.
 
         defer: what kernels note of NaN and Inf is left to be read (`unchecked`), for all layers at once.
 
@@ -178,24 +183,24 @@ class LayerStorage:
         self.require_same_rows(k)
         if not self.is_initialized:
             # the first column of the longest row: what lies before it is padding of all
-            first = min(chunk.starts or [0])
+            first = min(new.starts or [0])
             self.lazy_initialization(k[:, :, first:], v[:, :, first:])
         rotates = self.config.rotates
         if self.replay is None and not self.in_place:
             # what can be refused is, before anything is written
             k, rotates = (rotate_keys(k, self.config.backend) if rotates else k), False
-            self._require_finite(chunk.blank(k), chunk.blank(v))
+            self._require_finite(new.blank(k), new.blank(v))
         self.integrity.turn(self.index, self.seen)
-        self._append(k, v, chunk, buckets, defer, rotates)
+        self._append(k, v, new, buckets, defer, rotates)
         if self.replay is not None:
             # its launch has sealed what was due
             self.integrity.settle(self.index)
 
     @ordinary
-    def _require_finite(self, *new: torch.Tensor) -> None:
+    def _require_finite(self, *stored: torch.Tensor) -> None:
         """ValueError if new keys or values hold NaN or Inf, or what is one in the type that stores them."""
-        stored = self.buffer.k.dtype if self.buffer.k.is_floating_point() else torch.float32
-        finite = [torch.isfinite(x.to(stored)).all() for x in new]
+        dtype = self.buffer.k.dtype if self.buffer.k.is_floating_point() else torch.float32
+        finite = [torch.isfinite(x.to(dtype)).all() for x in stored]
         require_finite({self.index: ~torch.stack(finite).all()})
 
     @storing
@@ -203,7 +208,7 @@ class LayerStorage:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        chunk: Chunk,
+        new: NewColumns,
         buckets: torch.Tensor | None,
         defer: bool,
         rotate: bool,
@@ -214,20 +219,20 @@ class LayerStorage:
             noted, arrived = self.bucket_index.noted(buckets), self.replay.arrived
             append_step(k, v, self.store(), given_scale=self.universal, noted=noted, arrived=arrived, **how)
             return
-        state, decoding = self.state, self.is_decoding(chunk.tokens)
-        after = state.stored(chunk.tokens, chunk.starts, decoding)
-        self.bucket_index.append(buckets, state.lengths(), chunk.tokens, chunk.starts)
+        state, decoding = self.state, self.is_decoding(new.tokens)
+        after = state.stored(new.tokens, new.starts, decoding)
+        self.bucket_index.append(buckets, state.lengths(), new.tokens, new.starts)
         self.buffer.reserve(max(after.open), state.open)
         # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
         given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
-        starts = chunk.begin(self.device)
+        starts = new.begin(self.device)
         append_tokens(k, v, self.store(), starts=starts, given_scale=given_scale, max_scale=max_scale, **how)
         self.device_counts.counted(state, after)
-        if chunk.valid is not None:
+        if new.valid is not None:
             valid = self.valid
             if valid is None:
                 valid = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
-            self.valid_prefix = torch.cat((valid, chunk.valid.to(self.device)), 1)
+            self.valid_prefix = torch.cat((valid, new.valid.to(self.device)), 1)
         self.state = after
         if self.in_place and not decoding:
             self._check_finite(defer)

@@ -20,7 +20,7 @@ from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
-from turbo_hf.cache.new_columns import Chunk, chunk_from_mask
+from turbo_hf.cache.new_columns import NewColumns, columns_from_mask
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.errors import Unsupported
@@ -73,7 +73,7 @@ class _Planned(NamedTuple):
     mask: torch.Tensor | None
     seen: int
     tokens: int
-    chunk: Chunk
+    new: NewColumns
 
 
 class TurboCache(Cache):
@@ -156,29 +156,29 @@ class TurboCache(Cache):
         """The compressed layers."""
         return [layer for layer in self.layers if isinstance(layer, TurboLayer)]
 
-    def chunk(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> Chunk:
+    def new_columns(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> NewColumns:
         """How the new columns of this pass are aligned, planned once per mask and pass and shared by the layers.
 
         Raises:
             ValueError: an earlier pass was interrupted, so that layers hold different numbers of tokens.
         """
         if layer.replay is not None:
-            return Chunk(tokens)
+            return NewColumns(tokens)
         if layer is next(held for held in self.layers if isinstance(held, TurboLayer)):
             # plans of an earlier pass may be for a mask that has been changed in place since
             self._planned = []
             self._require_one_length(self.layers.index(layer), tokens)
         valid = layer.valid
         if mask is None and valid is None:
-            return Chunk(tokens)
+            return NewColumns(tokens)
         columns = (layer.seen, tokens)
-        chunk = next(
-            (at.chunk for at in self._planned if (at.seen, at.tokens) == columns and _same_mask(at.mask, mask)), None
+        new = next(
+            (at.new for at in self._planned if (at.seen, at.tokens) == columns and _same_mask(at.mask, mask)), None
         )
-        if chunk is None:
-            chunk = chunk_from_mask(mask, *columns, valid)
-            self._planned.append(_Planned(mask, *columns, chunk))
-        return chunk if mask is None else chunk.on(mask.device)
+        if new is None:
+            new = columns_from_mask(mask, *columns, valid)
+            self._planned.append(_Planned(mask, *columns, new))
+        return new if mask is None else new.on(mask.device)
 
     def _require_one_length(self, first: int, tokens: int) -> None:
         """ValueError unless all layers held equally many tokens before this pass, which has reached layer `first`."""
