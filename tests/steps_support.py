@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, columns_of
-from turbo_hf.graphs.replayable_steps import Steps
+from turbo_hf.graphs.replayable_steps import ReplayableSteps
 from turbo_hf.sparse.selectors import Centroids
 
 HEADS, DIM, LAYERS = 2, 16, 2
@@ -65,7 +65,7 @@ def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
         layer.commit()
 
 
-def by_steps(run: Steps, new: list[tuple[Tensor, Tensor]]) -> None:
+def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]]) -> None:
     run.begin()
     with run.running():
         for layer, (k, v) in zip(run.layers, new, strict=True):

@@ -90,7 +90,7 @@ def attend_sparse(
     assert selector is not None
     sink, window = selector.config.sink_tokens, selector.window
     if layer.replay is None:
-        # `steps.Steps` counts its own: a replay would not
+        # `ReplayableSteps` counts its own: a replay would not
         new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
         selector.count(layer.lengths(), new, layer.heads)
     q = chunk.align(query)

@@ -14,7 +14,7 @@ import torch
 RESET = "reset() it, or take a new one."
 TAKEN = f"another thread has begun to use this TurboCache, or broke off there: {RESET}"
 STEP = 0
-"""The depth of a step that may be replayed (`steps.Steps`); those of the modules in it follow."""
+"""The depth of a step that may be replayed (`ReplayableSteps`); those of the modules in it follow."""
 
 READ = "read "
 """Kinds that begin so note that a layer's state was taken."""

@@ -1,6 +1,6 @@
 """Which columns of a forward pass hold tokens, and how rows of different lengths are aligned."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -10,18 +10,6 @@ DIFFERS = (
     "attention_mask (none means all ones) differs from the one under which the cached tokens were stored. "
     "Padding is not cached, so it cannot change later: keep the mask of earlier columns, or start a new cache."
 )
-
-
-class Step(NamedTuple):
-    """A pass of one token per row that may be replayed: `steps.Steps` does the host's counting for it.
-
-    sealed: blocks of each row once the step has sealed those that are full. plans: as in `KVStore`. arrived: int32 [B],
-    zeros, as in `ops.append.append_step`.
-    """
-
-    sealed: tuple[int, ...]
-    plans: dict[Any, Any]
-    arrived: torch.Tensor
 
 
 class NewColumns(NamedTuple):

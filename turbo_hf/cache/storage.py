@@ -8,7 +8,7 @@ import torch
 
 from turbo_hf.cache.guards import ordinary, storing
 from turbo_hf.cache.integrity import Integrity
-from turbo_hf.cache.new_columns import NewColumns, Step
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.open_buffer import OpenBuffer
 from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.rows import DeviceCounts, RowState
@@ -23,6 +23,19 @@ from turbo_hf.sparse.selectors import Selector
 
 DECODE_TOKENS = 16
 """Up to this many new tokens over a past count as decoding: they are stored before attention reads the cache."""
+
+
+class ReplayState(NamedTuple):
+    """A step that may be replayed, one token per row: `ReplayableSteps` does the host's counting for it.
+
+    sealed: blocks of each row once the step has sealed those that are due.
+    plans: as in `KVStore`.
+    arrived: int32 [B], zeros, as in `ops.store.append.append_step`.
+    """
+
+    sealed: tuple[int, ...]
+    plans: dict[Any, Any]
+    arrived: torch.Tensor
 
 
 class RowBlocks(NamedTuple):
@@ -72,7 +85,8 @@ class LayerStorage:
         self.valid_prefix: torch.Tensor | None = None
         # whether what kernels have noted in `nonfinite` is still to be read
         self.unchecked = False
-        self.replay: Step | None = None
+        # set while the pass is a step that may be replayed
+        self.replay: ReplayState | None = None
 
     @ordinary
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

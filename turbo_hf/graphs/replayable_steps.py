@@ -1,7 +1,7 @@
 """Decode steps that can be replayed: what the host reserves for them beforehand, and counts afterwards.
 
-A step appends one token to each row, seals the blocks that are full, and attends; what it does is determined by tensors
-that stay in place. The host knows every length without asking the device, and therefore which rows seal, where, and how
+A step seals the blocks that are due (full since the step before), appends one token to each row, and attends; what it
+does is determined by tensors that stay in place. The host knows every length without asking the device, and therefore which rows seal, where, and how
 the work of attention is best divided.
 """
 
@@ -15,8 +15,8 @@ import torch
 from turbo_hf.cache.guards import storing
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Step
 from turbo_hf.cache.rows import RowState
+from turbo_hf.cache.storage import ReplayState
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import FULL
@@ -104,8 +104,8 @@ def obstacle(cache: TurboCache) -> str | None:
     return None
 
 
-class Steps:
-    """Steps of one cache, of which `obstacle` has nothing to say.
+class ReplayableSteps:
+    """The steps of one cache, of which `obstacle` has nothing to say.
 
     Args:
         cache: its layers are prepared at once.
@@ -213,7 +213,7 @@ class Steps:
         """Inside, a pass over the cache is the step: its layers count nothing."""
         self.integrity.again(STEP)
         for group in self._groups:
-            replay = Step(tuple(group.state.sealed_by_step()), group.plans, self._arrived)
+            replay = ReplayState(tuple(group.state.sealed_by_step()), group.plans, self._arrived)
             for layer in group.layers:
                 layer.replay = replay
         try:

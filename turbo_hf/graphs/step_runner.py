@@ -1,7 +1,7 @@
 """Whole decode steps as CUDA graphs: the forward pass that `generate` calls, captured once and then replayed.
 
 The hook is `generate`'s own slot for a compiled forward pass. What is captured is one pass of the model over one new
-token per row; `Steps` knows when it can be replayed. Every other pass goes to the model unchanged.
+token per row; `ReplayableSteps` knows when it can be replayed. Every other pass goes to the model unchanged.
 """
 
 import functools
@@ -21,7 +21,7 @@ from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
-from turbo_hf.graphs.replayable_steps import Steps, config_obstacle, lasting_obstacle, obstacle
+from turbo_hf.graphs.replayable_steps import ReplayableSteps, config_obstacle, lasting_obstacle, obstacle
 from turbo_hf.ops.gpu import obstacle as gpu_obstacle
 from turbo_hf.sparse.selectors import selector_obstacle
 
@@ -158,7 +158,7 @@ class StepRunner:
     def __init__(self, model: Any, limit: int | None, device: Device, demanded: bool = False):
         self.captures = 0
         self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
-        self._steps: Steps | None = None
+        self._steps: ReplayableSteps | None = None
         self._inputs: dict[str, Any] = {}
         self._replay: Callable[[], Any] | None = None
         self._captured: list[Any] = []
@@ -177,7 +177,7 @@ class StepRunner:
                 raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
             if obstacle(cache) is not None:
                 return self._model(**kwargs)
-            self._steps = Steps(cache, self._limit)
+            self._steps = ReplayableSteps(cache, self._limit)
             self._restarts += 1
         if not self._confirmed(self._steps, mask):
             return self._model(**kwargs)
@@ -201,7 +201,7 @@ class StepRunner:
 
     def __del__(self) -> None:
         # `generate` has released it: the only sign that it has ended
-        steps: Steps | None = getattr(self, "_steps", None)
+        steps: ReplayableSteps | None = getattr(self, "_steps", None)
         if steps is None:
             return
         self._forget()
@@ -231,7 +231,7 @@ class StepRunner:
         busy = torch.is_grad_enabled() or self._model.training or torch.is_autocast_enabled(ids.device.type)
         return not (busy or _capturing(ids))
 
-    def _confirmed(self, steps: Steps, mask: torch.Tensor | None) -> bool:
+    def _confirmed(self, steps: ReplayableSteps, mask: torch.Tensor | None) -> bool:
         """Whether the mask matches what the cache holds, and no new token is padding. One read from the device.
 
         Raises:
@@ -271,7 +271,7 @@ class StepRunner:
             if isinstance(value, torch.Tensor):
                 self._inputs[name].copy_(value)
 
-    def _run(self, steps: Steps) -> Any:
+    def _run(self, steps: ReplayableSteps) -> Any:
         """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
         tensors, old = steps.tensors(), self._captured
         if self._replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
