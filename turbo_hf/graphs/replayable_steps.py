@@ -1,8 +1,8 @@
 """Decode steps that can be replayed: what the host reserves for them beforehand, and counts afterwards.
 
-A step seals the blocks that are due (full since the step before), appends one token to each row, and attends; what it
-does is determined by tensors that stay in place. The host knows every length without asking the device, and therefore which rows seal, where, and how
-the work of attention is best divided.
+A step seals the blocks that are due, which the step before has filled, appends one token to each row, and attends. What
+it does is determined by tensors that stay in place. The host knows every length without asking the device, and
+therefore which rows seal, where, and how the work of attention is best divided.
 """
 
 from collections.abc import Iterator

@@ -379,20 +379,20 @@ def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
 
 
 @dataclass(slots=True)
-class Door:
-    """Brings a runner from the question whether `generate` may compile to the call for what it compiled."""
+class HandOff:
+    """Hands a runner on: from where `generate` asks whether it may compile, to where it asks for what it compiled."""
 
     demanded: bool
-    _held: threading.local = field(default_factory=threading.local)
+    _local: threading.local = field(default_factory=threading.local)
 
-    def offer(self, runner: StepRunner | None) -> None:
+    def give(self, runner: StepRunner | None) -> None:
         """Set what this thread's next `take` returns."""
-        self._held.runner = runner
+        self._local.runner = runner
 
     def take(self) -> StepRunner | None:
-        """The runner that was offered in this thread, once."""
-        runner, self._held.runner = getattr(self._held, "runner", None), None
+        """The runner that was given in this thread, once."""
+        runner, self._local.runner = getattr(self._local, "runner", None), None
         return runner
 
     def __reduce__(self) -> Any:
-        return Door, (self.demanded,)
+        return HandOff, (self.demanded,)
