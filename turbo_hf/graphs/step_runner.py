@@ -51,7 +51,7 @@ class CudaDevice:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._anchor: Callable[[], Any] | None = None
+        self._first_graph: Callable[[], Any] | None = None
 
     def warm(self, step: Callable[[], Any]) -> Any:
         """As `Device.warm`."""
@@ -67,44 +67,45 @@ class CudaDevice:
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """As `Device.capture`. Other threads may go on using the device."""
         try:
-            return self._anchored(step)
+            return self._capture_in_pool(step)
         except RuntimeError as error:
             if not out_of_memory(error):
-                self._mend()
+                self._recover()
                 raise
         except BaseException:
-            self._mend()
+            self._recover()
             raise
         # what torch keeps of a prompt, up to all of the memory, cannot go back while a capture is under way. Behind the
         # handler: the error holds the frames that hold the spoilt graph
-        self._end()
+        self._end_spoilt_capture()
         torch.cuda.empty_cache()
         try:
-            return self._anchored(step)
+            return self._capture_in_pool(step)
         except BaseException:
-            self._mend()
+            self._recover()
             raise
 
-    def _anchored(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A capture after a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
-        if self._anchor is None:
-            self._cast_anchor()
+    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A capture into the pool, which first gets a graph that stays: torch no longer captures into an empty one."""
+        if self._first_graph is None:
+            self._keep_pool_alive()
         return self._captured(step)
 
-    def _cast_anchor(self) -> None:
-        self._anchor = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
+    def _keep_pool_alive(self) -> None:
+        """Capture a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
+        self._first_graph = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
 
-    def _end(self) -> None:
+    def _end_spoilt_capture(self) -> None:
         """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
         # torch has no public call for this; if it is missing or already done, a new pool does without
         with suppress(AttributeError, RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
-        self._pool, self._anchor = torch.cuda.graph_pool_handle(), None
+        self._pool, self._first_graph = torch.cuda.graph_pool_handle(), None
 
-    def _mend(self) -> None:
-        """As `_end`, also for torch's generator, which the graph still holds: a successful capture returns it."""
-        self._end()
-        self._cast_anchor()
+    def _recover(self) -> None:
+        """End a spoilt capture, and give torch's generator back, which its graph holds, by one that succeeds."""
+        self._end_spoilt_capture()
+        self._keep_pool_alive()
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()

@@ -32,7 +32,7 @@ def replace_methods(
 ) -> list[tuple[torch.nn.Module, str, Any]]:
     """Put the patch's methods on the instances; returns (module, name, previous attribute) for each.
 
-    family: whose methods are replaced too. hand_off: hands runners of CUDA graphs to `generate`; None: none are wanted.
+    family: whose methods are replaced too. hand_off: hands CUDA graph runners to `generate`; None: none are wanted.
     """
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
