@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from turbo_hf.cache.guards import ordinary
 from turbo_hf.ops.host_device import send, shared
 
 
@@ -131,14 +132,19 @@ class DeviceCounts:
         """Of this layer alone; in steady decoding it is not sent again."""
         known, tensor = self._open
         if tensor is None or known is not state.open:
-            tensor = send(state.open, self._device)
+            tensor = self._written(state.open)
             self._open = state.open, tensor
         return tensor
 
     def own(self, state: RowState) -> None:
         """Have both in tensors of this layer alone, that stay in place: replayed kernels count in them."""
-        self._sealed = state.sealed, send(state.sealed, self._device)
+        self._sealed = state.sealed, self._written(state.sealed)
         self.open(state)
+
+    @ordinary
+    def _written(self, numbers: list[int]) -> torch.Tensor:
+        """A tensor to count in, also later and outside `torch.inference_mode`."""
+        return send(numbers, self._device)
 
     def counted(self, before: RowState, after: RowState) -> None:
         """Kernels have counted in these tensors what makes `after` of `before`."""
