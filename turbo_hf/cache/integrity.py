@@ -214,8 +214,8 @@ class Integrity:
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
         if not last.announced:
-            own = [state for state in states if state is not None and not state.is_inference()]
-            last.taken[key] = [(state, state._version) for state in own]
+            counted = [state for state in states if state is not None and not state.is_inference()]
+            last.taken[key] = [(state, state._version) for state in counted]
         last.done[key] = 0
 
     def before(self) -> dict[tuple[int, str], int]:

@@ -208,9 +208,9 @@ class TurboLayer(DequantizedLayer):
 
 def deep_copied(thing: Any, memo: dict[int, Any]) -> Any:
     """For `__deepcopy__`, which is `ordinary`: a copy of ordinary tensors, whatever mode is on."""
-    made = memo[id(thing)] = object.__new__(type(thing))
-    made.__dict__.update(copy.deepcopy(thing.__dict__, memo))
-    return made
+    copied = memo[id(thing)] = object.__new__(type(thing))
+    copied.__dict__.update(copy.deepcopy(thing.__dict__, memo))
+    return copied
 
 
 def refuse_offloading() -> NoReturn:

@@ -100,13 +100,13 @@ class OpenBuffer:
 
     def reorder(self, row: int, first: int, order: torch.Tensor) -> None:
         """Tokens of a row from slot `first` on: to each place the token `order` says, int64 [H, n], from `first` on."""
-        own = slice(first, first + order.shape[1])
+        place = slice(first, first + order.shape[1])
         # a head at a time, as a prompt may be long
         for head, at in enumerate(order):
-            self.k[row, head, own] = self.k[row, head, own][at]
-            self.v[row, head, :, own] = self.v[row, head, :, own][:, at]
-            self.k_scale[row, head, own] = self.k_scale[row, head, own][at]
-            self.v_scale[row, head, own] = self.v_scale[row, head, own][at]
+            self.k[row, head, place] = self.k[row, head, place][at]
+            self.v[row, head, :, place] = self.v[row, head, :, place][:, at]
+            self.k_scale[row, head, place] = self.k_scale[row, head, place][at]
+            self.v_scale[row, head, place] = self.v_scale[row, head, place][at]
 
     def drop_front(self, counts: list[int], left: list[int]) -> None:
         """Drop the oldest `counts[row]` tokens of each row, which leaves `left[row]`, and release the memory."""

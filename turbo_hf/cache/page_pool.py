@@ -57,8 +57,8 @@ class PagePool:
         With what is reserved: launches that are replayed find in it what lies beyond the longest row of today.
         """
         if self._device_table is None:
-            held = self.table[:, : max(self.reserved, default=0)]
-            self._device_table = shared(held, self.device).view(held.shape)
+            table = self.table[:, : max(self.reserved, default=0)]
+            self._device_table = shared(table, self.device).view(table.shape)
         return self._device_table
 
     def nbytes(self) -> tuple[int, int]:
@@ -91,12 +91,12 @@ class PagePool:
     def trim(self, sealed: list[int], shrink: bool = True) -> None:
         """Free the pages that hold none of the `sealed[row]` oldest blocks of each row. shrink: release their memory,
         if it is worth it."""
-        held = torch.arange(self.table.shape[1], device="cpu") < torch.tensor(sealed, device="cpu")[:, None]
-        used = self.table[held].unique()
+        in_use = torch.arange(self.table.shape[1], device="cpu") < torch.tensor(sealed, device="cpu")[:, None]
+        used = self.table[in_use].unique()
         if shrink and self.pages - len(used) > self.pages // 32:
             # first what may find no memory
             self._resize(used.to(self.device, non_blocking=True), 0)
-            self.table = torch.where(held, torch.searchsorted(used, self.table), 0)
+            self.table = torch.where(in_use, torch.searchsorted(used, self.table), 0)
             self._free = []
         else:
             free = torch.ones(self.pages, dtype=torch.bool, device="cpu")

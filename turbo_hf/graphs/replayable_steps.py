@@ -248,14 +248,14 @@ class ReplayableSteps:
 
     def tensors(self) -> list[Any]:
         """What the launches of a step refer to. As long as these are the same objects, it can be replayed."""
-        found: list[Any] = [plan.words for group in self._groups for plan in group.plans.values()]
+        tensors: list[Any] = [plan.words for group in self._groups for plan in group.plans.values()]
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
-            found += (pool.paged, pool.device_table(), counts.sealed(state), layer.order, layer.universal)
-            found += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
-            found.append(layer.bucket_index.spans)
-            found += [] if layer.selector is None else layer.selector.tensors()
-        return found
+            tensors += (pool.paged, pool.device_table(), counts.sealed(state), layer.order, layer.universal)
+            tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
+            tensors.append(layer.bucket_index.spans)
+            tensors += [] if layer.selector is None else layer.selector.tensors()
+        return tensors
 
     @storing
     def close(self) -> None:

@@ -130,15 +130,15 @@ class CudaDevice:
         return replay
 
 
-_own = threading.local()
+_of_thread = threading.local()
 
 
 def cuda_device(device: torch.device) -> CudaDevice:
     """The `CudaDevice` of this thread: graphs of two threads may run at a time."""
-    made: dict[torch.device, CudaDevice] = _own.__dict__.setdefault("devices", {})
-    if device not in made:
-        made[device] = CudaDevice(device)
-    return made[device]
+    devices: dict[torch.device, CudaDevice] = _of_thread.__dict__.setdefault("devices", {})
+    if device not in devices:
+        devices[device] = CudaDevice(device)
+    return devices[device]
 
 
 class StepRunner:
