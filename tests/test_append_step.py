@@ -11,7 +11,7 @@ from stores import tokens
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.ops.store.append import append_step
 from turbo_hf.ops.store.quantize import seal_blocks
@@ -113,7 +113,7 @@ def test_a_step_refuses_other_shapes() -> None:
 
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
-    layer.append(k, v, Chunk(k.shape[2]))
+    layer.append(k, v, NewColumns(k.shape[2]))
     layer.commit()
 
 
@@ -127,12 +127,12 @@ def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: tor
             feed(layer, k[:, :, at : at + count], v[:, :, at : at + count])
         at += count
         assert by_kernel.lengths() == plain.lengths() == [at, at]
-        assert by_kernel.store().open_len.tolist() == by_kernel.buffer.length
-        assert by_kernel.store().sealed.tolist() == by_kernel.pool.sealed
-    for a, b in zip(by_kernel.dense(at), plain.dense(at), strict=True):
+        assert by_kernel.store().open_len.tolist() == by_kernel.state.open
+        assert by_kernel.store().sealed.tolist() == by_kernel.state.sealed
+    for a, b in zip(by_kernel.dequantized(at), plain.dequantized(at), strict=True):
         assert torch.equal(a, b)
     by_kernel.reorder_cache(torch.tensor([1, 1]))
-    assert by_kernel.store().open_len.tolist() == by_kernel.buffer.length
+    assert by_kernel.store().open_len.tolist() == by_kernel.state.open
 
 
 def test_nan_in_a_step_is_told_when_the_block_is_sealed(device: torch.device) -> None:

@@ -205,12 +205,12 @@ def test_a_layer_is_not_read_while_it_is_torn(monkeypatch: pytest.MonkeyPatch) -
     route = ROUTES["compressed"]()
     cache = route.prepared()
     layer = cache.turbo_layers()[1]
-    monkeypatch.setattr(layer.buffer, "append", fails)
+    monkeypatch.setattr(layer.buffer, "reserve", fails)
     with pytest.raises(KeyboardInterrupt):
         route.run(cache, HELD, 1)
     message = "layer 1 of this TurboCache was being written when an earlier pass or call broke off"
     uses: list[Callable[[], Any]] = [
-        lambda: layer.dense(4), cache.roll_back, cache.stop_recording, lambda: route.run(cache, HELD, 1)
+        lambda: layer.dequantized(4), cache.roll_back, cache.stop_recording, lambda: route.run(cache, HELD, 1)
     ]  # fmt: skip
     for use in uses:
         with pytest.raises(ValueError, match=message):

@@ -105,7 +105,7 @@ def check_step(model: PreTrainedModel, batch: dict[str, Tensor], bits: int) -> N
 def same_codes(cache: TurboCache, other: TurboCache, row: int) -> bool:
     """Whether two caches hold the same newest token in a row."""
     for a, b in zip(cache.turbo_layers(), other.turbo_layers(), strict=True):
-        at = a.buffer.length[row] - 1
+        at = a.state.open[row] - 1
         if not torch.equal(a.buffer.k[row, :, at], b.buffer.k[row, :, at]):
             return False
         if not torch.equal(a.buffer.v[row, :, :, at], b.buffer.v[row, :, :, at]):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, empty_pages, open_token_bytes, page_bytes, type_16bit
 from turbo_hf.ops.store.quantize import dequantize, seal_blocks, unpack_blocks
@@ -182,7 +182,7 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
     k, v = (tokens(2, 2, 140, 16, dtype=torch.float16) for _ in range(2))
 
     def feed(start: int, end: int) -> None:
-        layer.append(k[:, :, start:end], v[:, :, start:end], Chunk(end - start))
+        layer.append(k[:, :, start:end], v[:, :, start:end], NewColumns(end - start))
         layer.commit()
 
     feed(0, 120)
@@ -191,14 +191,14 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
     layer.crop(-12)
     for at in range(124, 140):
         feed(at, at + 1)
-    held = layer.dense(140)
+    held = layer.dequantized(140)
     for got, want in zip(held, (k, v), strict=True):
         assert torch.equal(got[:, 1], want[:, 1])
         assert torch.equal(got[:, 0, 128:], want[:, 0, 128:])
         assert torch.equal(got[:, 0], want[:, 0]) == (not config)
     if config:
         narrow = TurboLayer(TurboConfig(bits=4, backend=backend, rotate_keys=False))
-        narrow.append(k[:, :1, :64], v[:, :1, :64], Chunk(64))
+        narrow.append(k[:, :1, :64], v[:, :1, :64], NewColumns(64))
         narrow.commit()
         for name in ("k", "v", "meta", "scale"):
             first = layer.pool.table[:, 0]
@@ -209,12 +209,12 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
 def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backend: Any) -> None:
     layer = TurboLayer(TurboConfig(bits=16, backend=backend))
     x = torch.randn(1, 2, 63, 16)
-    layer.append(x, x, Chunk(63))
+    layer.append(x, x, NewColumns(63))
     layer.commit()
     bad = torch.full((1, 2, tokens_at_once, 16), 1e5)
 
     def store() -> None:
-        layer.append(bad, bad, Chunk(tokens_at_once))
+        layer.append(bad, bad, NewColumns(tokens_at_once))
         layer.commit()
 
     with pytest.raises(ValueError, match="keys or values hold NaN or Inf"):

@@ -167,8 +167,8 @@ def test_an_answer_that_ends_early_leaves_nothing_reserved_and_nothing_full(
                 # the stand-in for a graph holds its runner
                 gc.collect()
                 for layer in cache.turbo_layers():
-                    assert layer.pool.pages == sum(layer.pool.sealed)
-                    held.append((layer.pool.sealed, layer.buffer.length))
+                    assert layer.pool.pages == sum(layer.state.sealed)
+                    held.append((layer.state.sealed, layer.state.open))
         return ids.flatten().tolist(), held
 
     assert talk(SMALL) == talk(PLAIN)

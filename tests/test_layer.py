@@ -22,8 +22,9 @@ from layer_support import (
 from op_calls import decode
 from torch import Tensor
 
-from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.page_pool import PagePool
+from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
 from turbo_hf.ops.store.rotate import rotate_keys
@@ -54,7 +55,7 @@ def test_chunks_store_what_one_pass_stores(config: TurboConfig, data: st.DataObj
         feed(chunked, k[:, :, at : at + tokens], v[:, :, at : at + tokens])
         at += tokens
     whole = filled(config, k, v, window=window)
-    assert chunked.dropped == whole.dropped
+    assert chunked.state.dropped == whole.state.dropped
     for row in range(2):
         assert_same_rows(chunked, row, whole, row)
 
@@ -90,7 +91,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(
                 if real.any():
                     feed(alone, k[row : row + 1, :, at][:, :, real], v[row : row + 1, :, at][:, :, real])
             assert_same_rows(batch, row, alone, 0)
-            assert batch.dropped[row] == alone.dropped[0]
+            assert batch.state.dropped[row] == alone.state.dropped[0]
         else:
             assert batch.lengths()[row] == 0
 
@@ -111,7 +112,7 @@ def test_a_half_precision_cache_is_that_of_the_same_numbers_in_float32() -> None
     k, v = (x.to(torch.bfloat16) for x in random_kv(1, 100))
     half, single = filled(TurboConfig(), k, v), filled(TurboConfig(), k.float(), v.float())
     assert_same_rows(half, 0, single, 0)
-    assert half.dense(100)[0].dtype == torch.bfloat16
+    assert half.dequantized(100)[0].dtype == torch.bfloat16
 
 
 def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> None:
@@ -172,7 +173,7 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
     k, v = random_kv(1, 32, heads=1)
     for _ in range(blocks):
         feed(layer, k, v)
-    assert layer.pool.sealed == [blocks]
+    assert layer.state.sealed == [blocks]
     # fewer than 64 pages grow by one, more by a thirty-second; to copy all for each block would be blocks**2 / 2
     assert sum(copied) <= 64 * blocks
     assert blocks <= layer.pool.pages <= blocks + blocks // 32
@@ -183,25 +184,25 @@ def test_pages_for_which_there_is_no_memory_change_nothing(shrinks: bool, monkey
     layer = filled(TurboConfig(block_size=32), *random_kv(3, 200))
     # rows that share pages, between pages that no row holds
     layer.batch_select_indices(torch.tensor([1, 1, 2]))
-    pool, before = layer.pool, layer.dense(200)
+    pool, sealed, before = layer.pool, layer.state.sealed, layer.dequantized(200)
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
     if shrinks:
-        pool.reserve([3, 0, 3])
+        pool.reserve(sealed, [3, 0, 3])
     with monkeypatch.context() as patched:
         patched.setattr("turbo_hf.cache.page_pool.empty_pages", full)
         with pytest.raises(torch.OutOfMemoryError):
-            pool.trim() if shrinks else pool.reserve([20, 20, 20])
-    assert all(torch.equal(x, y) for x, y in zip(layer.dense(200), before, strict=True))
-    pool.reserve([9, 9, 9])
+            pool.trim(sealed) if shrinks else pool.reserve(sealed, [20, 20, 20])
+    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(200), before, strict=True))
+    pool.reserve(sealed, [9, 9, 9])
     held = pool.table[:, :15]
     assert int(held.max()) < pool.pages
     assert len(held[:, 6:].unique()) == 27
-    pool.trim()
+    pool.trim(sealed)
     assert pool.pages == 12
-    assert all(torch.equal(x, y) for x, y in zip(layer.dense(200), before, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(200), before, strict=True))
 
 
 def test_nothing_of_full_precision_stays() -> None:
@@ -293,7 +294,7 @@ def test_a_pass_that_is_all_padding_stores_nothing() -> None:
     layer.given_mask = torch.arange(40)[None] >= 25
     assert not layer.update(k[:, :, :3], v[:, :, :3])[0][:, :, 3:].any()
     assert layer.lengths() == [0]
-    assert not layer.dense(3)[0].any()
+    assert not layer.dequantized(3)[0].any()
     got = decode(torch.randn(1, HEADS, 1, 16), layer.store(), scaling=1.0, starts=torch.tensor([1]))
     assert not got.out.any()
     layer.update(k[:, :, 3:], v[:, :, 3:])

@@ -17,7 +17,7 @@ import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboConfig
 from turbo_hf.attention.sparse_step import _visited
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.calibration.query_model import classify
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Reformer, Selector
@@ -212,19 +212,19 @@ def test_mass_of_a_chunk_is_that_of_its_tokens_alone(starts: list[int] | None, i
     selector = Classifier(chosen, 1, torch.nn.functional.normalize(torch.randn(3, 8, 16), dim=-1), weights)
     whole = TurboLayer(TurboConfig(sparse=chosen, block_size=32, attention="fp16"), selector=selector)
 
-    def append(layer: TurboLayer, k: Tensor, chunk: Chunk) -> None:
+    def append(layer: TurboLayer, k: Tensor, chunk: NewColumns) -> None:
         layer.append(k, k, chunk, selector.buckets(k))
         layer.commit()
 
-    append(whole, torch.randn(2, 3, 22, 16), Chunk(22))
+    append(whole, torch.randn(2, 3, 22, 16), NewColumns(22))
     by_token = copy.deepcopy(whole)
     keys, queries = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 2, 16)
-    append(whole, keys, Chunk(16, None, starts))
+    append(whole, keys, NewColumns(16, None, starts))
     found = _visited(whole, selector.buckets_and_query_info(keys, queries)[1], 16, 2)
     assert found is not None
     for at in range(16):
         late = [int(at < start) for start in starts or [0, 0]]
-        append(by_token, keys[:, :, at : at + 1], Chunk(1, None, late if any(late) else None))
+        append(by_token, keys[:, :, at : at + 1], NewColumns(1, None, late if any(late) else None))
         _, query_info = selector.buckets_and_query_info(keys[:, :, at : at + 1], queries[:, :, at : at + 1])
         alone = _visited(by_token, query_info, 1, 2)
         assert alone is not None

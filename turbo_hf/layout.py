@@ -115,7 +115,7 @@ class KVStore(NamedTuple):
     of 16 bit k_open and v_open are in its pages' type, and the scales 1.
     open_len: int64 [B], open tokens a row. block: tokens in a block. sealed_host: the numbers in `sealed`, where the
     host knows them: a launch then need not wait for the device.
-    plans: of launches that will be replayed, made by the first one and kept up to date by `steps.Steps`
+    plans: of launches that will be replayed, made by the first one and kept up to date by `ReplayableSteps`
     (`ops.schedule.LivePlan`, `KeptWorkspace`); None: nothing is replayed.
     Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
     """

@@ -189,7 +189,7 @@ class Acts:
         layers = [layer for layer in world.cache.turbo_layers() if layer.is_initialized]
         if world.broken is not None:
             return [True] * len(gone)
-        return [any(n > layer.buffer.length[row] for layer in layers) for row, n in enumerate(gone)]
+        return [any(n > layer.state.open[row] for layer in layers) for row, n in enumerate(gone)]
 
     def choose(self, world: World, r: Random) -> Act | None:
         """Reorder, select or repeat rows."""

@@ -9,7 +9,7 @@ from stores import page_codes
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk, chunk_of
+from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import KVStore, PagedHeads
 from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks
@@ -158,14 +158,14 @@ def assert_layer(layer: TurboLayer, want: list[NaiveRow]) -> None:
     assert layer.rows == len(want)
     assert layer.get_seq_length() == layer.seen == len(want[0].columns)
     assert layer.lengths() == [row.held() for row in want]
-    assert layer.dropped == [row.dropped for row in want]
+    assert layer.state.dropped == [row.dropped for row in want]
     if layer.valid is None:
         assert all(all(row.columns) for row in want)
     else:
         assert layer.valid.tolist() == [row.columns for row in want]
     past = layer.seen if layer.window is None else min(layer.seen, layer.window - 1)
     assert layer.get_mask_sizes(3) == (past + 3, layer.seen - past)
-    dense = layer.dense(past)
+    dense = layer.dequantized(past)
     for number, row in enumerate(want):
         assert_row(store, number, row)
         for got, expected in zip(dense, row.values(past, layer.dim), strict=True):
@@ -199,7 +199,7 @@ def random_kv(rows: int, tokens: int, dim: int = 16, heads: int = HEADS, seed: i
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
     """One pass, as the attention function does it: append aligned tokens, then commit."""
-    chunk = Chunk(k.shape[2]) if valid is None else chunk_of(valid)
+    chunk = NewColumns(k.shape[2]) if valid is None else columns_of(valid)
     layer.append(chunk.align(k), chunk.align(v), chunk)
     layer.commit()
 
@@ -233,7 +233,7 @@ def tensors_of(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
 
 def allocated(layer: TurboLayer) -> int:
     """Bytes of the storages behind a layer, each counted once; of the host's table, what a device would hold."""
-    table, _, _ = layer.pool.device_table(), layer.pool.device_sealed(), layer.buffer.device_length()
+    table, _ = layer.pool.device_table(), layer.store()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(layer)}
     for x in (layer.pool.table, table):
         storages.pop(x.untyped_storage().data_ptr(), None)

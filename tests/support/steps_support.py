@@ -9,8 +9,8 @@ from transformers import LlamaConfig
 
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk, chunk_of
-from turbo_hf.graphs.replayable_steps import Steps
+from turbo_hf.cache.new_columns import NewColumns, columns_of
+from turbo_hf.graphs.replayable_steps import ReplayableSteps
 from turbo_hf.sparse.selectors import Centroids
 
 HEADS, DIM, LAYERS = 2, 16, 2
@@ -27,7 +27,7 @@ CONFIGS = [
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps by the references: what is counted and kept in place is the same, and takes no interpreter."""
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
 
 
 def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | None = None) -> TurboCache:
@@ -41,7 +41,7 @@ def filled(config: TurboConfig, window: int | None = None, lengths: list[int] | 
     }
     orders = {n: [1, 0] for n in range(LAYERS)}
     cache = TurboCache(LlamaConfig(**shape), config, head_orders=orders, selectors=selectors)
-    chunk = chunk_of(torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None])
+    chunk = columns_of(torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None])
     for layer in cache.turbo_layers():
         layer.window = window
         k, v = (torch.randn(len(lengths), HEADS, max(lengths), DIM, generator=generator) for _ in range(2))
@@ -61,15 +61,15 @@ def new_tokens(rows: int = len(LENGTHS)) -> list[tuple[Tensor, Tensor]]:
 
 def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
     for layer, (k, v) in zip(cache.turbo_layers(), new, strict=True):
-        layer.append(k, v, Chunk(1), buckets_of(layer, k))
+        layer.append(k, v, NewColumns(1), buckets_of(layer, k))
         layer.commit()
 
 
-def by_steps(run: Steps, new: list[tuple[Tensor, Tensor]]) -> None:
+def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]]) -> None:
     run.begin()
     with run.running():
         for layer, (k, v) in zip(run.layers, new, strict=True):
-            layer.append(k, v, Chunk(1), buckets_of(layer, k))
+            layer.append(k, v, NewColumns(1), buckets_of(layer, k))
             layer.commit()
     run.finish()
 
@@ -84,9 +84,9 @@ def assert_same(a: TurboCache, b: TurboCache) -> None:
             assert torch.equal(x.valid, y.valid)
         for layer in (x, y):
             store = layer.store()
-            assert store.open_len.tolist() == layer.buffer.length
-            assert store.sealed.tolist() == list(layer.pool.sealed)
-        for p, q in zip(x.dense(x.seen), y.dense(y.seen), strict=True):
+            assert store.open_len.tolist() == layer.state.open
+            assert store.sealed.tolist() == list(layer.state.sealed)
+        for p, q in zip(x.dequantized(x.seen), y.dequantized(y.seen), strict=True):
             assert torch.equal(p, q)
         for row, length in enumerate(x.lengths() if x.bucket_index.tables else []):
             p, q = (layer.bucket_index.buckets[row, ..., :length] for layer in (x, y))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from turbo_hf.cache.compiling import untraced
+from turbo_hf.cache.guards import untraced
 
 PART = 1 << 26
 """Numbers of a 4D mask, of all rows of the batch, that are compared at once."""

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.layout import AlwaysRead, AttentionOutput, Rotary, Scoring, Visits
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.store.rotate import rotate_queries
@@ -37,7 +37,7 @@ class Source(NamedTuple):
         return undo_rotary(self.module, x, (cos, sin)), None
 
 
-def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
+def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: NewColumns) -> torch.Tensor | None:
     """Buckets of new keys [B, Hkv, M, D], as the model gives them: int16 [B, Hkv, tables, M], aligned by `chunk`.
 
     None where the layer keeps no buckets.
@@ -56,7 +56,7 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
 
 
 def new_buckets_and_query_info(
-    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: Chunk
+    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: NewColumns
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector needs of its queries.
 
@@ -78,7 +78,7 @@ def attend_sparse(
     layer: TurboLayer,
     query_info: torch.Tensor | None,
     query: torch.Tensor,
-    chunk: Chunk,
+    chunk: NewColumns,
     starts: torch.Tensor | None,
     scoring: Scoring,
 ) -> AttentionOutput:
@@ -88,8 +88,8 @@ def attend_sparse(
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
-    if layer.step is None:
-        # `steps.Steps` counts its own: a replay would not
+    if layer.replay is None:
+        # `ReplayableSteps` counts its own: a replay would not
         new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
         selector.count(layer.lengths(), new, layer.heads)
     q = chunk.align(query)
@@ -118,7 +118,8 @@ def _visited(layer: TurboLayer, query_info: torch.Tensor, tokens: int, group: in
     assert selector is not None
     if not selector.weighs:
         return selector.visited(query_info, group)
-    beyond = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length() - selector.window
+    sealed, opened = layer.device_counts.sealed(layer.state), layer.device_counts.open(layer.state)
+    beyond = sealed * layer.config.block_size + opened - selector.window
     parts = []
     for later, token in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
         visited = selector.visited(token, group, layer.bucket_index.sizes(selector.weighs, beyond - later))

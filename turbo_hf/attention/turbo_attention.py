@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
-from turbo_hf.cache.compiling import untraced
+from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
@@ -194,7 +194,7 @@ def _decompressed(
     given_mask = layer.given_mask
     if mask is not None:
         given_mask = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
-    return layer.update_dense(key, value, given_mask)
+    return layer.append_and_dequantize(key, value, given_mask)
 
 
 def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
@@ -202,17 +202,6 @@ def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.T
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
     return torch.nn.functional.pad(new, (past, 0), value=True)
-
-
-def _require_no_padding(layer: TurboLayer, tokens: int) -> None:
-    """ValueError if the cache was given padding in the new columns that the model did not pass."""
-    if layer.given_mask is None or layer.seen >= layer.given_mask.shape[1]:
-        return
-    if not layer.given_mask[:, layer.seen : layer.seen + tokens].all():
-        raise ValueError(
-            "the TurboCache was given an attention_mask with padding, this patched model none. Pass that "
-            "mask to the model, which shows it to the cache."
-        )
 
 
 def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,13 +233,14 @@ def _compressed(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
-    layer.check(new.key, defer=True)
+    layer.require_same_rows(new.key)
+    layer.seal_leftovers(new.key.shape[2], defer=True)
     if mask is not None and len(mask) != len(new.query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(new.query)}. Pass one row for each.")
-    if mask is None and layer.step is None:
+    if mask is None and layer.replay is None:
         # a step that may be captured has been checked against its mask before
-        _require_no_padding(layer, new.query.shape[2])
-    chunk = cache.chunk(mask, layer, new.query.shape[2])
+        layer.require_no_given_padding(new.query.shape[2])
+    chunk = cache.new_columns(mask, layer, new.query.shape[2])
     scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
     attend = _step if layer.is_decoding(chunk.tokens) else _prompt
     with torch.no_grad():
@@ -262,7 +252,7 @@ def _compressed(
     return out
 
 
-def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
+def _step(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
@@ -282,7 +272,7 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Sc
     ).out
 
 
-def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
+def _prompt(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
     """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config

@@ -1,7 +1,7 @@
 """Whole decode steps as CUDA graphs: the forward pass that `generate` calls, captured once and then replayed.
 
 The hook is `generate`'s own slot for a compiled forward pass. What is captured is one pass of the model over one new
-token per row; `Steps` knows when it can be replayed. Every other pass goes to the model unchanged.
+token per row; `ReplayableSteps` knows when it can be replayed. Every other pass goes to the model unchanged.
 """
 
 import functools
@@ -21,7 +21,7 @@ from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
-from turbo_hf.graphs.replayable_steps import Steps, config_obstacle, lasting_obstacle, obstacle
+from turbo_hf.graphs.replayable_steps import ReplayableSteps, config_obstacle, lasting_obstacle, obstacle
 from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.sparse.selectors import selector_obstacle
 
@@ -51,7 +51,7 @@ class CudaDevice:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._anchor: Callable[[], Any] | None = None
+        self._first_graph: Callable[[], Any] | None = None
 
     def warm(self, step: Callable[[], Any]) -> Any:
         """As `Device.warm`."""
@@ -67,44 +67,45 @@ class CudaDevice:
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """As `Device.capture`. Other threads may go on using the device."""
         try:
-            return self._anchored(step)
+            return self._capture_in_pool(step)
         except RuntimeError as error:
             if not out_of_memory(error):
-                self._mend()
+                self._recover()
                 raise
         except BaseException:
-            self._mend()
+            self._recover()
             raise
         # what torch keeps of a prompt, up to all of the memory, cannot go back while a capture is under way. Behind the
         # handler: the error holds the frames that hold the spoilt graph
-        self._end()
+        self._end_spoilt_capture()
         torch.cuda.empty_cache()
         try:
-            return self._anchored(step)
+            return self._capture_in_pool(step)
         except BaseException:
-            self._mend()
+            self._recover()
             raise
 
-    def _anchored(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A capture after a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
-        if self._anchor is None:
-            self._cast_anchor()
+    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A capture into the pool, which first gets a graph that stays: torch no longer captures into an empty one."""
+        if self._first_graph is None:
+            self._keep_pool_alive()
         return self._captured(step)
 
-    def _cast_anchor(self) -> None:
-        self._anchor = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
+    def _keep_pool_alive(self) -> None:
+        """Capture a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
+        self._first_graph = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
 
-    def _end(self) -> None:
+    def _end_spoilt_capture(self) -> None:
         """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
         # torch has no public call for this; if it is missing or already done, a new pool does without
         with suppress(AttributeError, RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
-        self._pool, self._anchor = torch.cuda.graph_pool_handle(), None
+        self._pool, self._first_graph = torch.cuda.graph_pool_handle(), None
 
-    def _mend(self) -> None:
-        """As `_end`, also for torch's generator, which the graph still holds: a successful capture returns it."""
-        self._end()
-        self._cast_anchor()
+    def _recover(self) -> None:
+        """End a spoilt capture, and give torch's generator back, which its graph holds, by one that succeeds."""
+        self._end_spoilt_capture()
+        self._keep_pool_alive()
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
@@ -129,15 +130,15 @@ class CudaDevice:
         return replay
 
 
-_own = threading.local()
+_of_thread = threading.local()
 
 
 def cuda_device(device: torch.device) -> CudaDevice:
     """The `CudaDevice` of this thread: graphs of two threads may run at a time."""
-    made: dict[torch.device, CudaDevice] = _own.__dict__.setdefault("devices", {})
-    if device not in made:
-        made[device] = CudaDevice(device)
-    return made[device]
+    devices: dict[torch.device, CudaDevice] = _of_thread.__dict__.setdefault("devices", {})
+    if device not in devices:
+        devices[device] = CudaDevice(device)
+    return devices[device]
 
 
 class StepRunner:
@@ -158,7 +159,7 @@ class StepRunner:
     def __init__(self, model: Any, limit: int | None, device: Device, demanded: bool = False):
         self.captures = 0
         self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
-        self._steps: Steps | None = None
+        self._steps: ReplayableSteps | None = None
         self._inputs: dict[str, Any] = {}
         self._replay: Callable[[], Any] | None = None
         self._captured: list[Any] = []
@@ -177,7 +178,7 @@ class StepRunner:
                 raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
             if obstacle(cache) is not None:
                 return self._model(**kwargs)
-            self._steps = Steps(cache, self._limit)
+            self._steps = ReplayableSteps(cache, self._limit)
             self._restarts += 1
         if not self._confirmed(self._steps, mask):
             return self._model(**kwargs)
@@ -201,7 +202,7 @@ class StepRunner:
 
     def __del__(self) -> None:
         # `generate` has released it: the only sign that it has ended
-        steps: Steps | None = getattr(self, "_steps", None)
+        steps: ReplayableSteps | None = getattr(self, "_steps", None)
         if steps is None:
             return
         self._forget()
@@ -231,7 +232,7 @@ class StepRunner:
         busy = torch.is_grad_enabled() or self._model.training or torch.is_autocast_enabled(ids.device.type)
         return not (busy or _capturing(ids))
 
-    def _confirmed(self, steps: Steps, mask: torch.Tensor | None) -> bool:
+    def _confirmed(self, steps: ReplayableSteps, mask: torch.Tensor | None) -> bool:
         """Whether the mask matches what the cache holds, and no new token is padding. One read from the device.
 
         Raises:
@@ -271,7 +272,7 @@ class StepRunner:
             if isinstance(value, torch.Tensor):
                 self._inputs[name].copy_(value)
 
-    def _run(self, steps: Steps) -> Any:
+    def _run(self, steps: ReplayableSteps) -> Any:
         """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
         tensors, old = steps.tensors(), self._captured
         if self._replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
@@ -379,20 +380,20 @@ def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
 
 
 @dataclass(slots=True)
-class Door:
-    """Brings a runner from the question whether `generate` may compile to the call for what it compiled."""
+class HandOff:
+    """Hands a runner on: from where `generate` asks whether it may compile, to where it asks for what it compiled."""
 
     demanded: bool
-    _held: threading.local = field(default_factory=threading.local)
+    _local: threading.local = field(default_factory=threading.local)
 
-    def offer(self, runner: StepRunner | None) -> None:
+    def give(self, runner: StepRunner | None) -> None:
         """Set what this thread's next `take` returns."""
-        self._held.runner = runner
+        self._local.runner = runner
 
     def take(self) -> StepRunner | None:
-        """The runner that was offered in this thread, once."""
-        runner, self._held.runner = getattr(self._held, "runner", None), None
+        """The runner that was given in this thread, once."""
+        runner, self._local.runner = getattr(self._local, "runner", None), None
         return runner
 
     def __reduce__(self) -> Any:
-        return Door, (self.demanded,)
+        return HandOff, (self.demanded,)

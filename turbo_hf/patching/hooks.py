@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
-from turbo_hf.cache.compiling import untraced
+from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache

@@ -13,7 +13,7 @@ from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_selectors, load_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, resolve_config
 from turbo_hf.errors import Notices, Strict
-from turbo_hf.graphs.step_runner import Door, describe
+from turbo_hf.graphs.step_runner import HandOff, describe
 from turbo_hf.models.model_layers import module_head_dim, require_model
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches.families import Family, family_of
@@ -108,8 +108,8 @@ def patch(
     )
     int8 = tuple(at.index for at in layers if at.kept_int8)
     maker = CacheMaker(len(layers), chosen, int8, uncompressed, loaded.orders, selectors)
-    door = Door(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
-    handle = _apply(model, report, modules, family, maker, door, strict)
+    hand_off = HandOff(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
+    handle = _apply(model, report, modules, family, maker, hand_off, strict)
     if unpatched is not None:
         try:
             require_agreement(model, unpatched, chosen, uncompressed, handle.new_cache())
@@ -125,12 +125,12 @@ def _apply(
     modules: Mapping[int, torch.nn.Module],
     family: Family | None,
     maker: CacheMaker,
-    door: Door | None,
+    hand_off: HandOff | None,
     strict: Strict,
 ) -> Handle:
-    """Change the model. door: passes CUDA graph runners to `generate`, if they are wanted."""
+    """Change the model. hand_off: passes CUDA graph runners to `generate`, if they are wanted."""
     register()
     previous = switch_attention(model, NAME)
     hooks = add_hooks(model, modules, report.layers, maker, strict)
-    replaced = replace_methods(model, family, maker, door, strict)
+    replaced = replace_methods(model, family, maker, hand_off, strict)
     return Handle(model, report, maker, hooks, replaced, previous)

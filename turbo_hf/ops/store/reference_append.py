@@ -21,28 +21,28 @@ def reference_append_tokens(
 ) -> None:
     tokens = k.shape[2]
     begin = [0] * len(k) if starts is None else starts.tolist()
-    for row, (start, held) in enumerate(zip(begin, store.open_len.tolist(), strict=True)):
-        to = slice(held, held + tokens - start)
-        for i, (x, codes_to, scale_to) in enumerate(
-            ((k, store.k_open, store.k_scale), (v, store.v_open, store.v_scale))
-        ):
-            new = x[row : row + 1, :, start:]
-            if codes_to.dtype == torch.int8:
-                codes, scale = reference_quantize_tokens(new)
-            else:
-                codes = new.to(codes_to.dtype)
-                # 1, or NaN where a token cannot be stored
-                scale = 1 + (codes.float() * 0).sum(-1)
-            nonfinite |= (~torch.isfinite(scale)).any().to(nonfinite.dtype)
-            if given_scale is not None:
-                own = given_scale[row : row + 1, :, i, None]
-                codes, scale = reference_quantize_tokens(new, torch.where(own > 0, own, scale))
-            if max_scale is not None and new.shape[2]:
-                max_scale[row, :, i] = torch.maximum(max_scale[row, :, i], scale[0].amax(-1))
-            place = codes_to[row, :, to] if i == 0 else codes_to[row, :, :, to].mT
-            place.copy_(codes[0])
-            scale_to[row, :, to] = scale[0]
-        store.open_len[row] += tokens - start
+    places = [slice(held, held + tokens - start) for start, held in zip(begin, store.open_len.tolist(), strict=True)]
+    padding = None if starts is None else (torch.arange(tokens, device=k.device) < starts[:, None])[:, None]
+    for i, (x, codes_to, scale_to) in enumerate(((k, store.k_open, store.k_scale), (v, store.v_open, store.v_scale))):
+        # the contents of padding are arbitrary, and must not be noted
+        new = x if padding is None else x.masked_fill(padding[..., None], 0.0)
+        if codes_to.dtype == torch.int8:
+            codes, scale = reference_quantize_tokens(new)
+        else:
+            codes = new.to(codes_to.dtype)
+            # 1, or NaN where a token cannot be stored
+            scale = 1 + (codes.float() * 0).sum(-1)
+        nonfinite |= (~torch.isfinite(scale)).any().to(nonfinite.dtype)
+        if given_scale is not None:
+            given = given_scale[..., i, None]
+            codes, scale = reference_quantize_tokens(new, torch.where(given > 0, given, scale))
+        if max_scale is not None and tokens:
+            largest = (scale if padding is None else scale.masked_fill(padding, 0.0)).amax(-1)
+            max_scale[..., i] = torch.maximum(max_scale[..., i], largest)
+        for row, (start, place) in enumerate(zip(begin, places, strict=True)):
+            (codes_to[row, :, place] if i == 0 else codes_to[row, :, :, place].mT).copy_(codes[row, :, start:])
+            scale_to[row, :, place] = scale[row, :, start:]
+    store.open_len.add_(tokens if starts is None else tokens - starts)
 
 
 def reference_append_step(
