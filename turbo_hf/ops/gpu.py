@@ -59,10 +59,10 @@ def _hopper(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=8)
-def early(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may begin before the one ahead of it has ended: Hopper and later can."""
+def pdl(device: torch.device) -> dict[str, Any]:
+    """Options of programmatic dependent launch, which begins a launch before the one ahead of it ends: Hopper on."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -24,14 +24,13 @@ def as_int8(x):
 
 
 @triton.jit
-def await_launch(EARLY: tl.constexpr, LAST: tl.constexpr = False):
-    """From here on what earlier launches have written is there, and, unless LAST, the next launch may begin.
+def pdl_wait(PDL: tl.constexpr, LAST: tl.constexpr = False):
+    """Programmatic dependent launch (PDL): wait for what earlier launches write and, unless LAST, let the next begin.
 
-    EARLY: launches overlap (programmatic dependent launch). What stands before this in a kernel runs beside the launch
-    before it. It may read what that one only reads, if that one waits too before it lets others begin. LAST: what
-    follows is not ours to begin early.
+    What stands before this in a kernel runs beside the launch before it. It may read what that one only reads, if that
+    one waits too before it lets others begin. LAST: the launch that follows is not ours. PDL: whether launches overlap.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
         if not LAST:
             gdc_launch_dependents()

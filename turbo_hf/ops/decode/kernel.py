@@ -21,7 +21,7 @@ from turbo_hf.ops.decode.kernel_block import accumulate, block_softmax, scores
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import channels_of, prepare, query_rows
 from turbo_hf.ops.decode.kernel_tiles import ask_ahead, channels, keys_of, packed_bytes, to_values, values_of
-from turbo_hf.ops.kernel_common import LOG2_E, await_launch, tanh
+from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, tanh
 from turbo_hf.ops.kernel_unpack import entry, handed
 
 
@@ -227,20 +227,20 @@ def decode_kernel(
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Tiles `plan` gives this CTA. SLOTS, BITS: heads of each width, and the width. R: query rows of a tile, padded.
 
     The outputs lie [row, slot, part of the query rows]; each has its sealed tiles of NB blocks, then one for its open
     tokens. With SPREAD, R is twice the rows (`rows_of`). FULL: all is of the queries' 16-bit type, in
-    tiles of one block; without SAS. EARLY: `await_launch`; only the plan is read before it.
+    tiles of one block; without SAS. PDL: `pdl_wait`; only the plan is read before it.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     cta = tl.program_id(0)
     share = plan_ptr + 4 * cta
     output, tile, left = tl.load(share), tl.load(share + 1), tl.load(share + 2)
-    await_launch(EARLY, True)
+    pdl_wait(PDL, True)
     kv_heads = 0
     for g in tl.static_range(len(SLOTS)):
         kv_heads += SLOTS[g]

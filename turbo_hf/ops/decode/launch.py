@@ -236,7 +236,7 @@ def decode(
             STAGES=tune.stages,
             PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
             FULL=full is not None,
-            **gpu.early(q.device),
+            **gpu.pdl(q.device),
             ASM=q.is_cuda,
             num_warps=warps,
             **gpu.FUSED,

@@ -11,7 +11,7 @@ from turbo_hf.ops.decode.kernel import attend_open, attend_sealed
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import prepare, query_rows
 from turbo_hf.ops.decode.kernel_tiles import ask_ahead
-from turbo_hf.ops.kernel_common import LOG2_E, await_launch, to_l2
+from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, to_l2
 from turbo_hf.ops.kernel_unpack import entry
 from turbo_hf.ops.sparse.kernel_lists import outputs_of, over, tiles_of, tiles_of_share
 
@@ -32,12 +32,12 @@ def sparse_decode_kernel(
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
     KV: tl.constexpr, OUTPUTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr, INDEX: tl.constexpr,
     STARTS: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, SINKS: tl.constexpr, READ: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Equal shares of the outputs [row, slot, query, part of the query heads], each of one output.
 
     The host knows neither the lengths of the rows nor the lists. buckets: flags of a query in `visited`. OUTPUTS:
-    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. FILLED, SHARES: `tiles_of_share`. EARLY: `await_launch`.
+    `outputs`, padded. NB, R, SPREAD: as in `decode_kernel`. FILLED, SHARES: `tiles_of_share`. PDL: `pdl_wait`.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
     chunks: tl.constexpr = (GROUP + N - 1) // N
@@ -46,7 +46,7 @@ def sparse_decode_kernel(
     places, closeds, heads_of = outputs_of(
         o, outputs, chunks, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr, KV, BLOCK, STARTS
     )
-    await_launch(EARLY, True)
+    pdl_wait(PDL, True)
     listed_counts = tl.load(listed_count_ptr + o // chunks, mask=o < outputs, other=0)
     tiles = tiles_of(places, closeds, listed_counts, o < outputs, NB)
     most = tiles_of_share(tiles, outputs, tl.num_programs(0), alone, PARTS, FILLED, SHARES)

@@ -8,7 +8,7 @@ next one knows how many there are for each output, and shares them out in whole 
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import await_launch, to_l2
+from turbo_hf.ops.kernel_common import pdl_wait, to_l2
 
 
 @triton.jit
@@ -58,16 +58,16 @@ def list_kernel(
     listed_ptr, listed_count_ptr,  # int64 [lists, room]: page << 32 | number, int32 [lists]
     table_stride, queries, room, spanned, buckets, sink, window,
     KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, BUCKETS: tl.constexpr, INDEX: tl.constexpr,
-    STARTS: tl.constexpr, EARLY: tl.constexpr,
+    STARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sealed blocks that one list [row, slot, query] reads, and how many they are.
 
-    A block whose buckets are not known is read. BUCKETS: `buckets`, padded. EARLY: `await_launch`.
+    A block whose buckets are not known is read. BUCKETS: `buckets`, padded. PDL: `pdl_wait`.
     """
     own = tl.program_id(0)
     query, slot = own % queries, own // queries
     row = slot // KV
-    if EARLY:
+    if PDL:
         # what will be looked through; if the order has just changed, other lines come, and nothing else follows
         stale = row * KV + tl.minimum(tl.maximum(tl.load(order_ptr + slot, cache_modifier=".cg"), 0), KV - 1)
         line = tl.arange(0, (SCAN + 31) // 32) * 32
@@ -75,7 +75,7 @@ def list_kernel(
             to_l2(spans_ptr + stale * spanned + line, line < spanned)
         line = tl.arange(0, (SCAN + 15) // 16) * 16
         to_l2(table_ptr + row * table_stride + line, line < table_stride)
-    await_launch(EARLY)
+    pdl_wait(PDL)
     pair = row * KV + tl.load(order_ptr + slot, cache_modifier=".cg")
     place, closed = place_of(query, row, queries, True, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS)
     first, recent, sealed, _ = extent(place, closed, sink, window)

@@ -115,7 +115,7 @@ def classify(
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
             x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
             UNITS=2 * UNITS, WHOLE=hidden % (2 * UNITS) == 0 and buckets % tile == 0, STAGES=4,
-            **gpu.early(queries.device), num_warps=4, **gpu.FUSED,
+            **gpu.pdl(queries.device), num_warps=4, **gpu.FUSED,
         )  # fmt: skip
     return out
 
@@ -173,7 +173,7 @@ def _layer(
         queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
         strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
         DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=gpu.early(queries.device)["EARLY"], num_warps=4, **gpu.FUSED,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, PDL=gpu.pdl(queries.device)["PDL"], num_warps=4, **gpu.FUSED,
     )  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def visit(
         if probes is not None:
             rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
                 logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=power_of_two(group),
-                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.early(logits.device),
+                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.pdl(logits.device),
                 num_warps=4, **gpu.FUSED,
             )  # fmt: skip
         else:
@@ -276,7 +276,7 @@ def sparse_decode(
     places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
     known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
-    known |= gpu.early(q.device)
+    known |= gpu.pdl(q.device)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     with torch.cuda.device_of(q), room_for(q):
         list_kernel[(lists,)](
