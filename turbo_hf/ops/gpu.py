@@ -17,8 +17,8 @@ HOPPER_TRITON = "3.6."
 OLDEST = (8, 0)
 """Compute capability of Ampere: INT8 products and asynchronous copies."""
 
-FUSED = {"enable_fp_fusion": True}
-"""Option of launches whose products may be fused with sums: said, since Triton changes what it takes unsaid in 3.10."""
+FMA = {"enable_fp_fusion": True}
+"""Option of launches that may use fused multiply-add; explicit, because Triton 3.10 changes the default."""
 
 
 @lru_cache(maxsize=8)

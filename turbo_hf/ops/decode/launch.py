@@ -239,6 +239,6 @@ def decode(
             **gpu.pdl(q.device),
             ASM=q.is_cuda,
             num_warps=warps,
-            **gpu.FUSED,
+            **gpu.FMA,
         )
     return AttentionOutput(out, lse)

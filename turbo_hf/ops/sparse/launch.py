@@ -49,7 +49,7 @@ def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None
     with torch.cuda.device_of(keys):
         assign_kernel[(triton.cdiv(tokens, 64), pairs_of(batch, heads))](
             keys, centroids.contiguous(), out, cos, sin, keys.stride(), stride, tokens, centroids.shape[1],
-            HEADS=heads, D=dim, DP=padded, TOKENS=64, TILE=tile, ROTARY=turned, STAGES=2, num_warps=4, **gpu.FUSED,
+            HEADS=heads, D=dim, DP=padded, TOKENS=64, TILE=tile, ROTARY=turned, STAGES=2, num_warps=4, **gpu.FMA,
         )  # fmt: skip
     return out
 
@@ -115,7 +115,7 @@ def classify(
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
             x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
             UNITS=2 * UNITS, WHOLE=hidden % (2 * UNITS) == 0 and buckets % tile == 0, STAGES=4,
-            **gpu.pdl(queries.device), num_warps=4, **gpu.FUSED,
+            **gpu.pdl(queries.device), num_warps=4, **gpu.FMA,
         )  # fmt: skip
     return out
 
@@ -173,7 +173,7 @@ def _layer(
         queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
         strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
         DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        KEYS=0 if new is None else KEYS, NEAR=NEAR, PDL=gpu.pdl(queries.device)["PDL"], num_warps=4, **gpu.FUSED,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, PDL=gpu.pdl(queries.device)["PDL"], num_warps=4, **gpu.FMA,
     )  # fmt: skip
 
 
@@ -194,13 +194,13 @@ def visit(
             rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
                 logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=power_of_two(group),
                 OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.pdl(logits.device),
-                num_warps=4, **gpu.FUSED,
+                num_warps=4, **gpu.FMA,
             )  # fmt: skip
         else:
             visit_kernel[(lists,)](
                 logits.contiguous(), logits if sizes is None else sizes.float().contiguous(), out.view(torch.uint8),
                 group, buckets, shape[2], most or 0, mass, G=power_of_two(group),
-                C=power_of_two(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4, **gpu.FUSED,
+                C=power_of_two(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4, **gpu.FMA,
             )  # fmt: skip
     return out
 
@@ -282,7 +282,7 @@ def sparse_decode(
         list_kernel[(lists,)](
             spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, room,
             0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
-            BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FUSED,
+            BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FMA,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             q, out, lse, lse if sinks is None else sinks,
@@ -296,6 +296,6 @@ def sparse_decode(
             GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
             OUTPUTS=power_of_two(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
             SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
-            PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FUSED,
+            PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)
