@@ -16,19 +16,19 @@ from turbo_hf.ops.decode.kernel_tiles import packed_bytes
 from turbo_hf.ops.kernel_common import LOG2_E, tanh
 from turbo_hf.ops.kernel_unpack import entry, handed
 
-RISE = tl.constexpr(15)
-"""Binary places by which P lies above exp(S - m), whose least would be lost in float16: its range ends at 2^-24."""
+P_SCALE_LOG2 = tl.constexpr(15)
+"""P is exp(S - m) times 2^15, because float16 ends at 2^-24: without it the smallest P would become 0."""
 
-UNRISEN = tl.constexpr(2.0**-15)
-"""What takes RISE off again."""
+P_UNSCALE = tl.constexpr(2.0**-15)
+"""Takes that factor out of the sums."""
 
 
 @triton.jit
 def _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED: tl.constexpr, ASM: tl.constexpr):
     """One block's part of the softmax. q: [DP, R]; keys: [T, DP]; values: [DP, T]; seen: [T, R]; unit: of the scores.
 
-    acc and denom are 2^RISE times those that `attend_full` returns. The interpreter's product takes no bfloat16, which
-    float32 holds exactly.
+    acc and denom hold a factor of 2^P_SCALE_LOG2, which `attend_full` takes out. The interpreter's product takes no
+    bfloat16, which float32 holds exactly.
     """
     if ASM:
         x = tl.dot(keys, q) * unit
@@ -39,8 +39,8 @@ def _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED: tl.cons
     x = tl.where(seen, x, -float("inf"))
     new = tl.maximum(m, tl.max(x, 0))
     shift = tl.where(new == -float("inf"), 0.0, new)
-    # in this order: a large shift would round RISE to more, and P out of float16
-    p = tl.exp2(x - shift[None, :] + RISE)
+    # in this order: added to a large shift, the exponent would be rounded, and P overflow float16
+    p = tl.exp2(x - shift[None, :] + P_SCALE_LOG2)
     keep = tl.exp2(m - shift)
     denom = denom * keep + tl.sum(p, 0)
     p = p.to(values.dtype)
@@ -98,4 +98,4 @@ def attend_full(
         acc, m, denom = _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED, ASM)
     if SPREAD:
         acc = even(acc)
-    return (acc * UNRISEN)[None], m[None], (denom * UNRISEN)[None]
+    return (acc * P_UNSCALE)[None], m[None], (denom * P_UNSCALE)[None]
