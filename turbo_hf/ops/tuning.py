@@ -97,7 +97,7 @@ def _why_slow(device: torch.device) -> str:
 
 
 class DecodeTiles(NamedTuple):
-    """blocks: of a tile, one a warp (but in `full_tiles`). occupancy: CTAs of an SM. stages: tiles on their way, the
+    """blocks: of a tile, one a warp (but in `tiles_16bit`). occupancy: CTAs of an SM. stages: tiles on their way, the
     one at work included."""
 
     blocks: int
@@ -135,12 +135,12 @@ def decode_tiles(
     return chosen[-1]
 
 
-FULL_WARPS = 4
+WARPS_16BIT = 4
 """Warps that share a block where all is in 16 bit."""
 
 
-def full_tiles(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:
-    """Tiles of `kernels.full`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
+def tiles_16bit(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:
+    """Tiles of `attend_16bit`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
 
     numbers: of K in a block, padding included. shared: as in `decode_tiles`. None: no such tile fits. From Triton 3.8
     on all stages take room, not all but one.
@@ -170,7 +170,7 @@ ONE_WARP_TILES = (
     DecodeTiles(1, 1, 2),
     DecodeTiles(1, 1, 1),
 )
-"""The same for 16 bit where `full_tiles` are not for it: beside other widths, other queries, SAS, sparse."""
+"""The same for 16 bit where `tiles_16bit` are not for it: beside other widths, other queries, SAS, sparse."""
 
 
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.2}

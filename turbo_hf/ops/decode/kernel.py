@@ -16,7 +16,7 @@ of one such type, `turbo_hf.ops.decode.kernel_16bit` takes the place of the loop
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.decode.kernel_16bit import attend_full
+from turbo_hf.ops.decode.kernel_16bit import attend_16bit
 from turbo_hf.ops.decode.kernel_block import accumulate, block_softmax, scores
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import channels_of, prepare, query_rows
@@ -227,13 +227,13 @@ def decode_kernel(
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PARTS: tl.constexpr, ALL_16BIT: tl.constexpr, PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Tiles `plan` gives this CTA. SLOTS, BITS: heads of each width, and the width. R: query rows of a tile, padded.
 
     The outputs lie [row, slot, part of the query rows]; each has its sealed tiles of NB blocks, then one for its open
-    tokens. With SPREAD, R is twice the rows (`rows_of`). FULL: all is of the queries' 16-bit type, in
+    tokens. With SPREAD, R is twice the rows (`rows_of`). ALL_16BIT: all is of the queries' 16-bit type, in
     tiles of one block; without SAS. PDL: `pdl_wait`; only the plan is read before it.
     """
     N: tl.constexpr = R // 2 if SPREAD else R
@@ -261,7 +261,7 @@ def decode_kernel(
         rows, place = query_rows(
             q_ptr, q_strides, row, head, output % chunks, length, start, tokens, GROUP, D, DP, R, SPREAD
         )
-        if not FULL:
+        if not ALL_16BIT:
             own = slot
             for g in tl.static_range(len(SLOTS)):
                 there = (block < sealed) & (own >= 0) & (own < SLOTS[g])
@@ -275,9 +275,9 @@ def decode_kernel(
 
         # while this output is computed, what the next one needs to begin
         following = _row_of(output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr)
-        if FULL:
+        if ALL_16BIT:
             tl.static_assert(NB == 1 and len(SLOTS) == 1 and not SAS)
-            acc, m, denom = attend_full(
+            acc, m, denom = attend_16bit(
                 paged[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length,
                 tile, steps, tl.trans(rows[0]), unit, first.reshape(R), last.reshape(R), softcap,
                 SLOTS[0], D, BLOCK, CAPPED, SPREAD, STAGES, ASM,

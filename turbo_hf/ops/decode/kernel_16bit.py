@@ -27,7 +27,7 @@ P_UNSCALE = tl.constexpr(2.0**-15)
 def _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED: tl.constexpr, ASM: tl.constexpr):
     """One block's part of the softmax. q: [DP, R]; keys: [T, DP]; values: [DP, T]; seen: [T, R]; unit: of the scores.
 
-    acc and denom hold a factor of 2^P_SCALE_LOG2, which `attend_full` takes out. The interpreter's product takes no
+    acc and denom hold a factor of 2^P_SCALE_LOG2, which `attend_16bit` takes out. The interpreter's product takes no
     bfloat16, which float32 holds exactly.
     """
     if ASM:
@@ -52,7 +52,7 @@ def _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED: tl.cons
 
 
 @triton.jit
-def attend_full(
+def attend_16bit(
     paged, opened, slot, at, table, blocks, page, cap, sealed, length, begin, steps, q, unit, first, last, softcap,
     SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr,
     STAGES: tl.constexpr, ASM: tl.constexpr,

@@ -22,7 +22,7 @@ from turbo_hf.ops.decode.stream_k import (
     whole_outputs,
 )
 from turbo_hf.ops.room import room_for
-from turbo_hf.ops.tuning import FULL_WARPS, TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles, full_tiles
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
 PARTS = 16
 """Parts of an output: what a merge takes grows with their number's next power of two, so that CTAs are rounded down."""
@@ -182,9 +182,9 @@ def decode(
         sealed = tuple(store.sealed.tolist())
     types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.paged)}
     alike = types == {q.dtype} and len(store.paged) == 1 and sas_threshold is None
-    full = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
-    tune = full or tune
-    warps = FULL_WARPS if full else tune.blocks
+    tune_16bit = tiles_16bit(padded * store.block, gpu.shared_memory(q.device)) if alike else None
+    tune = tune_16bit or tune
+    warps = WARPS_16BIT if tune_16bit else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
     shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
     ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
@@ -235,7 +235,7 @@ def decode(
             SINKS=sinks is not None,
             STAGES=tune.stages,
             PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
-            FULL=full is not None,
+            ALL_16BIT=tune_16bit is not None,
             **gpu.pdl(q.device),
             ASM=q.is_cuda,
             num_warps=warps,
