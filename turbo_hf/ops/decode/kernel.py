@@ -227,7 +227,7 @@ def decode_kernel(
     SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr, ALL_16BIT: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, ALL_16BIT: tl.constexpr, PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Tiles `plan` gives this CTA. SLOTS, BITS: heads of each width, and the width. R: query rows of a tile, padded.
@@ -304,7 +304,7 @@ def decode_kernel(
         finish_or_merge(
             acc, m, denom, (tile == 0) & (steps == pages + 1), parts_ptr, first_cta + output, cta - first_cta, count,
             arrived_ptr + output, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
-            kv_heads, 0, tokens, GROUP, D, SINKS, SPREAD, PARTS,
+            kv_heads, 0, tokens, GROUP, D, SINKS, SPREAD, AT_ONCE,
         )  # fmt: skip
         left -= steps
         output += 1

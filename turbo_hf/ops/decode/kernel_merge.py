@@ -59,14 +59,14 @@ def store_part(o, top, total, parts_ptr, place):
 
 
 @triton.jit
-def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
+def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
     """The partial results of one output, in places from `first` on: O [N, DP], maximum [N], sum [N].
 
-    PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits. The order of
+    AT_ONCE parts per iteration, whose loads are in flight together: what counts is the number of waits. The order of
     the dimensions gives a row of O to a warp and its maxima to the lanes of one (4 rows of 128 channels, 4 warps): what
     is added lies in one thread, what is compared in one warp.
     """
-    i = tl.arange(0, PARTS)
+    i = tl.arange(0, AT_ONCE)
     place = i * (N * (DP + STATS))
     n = tl.arange(0, N) * (DP + STATS)
     stats = place[:, None] + n[None, :] + DP
@@ -74,7 +74,7 @@ def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.
     top = tl.full([N], -float("inf"), tl.float32)
     total = tl.zeros([N], tl.float32)
     o = tl.zeros([N, DP], tl.float32)
-    for start in tl.range(0, count, PARTS, num_stages=1):
+    for start in tl.range(0, count, AT_ONCE, num_stages=1):
         at = parts_ptr + (first + start).to(tl.int64) * (N * (DP + STATS))
         live = i < count - start
         part = tl.load(at + values, mask=live[None, :, None], other=0.0, cache_modifier=".cg")
@@ -128,7 +128,7 @@ def finish(
 def finish_or_merge(
     acc, m, denom, alone, parts_ptr, first, part, count, arrived_ptr,
     out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column, columns,
-    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPREAD: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPREAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """What a CTA has computed of an output becomes the output, or part `part` of `count`, in places from `first` on.
 
@@ -145,7 +145,7 @@ def finish_or_merge(
         store_part(o, top, total, parts_ptr, first + part)
         if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1:
             tl.store(arrived_ptr, 0)
-            o, top, total = merge(parts_ptr, first, count, o.shape[0], o.shape[1], PARTS)
+            o, top, total = merge(parts_ptr, first, count, o.shape[0], o.shape[1], AT_ONCE)
             finish(
                 o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
                 columns, GROUP, D, SINKS,

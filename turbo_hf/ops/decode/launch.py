@@ -24,7 +24,7 @@ from turbo_hf.ops.decode.stream_k import (
 from turbo_hf.ops.room import room_for
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
-PARTS = 16
+OUTPUT_PARTS = 16
 """Parts of an output: what a merge takes grows with their number's next power of two, so that CTAs are rounded down."""
 
 MERGED = 128
@@ -73,9 +73,9 @@ def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
         ctas = alone
     if warps == 1:
         # one warp merges a few parts at a time: more CTAs would cost it more than they do
-        ctas = min(ctas, 2 * PARTS * len(each))
+        ctas = min(ctas, 2 * OUTPUT_PARTS * len(each))
     # a part of a single tile is not worth its merge
-    ctas = full_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), PARTS)
+    ctas = full_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), OUTPUT_PARTS)
     return stream_k(each, np.tile(cost, len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 
@@ -234,7 +234,7 @@ def decode(
             STARTS=starts is not None,
             SINKS=sinks is not None,
             STAGES=tune.stages,
-            PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
+            AT_ONCE=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
             ALL_16BIT=tune_16bit is not None,
             **gpu.pdl(q.device),
             ASM=q.is_cuda,

@@ -32,7 +32,7 @@ def sparse_decode_kernel(
     BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
     KV: tl.constexpr, OUTPUTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr, INDEX: tl.constexpr,
     STARTS: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, SINKS: tl.constexpr, READ: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, AT_ONCE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Equal shares of the outputs [row, slot, query, part of the query heads], each of one output.
 
@@ -49,7 +49,7 @@ def sparse_decode_kernel(
     pdl_wait(PDL, True)
     listed_counts = tl.load(listed_count_ptr + o // chunks, mask=o < outputs, other=0)
     tiles = tiles_of(places, closeds, listed_counts, o < outputs, NB)
-    most = tiles_of_share(tiles, outputs, tl.num_programs(0), alone, PARTS, FILLED, SHARES)
+    most = tiles_of_share(tiles, outputs, tl.num_programs(0), alone, AT_ONCE, FILLED, SHARES)
     shares_of = over(tiles, most)
     ends = tl.cumsum(shares_of, 0)
     total = tl.sum(shares_of, 0)
@@ -115,5 +115,5 @@ def sparse_decode_kernel(
         finish_or_merge(
             acc, m, denom, shares == 1, parts_ptr, first_share, part, shares, arrived_ptr + output,
             out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, place + 1, 0, 1, KV, query, queries, GROUP, D,
-            SINKS, SPREAD, PARTS,
+            SINKS, SPREAD, AT_ONCE,
         )  # fmt: skip

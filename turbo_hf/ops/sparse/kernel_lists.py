@@ -142,13 +142,13 @@ def over(x, y):
 
 @triton.jit
 def tiles_of_share(
-    tiles, outputs, ctas, alone, PARTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr
+    tiles, outputs, ctas, alone, AT_ONCE: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr
 ):  # fmt: skip
     """Tiles that one share has of its output, at most. tiles: of each output.
 
-    The fewest with which there is a CTA for each share, or a few more, where the longest output is merged in a round of
-    PARTS less; of many outputs those with which a CTA has about SHARES. Below FILLED tiles for each of the CTAs, these
-    are `alone`: fewer of them share an SM.
+    The fewest with which there is a CTA for each share, or a few more, where that saves the longest output a round of
+    its merge, which takes AT_ONCE parts. With many outputs those with which a CTA has about SHARES. Below FILLED tiles
+    per CTA only `alone` CTAs work: fewer of them share an SM.
     """
     total = tl.sum(tiles, 0)
     if 2 * outputs > ctas:
@@ -159,7 +159,7 @@ def tiles_of_share(
         while tl.sum(over(tiles, most), 0) > ctas:
             most += 1
         longest = tl.max(tiles, 0)
-        fewer = over(longest, most) // PARTS * PARTS
+        fewer = over(longest, most) // AT_ONCE * AT_ONCE
         more = over(longest, tl.maximum(fewer, 1))
         most = tl.where((fewer > 0) & (10 * more <= 11 * most), more, most)
     return most

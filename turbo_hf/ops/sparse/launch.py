@@ -252,7 +252,7 @@ def sparse_decode(
     alone = gpu.sms(q.device) if tune.blocks == 4 else ctas
     # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
     usual = power_of_two(max(4, alone // (2 * lists * chunks)))
-    parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
+    merged = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
     # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
     shares = SHARES * ctas + lists * chunks
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
@@ -296,6 +296,6 @@ def sparse_decode(
             GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
             OUTPUTS=power_of_two(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
             SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
-            PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FMA,
+            AT_ONCE=merged, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)

@@ -85,7 +85,7 @@ def seal_open_kernel(
     order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
     table_stride, cap,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, KP: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, LANE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One whole open block of one slot of one row to its page. The constants are those of `append_step_kernel`."""
     n = tl.program_id(0).to(tl.int64)
@@ -112,7 +112,7 @@ def seal_open_kernel(
                     v_scale += pair * cap + n * BLOCK
                     seal_block(
                         k, k_scale, v, v_scale, v_token, v_channel, k_out, v_out, meta, scale, to, D, DP, BLOCK,
-                        BITS[g], PARTS[g], KP[g],
+                        BITS[g], LANES[g], LANE_WIDTH[g],
                     )  # fmt: skip
             own -= SLOTS[g]
 
@@ -128,12 +128,12 @@ def append_step_kernel(
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     k_strides, v_strides, table_stride, cap, places,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, KP: tl.constexpr, GIVEN: tl.constexpr, TABLES: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, LANE_WIDTH: tl.constexpr, GIVEN: tl.constexpr, TABLES: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
     """One slot of one row: its block to a page if it is full, then its new token. The last slot of a row counts both.
 
-    SLOTS, BITS: heads of each width, and the width. PARTS, KP: of each width, as in `seal_block`. TABLES:
+    SLOTS, BITS: heads of each width, and the width. LANES, LANE_WIDTH: of each width, as in `seal_block`. TABLES:
     buckets of a token, 0 without an index. LEVELS: as in `_rotated_keys`.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -152,7 +152,8 @@ def append_step_kernel(
                 k_out, v_out, meta, scale = paged[g]
                 seal_block(
                     k_open + pair * cap * D, k_scales + pair * cap, v_open + pair * D * cap, v_scales + pair * cap, 1,
-                    cap, k_out, v_out, meta, scale, page * SLOTS[g] + own, D, DP, BLOCK, BITS[g], PARTS[g], KP[g],
+                    cap, k_out, v_out, meta, scale, page * SLOTS[g] + own, D, DP, BLOCK, BITS[g], LANES[g],
+                    LANE_WIDTH[g],
                 )  # fmt: skip
             own -= SLOTS[g]
         # the new token takes a place that other threads have read by now

@@ -19,8 +19,8 @@ ROTATED = 32
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
 
-PARTS = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
-"""Parts of a half-split run: the codes in one byte of its finest plane."""
+LANES = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
+"""Lanes of a half-split run: the codes in one byte of its finest plane."""
 
 
 MOST_PAIRS = (1 << 16) - 1
@@ -40,9 +40,10 @@ def pairs_of(batch: int, heads: int) -> int:
 @lru_cache(maxsize=64)
 def _constants(bits: tuple[int, ...], dim: int) -> dict[str, Any]:
     """What a kernel that seals is told of the widths of the pages, and of the head dim."""
-    parts = tuple(PARTS[width] for width in bits)
-    packed = tuple(power_of_two(dim // n) for n in parts)
-    return {"BITS": bits, "PARTS": parts, "KP": packed, "D": dim, "DP": power_of_two(dim), "enable_fp_fusion": False}
+    lanes = tuple(LANES[width] for width in bits)
+    widths = tuple(power_of_two(dim // n) for n in lanes)
+    shape = {"BITS": bits, "LANES": lanes, "LANE_WIDTH": widths, "D": dim, "DP": power_of_two(dim)}
+    return {**shape, "enable_fp_fusion": False}
 
 
 def _levels(dim: int) -> int:
@@ -73,7 +74,7 @@ def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     runs = batch * heads * tokens * (dim // size)
     with torch.cuda.device_of(x):
         rotate_kernel[(-(-runs // ROTATED),)](
-            x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, PARTS=dim // size, SIZE=size,
+            x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, RUNS_PER_TOKEN=dim // size, SIZE=size,
             LEVELS=_levels(dim), ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -85,13 +86,13 @@ def seal_blocks(
     """`ops.quantize.seal_blocks`."""
     pages, slots, block, dim = k.shape
     sealed = empty_pages(bits, pages, slots, dim, block, k.device)
-    parts = PARTS[bits]
+    lanes = LANES[bits]
     k, k_scale, v, v_scale = (x.contiguous() for x in (k, k_scale, v, v_scale))
     with torch.cuda.device_of(k):
         # products must round as the reference's do, so that a block has the same bits wherever it is sealed
         seal_kernel[(pages * slots,)](
             k, k_scale, v, v_scale, *sealed[1:], D=dim, DP=power_of_two(dim), BLOCK=block, BITS=bits,
-            PARTS=parts, KP=power_of_two(dim // parts), enable_fp_fusion=False,
+            LANES=lanes, LANE_WIDTH=power_of_two(dim // lanes), enable_fp_fusion=False,
         )  # fmt: skip
     return sealed
 
