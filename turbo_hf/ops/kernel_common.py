@@ -38,7 +38,7 @@ def pdl_wait(PDL: tl.constexpr, LAST: tl.constexpr = False):
 
 @triton.jit
 def to_l2(pointer, ok):
-    """The lines that pointers point to where ok, asked for ahead; no value comes of it. Not for the interpreter."""
+    """Prefetch to L2 the cache lines that pointers point to, where ok; returns nothing. Not for the interpreter."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",

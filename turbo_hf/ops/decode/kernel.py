@@ -168,10 +168,10 @@ def attend_open(
         live = place < length
         keys = packed_bytes(k_ptr + (at * cap + token)[:, None, :] * D + channel, live[:, None, :], channel, D, DP)
         stored = start + nb[:, None, None] * BLOCK + t[None, None, :]
-        # whole groups of 16, as `cap` has them: what lies past the last token meets a probability of 0
+        # whole groups of 16, as `cap` has them: what lies past the last token has a probability of 0
         values = packed_bytes(v_ptr + (at * D + channel) * cap + stored, stored // 16 * 16 < count, channel, D, DP)
         if PLAIN:
-            # which is no help where it may be NaN
+            # 0 * NaN is NaN, so the values are masked too
             values = tl.where(stored < count, values, 0.0)
             k_scale = tl.full([NB, BLOCK], 1.0, tl.float32)
             v_scale = tl.full([NB], 1.0, tl.float32)

@@ -8,7 +8,7 @@ from turbo_hf.ops.kernel_unpack import digits
 
 INT8_MAX = tl.constexpr(127)
 ROUND_BITS = tl.constexpr(0x4B400000)
-"""Those of `ROUND`."""
+"""The bit pattern of `ROUND`."""
 
 
 @triton.jit

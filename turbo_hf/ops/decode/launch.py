@@ -25,22 +25,22 @@ from turbo_hf.ops.room import room_for
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
-"""Parts of an output: what a merge takes grows with their number's next power of two, so that CTAs are rounded down."""
+"""CTAs are rounded down to a multiple of so many parts per output: a merge costs as much as the next power of two."""
 
 MERGED = 128
-"""Numbers of partial results that a thread merges at a time: more do not fit its registers."""
+"""Floats of partial results that a thread merges at a time: more do not fit its registers."""
 
 MANY = 2.0
-"""Outputs an SM from which on most CTAs have whole ones."""
+"""Above this many outputs per SM, most CTAs process whole outputs."""
 
 FILLED = 10
-"""Tiles of each CTA from which on several share an SM. Below, half as many parts to merge are worth more."""
+"""Minimum tiles per CTA before more than one CTA per SM is used: below, merging half as many parts is faster."""
 
 FILLED_SINGLE = 5
-"""The same of tiles of one block."""
+"""The same where a tile is one block."""
 
 LEAST = 2
-"""Tiles of a CTA, where there is a choice; twice as many where it is one warp."""
+"""Minimum tiles per CTA, where there is a choice; twice as many where a CTA is one warp."""
 
 
 class Shape(NamedTuple):

@@ -11,7 +11,7 @@ from turbo_hf.ops.store.kernel_rotate import rotate_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
 
 TOKENS = 64
-"""Tokens of one program."""
+"""Tokens per program."""
 
 ROTATED = 32
 """Runs of channels that a program rotates: few enough for a decode step to be spread over the SMs."""
@@ -24,7 +24,7 @@ LANES = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
 
 
 MOST_PAIRS = (1 << 16) - 1
-"""Of CUDA's grids, whose second dimension pairs take."""
+"""CUDA's limit of gridDim.y, the dimension of rows times heads."""
 
 
 def pairs_of(batch: int, heads: int) -> int:
