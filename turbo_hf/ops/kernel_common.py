@@ -37,6 +37,14 @@ def pdl_wait(PDL: tl.constexpr, LAST: tl.constexpr = False):
 
 
 @triton.jit
+def slot_of_width(slot, ok, G: tl.constexpr, SLOTS: tl.constexpr):
+    """A slot counted from the first of width G on, and whether it is of that width, where ok. SLOTS: of each width."""
+    for g in tl.static_range(G):
+        slot -= SLOTS[g]
+    return slot, ok & (slot >= 0) & (slot < SLOTS[G])
+
+
+@triton.jit
 def to_l2(pointer, ok):
     """Prefetch to L2 the cache lines that pointers point to, where ok; returns nothing. Not for the interpreter."""
     tl.inline_asm_elementwise(

@@ -103,50 +103,37 @@ def with_sinks(o, top, total, sinks_ptr, head_of, live):
 
 
 @triton.jit
-def finish(
-    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, first, columns,
-    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N].
-
-    Tokens stand in out from column `first` of `columns` on.
-    """
-    place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, o.shape[0], False)
-    padding = (place < 0) | (place - length + tokens < start)
-    if SINKS:
+def finish(o, top, total, result, sinks_ptr, output, FORM: tl.constexpr):
+    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N]."""
+    GROUP: tl.constexpr = FORM.group
+    D: tl.constexpr = FORM.dim
+    place, live, query, head_of = rows_of(output, o.shape[0], GROUP, False)
+    padding = (place < 0) | (place - output.length + output.tokens < output.start)
+    if sinks_ptr is not None:
         o, top, total = with_sinks(o, top, total, sinks_ptr, head_of, live)
     o = o / tl.where(total > 0, total, 1.0)[:, None]
     lse = tl.where(padding | (total == 0), -float("inf"), (top + tl.log2(total)) * LN_2)
     d = tl.arange(0, o.shape[1])
-    at = (row * (kv_heads * GROUP) + head_of) * columns + first + query
-    out = tl.where(padding[:, None], 0.0, o).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (at * D)[:, None] + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
-    tl.store(lse_ptr + at, lse, mask=live)
+    at = (output.row * (FORM.kv_heads * GROUP) + head_of) * output.columns + output.column + query
+    out = tl.where(padding[:, None], 0.0, o).to(result.out.dtype.element_ty)
+    tl.store(result.out + (at * D)[:, None] + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
+    tl.store(result.lse + at, lse, mask=live)
 
 
 @triton.jit
-def finish_or_merge(
-    acc, m, denom, alone, parts_ptr, first, part, count, arrived_ptr,
-    out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column, columns,
-    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPREAD: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """What a CTA has computed of an output becomes the output, or part `part` of `count`, in places from `first` on.
+def finish_or_merge(state, share, number, workspace, result, sinks_ptr, output, FORM: tl.constexpr):
+    """What a CTA has computed of output `number` becomes the output, or one part of it.
 
-    The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts. alone: there
-    is one part.
+    The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts.
     """
-    o, top, total = combine(acc, m, denom, SPREAD)
-    if alone:
-        finish(
-            o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
-            columns, GROUP, D, SINKS,
-        )  # fmt: skip
+    acc, m, denom = state
+    o, top, total = combine(acc, m, denom, FORM.spread)
+    if share.alone:
+        finish(o, top, total, result, sinks_ptr, output, FORM)
     else:
-        store_part(o, top, total, parts_ptr, first + part)
-        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1:
-            tl.store(arrived_ptr, 0)
-            o, top, total = merge(parts_ptr, first, count, o.shape[0], o.shape[1], AT_ONCE)
-            finish(
-                o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
-                columns, GROUP, D, SINKS,
-            )  # fmt: skip
+        store_part(o, top, total, workspace.parts, share.first + share.part)
+        arrived = workspace.arrived + number
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == share.count - 1:
+            tl.store(arrived, 0)
+            o, top, total = merge(workspace.parts, share.first, share.count, o.shape[0], o.shape[1], FORM.at_once)
+            finish(o, top, total, result, sinks_ptr, output, FORM)

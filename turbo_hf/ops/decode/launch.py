@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
+from turbo_hf.layout import FULL, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
+from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.stream_k import (
     LivePlan,
@@ -21,6 +22,7 @@ from turbo_hf.ops.decode.stream_k import (
     tiles_of,
     whole_outputs,
 )
+from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.room import room_for
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
@@ -168,7 +170,7 @@ def decode(
     plan: "stream-k", or for comparison "whole" (FlashAttention-2) or "split" (FlashDecoding).
     """
     _, heads, tokens, dim = q.shape
-    kv_heads, cap = store.k_open.shape[1:3]
+    kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group * tokens <= 4
@@ -195,47 +197,32 @@ def decode(
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, plans, place)
     with torch.cuda.device_of(q), room_for(q):
         decode_kernel[(grid,)](
-            q,
-            out,
-            lse,
-            store.open_len if starts is None else starts,
-            lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
-            (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            store.order.contiguous(),
+            Queries(q, q.stride()),
+            Result(out, lse),
+            cache_of(store),
+            Rows(store.order.contiguous(), store.sealed, store.open_len, starts),
             store.table,
-            store.sealed,
-            store.open_len,
             words,
-            parts,
-            arrived,
-            q.stride(),
-            store.table.stride(0),
-            store.table.shape[1],
-            cap,
+            Workspace(parts, arrived),
+            Scoring(scaling, softcap, sinks, sas_threshold),
+            (store.table.stride(0), store.table.shape[1], window),
             tokens,
-            window or 0,
-            scaling,
-            softcap or 0.0,
-            sas_threshold or 0.0,
-            SLOTS=tuple(slots for _, slots in groups),
-            BITS=tuple(bits for bits, _ in groups),
-            GROUP=group,
-            D=dim,
-            DP=padded,
-            BLOCK=store.block,
-            NB=tune.blocks,
-            R=rows,
-            SPREAD=spread,
-            TURBO=turbo,
-            WINDOW=window is not None,
-            CAPPED=softcap is not None,
-            SAS=sas_threshold is not None,
-            STARTS=starts is not None,
-            SINKS=sinks is not None,
-            STAGES=tune.stages,
-            AT_ONCE=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
-            ALL_16BIT=tune_16bit is not None,
+            FORM=Form(
+                slots=tuple(slots for _, slots in groups),
+                bits=tuple(bits for bits, _ in groups),
+                kv_heads=kv_heads,
+                group=group,
+                dim=dim,
+                padded_dim=padded,
+                block=store.block,
+                tile=tune.blocks,
+                rows=rows,
+                spread=spread,
+                turbo=turbo,
+                all_16bit=tune_16bit is not None,
+                stages=tune.stages,
+                at_once=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
+            ),
             **gpu.pdl(q.device),
             ASM=q.is_cuda,
             num_warps=warps,

@@ -8,12 +8,15 @@ from typing import NamedTuple
 import torch
 import triton
 
-from turbo_hf.layout import AttentionOutput, KVStore, Rotary, power_of_two
+from turbo_hf.layout import AttentionOutput, KVStore, Rotary, Scoring, power_of_two
 from turbo_hf.ops import gpu
+from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
+from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.room import room_for
+from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
@@ -241,7 +244,7 @@ def sparse_decode(
 ) -> AttentionOutput:
     """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one collision is asked for."""
     batch, heads, queries, dim = q.shape
-    kv_heads, cap = store.k_open.shape[1:3]
+    kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group <= 4
@@ -272,30 +275,29 @@ def sparse_decode(
     flags = listed_count
     if visited is not None:
         flags = visited.contiguous().view(torch.uint8)
-    order = store.order.contiguous()
-    places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
+    rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
+    lists_held = Lists(listed, listed_count)
     sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
-    known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
-    known |= gpu.pdl(q.device)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
+    pdl = gpu.pdl(q.device)
     with torch.cuda.device_of(q), room_for(q):
         list_kernel[(lists,)](
-            spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, room,
-            0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
-            BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FMA,
+            spanned, flags, rows_held, store.table, lists_held,
+            (store.table.stride(0), room, 0 if spans is None else spans.shape[2], window), queries, flags.shape[-1],
+            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1,
+            INDEX=indexed, **pdl, num_warps=8, **gpu.FMA,
+        )  # fmt: skip
+        form = Form(
+            slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
+            kv_heads=kv_heads, group=group, dim=dim, padded_dim=padded, block=store.block, tile=tune.blocks, rows=rows,
+            spread=spread, turbo=turbo, all_16bit=False, stages=tune.stages, at_once=merged,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
-            q, out, lse, lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
-            (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            listed_count if buckets is None else buckets.contiguous(), flags, order, *places, listed, listed_count,
-            parts, arrived, listed_count if read is None else read, q.stride(), room, cap,
-            buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
-            scaling, softcap or 0.0, sas_threshold or 0.0, alone,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BITS=tuple(pages.bits for pages in store.paged),
-            GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            OUTPUTS=power_of_two(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
-            SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
-            AT_ONCE=merged, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FMA,
+            Queries(q, q.stride()), Result(out, lse), cache_of(store), rows_held,
+            Index(buckets.contiguous(), flags, flags.shape[-1]) if indexed else None, lists_held,
+            Workspace(parts, arrived), Scoring(scaling, softcap, sinks, sas_threshold), read,
+            (room, buckets.shape[-1] if indexed else 0, lists * chunks, window), queries, sink, alone, FORM=form,
+            SHARING=Sharing(power_of_two(lists * chunks), FILLED, SHARES), **pdl, ASM=q.is_cuda,
+            num_warps=tune.blocks, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)
