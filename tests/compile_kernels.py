@@ -10,11 +10,13 @@ import json
 from typing import Any
 
 import torch
+from op_calls import taken
 from stores import make_store
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from turbo_hf.layout import AlwaysRead, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
 from turbo_hf.ops.prefill import launch
@@ -67,10 +69,10 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     """One prefill of a ragged batch, which takes the general kernel."""
     q = torch.zeros(2, 300, 4, dim, dtype=dtype).transpose(1, 2)
     k, v = (torch.zeros(2, 300, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
-    plain: dict[str, Any] = {"scaling": 0.1, "past": past, "starts": torch.zeros(2, dtype=torch.int64), "causal": True}
-    plain |= {"window": None, "softcap": None, "sinks": None, "mode": mode, "sas_threshold": None, "block": 128}
-    plain |= {"v_scale": "block", "smooth_k": False, "hadamard": False}
-    launch.prefill(q, k, v, **(plain | options))
+    starts, window = torch.zeros(2, dtype=torch.int64), options.pop("window", None)
+    scoring = taken(Scoring, {"scaling": 0.1} | options)
+    rounding = taken(Rounding, {"mode": mode} | options)
+    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window)
 
 
 def one_output(dim: int, heads: int) -> None:
@@ -78,17 +80,17 @@ def one_output(dim: int, heads: int) -> None:
     k, v = (torch.randn(1, 1, 150, dim) for _ in range(2))
     store = make_store(k, v, [150], groups=((4, 1),))
     q = torch.zeros(1, heads, 1, dim, dtype=torch.float16)
-    launch_decode.decode(q, store, scaling=0.1)
+    launch_decode.launch_decode(q, store, Scoring(0.1))
     index, visited = torch.zeros(1, 1, 1, 150, dtype=torch.int16), torch.zeros(1, 1, 1, 1, 16, dtype=torch.bool)
     spans = torch.zeros(1, 1, 2, 2, dtype=torch.int16)
-    launch_sparse.sparse_decode(q, store, index, visited, scaling=0.1, sink_tokens=1, window_tokens=64, spans=spans)
+    launch_sparse.launch_sparse_decode(q, store, Scoring(0.1), Visits(index, visited, spans), AlwaysRead(1, 64))
 
 
 def full(dim: int, block: int, heads: int) -> None:
     """Decode of a ragged batch where all is in 16 bit."""
     k, v = (torch.zeros(2, 2, 280, dim, dtype=torch.float16) for _ in range(2))
     store = make_store(k, v, [280, 70], groups=((16, 2),), block=block)
-    launch_decode.decode(torch.zeros(2, heads, 1, dim, dtype=torch.float16), store, scaling=0.1)
+    launch_decode.launch_decode(torch.zeros(2, heads, 1, dim, dtype=torch.float16), store, Scoring(0.1))
 
 
 def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, heads: int, **options: Any) -> None:
@@ -96,19 +98,19 @@ def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, he
     k, v = (torch.randn(2, 2, 150, dim) for _ in range(2))
     store = make_store(k, v, [150, 70], groups=groups)
     q = torch.zeros(2, heads, 1, dim, dtype=dtype)
-    index = launch_sparse.assign(k.to(dtype), torch.zeros(2, 1024, dim, dtype=torch.float16))
+    index = launch_sparse.launch_assign(k.to(dtype), torch.zeros(2, 1024, dim, dtype=torch.float16))
     shapes = {"weight_1": (2, dim, 512), "bias_1": (2, 512), "weight_2": (2, 512, 1024), "bias_2": (2, 1024)}
     model = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}
     grouped, turn = q.unflatten(1, (2, -1)).transpose(2, 3), (torch.zeros(1, 1, dim), torch.zeros(1, 1, dim))
-    launch_sparse.classify(grouped, model, rotary=turn)
+    launch_sparse.launch_classify(grouped, model, rotary=turn)
     centroids = torch.zeros(2, 1024, dim, dtype=torch.float16)
-    _, logits = launch_sparse.assign_and_score(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
-    launch_sparse.assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
-    launch_sparse.visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
-    visited = launch_sparse.visit(logits, probes=32)[:, :, :, None]
-    plain: dict[str, Any] = {"scaling": 0.1, "sink_tokens": 1, "window_tokens": 2047}
-    plain["spans"] = torch.zeros(2, 2, 2, 2, dtype=torch.int16)
-    launch_sparse.sparse_decode(q, store, index[:, :, None], visited, **(plain | options))
+    _, logits = launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
+    launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
+    launch_sparse.launch_visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
+    visited = launch_sparse.launch_visit(logits, probes=32)[:, :, :, None]
+    visits = Visits(index[:, :, None], visited, torch.zeros(2, 2, 2, 2, dtype=torch.int16))
+    scoring = taken(Scoring, options := {"scaling": 0.1} | options)
+    launch_sparse.launch_sparse_decode(q, store, scoring, visits, AlwaysRead(1, 2047), **options)
 
 
 QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]
@@ -132,7 +134,7 @@ def nearest(capability: str) -> None:
         case[0] = f"decode, {bits} bit, d = {dim}, blocks of {block}"
         k, v = (torch.zeros(1, 2, 2 * block, dim, dtype=torch.bfloat16) for _ in range(2))
         store = make_store(k, v, [2 * block], groups=((bits, 2),), block=block)
-        launch_decode.decode(torch.zeros(1, 8, 1, dim, dtype=torch.bfloat16), store, scaling=0.1)
+        launch_decode.launch_decode(torch.zeros(1, 8, 1, dim, dtype=torch.bfloat16), store, Scoring(0.1))
     case[0] = "sparse, 8 bit, d = 128"
     sparse(((8, 2),), 128, torch.bfloat16, 8)
 
@@ -160,42 +162,42 @@ def main(everything: bool) -> None:
     x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
     for dim in (64, 80, 256):
         case[0] = f"rotate, d = {dim}"
-        launch_store.rotate(torch.zeros(2, 2, 40, dim, dtype=torch.bfloat16), 3, torch.float32)
+        launch_store.launch_rotate(torch.zeros(2, 2, 40, dim, dtype=torch.bfloat16), 3, torch.float32)
     for bits in (8, 4, 3, 2):
         case[0] = f"seal, {bits} bit"
-        launch_store.seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), bits)
+        launch_store.launch_seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), bits)
     for dim, store in stores.items():
         case[0] = f"append a step, d = {dim}"
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-        launch_store.append_step(k, k, store, None, None, *flags)
+        launch_store.launch_append_step(k, k, store, None, None, *flags)
         case[0] = f"append a step with buckets, d = {dim}"
         noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
-        launch_store.append_step(k, k, store, None, noted, *flags, rotate=True)
+        launch_store.launch_append_step(k, k, store, None, noted, *flags, rotate=True)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         starts, max_scale = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
-        launch_store.append_tokens(k, k, store, starts, None, max_scale, *flags, rotate=True)
+        launch_store.launch_append_tokens(k, k, store, starts, None, max_scale, *flags, rotate=True)
         # a table that has grown, the flags of other layers, and a prompt of another length
         for width, at in ((7, 1), (16, 4), (33, 3)):
             grown = store._replace(table=torch.zeros(2, width, dtype=torch.int64))
             others = torch.zeros(8, dtype=torch.int32)[at : at + 1], flags[1]
             case[0] = f"append a step, d = {dim}"
-            launch_store.append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
+            launch_store.launch_append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
             case[0] = f"append a prompt, d = {dim}"
             some = k[:, :, : 256 + at]
-            launch_store.append_tokens(some, some, store, starts, None, max_scale, *others, rotate=True)
+            launch_store.launch_append_tokens(some, some, store, starts, None, max_scale, *others, rotate=True)
             case[0] = f"append a prompt without ranges, d = {dim}"
-            launch_store.append_tokens(some, some, store, starts, None, None, *others, rotate=True)
+            launch_store.launch_append_tokens(some, some, store, starts, None, None, *others, rotate=True)
         case[0] = f"seal open blocks, d = {dim}"
-        launch_store.seal_open(store, 1)
+        launch_store.launch_seal_open(store, 1)
     # those that come nearest to the limit of shared memory, and the one that has too much for them
     for dim, block in ((64, 128), (128, 64), (256, 64), (256, 128)):
         case[0] = f"decode in 16 bit, d = {dim}, blocks of {block}"
         full(dim, block, 8)
     case[0] = "seal open blocks of 16 bit"
     k = torch.zeros(2, 2, 128, 128)
-    launch_store.seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)
+    launch_store.launch_seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)
     for widths in (((8, 2),), ((4, 2),), ((3, 2),), ((2, 2),), ((4, 1), (2, 1))) if everything else (((4, 1), (2, 1)),):
         for dim in (64, 80, 128, 256) if everything else (128,):
             case[0] = f"sparse, {widths}, d = {dim}"

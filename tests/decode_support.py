@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from budgets import check_exact, check_turbo
+from op_calls import decode
 from prefill_support import int8_queries
 from stores import store_codes
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.decode.contract import decode
 
 
 def check_decode(

@@ -5,13 +5,12 @@ from typing import Any
 
 import torch
 from budgets import INT8_MAX, check_exact, check_rounded, largest
+from op_calls import prefill, quantize_operands
 from oracle import Codes, KeyValue
 from stores import no_past, random_store, store_codes, tokens
 from torch import Tensor
 
 from turbo_hf.layout import VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type
-from turbo_hf.ops.prefill.contract import prefill
-from turbo_hf.ops.prefill.operands import quantize_operands
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 DEPTH = 2.0**-16

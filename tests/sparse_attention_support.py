@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from budgets import check, float_budget, largest, score_size
+from op_calls import sparse_decode
 from stores import random_store, store_codes
 from torch import Tensor
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.sparse.decode import sparse_decode
 
 CHOICE: dict[str, Any] = {"scaling": 0.125, "sink_tokens": 1, "window_tokens": 20}
 

@@ -7,7 +7,7 @@ import torch
 from oracle import Codes
 from torch import Tensor
 
-from turbo_hf.layout import FULL, VALUE_ORDER, KVStore, PagedHeads, empty_pages, full_type
+from turbo_hf.layout import UNQUANTIZED, VALUE_ORDER, KVStore, PagedHeads, empty_pages, type_16bit
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 
 CODE_MAX = 119
@@ -45,8 +45,8 @@ def make_store(
     open_len = [n - s * block for n, s in zip(lengths, sealed, strict=True)]
     cap = -(-max(open_len) // 16) * 16
 
-    full = full_type(k.dtype)
-    opened = full if FULL in dict(groups) else torch.int8
+    full = type_16bit(k.dtype)
+    opened = full if UNQUANTIZED in dict(groups) else torch.int8
     pool = [empty_pages(bits, sum(sealed) + 2, n, dim, block, device, full) for bits, n in groups]
     table = torch.zeros(batch, max(sealed), dtype=torch.int64)
     k_open = torch.empty(batch, heads, cap, dim, dtype=opened, device=device)
@@ -61,7 +61,7 @@ def make_store(
             for pages, (bits, count) in zip(pool, groups, strict=True):
                 own = order[row, slot : slot + count]
                 key, key_scale, value, value_scale = (x[own, at][None] for x in (codes_k, scale_k, codes_v, scale_v))
-                if bits == FULL:
+                if bits == UNQUANTIZED:
                     key, value = (x[0, own, at][None].to(full) for x in (own_k, own_v))
                 page_of = seal_blocks(key, key_scale, value, value_scale, bits)
                 for target, source in zip(pages[1:], page_of[1:], strict=True):
@@ -117,7 +117,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 def page_codes(pages: PagedHeads, page: int, slot: int) -> tuple[Tensor, Tensor]:
     """INT8 keys and values of one page and slot, [b, D] each, tokens in time order; at 16 bit what they hold."""
-    if pages.bits == FULL:
+    if pages.bits == UNQUANTIZED:
         return pages.k[page, slot].cpu(), pages.v[page, slot].cpu().T
     k, v = unpack(pages.k[page, slot], pages.bits), unpack(pages.v[page, slot], pages.bits).T
     if pages.bits != 8:

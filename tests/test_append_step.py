@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 from append_support import BACKENDS, GROUPS, expected, full_store, snapshot
+from op_calls import decode
 from stores import tokens
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.store.append import append_step
 from turbo_hf.ops.store.quantize import seal_blocks
 

@@ -20,7 +20,7 @@ from turbo_hf.eval.bench.graphs import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rivals import Rival
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
-from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.store.quantize import dequantize
 
@@ -124,7 +124,7 @@ def test_a_right_result_passes(width: str, backend: str) -> None:
     case = toy("2x90")
     (store,) = packed_stores(case, groups_of(width, case.heads.kv), 1, CPU, 1)
     q = a_query(case)
-    found = check_decode(case, q, store, op.decode(q, store, scaling=0.125, backend=backend))
+    found = check_decode(case, q, store, op.decode(q, store, Scoring(0.125), backend=backend))
     assert not found.problem
     assert 0 < found.worst <= found.budget
     assert found.lse_worst <= found.lse_budget
@@ -134,7 +134,7 @@ def test_the_budget_is_what_the_roundings_cost_and_little_more() -> None:
     case = toy()
     (store,) = packed_stores(case, groups_of("4", case.heads.kv), 1, CPU, 1)
     q = a_query(case)
-    got = op.decode(q, store, scaling=0.125)
+    got = op.decode(q, store, Scoring(0.125))
     passed = check_decode(case, q, store, got)
     k, v = dequantize(store, torch.float64)
     rows = [
@@ -150,9 +150,9 @@ def broken(how: str) -> Any:
     """`ops.decode` with one thing wrong."""
     right = op.decode
 
-    def decode(q: torch.Tensor, store: KVStore, **options: Any) -> AttentionOutput:
+    def decode(q: torch.Tensor, store: KVStore, scoring: Scoring, **options: Any) -> AttentionOutput:
         if how == "scale":
-            options["scaling"] *= 1.2
+            scoring = Scoring(scoring.scaling * 1.2)
         if how == "open":
             store = store._replace(open_len=store.open_len // 2)
         if how == "page":
@@ -161,7 +161,7 @@ def broken(how: str) -> Any:
             raise RuntimeError("out of registers")
         if how == "refuses":
             raise ValueError("q is on another GPU.")
-        out, lse = right(q, store, **options)
+        out, lse = right(q, store, scoring, **options)
         if how == "unwritten":
             out[0, 3] = torch.empty_like(out[0, 3])
         if how == "lse":
@@ -270,14 +270,6 @@ def test_steps_compare_batches_of_one_length() -> None:
 
 
 @pytest.mark.gpu
-def test_plans_of_the_papers_side_by_side() -> None:
-    words = ["decode", "--device", "cuda", "--size", "3x2k", "--shape", "llama3-8b", "--width", "16", "--seconds", "0"]
-    plans = [word for plan in ("stream-k", "whole", "split") for word in ("--plan", plan)]
-    rows = {row["method"]: row for row in last_json(run(*words, *plans, "--json"))["rows"]}
-    assert set(rows) == {"cuDNN", "FA2", "16 bit", "16 bit, whole", "16 bit, split"}
-
-
-@pytest.mark.gpu
 def test_decode_on_a_gpu_replays_graphs() -> None:
     words = ["decode", "--device", "cuda", "--shape", "llama3-8b", "--size", "2x1k", "--width", "4", "--seconds", "0"]
     rows = {row["method"]: row for row in last_json(run(*words, "--width", "mixed", "--json"))["rows"]}
@@ -298,8 +290,6 @@ def test_decode_on_a_gpu_replays_graphs() -> None:
         (["decode", "--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
         (["decode", "--shape", "lean-16", "--ragged"], "no default case of lean-16 is ragged; give --size."),
         (["decode", "--device", "nowhere"], "no device 'nowhere'"),
-        (["decode", "--plan", "even"], "unknown plan even; choose from stream-k, whole, split."),
-        (["decode", "--plan", "whole", "--device", "cpu"], "--plan is of the kernel, which needs CUDA and no other"),
         (["decode", "--occupancy", "--size", "1x1k"], "--occupancy has its own sizes; leave out --size and --ragged."),
     ],
     ids=lambda words: " ".join(words[1:]) if isinstance(words, list) else "",

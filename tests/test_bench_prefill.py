@@ -14,7 +14,7 @@ from turbo_hf.eval.bench.error import METHODS
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.prefill import inputs
 from turbo_hf.eval.bench.shapes import SHAPES, Case
-from turbo_hf.layout import AttentionOutput
+from turbo_hf.layout import AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 
 TOY = ["--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "1x70", "--seconds", "0"]
@@ -51,7 +51,7 @@ def broken(how: str) -> Any:
         if how == "mask":
             options["causal"] = False
         if how == "scale":
-            options["scaling"] *= 1.2
+            options["scoring"] = Scoring(options["scoring"].scaling * 1.2)
         if how == "raises":
             raise RuntimeError("out of registers")
         if how == "refuses":
@@ -90,7 +90,7 @@ def test_the_budget_is_what_the_mode_costs_and_little_more(mode: str) -> None:
     """A result right in itself passes, and would not if its error were three times as large."""
     case = Case("", SHAPES["qwen2.5-0.5b"], 2, 150, True)
     q, k, v = inputs(case, torch.float16, CPU, 0)
-    options: dict[str, Any] = {"scaling": 0.125, "causal": True, "mode": mode}
+    options: dict[str, Any] = {"scoring": Scoring(0.125), "rounding": Rounding(mode), "causal": True}
     sample = Sample(q, k, v, scaling=0.125, causal=True, seed=0)
     got = op.prefill(q, k, v, **options)
     passed = verify(got, sample, options)

@@ -9,10 +9,10 @@ from choices import FLOATS, OPTIONS, TWO_MODES
 from decode_support import check_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_calls import decode
 from stores import make_store, random_store, tokens
 
 from turbo_hf.layout import BITS
-from turbo_hf.ops.decode.contract import decode
 
 pytestmark = pytest.mark.usefixtures("poison")
 

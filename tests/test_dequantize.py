@@ -11,7 +11,6 @@ from turbo_hf.layout import BITS, KVStore
 from turbo_hf.ops.store.quantize import (
     dequantize,
     head_scores,
-    quantize_blocks,
     quantize_tokens,
     seal_blocks,
     unpack_blocks,
@@ -136,7 +135,7 @@ def test_quantize_refuses_what_is_no_float() -> None:
 
 def test_quantize_refuses_another_rank() -> None:
     with pytest.raises(ValueError, match=r"x must be \[B, H, M, D\]; got shape \(1, 1, 16\)"):
-        quantize_blocks(torch.zeros(1, 1, 16), 64)
+        quantize_tokens(torch.zeros(1, 1, 16))
 
 
 @pytest.mark.parametrize("dim", [pytest.param(24, id="d24"), pytest.param(0, id="d0")])
@@ -151,9 +150,10 @@ def test_quantize_refuses_a_scale_of_another_shape() -> None:
 
 
 @pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (0, 48, 256)])
-def test_quantize_refuses_other_block_sizes(block: int) -> None:
+def test_seal_refuses_other_block_sizes(block: int) -> None:
+    codes, ones = torch.zeros(1, 1, block, 16, dtype=torch.int8), torch.ones(1, 1, block)
     with pytest.raises(ValueError, match=rf"block must be one of 32, 64, 128 tokens; got {block}"):
-        quantize_blocks(torch.zeros(1, 1, 1, 16), block)
+        seal_blocks(codes, ones, codes, ones, 4)
 
 
 def test_seal_refuses_other_bits() -> None:

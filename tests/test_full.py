@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from budgets import check, check_exact, check_turbo, float_budget, largest
+from op_calls import decode, prefill
 from oracle import oracle
 from prefill_support import int8_queries
 from stores import make_store, store_codes, tokens
@@ -16,9 +17,7 @@ import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import FULL, KVStore, empty_pages, full_type, open_token_bytes, page_bytes
-from turbo_hf.ops.decode.contract import decode
-from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.layout import UNQUANTIZED, KVStore, empty_pages, open_token_bytes, page_bytes, type_16bit
 from turbo_hf.ops.store.quantize import dequantize, seal_blocks, unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -53,7 +52,10 @@ def test_decode_is_plain_attention(
     options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str, device: torch.device
 ) -> None:
     """In both modes: what is stored as it is is computed so. Lengths with and without open tokens and blocks."""
-    store, q = a_store([130, 5, 64], ((FULL, 2),), dtype, device), tokens(3, 8, 3, 64, dtype=dtype, device=device)
+    store, q = (
+        a_store([130, 5, 64], ((UNQUANTIZED, 2),), dtype, device),
+        tokens(3, 8, 3, 64, dtype=dtype, device=device),
+    )
     if options.get("sinks"):
         options = options | {"sinks": torch.randn(8, device=device)}
     got = decode(q, store, scaling=0.125, mode=mode, backend=backend, **options)
@@ -73,7 +75,7 @@ def test_a_step_of_any_shape(
     lengths = [2 * block + 5, 3, block]
     k, v = (tokens(3, 2, max(lengths), dim, dtype=dtype, device=device) for _ in range(2))
     order = torch.tensor([[1, 0]] * 3, device=device)
-    store = make_store(k, v, lengths, groups=((FULL, 2),), order=order, block=block)
+    store = make_store(k, v, lengths, groups=((UNQUANTIZED, 2),), order=order, block=block)
     q = tokens(3, heads, 1, dim, dtype=dtype, device=device)
     if options.get("sinks"):
         options = options | {"sinks": torch.randn(heads, device=device)}
@@ -88,7 +90,7 @@ def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -
     k[:, :, 0, 0] = 18.0
     v = torch.full_like(k, 2000.0)
     v[:, :, 0] = 0
-    store = make_store(k, v, [512], groups=((FULL, 1),))
+    store = make_store(k, v, [512], groups=((UNQUANTIZED, 1),))
     q = torch.zeros(1, 1, 1, 64, dtype=torch.float16, device=device)
     q[..., 0] = 1.0
     got = decode(q, store, scaling=1.0, mode="fp16", backend=backend).out.double()
@@ -103,7 +105,7 @@ def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.devi
     k = torch.rand(1, 1, 100, 64, device=device).mul(0.5).add(0.75).mul(size).half()
     v = tokens(1, 1, 100, 64, dtype=torch.float16, device=device)
     q = torch.rand(1, 4, 1, 64, device=device).mul(0.5).add(0.75).mul(size).half()
-    store = make_store(k, v, [100], groups=((FULL, 1),))
+    store = make_store(k, v, [100], groups=((UNQUANTIZED, 1),))
     got = decode(q, store, scaling=0.125, mode="fp16", backend=backend)
     # float32 leaves open which of the nearest scores is the largest, but not that P is at most 1
     assert float(got.out.abs().max()) <= float(v.abs().max())
@@ -113,7 +115,7 @@ def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.devi
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
     """Rows of whole blocks, so that the oracle of either kind holds for a head's every token."""
-    groups = ((FULL, 2), (8, 1), (4, 1))
+    groups = ((UNQUANTIZED, 2), (8, 1), (4, 1))
     store, q = a_store([128, 64], groups, torch.float32, device), tokens(2, 8, 2, 64, device=device)
     got = decode(q, store, scaling=0.125, backend=backend)
     rounded, rows = int8_queries(q, [0, 0]), store_codes(store)
@@ -130,7 +132,7 @@ def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str
 
 def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads(device: torch.device) -> None:
     """Their blocks are codes and their open tokens are not: two kinds of products in one head."""
-    store = a_store([130, 7, 70], ((FULL, 1), (4, 1)), torch.float32, device)
+    store = a_store([130, 7, 70], ((UNQUANTIZED, 1), (4, 1)), torch.float32, device)
     q = tokens(3, 4, 3, 64, device=device)
     got, want = (decode(q, store, scaling=0.125, backend=name) for name in ("triton", "reference"))
     exact = oracle(q, [row.values() for row in store_codes(store)], scaling=0.125)
@@ -142,7 +144,7 @@ def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads(device: tor
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("groups", [((FULL, 2),), ((FULL, 1), (4, 1))], ids=["16", "16+4"])
+@pytest.mark.parametrize("groups", [((UNQUANTIZED, 2),), ((UNQUANTIZED, 1), (4, 1))], ids=["16", "16+4"])
 def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str, device: torch.device) -> None:
     store = a_store([130, 7], groups, torch.float32, device)
     q, k, v = (tokens(2, heads, 40, 64, device=device) for heads in (4, 2, 2))
@@ -158,20 +160,20 @@ def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str,
 
 def test_sealing_copies() -> None:
     k, v, one = (torch.randn(3, 2, 64, 16).to(torch.bfloat16) for _ in range(3))
-    pages = seal_blocks(k, one[..., 0].float(), v, one[..., 0].float(), FULL)
+    pages = seal_blocks(k, one[..., 0].float(), v, one[..., 0].float(), UNQUANTIZED)
     back = unpack_blocks(pages)
     assert torch.equal(back[0], k)
     assert torch.equal(back[1], v)
     assert bool((pages.scale == 1).all())
     with pytest.raises(ValueError, match=r"k must be float16 or bfloat16 \[P, S, b, D\] like k; got torch.int8"):
-        seal_blocks(k.to(torch.int8), one[..., 0].float(), v, one[..., 0].float(), FULL)
+        seal_blocks(k.to(torch.int8), one[..., 0].float(), v, one[..., 0].float(), UNQUANTIZED)
 
 
 def test_bytes_are_those_allocated() -> None:
-    pages = empty_pages(FULL, 3, 2, 80, 32, torch.device("cpu"), torch.bfloat16)
-    assert sum(x.nbytes for x in pages[1:]) == 6 * page_bytes(80, FULL, 32)
-    assert open_token_bytes(80, full=True) == 2 * (80 * 2 + 4)
-    assert [full_type(x) for x in (torch.bfloat16, torch.float16, torch.float32)] == [
+    pages = empty_pages(UNQUANTIZED, 3, 2, 80, 32, torch.device("cpu"), torch.bfloat16)
+    assert sum(x.nbytes for x in pages[1:]) == 6 * page_bytes(80, UNQUANTIZED, 32)
+    assert open_token_bytes(80, unquantized=True) == 2 * (80 * 2 + 4)
+    assert [type_16bit(x) for x in (torch.bfloat16, torch.float16, torch.float32)] == [
         torch.bfloat16, torch.float16, torch.float16,
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
+from op_calls import decode
 from prefill_support import check_prefill, int8_queries
 from stores import make_store, store_codes, tokens
 
@@ -19,10 +20,10 @@ from turbo_hf.attention.turbo_attention import _is_plain, sas_threshold
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.errors import Notices
 from turbo_hf.graphs import step_runner as graphs
-from turbo_hf.layout import FULL, Scoring
+from turbo_hf.layout import UNQUANTIZED, Scoring
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import kernel_obstacle
-from turbo_hf.ops.decode.contract import decode, step_obstacle
+from turbo_hf.ops.decode.contract import step_obstacle
 from turbo_hf.patching import doctor
 from turbo_hf.patching import forecast as forecasts
 from turbo_hf.patching import patch_model as patching
@@ -130,11 +131,10 @@ def test_the_doctor_and_auto_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_is_told() -> None:
     errors = pytest.importorskip("triton.runtime.errors")
-    from turbo_hf.ops.room import room_for  # noqa: PLC0415 - needs Triton
 
     with (
         pytest.raises(ValueError, match=r"head dim 256 .*181760.*smaller TurboConfig.block_size"),
-        room_for(torch.empty(1, 256)),
+        gpu.explain_out_of_resources(torch.empty(1, 256)),
     ):
         raise errors.OutOfResources(181760, CONSUMER, "shared memory")
 
@@ -206,7 +206,7 @@ def test_prefill_in_smaller_tiles(dim: int, block: int, mode: str, device: torch
 @pytest.mark.parametrize("block", [64, 128])
 def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) -> None:
     k, v = (tokens(1, 2, 200, 256, dtype=torch.float16, device=device) for _ in range(2))
-    past = make_store(k, v, [200], groups=((FULL, 2),), block=block)
+    past = make_store(k, v, [200], groups=((UNQUANTIZED, 2),), block=block)
     q = tokens(1, 4, 40, 256, dtype=torch.float16, device=device)
     check_prefill(q, k[:, :, :40], v[:, :, :40], "fp16", past=past, backend="triton")
 
@@ -219,7 +219,7 @@ def test_decode_in_smaller_tiles(dim: int, block: int, bits: int, device: torch.
     store = make_store(k, v, [300, 70], groups=((bits, 2),), block=block)
     q = tokens(2, 4, 1, dim, dtype=torch.float16, device=device)
     got, rows = decode(q, store, scaling=0.1, backend="triton"), store_codes(store)
-    if bits == FULL:
+    if bits == UNQUANTIZED:
         check_exact(got, q, [row.values() for row in rows], scaling=0.1)
     else:
         check_turbo(got, int8_queries(q, [0, 0], fused=device.type == "cuda"), q.dtype, rows, scaling=0.1)

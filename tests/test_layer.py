@@ -18,13 +18,13 @@ from layer_support import (
     random_kv,
     tensors_of,
 )
+from op_calls import decode
 from torch import Tensor
 
 from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
 from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
-from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.store.rotate import rotate_keys
 
 # --- what is stored ------------------------------------------------------------------------------------------------

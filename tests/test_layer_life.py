@@ -19,11 +19,11 @@ from layer_support import (
     random_kv,
     tensors_of,
 )
+from op_calls import decode
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.ops.decode.contract import decode
 
 # --- a random life, against the naive model ------------------------------------------------------------------------
 

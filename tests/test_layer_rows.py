@@ -9,6 +9,7 @@ from budgets import check_exact, check_turbo, largest
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_support import HEADS, assert_same_rows, feed, filled, random_kv
+from op_calls import decode
 from prefill_support import int8_queries
 from stores import store_codes
 
@@ -16,7 +17,6 @@ from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
 from turbo_hf.cache.new_columns import Chunk, chunk_from_mask, chunk_of
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import open_token_bytes, page_bytes
-from turbo_hf.ops.decode.contract import decode
 
 # --- rows ----------------------------------------------------------------------------------------------------------
 

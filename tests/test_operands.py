@@ -5,11 +5,12 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import NO_FP8, has_fp8
+from op_calls import quantize_operands
 from stores import tokens
 
 from turbo_hf.config.turbo_config import V_SCALES
 from turbo_hf.layout import V_TOP, VALUE_ORDER, Operands
-from turbo_hf.ops.prefill.operands import QUANTIZED_MODES, quantize_operands
+from turbo_hf.ops.prefill.operands import QUANTIZED_MODES
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 from choices import DTYPES, LENGTHS, MODES, PROMPT_OPTIONS
+from op_calls import prefill
 from prefill_support import check_prefill, inputs, random_past
 
 from turbo_hf.layout import SCORE_LIMIT
-from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 

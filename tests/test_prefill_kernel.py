@@ -7,11 +7,11 @@ import torch
 from budgets import check, float_budget, largest
 from choices import MODES
 from gpu_support import NO_FP8, has_fp8
+from op_calls import prefill
 from prefill_support import Inputs, check_prefill, random_past
 from stores import tokens
 
 from turbo_hf.layout import BITS, half_type
-from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 

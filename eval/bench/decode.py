@@ -4,21 +4,20 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 
 import torch
 
 from turbo_hf.eval.bench.check import Check, judge, poisoned
-from turbo_hf.eval.bench.decode_cases import PLANS, Case, groups_of
+from turbo_hf.eval.bench.decode_cases import Case, groups_of
 from turbo_hf.eval.bench.decode_store import one_head, packed_stores
 from turbo_hf.eval.bench.graphs import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
 from turbo_hf.eval.bench.rows import Row, checked, timed
 from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side
-from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
-from turbo_hf.ops.decode import reference
+from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.store.quantize import dequantize
 
 BURST_MS = 40.0
@@ -55,7 +54,6 @@ def run_case(
     widths: list[str],
     *,
     backend: str,
-    plans: Sequence[str] = PLANS[:1],
     seed: int,
     seconds: float,
     stopwatch: Stopwatch,
@@ -66,7 +64,6 @@ def run_case(
 
     Args:
         widths: of WIDTHS. backend: which one runs.
-        plans: of PLANS, how the kernel shares its work; each runs at every width.
         seed: of the tokens, N(0, 1).
         seconds: approximate timing duration.
         copy: measured bandwidth, 10^12 bytes per second.
@@ -81,9 +78,9 @@ def run_case(
     shape = (len(case.lengths), case.heads.query, 1, case.heads.dim)
     q = torch.randn(shape, generator=generator, device=device, dtype=torch.float16)
     found = []
-    for width, plan in product(widths, plans):
-        tell(f"{case}: {width} bit, {plan}")
-        found.append(dense_step(case, width, q, backend, plan, seed))
+    for width in widths:
+        tell(f"{case}: {width} bit")
+        found.append(dense_step(case, width, q, backend, seed))
     return beside_fp16(case, q, generator, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
 
 
@@ -117,7 +114,7 @@ def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutp
         part, scaling = one_head(store, row, head), case.heads.dim**-0.5
         k, v = (x[0, :, : case.lengths[row]] for x in dequantize(part, torch.float64))
         exact = attend(query[0], k, v, scaling=scaling, causal=False)
-        return reference.decode(query, part, scaling=scaling), exact
+        return reference_decode(query, part, Scoring(scaling)), exact
 
     return check_heads(case, q, got, attended)
 
@@ -164,20 +161,14 @@ def new_row(case: Case, method: str, ours: bool, size: int, note: str = "") -> D
     )
 
 
-def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, plan: str, seed: int) -> Found:
+def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, seed: int) -> Found:
     """The row of one width with its check, and what to time if the result is right."""
     groups = groups_of(width, case.heads.kv)
     size = case.packed_bytes(groups)
     name = f"{width} bit" if width != "mixed" else "mixed " + "/".join(str(bits) for bits, _ in groups)
-    if plan != PLANS[0]:
-        name += f", {plan}"
 
     def step(store: KVStore) -> AttentionOutput:
-        if plan == PLANS[0]:
-            return op.decode(q, store, scaling=case.heads.dim**-0.5, backend=backend)
-        from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
-
-        return launch_decode.decode(q, store, scaling=case.heads.dim**-0.5, plan=plan)
+        return op.decode(q, store, Scoring(case.heads.dim**-0.5), backend=backend)
 
     def prepare() -> tuple[Check, Callable[[], Rotation]]:
         # another seed: keys that begin like the query would be the only ones that it sees

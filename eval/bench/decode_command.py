@@ -8,7 +8,7 @@ import typer
 from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.console import Device, Json, err, fail, out
 from turbo_hf.eval.bench.decode import BURST_MS, DecodeRow, run_case
-from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, PLANS, WIDTHS, Case, choose_cases
+from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases
 from turbo_hf.eval.bench.ending import finish, keep, print_rows, untimed
 from turbo_hf.eval.bench.facts import facts, headline
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, require_choice
@@ -23,9 +23,6 @@ def decode_command(
     ),
     width: Annotated[list[str] | None, typer.Option(help=f"Bits: {', '.join(WIDTHS)}; may be repeated.")] = None,
     ragged: Annotated[bool, typer.Option("--ragged", help="Rows with 1/8 to all of the tokens.")] = False,
-    plan: Annotated[
-        list[str] | None, typer.Option(help=f"Shares of work: {', '.join(PLANS)}; may be repeated.")
-    ] = None,
     occupancy: Annotated[bool, typer.Option("--occupancy", help="Only batches around a full wave of SMs.")] = False,
     backend: Backend = "auto",
     seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 1.0,
@@ -42,13 +39,10 @@ def decode_command(
     try:
         widths = [one_of("width", name, WIDTHS) for name in width or ("4",)]
         one_of("backend", backend, BACKENDS)
-        plans = [one_of("plan", name, PLANS) for name in plan or PLANS[:1]]
         cases = choose_cases(shape or [], size or [], ragged, seed, occupancy)
         if not cases:
             raise ValueError(f"no default case of {', '.join(shape or [])} is ragged; give --size.")
         stopwatch = Stopwatch(find_device(device))
-        if plans != [PLANS[0]] and (backend == "reference" or stopwatch.device.type != "cuda"):
-            raise ValueError(f"--plan is of the kernel, which needs CUDA and no other backend; got {', '.join(plans)}.")
         require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
         if folder is not None:
             require_matplotlib()
@@ -60,7 +54,7 @@ def decode_command(
     copy = ceilings(stopwatch).copy
     out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)
     stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
-    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds, "plans": plans}
+    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
     options = {**chosen, "widths": widths}
     result: dict[str, Any] = {"bench": "decode", "facts": about, "options": options, "copy_tb_s": copy, "rows": []}
     rows: list[DecodeRow] = []

@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.cache.open_buffer import Tokens, to_open
 from turbo_hf.eval.bench.decode_cases import BLOCK, Case
-from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, empty_pages
 from turbo_hf.ops.store.quantize import seal_blocks
 
 PIECE = 1 << 24
@@ -34,7 +34,7 @@ def packed_stores(
             page += blocks
     loose = [n % BLOCK for n in case.lengths]
     cap = max(16, -(-max(loose) // 16) * 16)
-    opened = torch.float16 if FULL in dict(groups) else torch.int8
+    opened = torch.float16 if UNQUANTIZED in dict(groups) else torch.int8
     k, k_scale, v, v_scale = _tokens(generator, (count * rows, heads.kv, cap, heads.dim), opened)
     values = v.mT.contiguous()
     tables, sealed_len, open_len = (
@@ -94,7 +94,7 @@ def _pages(bits: int, pages: int, slots: int, dim: int, generator: torch.Generat
     step = max(1, PIECE // (slots * BLOCK * dim))
     for start in range(0, pages, step):
         shape = (min(step, pages - start), slots, BLOCK, dim)
-        tokens = _tokens(generator, shape, torch.float16 if bits == FULL else torch.int8)
+        tokens = _tokens(generator, shape, torch.float16 if bits == UNQUANTIZED else torch.int8)
         for target, source in zip(whole[1:], seal_blocks(*tokens, bits)[1:], strict=True):
             target[start : start + shape[0]] = source
     return whole

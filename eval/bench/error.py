@@ -9,6 +9,7 @@ import torch
 from turbo_hf.eval.bench.capture import Captured
 from turbo_hf.eval.bench.oracle import Errors, attend, errors, fp8_attention
 from turbo_hf.eval.bench.prefill import options_of
+from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 
 FP8_TENSOR = "FP8 tensor-level (simulated)"
@@ -99,8 +100,13 @@ def _figures(row: Row) -> Errors:
 def _rows(source: str, layer: Captured, methods: list[Method], causal: bool, options: dict[str, Any]) -> Iterator[Row]:
     q, k, v, about = layer.q, layer.k, layer.v, {**layer.about, "causal": causal}
     exact = attend(q[0], k[0], v[0], **about).out
+    scoring = Scoring(about["scaling"], about.get("softcap"), about.get("sinks"))
     tokens = q.shape[2]
     for method in methods:
-        got = op.prefill(q, k, v, **about, **method.options, **options_of(method.options["mode"], options))
+        given = {**method.options, **options_of(method.options["mode"], options)}
+        backend = given.pop("backend", "auto")
+        got = op.prefill(
+            q, k, v, scoring, Rounding(**given), causal=causal, window=about.get("window"), backend=backend
+        )
         yield Row(source, tokens, method.name, *errors(got.out[0], exact))
     yield Row(source, tokens, FP8_TENSOR, *errors(fp8_attention(q[0], k[0], v[0], **about), exact))

@@ -14,7 +14,7 @@ from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
 from turbo_hf.eval.bench.rows import Row, checked, timed
 from turbo_hf.eval.bench.shapes import Case
 from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, side_by_side
-from turbo_hf.layout import AttentionOutput
+from turbo_hf.layout import AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 from turbo_hf.ops.prefill import operands
 
@@ -76,14 +76,14 @@ def run_case(
         rows.append(row)
     for mode in modes:
         tell(f"{case}: checking {mode}")
-        chosen = {"mode": mode, **options_of(mode, options)}
-        given = {"scaling": scaling, "causal": case.causal, **chosen}
+        rounding = Rounding(mode, **options_of(mode, options))
+        given = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
         row, call = _checked(_row(case, mode), q, k, v, sample, given, backend)
         rows.append(row)
         if call is not None:
             calls[mode] = call
             if mode != "fp16":
-                calls[_apart(mode)] = partial(operands.quantize_operands, k, v, backend=backend, **chosen)
+                calls[_apart(mode)] = partial(operands.quantize_operands, k, v, rounding, backend=backend)
     tell(f"{case}: timing")
     times = side_by_side(calls, stopwatch, seconds) if calls else {}
     return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]

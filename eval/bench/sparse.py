@@ -9,15 +9,15 @@ import torch
 
 from turbo_hf.eval.bench.check import Check, poisoned
 from turbo_hf.eval.bench.decode import DecodeRow, Found, beside_fp16, check_heads, dense_step, new_row
-from turbo_hf.eval.bench.decode_cases import BLOCK, PLANS, Case, groups_of
+from turbo_hf.eval.bench.decode_cases import BLOCK, Case, groups_of
 from turbo_hf.eval.bench.decode_store import one_head, packed_stores
 from turbo_hf.eval.bench.graphs import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.rows import checked
 from turbo_hf.eval.bench.timing import Call, Stopwatch
-from turbo_hf.layout import AttentionOutput, KVStore, Rotary
-from turbo_hf.ops.sparse import reference
+from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
 from turbo_hf.ops.sparse.decode import sparse_decode
+from turbo_hf.ops.sparse.reference import reference_sparse_decode
 from turbo_hf.ops.sparse.select import assign_and_score, classify, score, visit
 from turbo_hf.ops.store.quantize import dequantize
 from turbo_hf.sparse.bucket_index import SPARE
@@ -138,12 +138,9 @@ def attention(
     return sparse_decode(
         q,
         layer.store,
-        layer.index,
-        visited,
-        scaling=q.shape[3] ** -0.5,
-        sink_tokens=choice.sink,
-        window_tokens=choice.window,
-        spans=layer.spans,
+        Scoring(q.shape[3] ** -0.5),
+        Visits(layer.index, visited, layer.spans),
+        AlwaysRead(choice.sink, choice.window),
         read=read,
         backend=backend,
     )
@@ -162,16 +159,8 @@ def check_sparse(
         k, v = (x[0, :, :length][:, kept] for x in dequantize(part, torch.float64))
         exact = attend(query[0], k, v, scaling=scaling, causal=False)
         at = (slice(row, row + 1), slice(head, head + 1))
-        model = reference.sparse_decode(
-            query,
-            part,
-            layer.index[at],
-            visited[at],
-            scaling=scaling,
-            sink_tokens=choice.sink,
-            window_tokens=choice.window,
-        )
-        return model, exact
+        own, always = Visits(layer.index[at], visited[at]), AlwaysRead(choice.sink, choice.window)
+        return reference_sparse_decode(query, part, Scoring(scaling), own, always), exact
 
     return check_heads(case, q, got, attended)
 
@@ -204,7 +193,7 @@ def run_case(
     q = torch.randn(len(case.lengths), heads.query, 1, heads.dim, generator=generator, device=device).half()
     k = torch.randn(len(case.lengths), heads.kv, 1, heads.dim, generator=generator, device=device).half()
     tell(f"{case}: {width} bit, all keys")
-    found = [dense_step(case, width, q, backend, PLANS[0], seed)]
+    found = [dense_step(case, width, q, backend, seed)]
     sizes = {share: sparse_bytes(case, width, share, choice) for share in shares}
     layers = make_layers(case, width, choice, cold_copies(min(sizes.values()), device), device, seed + 1)
     for share in shares:

@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
-from turbo_hf.layout import AttentionOutput, Rotary, Scoring
+from turbo_hf.layout import AlwaysRead, AttentionOutput, Rotary, Scoring, Visits
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.store.rotate import rotate_queries
 from turbo_hf.sparse.undo_rotary import turns_by_halves, undo_rotary
@@ -55,7 +55,7 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
     return torch.take_along_dim(found, chunk.gather[:, None, None], 3)
 
 
-def assign_and_score(
+def new_buckets_and_query_info(
     layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: Chunk
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector needs of its queries.
@@ -71,7 +71,7 @@ def assign_and_score(
         fused = chunk.gather is None
         (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
     grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-    return selector.assign_and_score(chunk.align(key), grouped, rotary)
+    return selector.buckets_and_query_info(chunk.align(key), grouped, rotary)
 
 
 def attend_sparse(
@@ -84,11 +84,10 @@ def attend_sparse(
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
-    The layer holds the new tokens already. query_info: what `assign_and_score` gives of the queries.
+    The layer holds the new tokens already. query_info: what `new_buckets_and_query_info` gives of the queries.
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
-    sink, window = selector.config.sink_tokens, selector.window
     if layer.step is None:
         # `steps.Steps` counts its own: a replay would not
         new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
@@ -100,13 +99,9 @@ def attend_sparse(
     return sparse_decode(
         q,
         layer.store(),
-        None if visited is None else index.buckets,
-        visited,
-        **scoring._asdict(),
-        sink_tokens=sink,
-        window_tokens=window,
-        spans=None if visited is None else index.spans,
-        min_collisions=selector.min_collisions,
+        scoring,
+        None if visited is None else Visits(index.buckets, visited, index.spans, selector.min_collisions),
+        AlwaysRead(selector.config.sink_tokens, selector.window),
         starts=starts,
         mode=layer.config.decode_attention,
         read=selector.tally.counter(query.device),

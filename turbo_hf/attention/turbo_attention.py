@@ -9,14 +9,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import dense_attention, own_attention
-from turbo_hf.attention.sparse_step import Source, assign_and_score, attend_sparse, new_buckets
+from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
 from turbo_hf.cache.compiling import untraced
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.layout import Rotary, Scoring, narrowed
+from turbo_hf.layout import Rotary, Rounding, Scoring, narrowed
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
@@ -262,14 +262,14 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Sc
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     if layer.selector is not None:
-        buckets, query_info = assign_and_score(layer, source, new.query, new.key, chunk)
+        buckets, query_info = new_buckets_and_query_info(layer, source, new.query, new.key, chunk)
         layer.append(k, v, chunk, buckets, defer=True)
         return attend_sparse(layer, query_info, new.query, chunk, starts, scoring).out
     layer.append(k, v, chunk, defer=True)
     return decode(
         rotate_queries(q, config.backend) if config.rotates else q,
         layer.store(),
-        **scoring._asdict(),
+        scoring,
         starts=starts,
         window=layer.window,
         mode=config.decode_attention,
@@ -288,19 +288,23 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: 
     else:
         # over a past, the chunk's own keys are rotated like the stored ones
         turned = layer.seen > 0 and config.rotates
+        # "fp16" rounds nothing, so that nothing is prepared for rounding
+        rounds = mode != "fp16"
+        rounding = Rounding(
+            mode,
+            v_scale=config.v_scale,
+            smooth_k=config.smooth_k and rounds,
+            hadamard=config.hadamard and rounds and not turned,
+        )
         out = prefill(
             rotate_queries(q, config.backend) if turned else q,
             narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
             v,
-            **scoring._asdict(),
+            scoring,
+            rounding,
             past=layer.store() if layer.seen else None,
             starts=starts,
             window=layer.window,
-            mode=mode,
-            v_scale=config.v_scale,
-            # these prepare keys for rounding, which this mode does not do
-            smooth_k=config.smooth_k and mode != "fp16",
-            hadamard=config.hadamard and mode != "fp16" and not turned,
             backend=config.backend,
         ).out
     layer.append(k, v, chunk, buckets, defer=True)
@@ -310,8 +314,7 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: 
 def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring) -> bool:
     """Whether a prompt on a GPU is causal attention and nothing more, which torch has kernels for."""
     short = layer.window is None or q.shape[2] <= layer.window
-    plain = starts is None and scoring.softcap is None and scoring.sinks is None and scoring.sas_threshold is None
-    return q.is_cuda and not layer.seen and short and plain
+    return q.is_cuda and not layer.seen and short and starts is None and scoring.is_plain
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ from turbo_hf.cache.open_buffer import OpenBuffer, Quantized, ordinary, storing
 from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import FULL, KVStore, full_type
+from turbo_hf.layout import UNQUANTIZED, KVStore, type_16bit
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
@@ -85,10 +85,10 @@ class TurboLayer(DequantizedView):
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
         groups = self.config.head_groups(self.heads)
-        block, full = self.config.block_size, full_type(self.dtype)
+        block, full = self.config.block_size, type_16bit(self.dtype)
         self.pool = PagePool(self.rows, groups, self.dim, block, self.device, full)
         self.bucket_index = BucketIndex(self.rows, self.heads, block, self.selector, self.device)
-        opened = full if FULL in dict(groups) else torch.int8
+        opened = full if UNQUANTIZED in dict(groups) else torch.int8
         self.buffer = OpenBuffer(self.rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
         self.order = shared(order * self.rows, self.device).view(self.rows, self.heads)
         # no rank to find: one width for all heads, or an order that was given

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 
 from turbo_hf.cache.open_buffer import Tokens
-from turbo_hf.layout import FULL, PagedHeads, empty_pages
+from turbo_hf.layout import UNQUANTIZED, PagedHeads, empty_pages
 from turbo_hf.ops.host_device import nothing, send, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
 
@@ -188,7 +188,7 @@ class PagePool:
         left = [n * self.block - count for n, count in zip(cut, counts, strict=True)]
         most = max(left)
         shape = (len(counts), order.shape[1], most, self.dim)
-        opened = self.full if FULL in dict(self.groups) else torch.int8
+        opened = self.full if UNQUANTIZED in dict(self.groups) else torch.int8
         codes = torch.zeros(shape, dtype=opened, device=self.device)
         scale = torch.zeros(shape[:3], device=self.device)
         tokens = Tokens(codes, scale, codes.clone(), scale.clone())
@@ -213,7 +213,7 @@ class PagePool:
         slot = order[row].argsort()
         k, v, scale = (torch.cat(parts)[slot] for parts in (keys, values, scales))
         k_scale, v_scale = (s[:, None].expand(-1, self.block) for s in scale.unbind(-1))
-        if FULL in dict(self.groups):
+        if UNQUANTIZED in dict(self.groups):
             k, v = ((x * s[..., None]).to(self.full) for x, s in ((k, k_scale), (v, v_scale)))
             k_scale = v_scale = torch.ones_like(k_scale)
         return Tokens(k, k_scale, v, v_scale)

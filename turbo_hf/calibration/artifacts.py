@@ -20,8 +20,8 @@ from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenize
 from turbo_hf.calibration.files import PARTIAL, one_writer, write_whole
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config.turbo_config import HEAD_METRICS, MOST_BUCKETS
+from turbo_hf.layout import CLASSIFIER
 from turbo_hf.models.model_layers import shape_field
-from turbo_hf.ops.sparse.reference_select import CLASSIFIER
 from turbo_hf.ops.store.quantize import FLOATS
 
 SCHEMA = 2

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
 from turbo_hf.config.options import Options, at_least, freeze_layers, layer_indices, one_of
-from turbo_hf.layout import BITS, BLOCK_SIZES, FULL, WIDTHS
+from turbo_hf.layout import BITS, BLOCK_SIZES, UNQUANTIZED, WIDTHS
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
 ATTENTION_MODES = ("turbo", "int8", "half", "fp8", "fp16")
@@ -265,7 +265,7 @@ class TurboConfig(Options):
             raise ValueError(
                 f"TurboConfig.low_bits must be below bits ({self.bits}) when low_heads is not 0; got {self.low_bits}."
             )
-        if self.bits == FULL:
+        if self.bits == UNQUANTIZED:
             self._check_full()
         threshold = self.sas_threshold
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
@@ -320,7 +320,7 @@ class TurboConfig(Options):
     @property
     def prompt_attention(self) -> str:
         """The `attention` of prompts: what is stored unrounded is not rounded before, either."""
-        return "fp16" if self.bits == FULL else self.attention
+        return "fp16" if self.bits == UNQUANTIZED else self.attention
 
     @property
     def decode_attention(self) -> Literal["turbo", "fp16"]:
@@ -330,7 +330,7 @@ class TurboConfig(Options):
     @property
     def rotates(self) -> bool:
         """`rotate_keys`, unless heads keep their keys unquantized."""
-        return self.rotate_keys and self.bits != FULL
+        return self.rotate_keys and self.bits != UNQUANTIZED
 
     def head_groups(self, kv_heads: int) -> tuple[tuple[int, int], ...]:
         """(bits, number of heads) for each group of a layer's `kv_heads` heads, widest first."""

@@ -18,7 +18,7 @@ from turbo_hf.cache.new_columns import Step
 from turbo_hf.cache.open_buffer import storing
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import FULL
+from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops.decode.contract import step_obstacle
 from turbo_hf.ops.host_device import require_finite
 from turbo_hf.sparse.selectors import selector_obstacle
@@ -68,7 +68,7 @@ def config_obstacle(config: TurboConfig) -> str | None:
     """Why no step under a config can ever be replayed, whatever its layers select keys by; None if one may be."""
     if config.backend == "reference":
         return 'backend "reference" has no kernels'
-    if config.bits == FULL:
+    if config.bits == UNQUANTIZED:
         return "16-bit pages"
     if config.sas and config.sas_threshold is None:
         return "the SAS threshold follows the length: choose sas_threshold"

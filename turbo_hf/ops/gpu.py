@@ -1,6 +1,8 @@
 """Properties of a GPU that launches depend on."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -84,6 +86,22 @@ def _obstacle(device: torch.device) -> str | None:
         found, least = (".".join(map(str, x)) for x in (capability, OLDEST))
         return f"{_properties(device).name} has compute capability {found}, and the kernels need {least}"
     return None
+
+
+@contextmanager
+def explain_out_of_resources(x: torch.Tensor) -> Iterator[None]:
+    """ValueError that says what to do if a kernel for tensors like x needs more than this GPU has."""
+    try:
+        yield
+    except Exception as error:
+        from triton.runtime.errors import OutOfResources  # noqa: PLC0415 - needs Triton
+
+        if not isinstance(error, OutOfResources):
+            raise
+        raise ValueError(
+            f"The kernel for head dim {x.shape[-1]} in {x.dtype} does not fit this GPU: {error} Take a smaller "
+            'TurboConfig.block_size, another TurboConfig.attention, or backend="reference" (plain torch, slow).'
+        ) from error
 
 
 def _properties(device: torch.device) -> Any:

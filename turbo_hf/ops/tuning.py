@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from turbo_hf.layout import FULL
+from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops import gpu
 from turbo_hf.ops.gpu import H200_SHARED
 
@@ -122,13 +122,13 @@ def decode_tiles(
     """
     if unpacks:
         return DecodeTiles(1, 2, 1)
-    full = bits == FULL
-    chosen = ONE_WARP_TILES if full else MANY_TILES + FEW_TILES if many else FEW_TILES
+    unquantized = bits == UNQUANTIZED
+    chosen = ONE_WARP_TILES if unquantized else MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
         waiting = tiles.blocks * (tiles.stages - 1) * codes * bits // 4
         # unpacked K and V pass through shared memory, those of 3 bit beside what waits, as does float32 from 16 bit
         unpacked = 0 if bits >= 8 else tiles.blocks * 2 * codes
-        beside = unpacked if bits == 3 else codes * 5 if full and itemsize > 2 else 0
+        beside = unpacked if bits == 3 else codes * 5 if unquantized and itemsize > 2 else 0
         room = shared - RESERVED
         if max(tiles.occupancy * waiting, unpacked) <= room and waiting + beside <= shared:
             return tiles

@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Notices, Unsupported
-from turbo_hf.layout import FULL
+from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import kernel_obstacle
 from turbo_hf.ops.decode.contract import step_obstacle
@@ -37,7 +37,7 @@ def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: 
     if stands is not None:
         yield f"attention runs in plain torch, which is slow: {stands}."
         return
-    mode = "fp16" if config.bits == FULL else config.decode_attention
+    mode = "fp16" if config.bits == UNQUANTIZED else config.decode_attention
     for dim in sorted(dims):
         x = _example(dim, dtype, device)
         prompts = None if config.prompt_attention == "auto" else kernel_obstacle(x, config.prompt_attention)

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import full_type
+from turbo_hf.layout import type_16bit
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.ops.host_device import input_device
 
@@ -186,7 +186,7 @@ def require_agreement(
     exact = TurboConfig(bits=16, attention="fp16", block_size=config.block_size, backend=config.backend)
     unrounded = TurboCache(model.config, exact, dense_layers=dense)
     # keys and values in 16 bit of a wider model are rounded once more
-    wider = torch.finfo(full_type(model.dtype)).eps / torch.finfo(model.dtype).eps
+    wider = torch.finfo(type_16bit(model.dtype)).eps / torch.finfo(model.dtype).eps
     for case, got, want, rounding in (
         ("without a cache", probe(model), own.plain, own.rounding),
         ("over a cache that quantizes nothing", probe(model, unrounded), own.cached, own.rounding * max(wider, 1.0)),

@@ -7,23 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore, Scoring, power_of_two
+from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
-from turbo_hf.ops.decode.stream_k import (
-    LivePlan,
-    Plan,
-    fixed_split,
-    full_rounds,
-    split_count,
-    stream_k,
-    tiles_of,
-    whole_outputs,
-)
+from turbo_hf.ops.decode.stream_k import LivePlan, Plan, even_rounds, stream_k, tiles_of
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
-from turbo_hf.ops.room import room_for
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
@@ -49,7 +39,7 @@ class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
     groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
-    few tiles. blocks: of a tile. warps: of a CTA. plan: "stream-k", "whole" or "split".
+    few tiles. blocks: of a tile. warps: of a CTA.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -58,18 +48,14 @@ class Shape(NamedTuple):
     alone: int
     blocks: int
     warps: int
-    plan: str
 
 
 @lru_cache(maxsize=64)
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a cache whose rows have these numbers of tiles."""
-    groups, chunks, ctas, alone, blocks, warps, plan = shape
+    groups, chunks, ctas, alone, blocks, warps = shape
     cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
     each = np.repeat(np.array(tiles), len(cost))
-    if plan != "stream-k":
-        parts = 1 if plan == "whole" else split_count(len(each), max(tiles), ctas)
-        return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
     steps = int(each.sum())
     if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
         ctas = alone
@@ -77,7 +63,7 @@ def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
         # one warp merges a few parts at a time: more CTAs would cost it more than they do
         ctas = min(ctas, 2 * OUTPUT_PARTS * len(each))
     # a part of a single tile is not worth its merge
-    ctas = full_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), OUTPUT_PARTS)
+    ctas = even_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), OUTPUT_PARTS)
     return stream_k(each, np.tile(cost, len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 
@@ -139,8 +125,8 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
     """Tiles for queries like q, whether they become INT8, their channels, padded."""
     padded = max(32, power_of_two(q.shape[3]))
     widths = {pages.bits for pages in store.paged}
-    turbo = mode == "turbo" and widths != {FULL}
-    unpacks = widths != {FULL} if mode == "fp16" else max(widths) == FULL and q.element_size() > 2
+    turbo = mode == "turbo" and widths != {UNQUANTIZED}
+    unpacks = widths != {UNQUANTIZED} if mode == "fp16" else max(widths) == UNQUANTIZED and q.element_size() > 2
     tiles = decode_tiles(
         padded * store.block,
         max(widths),
@@ -152,23 +138,15 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
     return tiles, turbo, padded
 
 
-def decode(
+def launch_decode(
     q: torch.Tensor,
     store: KVStore,
-    *,
-    scaling: float,
+    scoring: Scoring,
     starts: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
-    plan: str = "stream-k",
 ) -> AttentionOutput:
-    """`ops.decode` by the Triton kernel; arguments as there, checked.
-
-    plan: "stream-k", or for comparison "whole" (FlashAttention-2) or "split" (FlashDecoding).
-    """
+    """`ops.decode` by the Triton kernel; arguments as there, checked."""
     _, heads, tokens, dim = q.shape
     kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
@@ -183,19 +161,16 @@ def decode(
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
     types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.paged)}
-    alike = types == {q.dtype} and len(store.paged) == 1 and sas_threshold is None
+    alike = types == {q.dtype} and len(store.paged) == 1 and scoring.sas_threshold is None
     tune_16bit = tiles_16bit(padded * store.block, gpu.shared_memory(q.device)) if alike else None
     tune = tune_16bit or tune
     warps = WARPS_16BIT if tune_16bit else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
-    shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
-    ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
+    shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
     outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
-    place = Place(q.device, gpu.stream(q.device), get_ident(), ctas, outputs, floats)
-    # only stream-K has a bound that holds at any length, which a replay needs
-    plans = store.plans if plan == "stream-k" else None
-    words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, plans, place)
-    with torch.cuda.device_of(q), room_for(q):
+    place = Place(q.device, gpu.stream(q.device), get_ident(), most, outputs, floats)
+    words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         decode_kernel[(grid,)](
             Queries(q, q.stride()),
             Result(out, lse),
@@ -204,7 +179,7 @@ def decode(
             store.table,
             words,
             Workspace(parts, arrived),
-            Scoring(scaling, softcap, sinks, sas_threshold),
+            scoring,
             (store.table.stride(0), store.table.shape[1], window),
             tokens,
             FORM=Form(

@@ -8,19 +8,17 @@ from typing import NamedTuple
 import torch
 import triton
 
-from turbo_hf.layout import AttentionOutput, KVStore, Rotary, Scoring, power_of_two
+from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
-from turbo_hf.ops.room import room_for
 from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
-from turbo_hf.ops.sparse.reference_select import CLASSIFIER
 from turbo_hf.ops.store.launch import pairs_of
 
 SCAN = 2048
@@ -41,7 +39,7 @@ def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, t
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
 
 
-def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+def launch_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     """`ops.select.assign`."""
     batch, heads, tokens, dim = keys.shape
     out = torch.empty(batch, heads, tokens, dtype=torch.int16, device=keys.device)
@@ -99,7 +97,7 @@ def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple
         return least, torch.zeros(chunks, dtype=torch.int32, device=device)
 
 
-def classify(
+def launch_classify(
     queries: torch.Tensor,
     classifier: Mapping[str, torch.Tensor],
     *,
@@ -123,7 +121,7 @@ def classify(
     return out
 
 
-def score(
+def launch_score(
     queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: New | None = None
 ) -> torch.Tensor:
     """`ops.select.score`; new: as in `classify`."""
@@ -134,7 +132,7 @@ def score(
     return out
 
 
-def assign_and_score(
+def launch_assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
@@ -145,8 +143,8 @@ def assign_and_score(
     """`ops.select.assign_and_score`: no launch more than the logits alone."""
     new = New(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
     if classifier is None:
-        return new.out, score(queries, centroids, rotary=rotary, new=new)
-    return new.out, classify(queries, classifier, rotary=rotary, new=new)
+        return new.out, launch_score(queries, centroids, rotary=rotary, new=new)
+    return new.out, launch_classify(queries, classifier, rotary=rotary, new=new)
 
 
 def _layer(
@@ -180,7 +178,7 @@ def _layer(
     )  # fmt: skip
 
 
-def visit(
+def launch_visit(
     logits: torch.Tensor,
     *,
     probes: int | None = None,
@@ -224,22 +222,14 @@ def _workspace(
     )
 
 
-def sparse_decode(
+def launch_sparse_decode(
     q: torch.Tensor,
     store: KVStore,
-    buckets: torch.Tensor | None,
-    visited: torch.Tensor | None,
-    *,
-    scaling: float,
-    sink_tokens: int,
-    window_tokens: int,
-    spans: torch.Tensor | None = None,
-    min_collisions: int = 1,
+    scoring: Scoring,
+    visits: Visits | None,
+    always: AlwaysRead,
     starts: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one collision is asked for."""
@@ -271,21 +261,22 @@ def sparse_decode(
             store.plans[shape] = KeptWorkspace(_workspace(*shape))
         workspace = store.plans[shape].words
     listed, listed_count, arrived, parts = workspace
-    indexed = buckets is not None and visited is not None
-    flags = listed_count
-    if visited is not None:
-        flags = visited.contiguous().view(torch.uint8)
+    index, flags = None, listed_count
+    if visits is not None:
+        flags = visits.visited.contiguous().view(torch.uint8)
+        index = Index(visits.buckets.contiguous(), flags, flags.shape[-1])
+    spans = None if visits is None else visits.spans
     rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
     lists_held = Lists(listed, listed_count)
-    sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
+    sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     pdl = gpu.pdl(q.device)
-    with torch.cuda.device_of(q), room_for(q):
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         list_kernel[(lists,)](
             spanned, flags, rows_held, store.table, lists_held,
             (store.table.stride(0), room, 0 if spans is None else spans.shape[2], window), queries, flags.shape[-1],
-            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1,
-            INDEX=indexed, **pdl, num_warps=8, **gpu.FMA,
+            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, BUCKETS=1 if index is None else power_of_two(index.count),
+            INDEX=index is not None, **pdl, num_warps=8, **gpu.FMA,
         )  # fmt: skip
         form = Form(
             slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
@@ -294,10 +285,9 @@ def sparse_decode(
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
             Queries(q, q.stride()), Result(out, lse), cache_of(store), rows_held,
-            Index(buckets.contiguous(), flags, flags.shape[-1]) if indexed else None, lists_held,
-            Workspace(parts, arrived), Scoring(scaling, softcap, sinks, sas_threshold), read,
-            (room, buckets.shape[-1] if indexed else 0, lists * chunks, window), queries, sink, alone, FORM=form,
-            SHARING=Sharing(power_of_two(lists * chunks), FILLED, SHARES), **pdl, ASM=q.is_cuda,
+            index, lists_held, Workspace(parts, arrived), scoring, read,
+            (room, 0 if visits is None else visits.buckets.shape[-1], lists * chunks, window), queries, sink, alone,
+            FORM=form, SHARING=Sharing(power_of_two(lists * chunks), FILLED, SHARES), **pdl, ASM=q.is_cuda,
             num_warps=tune.blocks, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)

@@ -5,9 +5,15 @@ from collections.abc import Mapping
 import torch
 
 from turbo_hf.config.turbo_config import MOST_BUCKETS
-from turbo_hf.layout import Rotary
+from turbo_hf.layout import CLASSIFIER, Rotary
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
-from turbo_hf.ops.sparse import reference_select as reference
+from turbo_hf.ops.sparse.reference_select import (
+    reference_assign,
+    reference_assign_and_score,
+    reference_classify,
+    reference_score,
+    reference_visit,
+)
 
 
 def assign(
@@ -34,10 +40,10 @@ def assign(
     dim = centroids.shape[2]
     _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
     if keys.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.sparse.launch import launch_assign  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.assign(keys, centroids, rotary=rotary)
-    return reference.assign(keys, centroids, rotary=rotary)
+        return launch_assign(keys, centroids, rotary=rotary)
+    return reference_assign(keys, centroids, rotary=rotary)
 
 
 def classify(
@@ -73,10 +79,10 @@ def classify(
         )
     _check_rotary(rotary, queries.shape[0], queries.shape[2], queries.shape[4])
     if queries.numel() and uses_triton(backend, queries.device, kernel_obstacle(queries)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.sparse.launch import launch_classify  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.classify(queries, classifier, rotary=rotary)
-    return reference.classify(queries, classifier, rotary=rotary)
+        return launch_classify(queries, classifier, rotary=rotary)
+    return reference_classify(queries, classifier, rotary=rotary)
 
 
 def score(
@@ -105,10 +111,10 @@ def score(
         raise ValueError(f"queries and centroids must be on one device; got {queries.device} and {centroids.device}.")
     _check_rotary(rotary, queries.shape[0], queries.shape[2], dim)
     if queries.numel() and uses_triton(backend, queries.device, kernel_obstacle(queries)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.sparse.launch import launch_score  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.score(queries, centroids, rotary=rotary)
-    return reference.score(queries, centroids, rotary=rotary)
+        return launch_score(queries, centroids, rotary=rotary)
+    return reference_score(queries, centroids, rotary=rotary)
 
 
 def assign_and_score(
@@ -152,10 +158,10 @@ def assign_and_score(
         )
     _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
     if queries.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys) or kernel_obstacle(queries)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.sparse.launch import launch_assign_and_score  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
-    return reference.assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+        return launch_assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+    return reference_assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
 
 
 def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
@@ -170,7 +176,7 @@ def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
 
 
 def _check_classifier(classifier: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    names = reference.CLASSIFIER
+    names = CLASSIFIER
     missing = [name for name in names if name not in classifier]
     if missing:
         raise ValueError(f"classifier must hold {', '.join(names)}; it lacks {', '.join(missing)}.")
@@ -244,10 +250,10 @@ def visit(
             f"sizes must be {shape} on {logits.device}, and come with mass; got {tuple(sizes.shape)} on {sizes.device}."
         )
     if logits.numel() and uses_triton(backend, logits.device, _obstacle(logits, mass)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.sparse.launch import launch_visit  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
-    return reference.visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
+        return launch_visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
+    return reference_visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
 
 
 def _obstacle(logits: torch.Tensor, mass: float | None) -> str | None:

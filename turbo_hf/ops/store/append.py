@@ -7,8 +7,8 @@ import torch
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import kernel_obstacle, uses_triton
-from turbo_hf.ops.store import reference_append as reference
 from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
 from turbo_hf.ops.store.rotate import rotate_keys
 
 
@@ -65,13 +65,13 @@ def append_tokens(
     if rotate:
         check_float("k", k)
     if uses_triton(backend, k.device, kernel_obstacle(k)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.store.launch import launch_append_tokens  # noqa: PLC0415 - needs Triton
 
         counters = _counters(batch, k.device, gpu.stream(k.device))
-        launch_store.append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
+        launch_append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k
-        reference.append_tokens(
+        reference_append_tokens(
             k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
         )
 
@@ -134,12 +134,12 @@ def append_step(
             f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
         )
     if uses_triton(backend, k.device, kernel_obstacle(k)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.store.launch import launch_append_step  # noqa: PLC0415 - needs Triton
 
-        launch_store.append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate)
+        launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k
-        reference.append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
+        reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
 
 
 def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
@@ -162,11 +162,11 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
     Source: as for `ops.quantize.seal_blocks`, which gives the same bits.
     """
     if uses_triton(backend, store.k_open.device, kernel_obstacle(store.k_open)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+        from turbo_hf.ops.store.launch import launch_seal_open  # noqa: PLC0415 - needs Triton
 
-        launch_store.seal_open(store, blocks)
+        launch_seal_open(store, blocks)
     else:
-        reference.seal_open(store, blocks)
+        reference_seal_open(store, blocks)
 
 
 def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import torch
 
-from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages, power_of_two
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, empty_pages, power_of_two
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.store.kernel_append import append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_arguments import Form, NewTokens, Noted
@@ -20,7 +20,7 @@ ROTATED = 32
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
 
-LANES = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
+LANES = {UNQUANTIZED: 1, 8: 1, 4: 2, 3: 8, 2: 4}
 """Lanes of a half-split run: the codes in one byte of its finest plane."""
 
 
@@ -56,7 +56,7 @@ def _levels(dim: int) -> int:
     return (dim & -dim).bit_length() - 1
 
 
-def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.quantize.quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -70,7 +70,7 @@ def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.
     return codes, own
 
 
-def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
+def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     """`ops.rotate`: x times the matrix with entries +-2^-shift."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -85,7 +85,7 @@ def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def seal_blocks(
+def launch_seal_blocks(
     k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
 ) -> PagedHeads:
     """`ops.quantize.seal_blocks`."""
@@ -101,7 +101,7 @@ def seal_blocks(
     return sealed
 
 
-def append_tokens(
+def launch_append_tokens(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
@@ -128,26 +128,26 @@ def _new_tokens(k: torch.Tensor, v: torch.Tensor, given_scale: torch.Tensor | No
     return NewTokens(k, v, k.stride(), v.stride(), None if given_scale is None else given_scale.contiguous())
 
 
-def seal_open(store: KVStore, blocks: int) -> None:
+def launch_seal_open(store: KVStore, blocks: int) -> None:
     """`ops.append.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
     bits = tuple(pages.bits for pages in store.paged)
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
-    if store.k_open.dtype != torch.int8 and min(bits) < FULL:
+    if store.k_open.dtype != torch.int8 and min(bits) < UNQUANTIZED:
         # narrower heads in a layer whose open tokens are in 16 bit
-        (k, k_scale), (v, v_scale) = (quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
+        (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
         codes = (k, v, k_scale, v_scale, dim, 1)
     with torch.cuda.device_of(store.k_open):
         # as in `seal_blocks`, products must round as the reference's do
         seal_open_kernel[(blocks, pairs_of(batch, heads))](
-            tuple(pages[1:] for pages in store.paged), tuple(held if width == FULL else codes for width in bits),
+            tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
             Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.table.stride(0), cap,
             FORM=_form_of(store), enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def append_step(
+def launch_append_step(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import FULL, KVStore, PagedHeads, half_merge, value_order
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, half_merge, value_order
 
 
 def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         return codes, scale, codes, scale
     keys, values, scales = [], [], []
     for pages in store.paged:
-        k, v = unpack_blocks(pages)
+        k, v = reference_unpack_blocks(pages)
         keys.append(k[store.table])
         values.append(v[store.table])
         scales.append(pages.scale[store.table])
@@ -67,9 +67,9 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return k, k_scale, v, v_scale
 
 
-def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8 keys and values of each page, tokens in time order: int8 [P, S, b, D] twice. Inverse of `seal_blocks`."""
-    if pages.bits == FULL:
+    if pages.bits == UNQUANTIZED:
         return pages.k, pages.v.mT
     block = pages.k.shape[-2]
     k, v = pages.k, pages.v
