@@ -55,7 +55,7 @@ def compile_only(case: list[str], capability: str) -> None:
     run: Any = JITFunction.run
 
     def warm(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        as_on_a_gpu = {"ASM": True, "EARLY": stub.capability >= 90}
+        as_on_a_gpu = {"ASM": True, "PDL": stub.capability >= 90}
         options |= {name: value for name, value in as_on_a_gpu.items() if name in options}
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         facts = {"case": case[0], "kernel": self.__name__, "shared": kernel.metadata.shared, "hash": kernel.hash}

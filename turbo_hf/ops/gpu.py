@@ -19,8 +19,8 @@ HOPPER_TRITON = "3.6."
 OLDEST = (8, 0)
 """Compute capability of Ampere: INT8 products and asynchronous copies."""
 
-FUSED = {"enable_fp_fusion": True}
-"""Option of launches whose products may be fused with sums: said, since Triton changes what it takes unsaid in 3.10."""
+FMA = {"enable_fp_fusion": True}
+"""Option of launches that may use fused multiply-add; explicit, because Triton 3.10 changes the default."""
 
 
 @lru_cache(maxsize=8)
@@ -61,10 +61,10 @@ def _hopper(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=8)
-def early(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may begin before the one ahead of it has ended: Hopper and later can."""
+def pdl(device: torch.device) -> dict[str, Any]:
+    """Options of programmatic dependent launch, which begins a launch before the one ahead of it ends: Hopper on."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

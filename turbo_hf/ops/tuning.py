@@ -140,7 +140,7 @@ WARPS_16BIT = 4
 
 
 def tiles_16bit(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:
-    """Tiles of `ops.decode.kernel_16bit`, for pages, open tokens and queries of one 16-bit type: one block each.
+    """Tiles of `attend_16bit`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
 
     numbers: of K in a block, padding included. shared: as in `decode_tiles`. None: no such tile fits. From Triton 3.8
     on all stages take room, not all but one.

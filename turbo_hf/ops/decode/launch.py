@@ -10,27 +10,29 @@ import torch
 from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
+from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, even_rounds, stream_k, tiles_of
+from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
-PARTS = 16
-"""Parts of an output: what a merge takes grows with their number's next power of two, so that CTAs are rounded down."""
+OUTPUT_PARTS = 16
+"""CTAs are rounded down to a multiple of so many parts per output: a merge costs as much as the next power of two."""
 
 MERGED = 128
-"""Numbers of partial results that a thread merges at a time: more do not fit its registers."""
+"""Floats of partial results that a thread merges at a time: more do not fit its registers."""
 
 MANY = 2.0
-"""Outputs an SM from which on most CTAs have whole ones."""
+"""Above this many outputs per SM, most CTAs process whole outputs."""
 
 FILLED = 10
-"""Tiles of each CTA from which on several share an SM. Below, half as many parts to merge are worth more."""
+"""Minimum tiles per CTA before more than one CTA per SM is used: below, merging half as many parts is faster."""
 
 FILLED_SINGLE = 5
-"""The same of tiles of one block."""
+"""The same where a tile is one block."""
 
 LEAST = 2
-"""Tiles of a CTA, where there is a choice; twice as many where it is one warp."""
+"""Minimum tiles per CTA, where there is a choice; twice as many where a CTA is one warp."""
 
 
 class Shape(NamedTuple):
@@ -59,9 +61,9 @@ def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
         ctas = alone
     if warps == 1:
         # one warp merges a few parts at a time: more CTAs would cost it more than they do
-        ctas = min(ctas, 2 * PARTS * len(each))
+        ctas = min(ctas, 2 * OUTPUT_PARTS * len(each))
     # a part of a single tile is not worth its merge
-    ctas = even_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), PARTS)
+    ctas = even_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), OUTPUT_PARTS)
     return stream_k(each, np.tile(cost, len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 
@@ -145,9 +147,8 @@ def launch_decode(
     mode: str = "turbo",
 ) -> AttentionOutput:
     """`ops.decode` by the Triton kernel; arguments as there, checked."""
-    scaling, softcap, sinks, sas_threshold = scoring
     _, heads, tokens, dim = q.shape
-    kv_heads, cap = store.k_open.shape[1:3]
+    kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group * tokens <= 4
@@ -160,10 +161,10 @@ def launch_decode(
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
     types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.paged)}
-    alike = types == {q.dtype} and len(store.paged) == 1 and sas_threshold is None
-    full = tiles_16bit(padded * store.block, gpu.shared_memory(q.device)) if alike else None
-    tune = full or tune
-    warps = WARPS_16BIT if full else tune.blocks
+    alike = types == {q.dtype} and len(store.paged) == 1 and scoring.sas_threshold is None
+    tune_16bit = tiles_16bit(padded * store.block, gpu.shared_memory(q.device)) if alike else None
+    tune = tune_16bit or tune
+    warps = WARPS_16BIT if tune_16bit else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
     shape = Shape(groups, row_parts, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
     outputs, floats = len(sealed) * kv_heads * row_parts, per_output * (padded + STATS.value)
@@ -171,50 +172,35 @@ def launch_decode(
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         decode_kernel[(grid,)](
-            q,
-            out,
-            lse,
-            store.open_len if starts is None else starts,
-            lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
-            (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            store.order.contiguous(),
+            Queries(q, q.stride()),
+            Result(out, lse),
+            cache_of(store),
+            Rows(store.order.contiguous(), store.sealed, store.open_len, starts),
             store.table,
-            store.sealed,
-            store.open_len,
             words,
-            parts,
-            arrived,
-            q.stride(),
-            store.table.stride(0),
-            store.table.shape[1],
-            cap,
+            Workspace(parts, arrived),
+            scoring,
+            (store.table.stride(0), store.table.shape[1], window),
             tokens,
-            window or 0,
-            scaling,
-            softcap or 0.0,
-            sas_threshold or 0.0,
-            SLOTS=tuple(slots for _, slots in groups),
-            BITS=tuple(bits for bits, _ in groups),
-            GROUP=group,
-            D=dim,
-            DP=padded,
-            BLOCK=store.block,
-            NB=tune.blocks,
-            R=rows,
-            SPREAD=spread,
-            TURBO=turbo,
-            WINDOW=window is not None,
-            CAPPED=softcap is not None,
-            SAS=sas_threshold is not None,
-            STARTS=starts is not None,
-            SINKS=sinks is not None,
-            STAGES=tune.stages,
-            PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
-            FULL=full is not None,
-            **gpu.early(q.device),
+            FORM=Form(
+                slots=tuple(slots for _, slots in groups),
+                bits=tuple(bits for bits, _ in groups),
+                kv_heads=kv_heads,
+                group=group,
+                dim=dim,
+                padded_dim=padded,
+                block=store.block,
+                tile=tune.blocks,
+                rows=rows,
+                spread=spread,
+                turbo=turbo,
+                all_16bit=tune_16bit is not None,
+                stages=tune.stages,
+                at_once=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
+            ),
+            **gpu.pdl(q.device),
             ASM=q.is_cuda,
             num_warps=warps,
-            **gpu.FUSED,
+            **gpu.FMA,
         )
     return AttentionOutput(out, lse)

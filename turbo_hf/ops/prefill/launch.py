@@ -72,7 +72,7 @@ def _quantize(
         k = launch_rotate(k, shift, torch.float32)
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
-    shape |= gpu.FUSED
+    shape |= gpu.FMA
     k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
     k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
     v_codes = ranges = v_block = v_log2 = None
@@ -123,7 +123,7 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
                     blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits, **gpu.FUSED,
+                    BITS=pages.bits, **gpu.FMA,
                 )  # fmt: skip
             first += slots
     return k, v, scale
@@ -196,7 +196,7 @@ def launch_prefill(
             Queries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
             kernel_scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
-            **gpu.FUSED,
+            **gpu.FMA,
         )  # fmt: skip
 
     precise_parts = Operands(k, k)

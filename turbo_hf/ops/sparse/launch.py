@@ -10,9 +10,12 @@ import triton
 
 from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, power_of_two
 from turbo_hf.ops import gpu
+from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
+from turbo_hf.ops.kernel_arguments import Rows, cache_of
+from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
@@ -47,7 +50,7 @@ def launch_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary
     with torch.cuda.device_of(keys):
         assign_kernel[(triton.cdiv(tokens, 64), pairs_of(batch, heads))](
             keys, centroids.contiguous(), out, cos, sin, keys.stride(), stride, tokens, centroids.shape[1],
-            HEADS=heads, D=dim, DP=padded, TOKENS=64, TILE=tile, ROTARY=turned, STAGES=2, num_warps=4, **gpu.FUSED,
+            HEADS=heads, D=dim, DP=padded, TOKENS=64, TILE=tile, ROTARY=turned, STAGES=2, num_warps=4, **gpu.FMA,
         )  # fmt: skip
     return out
 
@@ -113,7 +116,7 @@ def launch_classify(
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
             x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
             UNITS=2 * UNITS, WHOLE=hidden % (2 * UNITS) == 0 and buckets % tile == 0, STAGES=4,
-            **gpu.early(queries.device), num_warps=4, **gpu.FUSED,
+            **gpu.pdl(queries.device), num_warps=4, **gpu.FMA,
         )  # fmt: skip
     return out
 
@@ -171,7 +174,7 @@ def _layer(
         queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
         strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
         DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=gpu.early(queries.device)["EARLY"], num_warps=4, **gpu.FUSED,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, PDL=gpu.pdl(queries.device)["PDL"], num_warps=4, **gpu.FMA,
     )  # fmt: skip
 
 
@@ -191,14 +194,14 @@ def launch_visit(
         if probes is not None:
             rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
                 logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=power_of_two(group),
-                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.early(logits.device),
-                num_warps=4, **gpu.FUSED,
+                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.pdl(logits.device),
+                num_warps=4, **gpu.FMA,
             )  # fmt: skip
         else:
             visit_kernel[(lists,)](
                 logits.contiguous(), logits if sizes is None else sizes.float().contiguous(), out.view(torch.uint8),
                 group, buckets, shape[2], most or 0, mass, G=power_of_two(group),
-                C=power_of_two(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4, **gpu.FUSED,
+                C=power_of_two(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4, **gpu.FMA,
             )  # fmt: skip
     return out
 
@@ -230,10 +233,8 @@ def launch_sparse_decode(
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one collision is asked for."""
-    scaling, softcap, sinks, sas_threshold = scoring
-    buckets, visited, spans, _ = (None, None, None, 1) if visits is None else visits
     batch, heads, queries, dim = q.shape
-    kv_heads, cap = store.k_open.shape[1:3]
+    kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group <= 4
@@ -244,7 +245,7 @@ def launch_sparse_decode(
     alone = gpu.sms(q.device) if tune.blocks == 4 else ctas
     # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
     usual = power_of_two(max(4, alone // (2 * lists * row_parts)))
-    parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
+    merged = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
     # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
     shares = SHARES * ctas + lists * row_parts
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
@@ -260,34 +261,33 @@ def launch_sparse_decode(
             store.plans[shape] = KeptWorkspace(_workspace(*shape))
         workspace = store.plans[shape].words
     listed, listed_count, arrived, parts = workspace
-    indexed = visits is not None
-    flags = listed_count
-    if visited is not None:
-        flags = visited.contiguous().view(torch.uint8)
-    order = store.order.contiguous()
-    places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
+    index, flags = None, listed_count
+    if visits is not None:
+        flags = visits.visited.contiguous().view(torch.uint8)
+        index = Index(visits.buckets.contiguous(), flags, flags.shape[-1])
+    spans = None if visits is None else visits.spans
+    rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
+    lists_held = Lists(listed, listed_count)
     sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
-    known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
-    known |= gpu.early(q.device)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
+    pdl = gpu.pdl(q.device)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         list_kernel[(lists,)](
-            spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, capacity,
-            0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
-            BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FUSED,
+            spanned, flags, rows_held, store.table, lists_held,
+            (store.table.stride(0), capacity, 0 if spans is None else spans.shape[2], window), queries, flags.shape[-1],
+            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, BUCKETS=1 if index is None else power_of_two(index.count),
+            INDEX=index is not None, **pdl, num_warps=8, **gpu.FMA,
+        )  # fmt: skip
+        form = Form(
+            slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
+            kv_heads=kv_heads, group=group, dim=dim, padded_dim=padded, block=store.block, tile=tune.blocks, rows=rows,
+            spread=spread, turbo=turbo, all_16bit=False, stages=tune.stages, at_once=merged,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
-            q, out, lse, lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
-            (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            listed_count if buckets is None else buckets.contiguous(), flags, order, *places, listed, listed_count,
-            parts, arrived, listed_count if read is None else read, q.stride(), capacity, cap,
-            buckets.shape[-1] if buckets is not None else 0, queries, lists * row_parts, flags.shape[-1], sink, window,
-            scaling, softcap or 0.0, sas_threshold or 0.0, alone,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BITS=tuple(pages.bits for pages in store.paged),
-            GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            OUTPUTS=power_of_two(lists * row_parts), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
-            SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
-            PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FUSED,
+            Queries(q, q.stride()), Result(out, lse), cache_of(store), rows_held,
+            index, lists_held, Workspace(parts, arrived), scoring, read,
+            (capacity, 0 if visits is None else visits.buckets.shape[-1], lists * row_parts, window), queries, sink,
+            alone, FORM=form, SHARING=Sharing(power_of_two(lists * row_parts), FILLED, SHARES), **pdl, ASM=q.is_cuda,
+            num_warps=tune.blocks, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)
