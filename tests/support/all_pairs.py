@@ -41,9 +41,15 @@ def covering(*sizes: int) -> list[tuple[int, ...]]:
     """Rows of indices, one below each size, in which each pair of columns holds each pair of indices."""
     columns = list(combinations(range(len(sizes)), 2))
     left = {(a, b, i, j) for a, b in columns for i in range(sizes[a]) for j in range(sizes[b])}
-    rows = []
+    rows: list[tuple[int, ...]] = []
+
+    def worth(row: tuple[int, ...]) -> tuple[int, int]:
+        # of rows that bring as many new pairs the one whose values have been taken least, so that all are taken alike
+        taken = sum(other[at] == row[at] for other in rows for at in range(len(sizes)))
+        return sum((a, b, row[a], row[b]) in left for a, b in columns), -taken
+
     while left:
-        row = max(product(*map(range, sizes)), key=lambda x: sum((a, b, x[a], x[b]) in left for a, b in columns))
+        row = max(product(*map(range, sizes)), key=worth)
         left -= {(a, b, row[a], row[b]) for a, b in columns}
         rows.append(row)
     return rows
