@@ -31,7 +31,7 @@ from turbo_hf.eval.methods import (
     require_options,
     same_settings,
 )
-from turbo_hf.eval.output import Report, show, write_report
+from turbo_hf.eval.output import EvalReport, show, write_report
 from turbo_hf.eval.run_identity import BY_METHOD, CONFIGS, META, identity, only_run
 from turbo_hf.eval.serve_command import TRACE, Workload, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
@@ -284,7 +284,7 @@ def _write(
             pictures.append(folder / f"needle-{folder_of(label)}.png")
             needle_map(cells[BASELINE], cells[label], label, pictures[-1])
     heading, notes = f"turbo-hf eval: {identity['model']}, suite {identity['suite']}", [noise(result), *result["notes"]]
-    whole = Report(heading, stamps(identity), tables(result), notes, result["meta"], pictures)
+    whole = EvalReport(heading, stamps(identity), tables(result), notes, result["meta"], pictures)
     if shown:
         show(whole)
     write_report(folder, whole)

@@ -6,8 +6,12 @@ from math import comb
 
 @dataclass(frozen=True, slots=True)
 class Paired:
-    """kept: right with both; lost: right with the baseline only; gained: right with the other only; neither.
+    """Items of two methods.
 
+    kept: right with both.
+    lost: right with the baseline only.
+    gained: right with the other only.
+    neither: wrong with both.
     p: exact two-sided McNemar probability that lost and gained differ this much by chance.
     """
 

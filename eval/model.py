@@ -28,10 +28,16 @@ LOGITS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one call of `generate` took. kv_bytes: of the cache when it returned, computed for a simulated one;
-    kv_tokens: what it holds, padding included only for a dense cache, which stores it; new_tokens: without what
-    follows a row's end token. keys: what decode steps of sparse layers could have read, of that the dense part, and
-    what they read, since the batch before; None without such layers."""
+    """What one call of `generate` took.
+
+    rows: prompts.
+    new_tokens: without what follows a row's end token.
+    seconds: of the whole call.
+    kv_bytes: of the cache when it returned; computed for a simulated one.
+    kv_tokens: what the cache holds, padding included only for a dense cache, which stores it.
+    keys: what decode steps of sparse layers could have read, of that the dense part, and what they read, since the
+        batch before; None without such layers.
+    """
 
     rows: int
     new_tokens: int

@@ -12,7 +12,12 @@ from turbo_hf.calibration.capture import Seen, capturing, run_window
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """One layer: q [1, Hq, N, D]; k, v [1, Hkv, N, D]; about: the keywords of its attention, scaling at least."""
+    """One layer's inputs.
+
+    index: the layer's number.
+    q: [1, Hq, N, D]. k, v: [1, Hkv, N, D].
+    about: the keywords of its attention, scaling at least.
+    """
 
     index: int
     q: torch.Tensor

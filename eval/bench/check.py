@@ -22,9 +22,13 @@ otherwise differ by less; a wrong key, scale or mask shows as the size of the ro
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """error: |o - oracle| / |oracle| over the sample; worst: the same of the worst query; budget: what worst may be.
+    """A sample of a result against the oracle.
 
-    lse_worst and lse_budget: absolute, natural log units. problem: what is wrong; "" if nothing is.
+    error: |o - oracle| / |oracle| over the sample.
+    worst: the same of the worst query.
+    budget: what `worst` may be.
+    lse_worst, lse_budget: absolute, natural log units.
+    problem: what is wrong; "" if nothing is.
     """
 
     error: float

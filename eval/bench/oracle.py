@@ -76,8 +76,13 @@ def attend(
     return AttentionOutput(torch.cat(outs, 1), torch.cat(lses, 1))
 
 
-class Weights(NamedTuple):
-    """p: exp(score - row maximum) [Hq, R, N]; total: their sum with the sinks [Hq, R, 1]; lse: [Hq, R], natural log."""
+class SoftmaxWeights(NamedTuple):
+    """A softmax before the division.
+
+    p: exp(score - row maximum) [Hq, R, N].
+    total: their sum with the sinks [Hq, R, 1].
+    lse: [Hq, R], natural log.
+    """
 
     p: torch.Tensor
     total: torch.Tensor
@@ -94,7 +99,7 @@ def weights(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-) -> Weights:
+) -> SoftmaxWeights:
     """The softmax of queries [Hq, R, D] at `places` over keys [Hkv, N, D], before it is divided by its sum.
 
     Scores are products in the dtype of `q`; the softmax is in float32 at least, as eager models have it.
@@ -109,7 +114,7 @@ def weights(
     total = p.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks.detach().to(score)[:, None, None] - top)
-    return Weights(p, total, (top + torch.log(total))[..., 0])
+    return SoftmaxWeights(p, total, (top + torch.log(total))[..., 0])
 
 
 def by_kv_head(x: torch.Tensor, of_kv: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,13 @@ from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 
 class HeadChoice(NamedTuple):
-    """orders: KV heads ordered by their need of bits, for each layer that a calibration covers. words: what decided,
-    for the report; "" if all heads have the same width. found: the calibration, if one was wanted. refused: why the one
-    that "auto" found is not used."""
+    """What `patch` takes from a calibration.
+
+    orders: KV heads ordered by their need of bits, for each layer that a calibration covers.
+    words: what decided, for the report; "" if all heads have the same width.
+    found: the calibration, if one was wanted.
+    refused: why the one that "auto" found is not used.
+    """
 
     orders: Mapping[int, tuple[int, ...]]
     words: str

@@ -21,7 +21,7 @@ from turbo_hf.console import Device, Json, err, fail, load, load_config, load_mo
 if TYPE_CHECKING:
     from turbo_hf.cli.plan import Plan
     from turbo_hf.cli.weights import Weights
-    from turbo_hf.eval.demo import Row
+    from turbo_hf.eval.demo import DemoRow
     from turbo_hf.eval.needle import Needle
     from turbo_hf.patching.doctor import Diagnosis, Machine
 
@@ -162,7 +162,7 @@ def demo_command(
 
 def _run_demo(
     model: Any, tokenizer: Any, asked: "list[Needle]", methods: list[str], batch: int
-) -> "tuple[list[Row], dict[str, str]]":
+) -> "tuple[list[DemoRow], dict[str, str]]":
     from turbo_hf.eval.demo import demo  # noqa: PLC0415
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -194,7 +194,7 @@ def _print_example(needle: "Needle", replies: dict[str, str]) -> None:
     out.print(f"  right: {needle.answer}\n", highlight=False)
 
 
-def _print_demo(rows: "list[Row]", name: str, asked: "list[Needle]") -> None:
+def _print_demo(rows: "list[DemoRow]", name: str, asked: "list[Needle]") -> None:
     lengths = [needle.tokens for needle in asked]
     table = Table(title=f"{name}: {len(asked)} needles in {min(lengths)} to {max(lengths)} tokens")
     for heading in ("method", "right", "tokens equal", "KV bytes/token", "ratio", "tokens/s"):

@@ -17,8 +17,14 @@ KEPT_FREE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One method: bytes per token and of the whole requested cache, and what fits beside the weights.
+    """One method of a memory plan.
 
+    bytes_per_token: of the cache, all layers.
+    compression: times as small as the unpatched cache.
+    cache_bytes: of the whole requested cache.
+    fits: whether it fits beside the weights.
+    longest_context: tokens per row that fit, at the requested batch; negative: no limit.
+    largest_batch: rows that fit, at the requested context.
     constant_bytes: of `cache_bytes`, per row and at any length (the states of linear attention).
     """
 
@@ -34,8 +40,12 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """rows: unpatched, and each preset. positions: that the model was made for; None: the config names none. notes:
-    what is left in full precision, and what a config cannot tell."""
+    """The memory plan of a model.
+
+    rows: unpatched, and each preset.
+    positions: that the model was made for; None: the config names none.
+    notes: what is left in full precision, and what a config cannot tell.
+    """
 
     rows: list[PlanRow]
     positions: int | None
