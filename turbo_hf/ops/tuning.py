@@ -129,8 +129,8 @@ def decode_tiles(
         # unpacked K and V pass through shared memory, those of 3 bit beside what waits, as does float32 from 16 bit
         unpacked = 0 if bits >= 8 else tiles.blocks * 2 * codes
         beside = unpacked if bits == 3 else codes * 5 if unquantized and itemsize > 2 else 0
-        room = shared - RESERVED
-        if max(tiles.occupancy * waiting, unpacked) <= room and waiting + beside <= shared:
+        available = shared - RESERVED
+        if max(tiles.occupancy * waiting, unpacked) <= available and waiting + beside <= shared:
             return tiles
     return chosen[-1]
 

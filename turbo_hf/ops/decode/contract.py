@@ -81,7 +81,7 @@ def why_no_step_kernel(q: torch.Tensor, block: int, mode: str) -> str | None:
     reason = why_no_kernel(q)
     if reason is not None:
         return reason
-    numbers, room = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
-    if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > room):
+    numbers, shared = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
+    if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > shared):
         return f"blocks of {block} tokens of {q.shape[3]} channels do not fit in {str(q.dtype)[6:]}; smaller ones do"
     return None

@@ -36,12 +36,12 @@ LEAST = 2
 class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
-    groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
+    groups: (bits, slots) of each width. row_parts: of the query rows. ctas: CTAs that run at once; alone: fewer, for
     few tiles. blocks: of a tile. warps: of a CTA.
     """
 
     groups: tuple[tuple[int, int], ...]
-    chunks: int
+    row_parts: int
     ctas: int
     alone: int
     blocks: int
@@ -51,8 +51,8 @@ class Shape(NamedTuple):
 @lru_cache(maxsize=64)
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a cache whose rows have these numbers of tiles."""
-    groups, chunks, ctas, alone, blocks, warps = shape
-    cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
+    groups, row_parts, ctas, alone, blocks, warps = shape
+    cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * row_parts)], dtype=np.float64)
     each = np.repeat(np.array(tiles), len(cost))
     steps = int(each.sum())
     if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
@@ -152,9 +152,9 @@ def launch_decode(
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group * tokens <= 4
     per_output = rows // 2 if spread else rows
-    chunks = -(-group * tokens // per_output)
+    row_parts = -(-group * tokens // per_output)
     groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.paged)
-    many = q.shape[0] * kv_heads * chunks >= MANY * gpu.sms(q.device)
+    many = q.shape[0] * kv_heads * row_parts >= MANY * gpu.sms(q.device)
     tune, turbo, padded = tiles_for(q, store, mode, many=many)
     sealed = store.sealed_host
     if sealed is None:
@@ -165,8 +165,8 @@ def launch_decode(
     tune = full or tune
     warps = WARPS_16BIT if full else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
-    shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
-    outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
+    shape = Shape(groups, row_parts, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
+    outputs, floats = len(sealed) * kv_heads * row_parts, per_output * (padded + STATS.value)
     place = Place(q.device, gpu.stream(q.device), get_ident(), most, outputs, floats)
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):

@@ -205,14 +205,14 @@ def launch_visit(
 
 @lru_cache(maxsize=16)
 def _workspace(
-    device: torch.device, stream: int, thread: int, lists: int, room: int, outputs: int, shares: int, floats: int
+    device: torch.device, stream: int, thread: int, lists: int, capacity: int, outputs: int, shares: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
     """Blocks listed, how many; arrival counters of outputs (zeros, as each launch leaves them); parts.
 
     Two launches use it, so that threads that share a stream have one each.
     """
     return (
-        torch.empty(lists * room, dtype=torch.int64, device=device),
+        torch.empty(lists * capacity, dtype=torch.int64, device=device),
         torch.empty(lists, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(shares * floats, dtype=torch.float32, device=device),
@@ -238,20 +238,20 @@ def launch_sparse_decode(
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group <= 4
     per_output = rows // 2 if spread else rows
-    chunks, lists = -(-group // per_output), batch * kv_heads * queries
+    row_parts, lists = -(-group // per_output), batch * kv_heads * queries
     tune, turbo, padded = tiles_for(q, store, mode)
     ctas = gpu.sms(q.device) * tune.occupancy
     alone = gpu.sms(q.device) if tune.blocks == 4 else ctas
     # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
-    usual = power_of_two(max(4, alone // (2 * lists * chunks)))
+    usual = power_of_two(max(4, alone // (2 * lists * row_parts)))
     parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
     # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
-    shares = SHARES * ctas + lists * chunks
+    shares = SHARES * ctas + lists * row_parts
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
     # workspace behind at each step
-    room = power_of_two(max(1, store.table.shape[1]))
+    capacity = power_of_two(max(1, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
-    shape = (q.device, gpu.stream(q.device), get_ident(), lists, room, lists * chunks, shares, floats)
+    shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats)
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -272,7 +272,7 @@ def launch_sparse_decode(
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         list_kernel[(lists,)](
-            spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, room,
+            spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, capacity,
             0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
             BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FUSED,
         )  # fmt: skip
@@ -281,12 +281,12 @@ def launch_sparse_decode(
             tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
             (store.k_open, store.v_open, store.k_scale, store.v_scale),
             listed_count if buckets is None else buckets.contiguous(), flags, order, *places, listed, listed_count,
-            parts, arrived, listed_count if read is None else read, q.stride(), room, cap,
-            buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
+            parts, arrived, listed_count if read is None else read, q.stride(), capacity, cap,
+            buckets.shape[-1] if buckets is not None else 0, queries, lists * row_parts, flags.shape[-1], sink, window,
             scaling, softcap or 0.0, sas_threshold or 0.0, alone,
             SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BITS=tuple(pages.bits for pages in store.paged),
             GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            OUTPUTS=power_of_two(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
+            OUTPUTS=power_of_two(lists * row_parts), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
             SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
             PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FUSED,
         )  # fmt: skip

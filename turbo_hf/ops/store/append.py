@@ -48,7 +48,7 @@ def append_tokens(
 
     Source: TurboAttention sec. 3.3 (decode buffer); INT-FlashAttention alg. 1 (token-level scales).
     """
-    batch, heads, room, dim = store.k_open.shape
+    batch, heads, capacity, dim = store.k_open.shape
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 4 or x.shape != k.shape or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, dim):
             raise ValueError(f"{name} must be [{batch}, {heads}, M, {dim}] like the store; got {tuple(x.shape)}.")
@@ -60,8 +60,8 @@ def append_tokens(
         max_scale=(max_scale, scales),
         nonfinite=(nonfinite, (1,)),
     )
-    if starts is None and k.shape[2] > room:
-        raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {room}, open ones included.")
+    if starts is None and k.shape[2] > capacity:
+        raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {capacity}, open ones included.")
     if rotate:
         check_float("k", k)
     if uses_triton(backend, k.device, why_no_kernel(k)):
@@ -114,12 +114,12 @@ def append_step(
 
     Source: TurboAttention alg. 2 (decode: quantize, and compress the buffer once it is full).
     """
-    batch, heads, room, dim = store.k_open.shape
+    batch, heads, capacity, dim = store.k_open.shape
     for name, x in (("k", k), ("v", v)):
         if x.shape != (batch, heads, 1, dim):
             raise ValueError(f"{name} must be [{batch}, {heads}, 1, {dim}] like the store; got {tuple(x.shape)}.")
-    if room < store.block:
-        raise ValueError(f"store must have room for {store.block} open tokens; it has {room}.")
+    if capacity < store.block:
+        raise ValueError(f"store must have room for {store.block} open tokens; it has {capacity}.")
     if store.k_open.dtype != torch.int8:
         raise ValueError(
             f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
