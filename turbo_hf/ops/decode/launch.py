@@ -38,8 +38,13 @@ LEAST = 2
 class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
-    groups: (bits, slots) of each width. row_parts: parts of the query rows. ctas: CTAs that run at once; alone: fewer,
-    for few tiles. blocks: of a tile. warps: of a CTA.
+    <<<<<<< HEAD
+        groups: (bits, slots) of each width. row_parts: parts of the query rows. ctas: CTAs that run at once; alone: fewer,
+        for few tiles. blocks: of a tile. warps: of a CTA.
+    =======
+        groups: (bits, slots) of each width. row_parts: of the query rows. ctas: CTAs that run at once; alone: fewer, for
+        few tiles. blocks: of a tile. warps: of a CTA.
+    >>>>>>> w-contracts
     """
 
     groups: tuple[tuple[int, int], ...]

@@ -75,7 +75,7 @@ def sparse_decode_kernel(
             buckets = index.buckets + pair * index_cap
             if ASM:
                 to_l2(buckets + (page & 0xFFFFFFFF) * FORM.block, nb < count)
-            visit = place, index.visited + (pair * tokens + query) * index.count, sink, window
+            visit = place, index.visited + (pair * tokens + query) * index.bucket_count, sink, window
             chosen = buckets, visit
         prepared = prepare(query_row, scoring, FORM.turbo)
 
