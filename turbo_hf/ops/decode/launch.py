@@ -38,13 +38,8 @@ LEAST = 2
 class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
-    <<<<<<< HEAD
-        groups: (bits, slots) of each width. row_parts: parts of the query rows. ctas: CTAs that run at once; alone: fewer,
-        for few tiles. blocks: of a tile. warps: of a CTA.
-    =======
-        groups: (bits, slots) of each width. row_parts: of the query rows. ctas: CTAs that run at once; alone: fewer, for
-        few tiles. blocks: of a tile. warps: of a CTA.
-    >>>>>>> w-contracts
+    groups: (bits, slots) of each width. row_parts: of the query rows. ctas: CTAs that run at once; alone: fewer, for
+    few tiles. blocks: of a tile. warps: of a CTA.
     """
 
     groups: tuple[tuple[int, int], ...]

@@ -245,11 +245,7 @@ def launch_sparse_decode(
     alone = gpu.sms(q.device) if tune.blocks == 4 else ctas
     # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
     usual = power_of_two(max(4, alone // (2 * lists * row_parts)))
-<<<<<<< HEAD
     merged = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
-=======
-    parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
->>>>>>> w-contracts
     # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
     shares = SHARES * ctas + lists * row_parts
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
@@ -277,11 +273,10 @@ def launch_sparse_decode(
     pdl = gpu.pdl(q.device)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         list_kernel[(lists,)](
-<<<<<<< HEAD
             spanned, flags, rows_held, store.table, lists_held,
             (store.table.stride(0), capacity, 0 if spans is None else spans.shape[2], window), queries, flags.shape[-1],
-            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, BUCKETS=1 if index is None else power_of_two(index.bucket_count),
-            INDEX=index is not None, **pdl, num_warps=8, **gpu.FMA,
+            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN,
+            BUCKETS=1 if index is None else power_of_two(index.bucket_count), INDEX=index is not None, **pdl, num_warps=8, **gpu.FMA,
         )  # fmt: skip
         form = Form(
             slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
@@ -294,24 +289,5 @@ def launch_sparse_decode(
             (capacity, 0 if visits is None else visits.buckets.shape[-1], lists * row_parts, window), queries, sink,
             alone, FORM=form, SHARING=Sharing(power_of_two(lists * row_parts), FILLED, SHARES), **pdl, ASM=q.is_cuda,
             num_warps=tune.blocks, **gpu.FMA,
-=======
-            spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, capacity,
-            0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
-            BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FUSED,
-        )  # fmt: skip
-        sparse_decode_kernel[(ctas,)](
-            q, out, lse, lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
-            (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            listed_count if buckets is None else buckets.contiguous(), flags, order, *places, listed, listed_count,
-            parts, arrived, listed_count if read is None else read, q.stride(), capacity, cap,
-            buckets.shape[-1] if buckets is not None else 0, queries, lists * row_parts, flags.shape[-1], sink, window,
-            scaling, softcap or 0.0, sas_threshold or 0.0, alone,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BITS=tuple(pages.bits for pages in store.paged),
-            GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            OUTPUTS=power_of_two(lists * row_parts), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
-            SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
-            PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FUSED,
->>>>>>> w-contracts
         )  # fmt: skip
     return AttentionOutput(out, lse)
