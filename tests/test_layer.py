@@ -1,5 +1,6 @@
 """`TurboLayer`: what it stores, in how many bytes, and what it gives back."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -203,6 +204,22 @@ def test_pages_for_which_there_is_no_memory_change_nothing(shrinks: bool, monkey
     pool.trim(sealed)
     assert pool.pages == 12
     assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(200), before, strict=True))
+
+
+def test_layers_that_have_stored_the_same_count_the_same() -> None:
+    k, v = random_kv(2, 200)
+    layers = [TurboLayer(TurboConfig(bits=bits), window=70) for bits in (4, 8)]
+    for layer in layers:
+        layer.update(k, v)
+        before = layer.state
+        kept = copy.deepcopy(before)
+        layer.update(*random_kv(2, 80))
+        layer.crop(-3)
+        layer.reorder_cache([1, 0])
+        # what another layer may share does not change
+        assert before == kept
+        assert layer.state != before
+    assert layers[0].state == layers[1].state
 
 
 def test_nothing_of_full_precision_stays() -> None:

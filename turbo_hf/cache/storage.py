@@ -214,8 +214,10 @@ class LayerStorage:
     def _require_finite(self, *stored: torch.Tensor) -> None:
         """ValueError if new keys or values hold NaN or Inf, or what is one in the type that stores them."""
         dtype = self.buffer.k.dtype if self.buffer.k.is_floating_point() else torch.float32
-        finite = [torch.isfinite(x.to(dtype)).all() for x in stored]
-        require_finite({self.index: ~torch.stack(finite).all()})
+        # a NaN among them is both
+        extremes = [end for x in stored if x.numel() for end in torch.aminmax(x.to(dtype))]
+        if extremes:
+            require_finite({self.index: ~torch.isfinite(torch.stack(extremes)).all()})
 
     @storing
     def _append(

@@ -21,7 +21,14 @@ def reference_append_tokens(
 ) -> None:
     tokens = k.shape[2]
     begin = [0] * len(k) if starts is None else starts.tolist()
-    places = [slice(held, held + tokens - start) for start, held in zip(begin, store.open_len.tolist(), strict=True)]
+    opened = store.open_len.tolist()
+    # rows of equal lengths are copied at once
+    alike = len({*zip(begin, opened, strict=True)}) == 1
+    rows = [slice(None)] if alike else [slice(row, row + 1) for row in range(len(k))]
+    places = [
+        (row, start, slice(held, held + tokens - start)) for row, start, held in zip(rows, begin, opened, strict=False)
+    ]
+    scales = []
     padding = None if starts is None else (torch.arange(tokens, device=k.device) < starts[:, None])[:, None]
     for i, (x, codes_to, scale_to) in enumerate(((k, store.k_open, store.k_scale), (v, store.v_open, store.v_scale))):
         # the contents of padding are arbitrary, and must not be noted
@@ -32,16 +39,17 @@ def reference_append_tokens(
             codes = new.to(codes_to.dtype)
             # 1, or NaN where a token cannot be stored
             scale = 1 + (codes.float() * 0).sum(-1)
-        nonfinite |= (~torch.isfinite(scale)).any().to(nonfinite.dtype)
+        scales.append(scale)
         if given_scale is not None:
             given = given_scale[..., i, None]
             codes, scale = reference_quantize_tokens(new, torch.where(given > 0, given, scale))
         if max_scale is not None and tokens:
             largest = (scale if padding is None else scale.masked_fill(padding, 0.0)).amax(-1)
             max_scale[..., i] = torch.maximum(max_scale[..., i], largest)
-        for row, (start, place) in enumerate(zip(begin, places, strict=True)):
+        for row, start, place in places:
             (codes_to[row, :, place] if i == 0 else codes_to[row, :, :, place].mT).copy_(codes[row, :, start:])
             scale_to[row, :, place] = scale[row, :, start:]
+    nonfinite |= ~torch.isfinite(torch.stack(scales)).all()
     store.open_len.add_(tokens if starts is None else tokens - starts)
 
 
