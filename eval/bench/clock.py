@@ -38,7 +38,7 @@ class Clock(LogitsProcessor):
             return scores
         self.mark()
         if self.record and len(self.first_logits) < CHECKED:
-            self.first_logits.append((input_ids[:1].clone(), scores[:1].float()))
+            self.first_logits.append((input_ids[:1].clone(), scores[:1].clone().float()))
         return scores
 
     def after_drafter(self, *_: Any) -> None:
