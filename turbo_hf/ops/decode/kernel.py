@@ -59,9 +59,10 @@ def attend_sealed(
 
     Returns too how many tokens were kept, of each block of a tile, if chosen.
     """
-    counted = tl.zeros([FORM.tile], tl.int32)
+    NB: tl.constexpr = FORM.tile
+    counted = tl.zeros([NB], tl.int32)
     for g in tl.static_range(len(FORM.slots)):
-        own, here = slot_of_width(slot, True, g, FORM.slots)
+        own, here = slot_of_width(slot, True, g, FORM)
         if here:
             state, kept = _attend_width(
                 state, cache.paged[g], own, run, prepared, seen, chosen, scoring, FORM.slots[g], FORM.bits[g], FORM, ASM
@@ -265,6 +266,7 @@ def decode_kernel(
     tokens. PDL: `pdl_wait`; only the plan is read before it.
     """
     NB: tl.constexpr = FORM.tile
+    DP: tl.constexpr = FORM.padded_dim
     R: tl.constexpr = FORM.rows
     N: tl.constexpr = R // 2 if FORM.spread else R
     table_stride, blocks, window = sizes
@@ -302,7 +304,7 @@ def decode_kernel(
             seen = first.reshape(R), last.reshape(R)
             state = attend_16bit(cache, slot, at, run, length, tl.trans(query[0]), seen, scoring, FORM, ASM)
         else:
-            acc = tl.zeros([NB, FORM.padded_dim, N], tl.float32)
+            acc = tl.zeros([NB, DP, N], tl.float32)
             m = tl.full([NB, R], -float("inf"), tl.float32)
             state = acc, m, tl.zeros([NB, R], tl.float32)
             run = Run(table, blocks, page, sealed, tile, steps)

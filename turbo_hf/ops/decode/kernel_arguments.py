@@ -82,10 +82,10 @@ class Run(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Part `part` of the `count` parts of an output, whose partial results lie from place `first` on. alone: it is the
+    """Part `part` of the `parts` of an output, whose partial results lie from place `first` on. alone: it is the
     only one."""
 
     alone: Any
     first: Any
     part: Any
-    count: Any
+    parts: Any

@@ -34,6 +34,7 @@ def sparse_decode_kernel(
     """
     KV: tl.constexpr = FORM.kv_heads
     NB: tl.constexpr = FORM.tile
+    DP: tl.constexpr = FORM.padded_dim
     R: tl.constexpr = FORM.rows
     N: tl.constexpr = R // 2 if FORM.spread else R
     row_parts: tl.constexpr = (FORM.group + N - 1) // N
@@ -75,11 +76,11 @@ def sparse_decode_kernel(
             buckets = index.buckets + pair * index_cap
             if ASM:
                 to_l2(buckets + (page & 0xFFFFFFFF) * FORM.block, nb < count)
-            visit = place, index.visited + (pair * tokens + query) * index.count, sink, window
+            visit = place, index.visited + (pair * tokens + query) * index.clusters, sink, window
             chosen = buckets, visit
         prepared = prepare(query_row, scoring, FORM.turbo)
 
-        acc = tl.zeros([NB, FORM.padded_dim, N], tl.float32)
+        acc = tl.zeros([NB, DP, N], tl.float32)
         m = tl.full([NB, R], -float("inf"), tl.float32)
         state = acc, m, tl.zeros([NB, R], tl.float32)
         run = Run(at, count, page, count, 0, None)

@@ -275,8 +275,8 @@ def launch_sparse_decode(
         list_kernel[(lists,)](
             spanned, flags, rows_held, store.table, lists_held,
             (store.table.stride(0), room, 0 if spans is None else spans.shape[2], window), queries, flags.shape[-1],
-            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, BUCKETS=1 if index is None else power_of_two(index.count),
-            INDEX=index is not None, **pdl, num_warps=8, **gpu.FMA,
+            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, INDEX=index is not None,
+            BUCKETS=1 if index is None else power_of_two(index.clusters), **pdl, num_warps=8, **gpu.FMA,
         )  # fmt: skip
         form = Form(
             slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),

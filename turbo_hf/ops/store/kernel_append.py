@@ -107,7 +107,7 @@ def seal_open_kernel(
         page = tl.load(table_ptr + row * table_stride + at)
         pair = row * FORM.heads + tl.load(rows.order + program)
         for g in tl.static_range(len(FORM.slots)):
-            own, here = slot_of_width(slot, True, g, FORM.slots)
+            own, here = slot_of_width(slot, True, g, FORM)
             if here:
                 k, v, k_scale, v_scale, v_token, v_channel = opened[g]
                 k += (pair * cap + n * BLOCK) * D
@@ -150,7 +150,7 @@ def append_step_kernel(
     if is_due:
         page = tl.load(table_ptr + row * table_stride + sealed)
         for g in tl.static_range(len(FORM.slots)):
-            own, here = slot_of_width(slot, True, g, FORM.slots)
+            own, here = slot_of_width(slot, True, g, FORM)
             if here:
                 k_at, v_at = k_open + pair * cap * D, v_open + pair * D * cap
                 tokens = Block(k_at, v_at, k_scales + pair * cap, v_scales + pair * cap, 1, cap)
@@ -176,7 +176,7 @@ def append_step_kernel(
     for table in tl.static_range(TABLES):
         # a token's place in its row is the same before its block is sealed and after
         line = pair * TABLES + table
-        tl.store(noted.index + line * noted.places + sealed * BLOCK + held, tl.load(noted.buckets + line))
+        tl.store(noted.destination + line * noted.places + sealed * BLOCK + held, tl.load(noted.buckets + line))
     if k_nonfinite | v_nonfinite:
         tl.store(nonfinite_ptr, 1)
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS - 1:

@@ -15,9 +15,9 @@ class NewTokens(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """index: int16 [B, Hkv, tables, `places`], where a new token's buckets go, [B, Hkv, tables, 1]."""
+    """destination: int16 [B, Hkv, tables, `places`], where a new token's buckets go, [B, Hkv, tables, 1]."""
 
-    index: Any
+    destination: Any
     buckets: Any
     places: int
 
