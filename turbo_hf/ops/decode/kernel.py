@@ -27,9 +27,9 @@ from turbo_hf.ops.kernel_unpack import entry, handed
 
 
 @triton.jit
-def attended(t, live, bucket, visit):
+def attended(t, live, bucket, chosen):
     """Which of the tokens at places t, where they are live, a query attends to. bucket: theirs, if any are visited."""
-    place, visited, sink, window = visit
+    place, _, visited, sink, window = chosen
     live = live & (t <= place)
     kept = (t < sink) | (t > place - window)
     if visited is not None:
@@ -54,7 +54,7 @@ def attend_sealed(
 ):  # fmt: skip
     """A run of tiles of sealed blocks of one slot. state: O [NB, DP, N], maximum and sum [NB, R]; prepared: `prepare`.
 
-    Each query row sees the tokens from `seen[0]` to `seen[1]`. With `chosen`, which are buckets (or None) and a visit,
+    Each query row sees the tokens from `seen[0]` to `seen[1]`. Without `seen`, `chosen` is a `Chosen`,
     `run.table` lists blocks, page << 32 | number, and all rows see those of their tokens that `attended` keeps.
 
     Returns too how many tokens were kept, of each block of a tile, if chosen.
@@ -67,7 +67,7 @@ def attend_sealed(
             state, kept = _attend_width(
                 state, cache.paged[g], own, run, prepared, seen, chosen, scoring, FORM.slots[g], FORM.bits[g], FORM, ASM
             )
-            if chosen is not None:
+            if seen is None:
                 counted = tl.sum(kept, 1)
     return state, counted
 
@@ -83,7 +83,7 @@ def _attend_width(
     acc, m, denom = state
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
-    CHOSEN: tl.constexpr = chosen is not None
+    CHOSEN: tl.constexpr = seen is None
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
     STAGE2: tl.constexpr = BITS < 8
@@ -106,7 +106,7 @@ def _attend_width(
         inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
         counted, bucket = page, page
     else:
-        buckets, visit = chosen
+        buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
         bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
     end = tl.cdiv(sealed, NB)
@@ -137,7 +137,7 @@ def _attend_width(
             k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            kept = attended(t, live[:, None], bucket, visit)
+            kept = attended(t, live[:, None], bucket, chosen)
             counted += kept.to(tl.int32)
         page = handed(ahead, ASM)
         # of the tile after the next one: a load whose keys would be asked for at once would be waited for
@@ -177,7 +177,7 @@ def attend_open(
     acc, m, denom = state
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
-    CHOSEN: tl.constexpr = chosen is not None
+    CHOSEN: tl.constexpr = seen is None
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
     Q_PLAIN: tl.constexpr = PLAIN or not FORM.turbo
     NB: tl.constexpr = acc.shape[0]
@@ -189,7 +189,7 @@ def attend_open(
     code_units, plain_units = units
     row_unit = plain_units if Q_PLAIN else code_units
     if CHOSEN:
-        buckets, visit = chosen
+        buckets = chosen.buckets
     else:
         first, last = seen
     t = tl.arange(0, BLOCK)
@@ -222,7 +222,7 @@ def attend_open(
             bucket = place
             if buckets is not None:
                 bucket = tl.load(buckets + place, mask=live, other=0)
-            kept = attended(place, live, bucket, visit)
+            kept = attended(place, live, bucket, chosen)
             counted += tl.sum(kept.to(tl.int32), 1)
             x = tl.where(kept[:, None, :], x, -float("inf"))
         else:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.decode.kernel import attend_open, attend_sealed
-from turbo_hf.ops.decode.kernel_arguments import Output, Run, Share
+from turbo_hf.ops.decode.kernel_arguments import Chosen, Output, Run, Share
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import prepare, query_rows
 from turbo_hf.ops.decode.kernel_tiles import prefetch_pages
@@ -70,14 +70,13 @@ def sparse_decode_kernel(
         computed = Output(row, head, output % row_parts, place + 1, 0, 1, query, tokens)
         query_row, _ = query_rows(queries.data + query * queries.strides[2], queries.strides, computed, FORM)
         prefetch_pages(cache, slot, page >> 32, nb < count, FORM, ASM)
-        visit = place, None, sink, window
-        chosen = None, visit
+        chosen = Chosen(place, None, None, sink, window)
         if index is not None:
             buckets = index.buckets + pair * index_cap
             if ASM:
                 to_l2(buckets + (page & 0xFFFFFFFF) * FORM.block, nb < count)
-            visit = place, index.visited + (pair * tokens + query) * index.clusters, sink, window
-            chosen = buckets, visit
+            visited = index.visited + (pair * tokens + query) * index.clusters
+            chosen = Chosen(place, buckets, visited, sink, window)
         prepared = prepare(query_row, scoring, FORM.turbo)
 
         acc = tl.zeros([NB, DP, N], tl.float32)
