@@ -249,14 +249,15 @@ def _row_of(output, wanted, row_parts, rows, groups_ptr, FORM: tl.constexpr):
     return row, slot, head, sealed, opened, first_cta, count
 
 
-# whatever `sizes` are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["sizes"])
+# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
+# one, Triton 3.6 specializes them all the same
+@triton.jit(do_not_specialize=["table_stride", "blocks", "window"])
 def decode_kernel(
     queries, result, cache, rows,  # `Queries`, `Result`, `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
     plan_ptr,  # int32: 4 per CTA, 2 per output, as in `stream_k.Plan`
     workspace, scoring,  # `Workspace`, `Scoring`
-    sizes,  # stride of the table's rows, their blocks, window or None
+    table_stride, blocks, window,  # stride of the table's rows, their blocks, window or None
     tokens,  # M
     FORM: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -269,7 +270,6 @@ def decode_kernel(
     DP: tl.constexpr = FORM.padded_dim
     R: tl.constexpr = FORM.rows
     N: tl.constexpr = R // 2 if FORM.spread else R
-    table_stride, blocks, window = sizes
     cta = tl.program_id(0)
     share = plan_ptr + 4 * cta
     output, tile, left = tl.load(share), tl.load(share + 1), tl.load(share + 2)

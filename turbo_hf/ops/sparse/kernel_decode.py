@@ -17,14 +17,15 @@ from turbo_hf.ops.kernel_unpack import entry
 from turbo_hf.ops.sparse.kernel_lists import outputs_of, over, tiles_of, tiles_of_share
 
 
-# whatever `sizes` are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["sizes"])
+# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
+# one, Triton 3.6 specializes them all the same
+@triton.jit(do_not_specialize=["capacity", "index_cap", "outputs", "window"])
 def sparse_decode_kernel(
     queries, result, cache, rows,  # `Queries`, `Result`, `Cache`, `Rows`
     index, lists,  # `Index` or None, `Lists`
     workspace, scoring,  # `Workspace` (parts: of each share), `Scoring`
     read_ptr,  # int64 [1], to which the number of tokens read is added, or None
-    sizes,  # capacity of a list, tokens that the index has room for, outputs, window
+    capacity, index_cap, outputs, window,  # of a list, of the index in tokens; their number; newest tokens always read
     tokens, sink, alone,  # M; first tokens that are always read; CTAs where there are few tiles
     FORM: tl.constexpr, SHARING: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -38,7 +39,6 @@ def sparse_decode_kernel(
     R: tl.constexpr = FORM.rows
     N: tl.constexpr = R // 2 if FORM.spread else R
     row_parts: tl.constexpr = (FORM.group + N - 1) // N
-    capacity, index_cap, outputs, window = sizes
     o = tl.arange(0, SHARING.outputs)
     nb = tl.arange(0, NB)
     places, closeds, heads_of = outputs_of(o, outputs, row_parts, tokens, rows, KV, FORM.block)
