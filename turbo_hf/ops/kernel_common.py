@@ -37,11 +37,14 @@ def pdl_wait(PDL: tl.constexpr, LAST: tl.constexpr = False):
 
 
 @triton.jit
-def slot_of_width(slot, ok, G: tl.constexpr, SLOTS: tl.constexpr):
-    """A slot counted from the first of width G on, and whether it is of that width, where ok. SLOTS: of each width."""
+def slot_of_width(slot, ok, G: tl.constexpr, FORM: tl.constexpr):
+    """A slot counted from the first of width G on, and whether it is of that width, where ok.
+
+    FORM.slots: of each width. Triton 3.6 takes no tuple out of FORM as an argument.
+    """
     for g in tl.static_range(G):
-        slot -= SLOTS[g]
-    return slot, ok & (slot >= 0) & (slot < SLOTS[G])
+        slot -= FORM.slots[g]
+    return slot, ok & (slot >= 0) & (slot < FORM.slots[G])
 
 
 @triton.jit

@@ -27,9 +27,9 @@ from turbo_hf.ops.kernel_unpack import entry, handed
 
 
 @triton.jit
-def attended(t, live, bucket, visit):
+def attended(t, live, bucket, chosen):
     """Which of the tokens at places t, where they are live, a query attends to. bucket: theirs, if any are visited."""
-    place, visited, sink, window = visit
+    place, _, visited, sink, window = chosen
     live = live & (t <= place)
     kept = (t < sink) | (t > place - window)
     if visited is not None:
@@ -54,19 +54,20 @@ def attend_sealed(
 ):  # fmt: skip
     """A run of tiles of sealed blocks of one slot. state: O [NB, DP, N], maximum and sum [NB, R]; prepared: `prepare`.
 
-    Each query row sees the tokens from `seen[0]` to `seen[1]`. With `chosen`, which are buckets (or None) and a visit,
+    Each query row sees the tokens from `seen[0]` to `seen[1]`. Without `seen`, `chosen` is a `Chosen`,
     `run.table` lists blocks, page << 32 | number, and all rows see those of their tokens that `attended` keeps.
 
     Returns too how many tokens were kept, of each block of a tile, if chosen.
     """
-    counted = tl.zeros([FORM.tile], tl.int32)
+    NB: tl.constexpr = FORM.tile
+    counted = tl.zeros([NB], tl.int32)
     for g in tl.static_range(len(FORM.slots)):
-        own, here = slot_of_width(slot, True, g, FORM.slots)
+        own, here = slot_of_width(slot, True, g, FORM)
         if here:
             state, kept = _attend_width(
                 state, cache.paged[g], own, run, prepared, seen, chosen, scoring, FORM.slots[g], FORM.bits[g], FORM, ASM
             )
-            if chosen is not None:
+            if seen is None:
                 counted = tl.sum(kept, 1)
     return state, counted
 
@@ -82,7 +83,7 @@ def _attend_width(
     acc, m, denom = state
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
-    CHOSEN: tl.constexpr = chosen is not None
+    CHOSEN: tl.constexpr = seen is None
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
     STAGE2: tl.constexpr = BITS < 8
@@ -105,7 +106,7 @@ def _attend_width(
         inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
         counted, bucket = page, page
     else:
-        buckets, visit = chosen
+        buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
         bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
     end = tl.cdiv(sealed, NB)
@@ -136,7 +137,7 @@ def _attend_width(
             k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            kept = attended(t, live[:, None], bucket, visit)
+            kept = attended(t, live[:, None], bucket, chosen)
             counted += kept.to(tl.int32)
         page = handed(ahead, ASM)
         # of the tile after the next one: a load whose keys would be asked for at once would be waited for
@@ -176,7 +177,7 @@ def attend_open(
     acc, m, denom = state
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
-    CHOSEN: tl.constexpr = chosen is not None
+    CHOSEN: tl.constexpr = seen is None
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
     Q_PLAIN: tl.constexpr = PLAIN or not FORM.turbo
     NB: tl.constexpr = acc.shape[0]
@@ -188,7 +189,7 @@ def attend_open(
     code_units, plain_units = units
     row_unit = plain_units if Q_PLAIN else code_units
     if CHOSEN:
-        buckets, visit = chosen
+        buckets = chosen.buckets
     else:
         first, last = seen
     t = tl.arange(0, BLOCK)
@@ -221,7 +222,7 @@ def attend_open(
             bucket = place
             if buckets is not None:
                 bucket = tl.load(buckets + place, mask=live, other=0)
-            kept = attended(place, live, bucket, visit)
+            kept = attended(place, live, bucket, chosen)
             counted += tl.sum(kept.to(tl.int32), 1)
             x = tl.where(kept[:, None, :], x, -float("inf"))
         else:
@@ -248,14 +249,15 @@ def _row_of(output, wanted, row_parts, rows, groups_ptr, FORM: tl.constexpr):
     return row, slot, head, sealed, opened, first_cta, count
 
 
-# whatever `sizes` are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["sizes"])
+# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
+# one, Triton 3.6 specializes them all the same
+@triton.jit(do_not_specialize=["table_stride", "blocks", "window"])
 def decode_kernel(
     queries, result, cache, rows,  # `Queries`, `Result`, `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
     plan_ptr,  # int32: 4 per CTA, 2 per output, as in `stream_k.Plan`
     workspace, scoring,  # `Workspace`, `Scoring`
-    sizes,  # stride of the table's rows, their blocks, window or None
+    table_stride, blocks, window,  # stride of the table's rows, their blocks, window or None
     tokens,  # M
     FORM: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -265,9 +267,9 @@ def decode_kernel(
     tokens. PDL: `pdl_wait`; only the plan is read before it.
     """
     NB: tl.constexpr = FORM.tile
+    DP: tl.constexpr = FORM.padded_dim
     R: tl.constexpr = FORM.rows
     N: tl.constexpr = R // 2 if FORM.spread else R
-    table_stride, blocks, window = sizes
     cta = tl.program_id(0)
     share = plan_ptr + 4 * cta
     output, tile, left = tl.load(share), tl.load(share + 1), tl.load(share + 2)
@@ -302,7 +304,7 @@ def decode_kernel(
             seen = first.reshape(R), last.reshape(R)
             state = attend_16bit(cache, slot, at, run, length, tl.trans(query[0]), seen, scoring, FORM, ASM)
         else:
-            acc = tl.zeros([NB, FORM.padded_dim, N], tl.float32)
+            acc = tl.zeros([NB, DP, N], tl.float32)
             m = tl.full([NB, R], -float("inf"), tl.float32)
             state = acc, m, tl.zeros([NB, R], tl.float32)
             run = Run(table, blocks, page, sealed, tile, steps)

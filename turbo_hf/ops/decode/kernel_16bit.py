@@ -71,8 +71,8 @@ def attend_16bit(cache, slot, at, run, length, q, seen, scoring, FORM: tl.conste
     k_open, v_open, _, _ = cache.opened
     first, last = seen
     unit = unit_of(scoring)
-    state = tl.zeros([DP, R], tl.float32), tl.full([R], -float("inf"), tl.float32), tl.zeros([R], tl.float32)
     page, sealed = run.page, run.sealed
+    state = tl.zeros([DP, R], tl.float32), tl.full([R], -float("inf"), tl.float32), tl.zeros([R], tl.float32)
     t = tl.arange(0, BLOCK)
     d = tl.arange(0, DP)
     ahead = entry(run.table + run.begin + 1, run.begin + 1 < run.entries, ASM)

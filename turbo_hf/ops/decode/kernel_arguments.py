@@ -81,11 +81,24 @@ class Run(NamedTuple):
     steps: Any
 
 
+class Chosen(NamedTuple):
+    """What a query at `place` attends to: the first `sink` tokens, the newest `window`, and those of visited buckets.
+
+    buckets: pointer to the tokens' buckets, visited: to the buckets' flags; or both None.
+    """
+
+    place: Any
+    buckets: Any
+    visited: Any
+    sink: Any
+    window: Any
+
+
 class Share(NamedTuple):
-    """Part `part` of the `count` parts of an output, whose partial results lie from place `first` on. alone: it is the
+    """Part `part` of the `parts` of an output, whose partial results lie from place `first` on. alone: it is the
     only one."""
 
     alone: Any
     first: Any
     part: Any
-    count: Any
+    parts: Any

@@ -133,7 +133,7 @@ def finish_or_merge(state, share, number, workspace, result, sinks_ptr, output, 
     else:
         store_part(o, top, total, workspace.parts, share.first + share.part)
         arrived = workspace.arrived + number
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == share.count - 1:
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == share.parts - 1:
             tl.store(arrived, 0)
-            o, top, total = merge(workspace.parts, share.first, share.count, o.shape[0], o.shape[1], FORM.at_once)
+            o, top, total = merge(workspace.parts, share.first, share.parts, o.shape[0], o.shape[1], FORM.at_once)
             finish(o, top, total, result, sinks_ptr, output, FORM)

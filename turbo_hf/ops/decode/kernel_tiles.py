@@ -123,7 +123,7 @@ def _by_thread(x):
 def prefetch_pages(cache, slot, page, ok, FORM: tl.constexpr, ASM: tl.constexpr):
     """Pages [NB] of one slot, where ok, come to the L2 cache as queries are prepared."""
     for g in tl.static_range(len(FORM.slots)):
-        own, there = slot_of_width(slot, ok, g, FORM.slots)
+        own, there = slot_of_width(slot, ok, g, FORM)
         _prefetch(cache.paged[g], own, page, there, FORM.slots[g], FORM.bits[g], FORM, ASM)
 
 

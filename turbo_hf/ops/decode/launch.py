@@ -180,7 +180,9 @@ def launch_decode(
             words,
             Workspace(parts, arrived),
             scoring,
-            (store.table.stride(0), store.table.shape[1], window),
+            store.table.stride(0),
+            store.table.shape[1],
+            window,
             tokens,
             FORM=Form(
                 slots=tuple(slots for _, slots in groups),

@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 
 class Index(NamedTuple):
-    """buckets: int16 [B, Hkv, 1, cap], of each token. visited: uint8 [B, Hkv, M, 1, C], of each query, C = `bucket_count`."""
+    """buckets: int16 [B, Hkv, 1, cap], of each token. visited: uint8 [B, Hkv, M, 1, `clusters`], of each query."""
 
     buckets: Any
     visited: Any
-    bucket_count: int
+    clusters: int
 
 
 class Lists(NamedTuple):

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.decode.kernel import attend_open, attend_sealed
-from turbo_hf.ops.decode.kernel_arguments import Output, Run, Share
+from turbo_hf.ops.decode.kernel_arguments import Chosen, Output, Run, Share
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import prepare, query_rows
 from turbo_hf.ops.decode.kernel_tiles import prefetch_pages
@@ -17,14 +17,15 @@ from turbo_hf.ops.kernel_unpack import entry
 from turbo_hf.ops.sparse.kernel_lists import outputs_of, over, tiles_of, tiles_of_share
 
 
-# whatever `sizes` are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["sizes"])
+# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
+# one, Triton 3.6 specializes them all the same
+@triton.jit(do_not_specialize=["capacity", "index_cap", "outputs", "window"])
 def sparse_decode_kernel(
     queries, result, cache, rows,  # `Queries`, `Result`, `Cache`, `Rows`
     index, lists,  # `Index` or None, `Lists`
     workspace, scoring,  # `Workspace` (parts: of each share), `Scoring`
     read_ptr,  # int64 [1], to which the number of tokens read is added, or None
-    sizes,  # capacity of a list, tokens that the index has room for, outputs, window
+    capacity, index_cap, outputs, window,  # of a list, of the index in tokens; their number; newest tokens always read
     tokens, sink, alone,  # M; first tokens that are always read; CTAs where there are few tiles
     FORM: tl.constexpr, SHARING: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -34,10 +35,10 @@ def sparse_decode_kernel(
     """
     KV: tl.constexpr = FORM.kv_heads
     NB: tl.constexpr = FORM.tile
+    DP: tl.constexpr = FORM.padded_dim
     R: tl.constexpr = FORM.rows
     N: tl.constexpr = R // 2 if FORM.spread else R
     row_parts: tl.constexpr = (FORM.group + N - 1) // N
-    capacity, index_cap, outputs, window = sizes
     o = tl.arange(0, SHARING.outputs)
     nb = tl.arange(0, NB)
     places, closeds, heads_of = outputs_of(o, outputs, row_parts, tokens, rows, KV, FORM.block)
@@ -69,17 +70,16 @@ def sparse_decode_kernel(
         computed = Output(row, head, output % row_parts, place + 1, 0, 1, query, tokens)
         query_row, _ = query_rows(queries.data + query * queries.strides[2], queries.strides, computed, FORM)
         prefetch_pages(cache, slot, page >> 32, nb < count, FORM, ASM)
-        visit = place, None, sink, window
-        chosen = None, visit
+        chosen = Chosen(place, None, None, sink, window)
         if index is not None:
             buckets = index.buckets + pair * index_cap
             if ASM:
                 to_l2(buckets + (page & 0xFFFFFFFF) * FORM.block, nb < count)
-            visit = place, index.visited + (pair * tokens + query) * index.bucket_count, sink, window
-            chosen = buckets, visit
+            visited = index.visited + (pair * tokens + query) * index.clusters
+            chosen = Chosen(place, buckets, visited, sink, window)
         prepared = prepare(query_row, scoring, FORM.turbo)
 
-        acc = tl.zeros([NB, FORM.padded_dim, N], tl.float32)
+        acc = tl.zeros([NB, DP, N], tl.float32)
         m = tl.full([NB, R], -float("inf"), tl.float32)
         state = acc, m, tl.zeros([NB, R], tl.float32)
         run = Run(at, count, page, count, 0, None)

@@ -48,15 +48,16 @@ def _blocks_from(start, table, blocks, spans, spanned, begin, end, SCAN: tl.cons
     return n, page, tl.load(spans + n, mask=(n >= begin) & (n < tl.minimum(end, spanned)), other=-1)
 
 
-# whatever `sizes` are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["sizes"])
+# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
+# one, Triton 3.6 specializes them all the same
+@triton.jit(do_not_specialize=["table_stride", "capacity", "spanned", "window"])
 def list_kernel(
     spans_ptr,  # int32 [B, Hkv, spanned]: largest bucket << 16 | smallest
     visited_ptr,  # uint8 [B, Hkv, M, buckets]
     rows,  # `Rows`
     table_ptr,  # int64 [B, blocks]
     lists,  # `Lists`
-    sizes,  # stride of the table's rows, capacity of a list, blocks with spans, window
+    table_stride, capacity, spanned, window,  # of the table's rows, of a list, blocks with spans
     queries, buckets, sink,
     KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, BUCKETS: tl.constexpr, INDEX: tl.constexpr,
     PDL: tl.constexpr,
@@ -65,7 +66,6 @@ def list_kernel(
 
     A block whose buckets are not known is read. BUCKETS: `buckets`, padded. PDL: `pdl_wait`.
     """
-    table_stride, capacity, spanned, window = sizes
     own = tl.program_id(0)
     query, slot = own % queries, own // queries
     row = slot // KV

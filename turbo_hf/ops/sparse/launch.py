@@ -274,9 +274,9 @@ def launch_sparse_decode(
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         list_kernel[(lists,)](
             spanned, flags, rows_held, store.table, lists_held,
-            (store.table.stride(0), capacity, 0 if spans is None else spans.shape[2], window), queries, flags.shape[-1],
-            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN,
-            BUCKETS=1 if index is None else power_of_two(index.bucket_count), INDEX=index is not None, **pdl, num_warps=8, **gpu.FMA,
+            store.table.stride(0), capacity, 0 if spans is None else spans.shape[2], window, queries, flags.shape[-1],
+            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, INDEX=index is not None,
+            BUCKETS=1 if index is None else power_of_two(index.clusters), **pdl, num_warps=8, **gpu.FMA,
         )  # fmt: skip
         form = Form(
             slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
@@ -286,7 +286,7 @@ def launch_sparse_decode(
         sparse_decode_kernel[(ctas,)](
             Queries(q, q.stride()), Result(out, lse), cache_of(store), rows_held,
             index, lists_held, Workspace(parts, arrived), scoring, read,
-            (capacity, 0 if visits is None else visits.buckets.shape[-1], lists * row_parts, window), queries, sink,
+            capacity, 0 if visits is None else visits.buckets.shape[-1], lists * row_parts, window, queries, sink,
             alone, FORM=form, SHARING=Sharing(power_of_two(lists * row_parts), FILLED, SHARES), **pdl, ASM=q.is_cuda,
             num_warps=tune.blocks, **gpu.FMA,
         )  # fmt: skip

@@ -38,7 +38,8 @@ def _rotated_keys(k, LEVELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["max_scale_ptr", "nonfinite_ptr"])
 def append_kernel(
-    new, opened,  # `NewTokens`, (k, v, k_scale, v_scale) of the open tokens, as in `KVStore`
+    new, given_ptr,  # `NewTokens`, float32 [B, Hkv, 2] or None
+    opened,  # (k, v, k_scale, v_scale) of the open tokens, as in `KVStore`
     open_len_ptr, starts_ptr,  # int64 [B], and [B] or None
     max_scale_ptr,  # [B, Hkv, 2], the bits of float32 in int32: those of numbers >= 0 stand in the numbers' own order
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
@@ -47,7 +48,7 @@ def append_kernel(
 ):  # fmt: skip
     """TOKENS new tokens of one row and head, behind the open ones; the last program of a row to arrive counts all."""
     k_open, v_open, k_scales, v_scales = opened
-    GIVEN: tl.constexpr = new.given is not None
+    GIVEN: tl.constexpr = given_ptr is not None
     pair = tl.program_id(1).to(tl.int64)
     row, head = pair // HEADS, pair % HEADS
     held = tl.load(open_len_ptr + row)
@@ -61,8 +62,8 @@ def append_kernel(
     slot = pair * cap + held + n - start
     k = tl.load(new.k + _places(new.k_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
     v = tl.load(new.v + _places(new.v_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
-    k_given = tl.load(new.given + 2 * pair) if GIVEN else 0.0
-    v_given = tl.load(new.given + 2 * pair + 1) if GIVEN else 0.0
+    k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
+    v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
     k, k_scale, k_nonfinite = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, k_open.dtype.element_ty)
     v, v_scale, v_nonfinite = _codes(v, v_given, GIVEN, v_open.dtype.element_ty)
     tl.store(k_open + slot[:, None] * D + d[None, :], k, mask=inside)
@@ -107,7 +108,7 @@ def seal_open_kernel(
         page = tl.load(table_ptr + row * table_stride + at)
         pair = row * FORM.heads + tl.load(rows.order + program)
         for g in tl.static_range(len(FORM.slots)):
-            own, here = slot_of_width(slot, True, g, FORM.slots)
+            own, here = slot_of_width(slot, True, g, FORM)
             if here:
                 k, v, k_scale, v_scale, v_token, v_channel = opened[g]
                 k += (pair * cap + n * BLOCK) * D
@@ -123,7 +124,7 @@ def seal_open_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["nonfinite_ptr"])
 def append_step_kernel(
-    new, cache, rows,  # `NewTokens` (one per row), `Cache`, `Rows`
+    new, given_ptr, cache, rows,  # `NewTokens` (one per row), float32 [B, Hkv, 2] or None, `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
     noted,  # `Noted` or None
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
@@ -137,7 +138,7 @@ def append_step_kernel(
     HEADS: tl.constexpr = FORM.heads
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
-    GIVEN: tl.constexpr = new.given is not None
+    GIVEN: tl.constexpr = given_ptr is not None
     cap = cache.cap
     program = tl.program_id(0).to(tl.int64)
     row, slot = program // HEADS, program % HEADS
@@ -150,7 +151,7 @@ def append_step_kernel(
     if is_due:
         page = tl.load(table_ptr + row * table_stride + sealed)
         for g in tl.static_range(len(FORM.slots)):
-            own, here = slot_of_width(slot, True, g, FORM.slots)
+            own, here = slot_of_width(slot, True, g, FORM)
             if here:
                 k_at, v_at = k_open + pair * cap * D, v_open + pair * D * cap
                 tokens = Block(k_at, v_at, k_scales + pair * cap, v_scales + pair * cap, 1, cap)
@@ -164,8 +165,8 @@ def append_step_kernel(
     v_from = new.v + row * new.v_strides[0] + head * new.v_strides[1] + d[None, :] * new.v_strides[3]
     k = tl.load(k_from, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(v_from, mask=inside, other=0.0).to(tl.float32)
-    k_given = tl.load(new.given + 2 * pair) if GIVEN else 0.0
-    v_given = tl.load(new.given + 2 * pair + 1) if GIVEN else 0.0
+    k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
+    v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
     k, k_scale, k_nonfinite = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, tl.int8)
     v, v_scale, v_nonfinite = _codes(v, v_given, GIVEN, tl.int8)
     one = tl.arange(0, 1)
@@ -176,7 +177,7 @@ def append_step_kernel(
     for table in tl.static_range(TABLES):
         # a token's place in its row is the same before its block is sealed and after
         line = pair * TABLES + table
-        tl.store(noted.index + line * noted.places + sealed * BLOCK + held, tl.load(noted.buckets + line))
+        tl.store(noted.destination + line * noted.places + sealed * BLOCK + held, tl.load(noted.buckets + line))
     if k_nonfinite | v_nonfinite:
         tl.store(nonfinite_ptr, 1)
     if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == HEADS - 1:

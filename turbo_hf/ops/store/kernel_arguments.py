@@ -4,20 +4,18 @@ from typing import Any, NamedTuple
 
 
 class NewTokens(NamedTuple):
-    """Keys and values [B, Hkv, M, D] with their strides. given: float32 [B, Hkv, 2], scales of K and V, which count
-    where above 0, or None."""
+    """Keys and values [B, Hkv, M, D] with their strides."""
 
     k: Any
     v: Any
     k_strides: Any
     v_strides: Any
-    given: Any
 
 
 class Noted(NamedTuple):
-    """index: int16 [B, Hkv, tables, `places`], where a new token's buckets go, [B, Hkv, tables, 1]."""
+    """destination: int16 [B, Hkv, tables, `places`], where a new token's buckets go, [B, Hkv, tables, 1]."""
 
-    index: Any
+    destination: Any
     buckets: Any
     places: int
 

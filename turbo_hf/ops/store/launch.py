@@ -117,15 +117,13 @@ def launch_append_tokens(
     part = min(APPENDED, power_of_two(tokens))
     with torch.cuda.device_of(k):
         append_kernel[(-(-tokens // part), pairs_of(batch, heads))](
-            _new_tokens(k, v, given_scale), (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
+            NewTokens(k, v, k.stride(), v.stride()),
+            None if given_scale is None else given_scale.contiguous(),
+            (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
             starts, None if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, tokens,
             store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
             LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-def _new_tokens(k: torch.Tensor, v: torch.Tensor, given_scale: torch.Tensor | None) -> NewTokens:
-    return NewTokens(k, v, k.stride(), v.stride(), None if given_scale is None else given_scale.contiguous())
 
 
 def launch_seal_open(store: KVStore, blocks: int) -> None:
@@ -161,7 +159,8 @@ def launch_append_step(
     batch, heads, _, dim = k.shape
     with torch.cuda.device_of(k):
         append_step_kernel[(batch * heads,)](
-            _new_tokens(k, v, given_scale), cache_of(store),
+            NewTokens(k, v, k.stride(), v.stride()),
+            None if given_scale is None else given_scale.contiguous(), cache_of(store),
             Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
             None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[3]), nonfinite, arrived,
             store.table.stride(0), FORM=_form_of(store), TABLES=0 if noted is None else noted[0].shape[2],
