@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import dense_attention, own_attention
 from turbo_hf.attention.sparse_step import Source, assign_and_score, attend_sparse, new_buckets
+from turbo_hf.attention.step_operator import StepSlot, step_attention
 from turbo_hf.cache.compiling import untraced
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import Chunk
@@ -84,8 +85,56 @@ class New(NamedTuple):
     value: torch.Tensor
 
 
-@untraced
 def turbo_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    turbo: TurboCall | StepSlot | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the compressed cache; over full-precision keys and values if there is none.
+
+    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
+    Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+
+    Raises:
+        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
+            "raise", a call that the compressed cache cannot serve.
+    """
+    if isinstance(turbo, StepSlot):
+        return _in_step(query, key, value, attention_mask, turbo, **options), None
+    return _attention(module, query, key, value, attention_mask, turbo=turbo, **options)
+
+
+def _in_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    slot: StepSlot,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """In a step that is compiled: the operator, where the call asks for no more than that knows."""
+    known = attention_mask is None and is_causal in (None, True)
+    for name, given in kwargs.items():
+        known = known and (given is None or name in HARMLESS)
+    if not known:
+        raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
+    cos, sin = (None, None) if slot.rotary is None else slot.rotary
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return step_attention(query, key, value, slot.mark, slot.layer, scale, softcap, s_aux, cos, sin)
+
+
+@untraced
+def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -100,15 +149,7 @@ def turbo_attention(
     turbo: TurboCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the compressed cache; over full-precision keys and values if there is none.
-
-    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
-    Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
-
-    Raises:
-        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
-            "raise", a call that the compressed cache cannot serve.
-    """
+    """As `turbo_attention`, of a call that is not in a compiled step."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if turbo is None:
@@ -127,7 +168,7 @@ def turbo_attention(
         key, value = _pending(call.layer, key, value)
         if reason is None:
             new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
-            out = _compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
+            out = compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     own = own_attention(module, options, unknown)
@@ -177,6 +218,7 @@ def _decompressed(
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
+    cache.decompressed = True
     # the first layer checks all layers, before anything has been stored
     by_bucket = next(
         (held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.sorted_blocks)), None
@@ -230,7 +272,7 @@ def _of_one_type(new: New) -> New:
     return New(*(x.to(narrow) for x in new))
 
 
-def _compressed(
+def compressed(
     cache: TurboCache,
     layer: TurboLayer,
     source: Source,

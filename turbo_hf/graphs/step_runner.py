@@ -21,6 +21,7 @@ from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
+from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.replayable_steps import Steps, config_obstacle, lasting_obstacle, obstacle
 from turbo_hf.ops.gpu import obstacle as gpu_obstacle
 from turbo_hf.sparse.selectors import selector_obstacle
@@ -150,13 +151,23 @@ class StepRunner:
     Args:
         model: the patched model.
         limit: columns at the end of generation; None: not known.
-        device: where steps run.
+        device: where steps run; None: they are not captured.
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
+        compiled: what compiles steps; None: they are not compiled. A first step, which is checked as always, is not.
     """
 
-    def __init__(self, model: Any, limit: int | None, device: Device, demanded: bool = False):
+    def __init__(
+        self,
+        model: Any,
+        limit: int | None,
+        device: Device | None,
+        demanded: bool = False,
+        compiled: CompiledStep | None = None,
+    ):
         self.captures = 0
+        self._compiled, self._fused = compiled, False
+        self._checked: TurboCache | None = None
         self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
         self._steps: Steps | None = None
         self._inputs: dict[str, Any] = {}
@@ -169,6 +180,8 @@ class StepRunner:
         """`model(**kwargs)`."""
         if self._off or not self._is_step(kwargs):
             return self._model(**kwargs)
+        if self._device is None:
+            return self._launch(kwargs)
         cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
         if self._steps is None or self._steps.cache is not cache or not self._steps.intact():
             self._forget()
@@ -185,6 +198,8 @@ class StepRunner:
         if self._steps.needs_pages():
             # what was captured refers to the current pages
             self._drop()
+        if self._replay is None and self._compiled is not None:
+            self._fused = self._compiled.ready(self._model, self._inputs)
         steps = self._steps
         steps.open()
         steps.begin()
@@ -282,10 +297,14 @@ class StepRunner:
         if self._replay is None:
             self._captured = tensors
             try:
-                self._replay = self._device.capture(self._step)
+                self._replay = self._device.capture(self._fused_step if self._fused else self._step)
             except Exception as error:
                 steps.cancel()
                 self._forget()
+                if self._fused and self._compiled is not None:
+                    # as it is, it may well be captured
+                    self._compiled.refuse(f"it cannot be captured in a CUDA graph: {error}")
+                    return None
                 self._off = True
                 message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
                 if self._demanded:
@@ -302,6 +321,21 @@ class StepRunner:
         with self._steps.running():
             # no mask: no new token is padding, and what the cache holds it knows
             return self._model(attention_mask=None, **self._inputs)
+
+    def _fused_step(self) -> Any:
+        assert self._steps is not None
+        assert self._compiled is not None
+        with self._steps.running():
+            return self._compiled(self._model, self._inputs)
+
+    def _launch(self, kwargs: dict[str, Any]) -> Any:
+        """A step that is compiled and not captured. The first one over a cache is the model's own."""
+        cache = kwargs["past_key_values"]
+        inputs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+        known, self._checked = self._checked is cache, cache
+        if not known or self._compiled is None or not self._compiled.ready(self._model, inputs):
+            return self._model(**kwargs)
+        return self._compiled.launch(self._model, inputs, kwargs.get("attention_mask"))
 
     def _drop(self) -> None:
         """Discard the capture. One step runs before the next capture, as it may need a new kernel."""
@@ -333,8 +367,11 @@ def describe(
     return f"decode steps: CUDA graphs{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
-def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
-    """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's."""
+def model_obstacle(model: Any, is_own: Callable[[Any], bool], captured: bool = True) -> str | None:
+    """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
+
+    captured: if False, why none may be compiled.
+    """
     # by hand, in each call of `generate`: torch's own walk takes milliseconds, and nobody tells of a new hook or module
     modules, known = [model], {model}
     for module in modules:
@@ -342,7 +379,7 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
         held = [x for x in module._modules.values() if x is not None and x not in known]
         modules += held
         known.update(held)
-    reason = _place_obstacle(model, modules)
+    reason = _place_obstacle(model, modules, captured)
     if reason is not None:
         return reason
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -363,9 +400,9 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
     return None
 
 
-def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
-    """Why the weights of this model, where and as they lie, leave nothing to capture."""
-    if model.device.type != "cuda":
+def _place_obstacle(model: Any, modules: list[Any], captured: bool) -> str | None:
+    """Why the weights of this model, where and as they lie, leave nothing to capture; or nothing to compile."""
+    if captured and model.device.type != "cuda":
         return f"the model is on {model.device}"
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
     if len(places) > 1:
@@ -380,9 +417,14 @@ def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
 
 @dataclass(slots=True)
 class Door:
-    """Brings a runner from the question whether `generate` may compile to the call for what it compiled."""
+    """Brings a runner from the question whether `generate` may compile to the call for what it compiled.
+
+    demanded: as in `StepRunner`. graphs: whether steps may be captured. compiled: as there.
+    """
 
     demanded: bool
+    graphs: bool = True
+    compiled: CompiledStep | None = None
     _held: threading.local = field(default_factory=threading.local)
 
     def offer(self, runner: StepRunner | None) -> None:
@@ -395,4 +437,4 @@ class Door:
         return runner
 
     def __reduce__(self) -> Any:
-        return Door, (self.demanded,)
+        return Door, (self.demanded, self.graphs, self.compiled)

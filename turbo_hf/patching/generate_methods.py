@@ -32,7 +32,7 @@ def replace_methods(
 ) -> list[tuple[torch.nn.Module, str, Any]]:
     """Put the patch's methods on the instances; returns (module, name, previous attribute) for each.
 
-    family: whose methods are replaced too. door: hands runners of CUDA graphs to `generate`; None: none are wanted.
+    family: whose methods are replaced too. door: hands runners of steps to `generate`; None: none are wanted.
     """
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
@@ -212,10 +212,15 @@ def _may_replay(door: Door, before: Any, model: Any, model_kwargs: dict[str, Any
         generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant
     )
     if wanted and isinstance(model_kwargs.get("past_key_values"), TurboCache):
-        reason = model_obstacle(model, is_own)
-        if reason is None:
-            limit = generation_config.max_length
-            door.offer(StepRunner(model, limit, cuda_device(model.device), door.demanded))
+        reason, limit, compiled = model_obstacle(model, is_own), generation_config.max_length, door.compiled
+        uncompiled = None if compiled is None else model_obstacle(model, is_own, captured=False)
+        if compiled is not None and uncompiled is not None:
+            compiled.refuse(uncompiled, lasting=False)
+            compiled = None
+        graphs = door.graphs and reason is None
+        if graphs or compiled is not None:
+            device = cuda_device(model.device) if graphs else None
+            door.offer(StepRunner(model, limit, device, door.demanded, compiled))
             return True
         if door.demanded:
             raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')

@@ -1,7 +1,7 @@
 """`patch()`: put a model on a compressed KV cache, with a handle that undoes it."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -14,6 +14,7 @@ from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_heads, choose_selectors
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
 from turbo_hf.errors import Notices, Strict, Unsupported
+from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import Door, describe
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.models.versions import version_problem
@@ -105,6 +106,7 @@ def patch(
     # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
+    compiled = _compiled_step(chosen, dense, notices)
     report = Report(
         model=type(model).__name__,
         family=family.name if family else f"{_text_type(model)}: generic path, no test of its own",
@@ -119,7 +121,8 @@ def patch(
     )
     int8 = tuple(at.index for at in layers if at.kept_int8)
     maker = CacheMaker(len(layers), chosen, int8, dense, heads.orders, selectors)
-    door = Door(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
+    graphs = chosen.cuda_graphs is not False and no_graphs is None
+    door = Door(chosen.cuda_graphs is True, graphs, compiled) if graphs or compiled is not None else None
     handle = _apply(model, report, modules, family, maker, door, strict)
     if own is not None:
         try:
@@ -128,6 +131,13 @@ def patch(
             handle.remove()
             raise
     return handle
+
+
+def _compiled_step(config: TurboConfig, dense: Sequence[int], notices: Notices) -> CompiledStep | None:
+    """What compiles decode steps; None if that is not asked for, or they cannot be compiled."""
+    if config.compile and dense:
+        notices.note(f"compile=True: layer {dense[0]} is dense, so that decode steps are not compiled.")
+    return CompiledStep() if config.compile and not dense else None
 
 
 def _check_model(model: PreTrainedModel, notices: Notices) -> None:
@@ -240,9 +250,9 @@ def _apply(
     door: Door | None,
     strict: Strict,
 ) -> Handle:
-    """Change the model. door: passes CUDA graph runners to `generate`, if they are wanted."""
+    """Change the model. door: passes runners of steps to `generate`, if they are wanted."""
     register()
     previous = switch_attention(model, NAME)
     hooks = add_hooks(model, modules, report.layers, maker, strict)
     replaced = replace_methods(model, family, maker, door, strict)
-    return Handle(model, report, maker, hooks, replaced, previous)
+    return Handle(model, report, maker, hooks, replaced, previous, door.compiled if door is not None else None)
