@@ -18,6 +18,9 @@ from turbo_hf.cache.compiling import untraced
 from turbo_hf.layout import Rotary, Scoring
 from turbo_hf.models.model_layers import CACHE_KEYWORDS
 
+Kind = tuple[int | None, bool]
+"""Of a layer: its window, and whether its steps are sparse."""
+
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Rotary | None, Scoring], torch.Tensor]
 """(layer, query, key, value, rotary, scoring) -> [B, Hq, 1, D]; tensors as in `turbo_attention`."""
 
@@ -67,15 +70,20 @@ class StepView(Cache):
     """In place of a TurboCache while a step is compiled, and whenever what was compiled runs.
 
     Args:
-        windows: that of each layer, None: all tokens.
+        kinds: of each layer.
         device: of the cache.
     """
 
-    def __init__(self, windows: Sequence[int | None], device: torch.device):
-        super().__init__(layers=[_ViewLayer(window) for window in windows])
+    def __init__(self, kinds: Sequence[Kind], device: torch.device):
+        super().__init__(layers=[_ViewLayer(window) for window, _ in kinds])
+        self._sparse = tuple(sparse for _, sparse in kinds)
         # the operator declares that it changes this, so that its calls are neither merged, moved nor left out
         with torch.inference_mode(False):
-            self.mark = torch.zeros(1, dtype=torch.int32, device=device)
+            self._mark = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def slot(self, layer: int, rotary: Rotary | None) -> StepSlot:
+        """What the call of a layer's attention is given. rotary: this call's (cos, sin)."""
+        return StepSlot(self._mark, layer, rotary if self._sparse[layer] else None)
 
 
 def step_view(kwargs: Mapping[str, Any]) -> StepView | None:

@@ -130,7 +130,8 @@ def _in_step(
         raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
     cos, sin = (None, None) if slot.rotary is None else slot.rotary
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return step_attention(query, key, value, slot.mark, slot.layer, scale, softcap, s_aux, cos, sin)
+    out: torch.Tensor = step_attention(query, key, value, slot.mark, slot.layer, scale, softcap, s_aux, cos, sin)
+    return out
 
 
 @untraced

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from turbo_hf.attention.sparse_step import Source
-from turbo_hf.attention.step_operator import StepView, attending, nothing
+from turbo_hf.attention.step_operator import Kind, StepView, attending, nothing
 from turbo_hf.attention.turbo_attention import HANDED_ON, New, compressed
 from turbo_hf.cache.integrity import STEP
-from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import warn
 from turbo_hf.layout import Rotary, Scoring
@@ -24,7 +23,7 @@ from turbo_hf.patches import attention_layers
 
 BACKEND = "inductor"
 
-OPTIONS: dict[str, bool] = {
+OPTIONS: dict[str, Any] = {
     # the runner captures the step itself: caches move between captures, of which torch's own graphs would not know
     "triton.cudagraphs": False,
     # kept on disk, in TORCHINDUCTOR_CACHE_DIR
@@ -37,7 +36,7 @@ OPTIONS: dict[str, bool] = {
 
 def _tell(message: str) -> None:
     """A line of progress: what takes a minute should not look like a hang."""
-    print(f"turbo_hf: {message}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"turbo_hf: {message}\n")
 
 
 def _forward(model: Any, inputs: dict[str, Any]) -> Any:
@@ -62,7 +61,7 @@ class CompiledStep:
     def _forget(self) -> None:
         self._function: Any = None
         self._view: StepView | None = None
-        self._windows: list[int | None] = []
+        self._kinds: list[Kind] = []
         self._modules: dict[int, Any] = {}
         self._known: set[Any] = set()
 
@@ -81,9 +80,7 @@ class CompiledStep:
     def refuse(self, reason: str, lasting: bool = True) -> None:
         """Warn, once for each reason, that steps are not compiled. lasting: nor will they be."""
         if reason != self.reason:
-            warn(
-                f"turbo_hf: compile=True: decode steps are not compiled: {reason}. TurboConfig(compile=False) is silent."
-            )
+            warn(f"turbo_hf: compile=True: steps are not compiled: {reason}. TurboConfig(compile=False) is silent.")
         self.reason = reason
         if lasting:
             self.remove()
@@ -103,18 +100,18 @@ class CompiledStep:
             return False
         key = (torch.is_inference_mode_enabled(), *((name, _kind(value)) for name, value in inputs.items()))
         with self._lock:
-            windows = [layer.window if isinstance(layer, TurboLayer) else -1 for layer in cache.layers]
-            if self._view is not None and windows != self._windows:
+            kinds = [(layer.window, layer.selector is not None) for layer in cache.turbo_layers()]
+            if len(kinds) < len(cache.layers) or (self._kinds and kinds != self._kinds):
                 return False
-            return key in self._known or self._compile(model, inputs, windows, key)
+            return key in self._known or self._compile(model, inputs, kinds, key)
 
-    def _compile(self, model: Any, inputs: dict[str, Any], windows: list[int | None], key: Any) -> bool:
+    def _compile(self, model: Any, inputs: dict[str, Any], kinds: list[Kind], key: Any) -> bool:
         if self._function is None:
             # code of its own: what is compiled for it is counted by itself, and goes with it
             own = types.FunctionType(_forward.__code__.replace(), globals())
             options = OPTIONS if BACKEND == "inductor" else None
             self._function = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
-            self._view, self._windows = StepView(windows, model.device), windows
+            self._view, self._kinds = StepView(kinds, model.device), kinds
             self._modules = {at.index: at.module for at in attention_layers(model)}
         rows, start = len(inputs["input_ids"]), time.perf_counter()
         _tell(f"compiling the decode step for batch size {rows} (about a minute; seconds once it is on disk) ...")

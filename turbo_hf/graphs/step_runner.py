@@ -204,7 +204,7 @@ class StepRunner:
         steps.open()
         steps.begin()
         try:
-            out = self._run(steps)
+            out = self._run(steps, self._device)
         except BaseException:
             # some layers may already hold the token, which the next pass must know
             steps.recount()
@@ -286,18 +286,18 @@ class StepRunner:
             if isinstance(value, torch.Tensor):
                 self._inputs[name].copy_(value)
 
-    def _run(self, steps: Steps) -> Any:
+    def _run(self, steps: Steps, device: Device) -> Any:
         """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
         tensors, old = steps.tensors(), self._captured
         if self._replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
             self._drop()
         if self._warm < self._restarts:
             self._warm += 1
-            return self._device.warm(self._step)
+            return device.warm(self._step)
         if self._replay is None:
             self._captured = tensors
             try:
-                self._replay = self._device.capture(self._fused_step if self._fused else self._step)
+                self._replay = device.capture(self._fused_step if self._fused else self._step)
             except Exception as error:
                 steps.cancel()
                 self._forget()

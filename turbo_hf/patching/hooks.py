@@ -12,7 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
-from turbo_hf.attention.step_operator import StepSlot, outside_of_steps, step_view
+from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
 from turbo_hf.cache.compiling import untraced
 from turbo_hf.cache.integrity import STEP
@@ -182,7 +182,7 @@ def _bring_layer(
     view = step_view(kwargs)
     if view is None:
         return _claim_layer(spec, module, args, kwargs)
-    return args, {**kwargs, "turbo": StepSlot(view.mark, spec.layer, kwargs.get("position_embeddings"))}
+    return args, {**kwargs, "turbo": view.slot(spec.layer, kwargs.get("position_embeddings"))}
 
 
 @untraced
