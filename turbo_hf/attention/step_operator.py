@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import Cache
@@ -21,18 +21,16 @@ from turbo_hf.models.model_layers import CACHE_KEYWORDS
 Kind = tuple[int | None, bool]
 """Of a layer: its window, and whether its steps are sparse."""
 
+StepSlot = tuple[torch.Tensor, int, Rotary | None]
+"""What the hook adds to a call of an attention module under a `StepView`, as the keyword `turbo`: mark, layer, rotary.
+
+A plain tuple, for torch 2.11 loses the fields of a NamedTuple that is made while it traces.
+"""
+
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Rotary | None, Scoring], torch.Tensor]
 """(layer, query, key, value, rotary, scoring) -> [B, Hq, 1, D]; tensors as in `turbo_attention`."""
 
 _now = threading.local()
-
-
-class StepSlot(NamedTuple):
-    """What the hook adds to a call of an attention module under a `StepView`, as the keyword `turbo`."""
-
-    mark: torch.Tensor
-    layer: int
-    rotary: Rotary | None
 
 
 class _ViewLayer(CacheLayerMixin):
@@ -83,7 +81,7 @@ class StepView(Cache):
 
     def slot(self, layer: int, rotary: Rotary | None) -> StepSlot:
         """What the call of a layer's attention is given. rotary: this call's (cos, sin)."""
-        return StepSlot(self._mark, layer, rotary if self._sparse[layer] else None)
+        return self._mark, layer, rotary if self._sparse[layer] else None
 
 
 def step_view(kwargs: Mapping[str, Any]) -> StepView | None:

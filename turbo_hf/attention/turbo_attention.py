@@ -91,19 +91,20 @@ def turbo_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    turbo: TurboCall | StepSlot | None = None,
+    turbo: Any = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over the compressed cache; over full-precision keys and values if there is none.
 
-    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
-    Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens. turbo: a
+    TurboCall, a StepSlot, or None. Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
 
     Raises:
         Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
             "raise", a call that the compressed cache cannot serve.
     """
-    if isinstance(turbo, StepSlot):
+    # not a TurboCall, which is a tuple as well
+    if type(turbo) is tuple:
         return _in_step(query, key, value, attention_mask, turbo, **options), None
     return _attention(module, query, key, value, attention_mask, turbo=turbo, **options)
 
@@ -128,9 +129,10 @@ def _in_step(
         known = known and (given is None or name in HARMLESS)
     if not known:
         raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
-    cos, sin = (None, None) if slot.rotary is None else slot.rotary
+    mark, layer, rotary = slot
+    cos, sin = (None, None) if rotary is None else rotary
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out: torch.Tensor = step_attention(query, key, value, slot.mark, slot.layer, scale, softcap, s_aux, cos, sin)
+    out: torch.Tensor = step_attention(query, key, value, mark, layer, scale, softcap, s_aux, cos, sin)
     return out
 
 

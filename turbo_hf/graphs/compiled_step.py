@@ -4,10 +4,12 @@ Attention is an opaque operator (`step_operator`). What is compiled has no break
 which that fails runs as without, and `Handle.report` says why.
 """
 
+import functools
 import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +39,14 @@ OPTIONS: dict[str, Any] = {
 def _tell(message: str) -> None:
     """A line of progress: what takes a minute should not look like a hang."""
     sys.stderr.write(f"turbo_hf: {message}\n")
+
+
+Warm = Callable[[Callable[[], Any]], Any]
+"""As `step_runner.Device.warm`."""
+
+
+def _here(step: Callable[[], Any]) -> Any:
+    return step()
 
 
 def _forward(model: Any, inputs: dict[str, Any]) -> Any:
@@ -90,10 +100,10 @@ class CompiledStep:
         self._refused = True
         self._forget()
 
-    def ready(self, model: Any, inputs: dict[str, Any]) -> bool:
+    def ready(self, model: Any, inputs: dict[str, Any], warm: Warm = _here) -> bool:
         """Whether a step over such inputs is compiled; the first time it is compiled here, without touching a cache.
 
-        inputs: keywords of the model, with a TurboCache and without a mask.
+        inputs: keywords of the model, with a TurboCache and without a mask. warm: runs what it gets where steps run.
         """
         cache = inputs["past_key_values"]
         if self._refused or cache.decompressed:
@@ -103,29 +113,35 @@ class CompiledStep:
             kinds = [(layer.window, layer.selector is not None) for layer in cache.turbo_layers()]
             if len(kinds) < len(cache.layers) or (self._kinds and kinds != self._kinds):
                 return False
-            return key in self._known or self._compile(model, inputs, kinds, key)
+            if key not in self._known:
+                self._compile(model, inputs, kinds, key, warm)
+            elif not self._refused:
+                self.reason = None
+            return key in self._known
 
-    def _compile(self, model: Any, inputs: dict[str, Any], kinds: list[Kind], key: Any) -> bool:
-        if self._function is None:
-            # code of its own: what is compiled for it is counted by itself, and goes with it
-            own = types.FunctionType(_forward.__code__.replace(), globals())
-            options = OPTIONS if BACKEND == "inductor" else None
-            self._function = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
-            self._view, self._kinds = StepView(kinds, model.device), kinds
-            self._modules = {at.index: at.module for at in attention_layers(model)}
+    def _compile(self, model: Any, inputs: dict[str, Any], kinds: list[Kind], key: Any, warm: Warm) -> None:
         rows, start = len(inputs["input_ids"]), time.perf_counter()
         _tell(f"compiling the decode step for batch size {rows} (about a minute; seconds once it is on disk) ...")
         try:
+            if self._function is None:
+                self._prepare(model, kinds)
             with attending(nothing):
-                self._run(model, inputs)
+                warm(functools.partial(self._run, model, inputs))
         except Exception as error:
             self.refuse(_first_words(error))
-            return False
+            return
         self.seconds += time.perf_counter() - start
         _tell(f"compiled in {time.perf_counter() - start:.0f} s")
         self.reason = None
         self._known.add(key)
-        return True
+
+    def _prepare(self, model: Any, kinds: list[Kind]) -> None:
+        # code of its own: what is compiled for it is counted by itself, and goes with it
+        own = types.FunctionType(_forward.__code__.replace(), globals())
+        options = OPTIONS if BACKEND == "inductor" else None
+        self._function = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
+        self._view, self._kinds = StepView(kinds, model.device), kinds
+        self._modules = {at.index: at.module for at in attention_layers(model)}
 
     def _run(self, model: Any, inputs: dict[str, Any]) -> Any:
         given = {name: value for name, value in inputs.items() if name not in HANDED_ON}

@@ -199,7 +199,7 @@ class StepRunner:
             # what was captured refers to the current pages
             self._drop()
         if self._replay is None and self._compiled is not None:
-            self._fused = self._compiled.ready(self._model, self._inputs)
+            self._fused = self._compiled.ready(self._model, self._inputs, self._device.warm)
         steps = self._steps
         steps.open()
         steps.begin()

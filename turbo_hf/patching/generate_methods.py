@@ -217,13 +217,13 @@ def _may_replay(door: Door, before: Any, model: Any, model_kwargs: dict[str, Any
         if compiled is not None and uncompiled is not None:
             compiled.refuse(uncompiled, lasting=False)
             compiled = None
+        if door.demanded and door.graphs and reason is not None:
+            raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
         graphs = door.graphs and reason is None
         if graphs or compiled is not None:
             device = cuda_device(model.device) if graphs else None
             door.offer(StepRunner(model, limit, device, door.demanded, compiled))
             return True
-        if door.demanded:
-            raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
     original: Callable[..., bool] = before or functools.partial(type(model)._valid_auto_compile_criteria, model)
     return original(model_kwargs, generation_config)
 
