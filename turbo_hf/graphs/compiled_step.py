@@ -10,6 +10,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class CompiledStep:
 
     def _forget(self) -> None:
         self._function: Any = None
+        self._code: types.CodeType | None = None
         self._view: StepView | None = None
         self._kinds: list[Kind] = []
         self._modules: dict[int, Any] = {}
@@ -98,6 +100,11 @@ class CompiledStep:
     def remove(self) -> None:
         """Forget all that was compiled, and compile nothing more."""
         self._refused = True
+        if self._code is not None:
+            # torch frees what it has compiled for a code together with it, and holds on to the code
+            with suppress(AttributeError):
+                dynamo: Any = torch._dynamo
+                dynamo.reset_code(self._code)
         self._forget()
 
     def ready(self, model: Any, inputs: dict[str, Any], warm: Warm = _here) -> bool:
@@ -136,8 +143,9 @@ class CompiledStep:
         self._known.add(key)
 
     def _prepare(self, model: Any, kinds: list[Kind]) -> None:
-        # code of its own: what is compiled for it is counted by itself, and goes with it
-        own = types.FunctionType(_forward.__code__.replace(), globals())
+        # code of its own: what is compiled for it is counted by itself, and can be dropped
+        self._code = _forward.__code__.replace()
+        own = types.FunctionType(self._code, globals())
         options = OPTIONS if BACKEND == "inductor" else None
         self._function = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
         self._view, self._kinds = StepView(kinds, model.device), kinds
