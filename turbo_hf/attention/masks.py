@@ -17,7 +17,6 @@ BLOCK_OVERLAY = "blockwise_overlay.<locals>.inner_mask"
 AND, OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
 
 
-@untraced
 def turbo_mask(
     batch_size: int,
     q_length: int,
@@ -33,6 +32,23 @@ def turbo_mask(
     Returns None (no padding), bool [B, columns], or bool [B, 1, q_length, kv_length]. A 2D mask of a long prompt is
     thousands of times smaller than the 4D one, and tells the cache where padding is.
     """
+    if attention_mask is None and q_length == 1 and kv_length == 1:
+        # of one token that sees itself; so are steps that are compiled, whose masks cannot be looked at
+        return None
+    return _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+
+
+@untraced
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
     at_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if at_end and _is_causal(mask_function):
         return attention_mask

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
+from turbo_hf.attention.step_operator import StepSlot, step_attention
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
@@ -88,8 +89,59 @@ class New(NamedTuple):
     value: torch.Tensor
 
 
-@untraced
 def turbo_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    turbo: Any = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the compressed cache; over full-precision keys and values if there is none.
+
+    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens. turbo: a
+    TurboCall, a StepSlot, or None. Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+
+    Raises:
+        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
+            "raise", a call that the compressed cache cannot serve.
+    """
+    # not a TurboCall, which is a tuple as well
+    if type(turbo) is tuple:
+        return _in_step(query, key, value, attention_mask, turbo, **options), None
+    return _attention(module, query, key, value, attention_mask, turbo=turbo, **options)
+
+
+def _in_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    slot: StepSlot,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """In a step that is compiled: the operator, where the call asks for no more than that knows."""
+    known = attention_mask is None and is_causal in (None, True)
+    for name, given in kwargs.items():
+        known = known and (given is None or name in HARMLESS)
+    if not known:
+        raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
+    mark, layer, rotary = slot
+    cos, sin = (None, None) if rotary is None else rotary
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out: torch.Tensor = step_attention(query, key, value, mark, layer, scale, softcap, s_aux, cos, sin)
+    return out
+
+
+@untraced
+def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -104,15 +156,7 @@ def turbo_attention(
     turbo: TurboCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the compressed cache; over full-precision keys and values if there is none.
-
-    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
-    Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
-
-    Raises:
-        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
-            "raise", a call that the compressed cache cannot serve.
-    """
+    """As `turbo_attention`, of a call that is not in a compiled step."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if turbo is None:
@@ -131,7 +175,7 @@ def turbo_attention(
         key, value = _pending(call.layer, key, value)
         if reason is None:
             new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
-            out = _compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
+            out = compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     function = hf_attention(module, options, unknown)
@@ -182,6 +226,7 @@ def _decompressed(
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
+    cache.decompressed = True
     # the first layer checks all layers, before anything has been stored
     by_bucket = next(
         (each for each in cache.turbo_layers() if each.seen and any(each.bucket_index.sorted_blocks)), None
@@ -224,7 +269,7 @@ def _of_one_type(new: New) -> New:
     return New(*(x.to(narrow) for x in new))
 
 
-def _compressed(
+def compressed(
     cache: TurboCache,
     layer: TurboLayer,
     source: Source,

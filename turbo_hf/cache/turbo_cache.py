@@ -151,6 +151,8 @@ class TurboCache(Cache):
         for layer in self.turbo_layers():
             layer.integrity, layer.given_mask = self.integrity, attention_mask
         self._planned: list[_Planned] = []
+        # whether some pass could not be served compressed: the next may not be, either
+        self.decompressed = False
 
     def turbo_layers(self) -> list[TurboLayer]:
         """The compressed layers."""

@@ -21,6 +21,7 @@ from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
+from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, config_obstacle, lasting_obstacle, obstacle
 from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.sparse.selectors import selector_obstacle
@@ -151,13 +152,23 @@ class StepRunner:
     Args:
         model: the patched model.
         limit: columns at the end of generation; None: not known.
-        device: where steps run.
+        device: where steps run; None: they are not captured.
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
+        compiled: what compiles steps; None: they are not compiled. A first step, which is checked as always, is not.
     """
 
-    def __init__(self, model: Any, limit: int | None, device: Device, demanded: bool = False):
+    def __init__(
+        self,
+        model: Any,
+        limit: int | None,
+        device: Device | None,
+        demanded: bool = False,
+        compiled: CompiledStep | None = None,
+    ):
         self.captures = 0
+        self._compiled, self._fused = compiled, False
+        self._checked: TurboCache | None = None
         self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
         self._steps: ReplayableSteps | None = None
         self._inputs: dict[str, Any] = {}
@@ -170,6 +181,8 @@ class StepRunner:
         """`model(**kwargs)`."""
         if self._off or not self._is_step(kwargs):
             return self._model(**kwargs)
+        if self._device is None:
+            return self._launch(kwargs)
         cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
         if self._steps is None or self._steps.cache is not cache or not self._steps.intact():
             self._forget()
@@ -186,11 +199,13 @@ class StepRunner:
         if self._steps.needs_pages():
             # what was captured refers to the current pages
             self._drop()
+        if self._replay is None and self._compiled is not None:
+            self._fused = self._compiled.ready(self._model, self._inputs, self._device.warm)
         steps = self._steps
         steps.open()
         steps.begin()
         try:
-            out = self._run(steps)
+            out = self._run(steps, self._device)
         except BaseException:
             # some layers may already hold the token, which the next pass must know
             steps.recount()
@@ -272,21 +287,25 @@ class StepRunner:
             if isinstance(value, torch.Tensor):
                 self._inputs[name].copy_(value)
 
-    def _run(self, steps: ReplayableSteps) -> Any:
+    def _run(self, steps: ReplayableSteps, device: Device) -> Any:
         """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
         tensors, old = steps.tensors(), self._captured
         if self._replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
             self._drop()
         if self._warm < self._restarts:
             self._warm += 1
-            return self._device.warm(self._step)
+            return device.warm(self._step)
         if self._replay is None:
             self._captured = tensors
             try:
-                self._replay = self._device.capture(self._step)
+                self._replay = device.capture(self._fused_step if self._fused else self._step)
             except Exception as error:
                 steps.cancel()
                 self._forget()
+                if self._fused and self._compiled is not None:
+                    # as it is, it may well be captured
+                    self._compiled.refuse(f"it cannot be captured in a CUDA graph: {error}")
+                    return None
                 self._off = True
                 message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
                 if self._demanded:
@@ -303,6 +322,21 @@ class StepRunner:
         with self._steps.running():
             # no mask: no new token is padding, and what the cache holds it knows
             return self._model(attention_mask=None, **self._inputs)
+
+    def _fused_step(self) -> Any:
+        assert self._steps is not None
+        assert self._compiled is not None
+        with self._steps.running():
+            return self._compiled(self._model, self._inputs)
+
+    def _launch(self, kwargs: dict[str, Any]) -> Any:
+        """A step that is compiled and not captured. The first one over a cache is the model's own."""
+        cache = kwargs["past_key_values"]
+        inputs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+        known, self._checked = self._checked is cache, cache
+        if not known or self._compiled is None or not self._compiled.ready(self._model, inputs):
+            return self._model(**kwargs)
+        return self._compiled.launch(self._model, inputs, kwargs.get("attention_mask"))
 
     def _drop(self) -> None:
         """Discard the capture. One step runs before the next capture, as it may need a new kernel."""
@@ -334,8 +368,11 @@ def describe(
     return f"decode steps: CUDA graphs{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
-def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
-    """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's."""
+def model_obstacle(model: Any, is_own: Callable[[Any], bool], captured: bool = True) -> str | None:
+    """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
+
+    captured: if False, why none may be compiled.
+    """
     # by hand, in each call of `generate`: torch's own walk takes milliseconds, and nobody tells of a new hook or module
     modules, known = [model], {model}
     for module in modules:
@@ -343,7 +380,7 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
         held = [x for x in module._modules.values() if x is not None and x not in known]
         modules += held
         known.update(held)
-    reason = _place_obstacle(model, modules)
+    reason = _place_obstacle(model, modules, captured)
     if reason is not None:
         return reason
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -364,9 +401,9 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
     return None
 
 
-def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
-    """Why the weights of this model, where and as they lie, leave nothing to capture."""
-    if model.device.type != "cuda":
+def _place_obstacle(model: Any, modules: list[Any], captured: bool) -> str | None:
+    """Why the weights of this model, where and as they lie, leave nothing to capture; or nothing to compile."""
+    if captured and model.device.type != "cuda":
         return f"the model is on {model.device}"
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
     if len(places) > 1:
@@ -381,9 +418,14 @@ def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
 
 @dataclass(slots=True)
 class HandOff:
-    """Hands a runner on: from where `generate` asks whether it may compile, to where it asks for what it compiled."""
+    """Hands a runner on: from where `generate` asks whether it may compile, to where it asks for what it compiled.
+
+    demanded: as in `StepRunner`. graphs: whether steps may be captured. compiled: as there.
+    """
 
     demanded: bool
+    graphs: bool = True
+    compiled: CompiledStep | None = None
     _local: threading.local = field(default_factory=threading.local)
 
     def give(self, runner: StepRunner | None) -> None:
@@ -396,4 +438,4 @@ class HandOff:
         return runner
 
     def __reduce__(self) -> Any:
-        return HandOff, (self.demanded,)
+        return HandOff, (self.demanded, self.graphs, self.compiled)

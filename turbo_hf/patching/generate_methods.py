@@ -32,7 +32,7 @@ def replace_methods(
 ) -> list[tuple[torch.nn.Module, str, Any]]:
     """Put the patch's methods on the instances; returns (module, name, previous attribute) for each.
 
-    family: whose methods are replaced too. hand_off: hands CUDA graph runners to `generate`; None: none are wanted.
+    family: whose methods are replaced too. hand_off: hands runners of steps to `generate`; None: none are wanted.
     """
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
@@ -214,13 +214,18 @@ def _may_replay(
         generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant
     )
     if wanted and isinstance(model_kwargs.get("past_key_values"), TurboCache):
-        reason = model_obstacle(model, is_own)
-        if reason is None:
-            limit = generation_config.max_length
-            hand_off.give(StepRunner(model, limit, cuda_device(model.device), hand_off.demanded))
-            return True
-        if hand_off.demanded:
+        reason, limit, compiled = model_obstacle(model, is_own), generation_config.max_length, hand_off.compiled
+        uncompiled = None if compiled is None else model_obstacle(model, is_own, captured=False)
+        if compiled is not None and uncompiled is not None:
+            compiled.refuse(uncompiled, lasting=False)
+            compiled = None
+        if hand_off.demanded and hand_off.graphs and reason is not None:
             raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
+        graphs = hand_off.graphs and reason is None
+        if graphs or compiled is not None:
+            device = cuda_device(model.device) if graphs else None
+            hand_off.give(StepRunner(model, limit, device, hand_off.demanded, compiled))
+            return True
     original: Callable[..., bool] = before or functools.partial(type(model)._valid_auto_compile_criteria, model)
     return original(model_kwargs, generation_config)
 

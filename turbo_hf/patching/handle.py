@@ -15,6 +15,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.sparse.selectors import Selectivity, Selector
 
@@ -206,6 +207,7 @@ class Handle:
     _hooks: list[RemovableHandle]
     _replaced: list[tuple[torch.nn.Module, str, Any]]
     _previous: str | dict[str, str]
+    _compiled: CompiledStep | None = None
     _active: bool = field(default=True)
 
     def __repr__(self) -> str:
@@ -231,13 +233,16 @@ class Handle:
             else:
                 module.__dict__[name] = before
         self._maker.active = False
+        if self._compiled is not None:
+            self._compiled.remove()
         if self._model.config.get_text_config(decoder=True)._attn_implementation == NAME:
             self._model.set_attn_implementation(self._previous)
 
     def report(self) -> Report:
         """What was patched, what was left alone and why, and what sparse layers have read so far."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
-        return replace(self._report, selectivity=read) if read else self._report
+        steps = self._report.steps + (f"; {self._compiled.words()}" if self._compiled is not None else "")
+        return replace(self._report, selectivity=read, steps=steps)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was

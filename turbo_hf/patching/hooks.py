@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
+from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.integrity import STEP
@@ -113,7 +114,7 @@ def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: C
     )
 
 
-@untraced
+@outside_of_steps(-1)
 def _bring_cache(
     maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -155,7 +156,7 @@ def _remember_uncompressed(
         maker.uncompressed.add(made)
 
 
-@untraced
+@outside_of_steps(-2)
 def _watch_cache(
     maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
@@ -184,7 +185,7 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | Non
     return next((x for x in (kwargs.get("past_key_values"), *args) if isinstance(x, TurboCache)), None)
 
 
-@untraced
+@outside_of_steps(-1)
 def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of what calls all layers: refuse a cache of which an earlier pass has broken off."""
     cache = _cache_of(args, kwargs)
@@ -192,7 +193,7 @@ def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str
         cache.begin_pass(depth)
 
 
-@untraced
+@outside_of_steps(-2)
 def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of what calls all layers: the pass has not broken off."""
     cache = _cache_of(args, kwargs)
@@ -200,7 +201,7 @@ def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[st
         cache.integrity.leave(depth)
 
 
-@untraced
+@outside_of_steps(-2)
 def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of what calls all layers, also run after an error: one before anything is stored changes nothing."""
     cache = _cache_of(args, kwargs)
@@ -208,11 +209,20 @@ def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[s
         cache.integrity.abandon(depth)
 
 
-@untraced
 def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of an attention module: claim the cache layer and pass it to the attention function."""
+    view = step_view(kwargs)
+    if view is None:
+        return _claim_layer(spec, module, args, kwargs)
+    return args, {**kwargs, "turbo": view.slot(spec.layer, kwargs.get("position_embeddings"))}
+
+
+@untraced
+def _claim_layer(
+    spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if module.config._attn_implementation != NAME:
         return None
     cache = given_cache(kwargs)
@@ -245,7 +255,7 @@ def _bring_layer(
     return args, {**kwargs, "turbo": call}
 
 
-@untraced
+@outside_of_steps(-2)
 def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook, also run after an error: a claim that this call did not use must not carry over to a later one."""
     call = kwargs.get("turbo")
@@ -254,7 +264,7 @@ def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) 
         call.layer.integrity.unclaim(call.layer.index)
 
 
-@untraced
+@outside_of_steps(-2)
 def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
     cache = given_cache(kwargs)

@@ -1,6 +1,6 @@
 """`patch()`: put a model on a compressed KV cache, with a handle that undoes it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -11,8 +11,9 @@ from turbo_hf.attention.registration import register, switch_attention
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_selectors, load_calibration
-from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, resolve_config
+from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
 from turbo_hf.errors import Notices, Strict
+from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import HandOff, describe
 from turbo_hf.models.model_layers import module_head_dim, require_model
 from turbo_hf.ops.tuning import describe_prefill
@@ -94,6 +95,7 @@ def patch(
     # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
+    compiled = _compiled_step(chosen, uncompressed, notices)
     report = Report(
         model=type(model).__name__,
         family=family.name if family else f"{text_type(model)}: generic path, no test of its own",
@@ -108,7 +110,8 @@ def patch(
     )
     int8 = tuple(at.index for at in layers if at.kept_int8)
     maker = CacheMaker(len(layers), chosen, int8, uncompressed, loaded.orders, selectors)
-    hand_off = HandOff(chosen.cuda_graphs is True) if chosen.cuda_graphs is not False and no_graphs is None else None
+    graphs = chosen.cuda_graphs is not False and no_graphs is None
+    hand_off = HandOff(chosen.cuda_graphs is True, graphs, compiled) if graphs or compiled is not None else None
     handle = _apply(model, report, modules, family, maker, hand_off, strict)
     if unpatched is not None:
         try:
@@ -117,6 +120,13 @@ def patch(
             handle.remove()
             raise
     return handle
+
+
+def _compiled_step(config: TurboConfig, uncompressed: Sequence[int], notices: Notices) -> CompiledStep | None:
+    """What compiles decode steps; None if that is not asked for, or they cannot be compiled."""
+    if config.compile and uncompressed:
+        notices.note(f"compile=True: layer {uncompressed[0]} is dense, so that decode steps are not compiled.")
+    return CompiledStep() if config.compile and not uncompressed else None
 
 
 def _apply(
@@ -128,9 +138,9 @@ def _apply(
     hand_off: HandOff | None,
     strict: Strict,
 ) -> Handle:
-    """Change the model. hand_off: passes CUDA graph runners to `generate`, if they are wanted."""
+    """Change the model. hand_off: passes runners of steps to `generate`, if they are wanted."""
     register()
     previous = switch_attention(model, NAME)
     hooks = add_hooks(model, modules, report.layers, maker, strict)
     replaced = replace_methods(model, family, maker, hand_off, strict)
-    return Handle(model, report, maker, hooks, replaced, previous)
+    return Handle(model, report, maker, hooks, replaced, previous, hand_off.compiled if hand_off is not None else None)
