@@ -171,6 +171,16 @@ def test_two_models_and_two_patches_are_compiled_apart() -> None:
         assert not held(code)
 
 
+def test_a_model_that_has_changed_its_type_is_compiled_anew() -> None:
+    model, ids = tiny_llama(num_hidden_layers=1), prompts(1, 40)
+    with turbo_hf.patch(model, COMPILED) as handle:
+        for count, dtype in enumerate((torch.float32, torch.bfloat16), start=1):
+            model.to(dtype)
+            model.generate(ids, max_new_tokens=5, do_sample=False)
+            assert compilations() == count
+        assert "compiled as one graph" in handle.report().steps
+
+
 # --- what is not compiled ------------------------------------------------------------------------------------------
 
 
