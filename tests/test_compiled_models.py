@@ -60,6 +60,14 @@ def test_a_patched_model_may_be_compiled(compile_it: Callable[[Any], None]) -> N
         assert compiled() > before
 
 
+def test_hooks_do_not_use_up_what_torch_compiles_anew() -> None:
+    model = tiny_llama(num_hidden_layers=2, attn_implementation="sdpa")
+    with turbo_hf.patch(model, CONFIG), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        want = answer(model)
+        forward(model)
+        assert torch.equal(answer(model), want)
+
+
 def test_an_own_loop_over_a_compiled_model() -> None:
     model, ids = tiny_llama(num_hidden_layers=1, attn_implementation="sdpa"), prompts(2, 70)
     with turbo_hf.patch(model, CONFIG), torch.no_grad():

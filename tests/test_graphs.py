@@ -13,6 +13,7 @@ from all_pairs import in_turn
 from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
 from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
+from transformers.models.llama import modeling_llama
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
@@ -277,6 +278,55 @@ def test_a_cache_that_can_never_be_replayed_is_an_error_where_graphs_are_demande
     with turbo_hf.patch(model, TurboConfig(cuda_graphs="auto")):
         model.generate(**batch)
     assert [runner.captures for runner in runners] == [0, 0]
+
+
+def hide_a_column(monkeypatch: pytest.MonkeyPatch, from_prompt: bool) -> None:
+    """Llamas hide column 7, which takes a 4D mask: in all passes, or in decode steps alone."""
+    llama: Any = modeling_llama
+    make = llama.create_causal_mask
+
+    def masked(**given: Any) -> Any:
+        if from_prompt or given["inputs_embeds"].shape[1] == 1:
+            given["and_mask_function"] = lambda row, head, query, column: column != 7
+        return make(**given)
+
+    monkeypatch.setattr(llama, "create_causal_mask", masked)
+
+
+@pytest.mark.filterwarnings("ignore:layer .*the attention mask is no causal")
+def test_steps_in_full_precision_are_not_replayed(
+    runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    hide_a_column(monkeypatch, from_prompt=True)
+    model, found = tiny_llama().to(device), []
+    batch = {"input_ids": prompts(1, 40).to(model.device), "max_new_tokens": 20, "do_sample": False}
+    for config in (PLAIN, SMALL):
+        with turbo_hf.patch(model, config, strict="warn"):
+            found.append(model.generate(**batch))
+    assert torch.equal(*found)
+    assert not runners[-1].captures
+    demanded = pytest.raises(Unsupported, match="cuda_graphs=True: a pass over this cache was computed in full")
+    with turbo_hf.patch(model, replace(SMALL, cuda_graphs=True), strict="warn"), demanded:
+        model.generate(**batch)
+
+
+@pytest.mark.filterwarnings("ignore:layer .*the attention mask is no causal")
+def test_a_step_that_turns_out_to_be_in_full_precision_is_refused_and_stores_nothing(
+    runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    hide_a_column(monkeypatch, from_prompt=False)
+    model = tiny_llama().to(device)
+    ids = prompts(1, 40).to(model.device)
+    with turbo_hf.patch(model, PLAIN, strict="warn"):
+        want = model.generate(ids, max_new_tokens=20, do_sample=False)
+    with turbo_hf.patch(model, SMALL, strict="warn") as handle:
+        cache = handle.new_cache()
+        with pytest.raises(Unsupported, match=r"this decode step cannot run .*cuda_graphs=False"):
+            model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        assert cache.get_seq_length() == 40
+        again = model.generate(want[:, :41], past_key_values=cache, max_new_tokens=19, do_sample=False)
+    assert torch.equal(again, want)
+    assert not runners[-1].captures
 
 
 def test_without_a_gpu_all_is_as_before() -> None:

@@ -263,10 +263,17 @@ def sparse() -> TurboCache:
     return cache
 
 
+def dequantized() -> TurboCache:
+    cache = filled(TurboConfig())
+    cache.decompressed = True
+    return cache
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         pytest.param(with_dense_layer, "layer 0 is not compressed", id="dense"),
+        pytest.param(dequantized, "computed in full precision", id="dequantized"),
         pytest.param(lambda: TurboCache(LlamaConfig(**SHAPE)), "layer 0 holds no tokens", id="empty"),
         pytest.param(recording, "blocks wait for a crop", id="recording"),
         pytest.param(lambda: short_prompt(TurboConfig(low_heads=0.5)), "heads without a rank", id="unranked"),
@@ -276,6 +283,12 @@ def sparse() -> TurboCache:
 )
 def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason: str) -> None:
     assert reason in str(obstacle(make()))
+
+
+def test_a_cache_that_was_dequantized_and_emptied_is_like_a_new_one() -> None:
+    cache = dequantized()
+    cache.reset()
+    assert "holds no tokens" in str(obstacle(cache))
 
 
 def test_kernels_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,9 @@ def outside_of_steps(at: int) -> Callable[[Callable[..., Any]], Callable[..., An
         def thin(*given: Any) -> Any:
             return called(*given) if step_view(given[at]) is None else None
 
+        # torch counts by code how often it compiles anew, and gives up after 8 times
+        own: Any = thin
+        own.__code__ = own.__code__.replace()
         return thin
 
     return of

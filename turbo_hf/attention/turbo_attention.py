@@ -227,6 +227,11 @@ def _decompressed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
     cache.decompressed = True
+    if layer.replay is not None:
+        raise Unsupported(
+            f"layer {layer.index}: this decode step cannot run on the compressed cache, as earlier passes did, and "
+            "in full precision it cannot be a CUDA graph. Choose TurboConfig(cuda_graphs=False)."
+        )
     # the first layer checks all layers, before anything has been stored
     by_bucket = next(
         (each for each in cache.turbo_layers() if each.seen and any(each.bucket_index.sorted_blocks)), None

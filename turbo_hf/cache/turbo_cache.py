@@ -400,7 +400,7 @@ class TurboCache(Cache):
         self.integrity.forget()
 
     def _empty(self) -> None:
-        self._planned = []
+        self._planned, self.decompressed = [], False
         for layer in self.turbo_layers():
             layer.reset()
         for index, make in self._others.items():

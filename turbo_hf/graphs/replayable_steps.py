@@ -67,6 +67,8 @@ def config_obstacle(config: TurboConfig) -> str | None:
 
 def lasting_obstacle(cache: TurboCache) -> str | None:
     """Why no step of a cache can ever be replayed; None if one may be. An empty layer does not tell all of it yet."""
+    if cache.decompressed:
+        return "a pass over this cache was computed in full precision, and its steps may be, too"
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, TurboLayer):
             return f"layer {index} is not compressed"

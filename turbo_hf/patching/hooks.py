@@ -127,7 +127,7 @@ def _bring_cache(
     return (), {**given, "past_key_values": maker.make(model.config)}
 
 
-@untraced
+@outside_of_steps(-1)
 def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the model and of models in it: warn, once per cache, where one is not compressed."""
     cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
@@ -146,7 +146,7 @@ def _uncompressed(model: Any, output: Any) -> Cache | None:
     return None if isinstance(cache, TurboCache) or not uses_turbo(model) else cache
 
 
-@untraced
+@outside_of_steps(-2)
 def _remember_uncompressed(
     maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
