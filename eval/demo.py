@@ -11,8 +11,8 @@ import torch
 
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.needle import Needle
-from turbo_hf.eval.prompts import until
-from turbo_hf.eval.sdpa import without_plans
+from turbo_hf.eval.token_cache import until
+from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
 
@@ -23,8 +23,15 @@ NEW_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One method's figures. Bytes are what the caches had allocated when `generate` returned, open buffers included."""
+class DemoRow:
+    """One method's figures. Bytes are what the caches had allocated when `generate` returned, open buffers included.
+
+    needle_right, needle_total: needles found, of all.
+    tokens_equal_pct: of the replies' tokens, those equal to the unpatched model's.
+    kv_bytes_per_token: per token that the caches hold.
+    compression: times as small as the baseline.
+    tokens_per_s: new tokens per second, prompts included.
+    """
 
     method: str
     needle_right: int
@@ -36,7 +43,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DemoRun:
     """Replies and sizes of one method over all prompts."""
 
     replies: list[list[int]]
@@ -52,7 +59,7 @@ def run_method(
     batch: int,
     advance: Callable[[int], None],
     rehearse: bool,
-) -> Run:
+) -> DemoRun:
     """Greedy replies to all prompts, in left-padded batches; `handle` None: the unpatched model.
 
     rehearse: run everything once before timing starts.
@@ -80,7 +87,7 @@ def run_method(
         ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
         replies += [until(row, ends) for row in new]
         advance(len(new))
-    return Run(replies, stored / cached, seconds)
+    return DemoRun(replies, stored / cached, seconds)
 
 
 def demo(
@@ -92,8 +99,8 @@ def demo(
     batch: int = 8,
     rehearse: bool | None = None,
     advance: Callable[[str, int], None] = lambda method, done: None,
-) -> Iterator[tuple[Row, list[str]]]:
-    """Run the baseline, then each preset in `methods`; yields each one's row and its replies as text.
+) -> Iterator[tuple[DemoRow, list[str]]]:
+    """DemoRun the baseline, then each preset in `methods`; yields each one's row and its replies as text.
 
     Args:
         model, tokenizer: loaded; the tokenizer pads left.
@@ -103,7 +110,7 @@ def demo(
         rehearse: run everything once before timing starts; None: on a GPU, where kernels are compiled at first use.
         advance: called with the method and the number of prompts just finished.
     """
-    base: Run | None = None
+    base: DemoRun | None = None
     for method in [BASELINE, *methods]:
         patched: AbstractContextManager[Handle | None] = (
             nullcontext(None) if method == BASELINE else patch(model, method)
@@ -116,11 +123,11 @@ def demo(
         yield _row(method, prompts, texts, run, base), texts
 
 
-def _row(method: str, prompts: list[Needle], texts: list[str], run: Run, base: Run) -> Row:
+def _row(method: str, prompts: list[Needle], texts: list[str], run: DemoRun, base: DemoRun) -> DemoRow:
     pairs = list(zip(run.replies, base.replies, strict=True))
     same = sum(a == b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=False))
     longest = sum(max(len(mine), len(theirs)) for mine, theirs in pairs)
-    return Row(
+    return DemoRow(
         method=method,
         needle_right=sum(p.found_in(text) for p, text in zip(prompts, texts, strict=True)),
         needle_total=len(prompts),
@@ -131,6 +138,6 @@ def _row(method: str, prompts: list[Needle], texts: list[str], run: Run, base: R
     )
 
 
-def as_json(rows: list[Row], **facts: Any) -> dict[str, Any]:
+def as_json(rows: list[DemoRow], **facts: Any) -> dict[str, Any]:
     """What `turbo-hf demo --json` prints."""
     return {"rows": [asdict(row) for row in rows], **facts}

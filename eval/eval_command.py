@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from turbo_hf.calibration.artifacts import Calibration, find
 from turbo_hf.calibration.checkpoint import checkpoint_of
@@ -18,22 +19,24 @@ from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.methods import (
     AGAIN,
     BASELINE,
+    EXPLAINED,
     applied,
     expanded,
     folder_of,
     is_simulated,
     known_methods,
     method_named,
+    method_names,
     options_of_files,
     require_options,
     same_settings,
 )
-from turbo_hf.eval.output import Report, show, write_report
-from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import BY_METHOD, CONFIGS, META, identity, only_run
-from turbo_hf.eval.sdpa import NO_PLANS
+from turbo_hf.eval.output import EvalReport, show, write_report
+from turbo_hf.eval.run_identity import BY_METHOD, CONFIGS, META, identity, only_run
 from turbo_hf.eval.serve_command import TRACE, Workload, serve
 from turbo_hf.eval.suites import SUITES, Limits, build
+from turbo_hf.eval.token_cache import Prompts
+from turbo_hf.eval.without_cudnn_plans import NO_PLANS
 from turbo_hf.models.model_layers import kv_heads, layer_windows
 
 LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096, "serve": 4096}
@@ -51,13 +54,33 @@ REPLY_ROOM = 2048
 """Tokens beyond the longest prompt: few-shot tasks' replies, and prompts that cannot be chosen shorter."""
 
 
+SERVE = "Options of --suite serve"
+
+
+def _explain(wanted: bool) -> None:
+    if not wanted:
+        return
+    for title, lines in (("suite", SUITES.items()), ("method", EXPLAINED)):
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        table.add_column(title)
+        table.add_column("")
+        for name, what in lines:
+            table.add_row(name, what)
+        out.print(table, "")
+    raise typer.Exit
+
+
 def eval_command(
     model: Annotated[str, typer.Argument(help="A folder or a Hub id.")],
-    suite: Annotated[str, typer.Option(help="; ".join(f"{name}: {what}" for name, what in SUITES.items()))] = "smoke",
+    suite: Annotated[str, typer.Option(help=f"{', '.join(SUITES)}; --list explains them.")] = "smoke",
     methods: Annotated[
         list[str] | None,
-        typer.Option(help=f"Comma-separated or repeated; {known_methods()}. fp16 always runs, twice."),
+        typer.Option(help=f"Comma-separated or repeated; --list explains them: {method_names()}."),
     ] = None,
+    listed: Annotated[
+        bool,
+        typer.Option("--list", callback=_explain, is_eager=True, help="Explain suites and methods, and exit."),
+    ] = False,
     data: Annotated[Path | None, typer.Option(help="A folder of local datasets; default: the Hub.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Items per task; marks the table as not a result.")] = None,
     longest: Annotated[int | None, typer.Option(min=64, help="Tokens of the longest prompt.")] = None,
@@ -70,18 +93,19 @@ def eval_command(
     batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens per batch with replies; default: none, on a GPU 262144.")
     ] = None,
-    context: Annotated[
-        list[str] | None, typer.Option(help="serve: tokens per prompt, such as 1k; may be repeated.")
-    ] = None,
-    new: Annotated[int, typer.Option(min=2, help="serve: tokens per reply.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="serve: timed rounds; medians are shown.")] = 3,
-    trace: Annotated[
-        Path | None, typer.Option(help=f"serve: a length trace in Azure's format; default: {TRACE} of --data.")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="serve: requests taken from the trace.")] = 256,
     folder: Annotated[Path | None, typer.Option("--out", help="Folder for samples, JSON, Markdown, plots.")] = None,
     device: Device = "auto",
     json_line: Json = False,
+    context: Annotated[
+        list[str] | None, typer.Option(help="Tokens per prompt, such as 1k; may be repeated.", rich_help_panel=SERVE)
+    ] = None,
+    new: Annotated[int, typer.Option(min=2, help="Tokens per reply.", rich_help_panel=SERVE)] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; medians are shown.", rich_help_panel=SERVE)] = 3,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help=f"A length trace in Azure's format; default: {TRACE} of --data.", rich_help_panel=SERVE),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests taken from the trace.", rich_help_panel=SERVE)] = 256,
 ) -> None:
     """Accuracy, perplexity, KV bytes and speed of each method, paired item by item with the unpatched model.
 
@@ -260,7 +284,7 @@ def _write(
             pictures.append(folder / f"needle-{folder_of(label)}.png")
             needle_map(cells[BASELINE], cells[label], label, pictures[-1])
     heading, notes = f"turbo-hf eval: {identity['model']}, suite {identity['suite']}", [noise(result), *result["notes"]]
-    whole = Report(heading, stamps(identity), tables(result), notes, result["meta"], pictures)
+    whole = EvalReport(heading, stamps(identity), tables(result), notes, result["meta"], pictures)
     if shown:
         show(whole)
     write_report(folder, whole)

@@ -16,10 +16,10 @@ from turbo_hf.calibration.files import append_line, read_lines, read_object, wri
 from turbo_hf.eval.answers import AnsweredLM, Answers
 from turbo_hf.eval.methods import BASELINE, folder_of
 from turbo_hf.eval.model import Batch, TurboLM
-from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec
+from turbo_hf.eval.token_cache import Prompts
+from turbo_hf.eval.without_cudnn_plans import without_plans
 
 SEED = 1234
 """Seed of few-shot samplers and torch; decoding is greedy."""

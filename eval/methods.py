@@ -13,7 +13,7 @@ from transformers import QuantizedCache
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.file import names_a_file
-from turbo_hf.config.turbo_config import ATTENTION_MODES, PRESETS, SparseConfig, TurboConfig, resolve_config
+from turbo_hf.config.turbo_config import ATTENTION_MODES, NATIVE, PRESETS, SparseConfig, TurboConfig, resolve_config
 from turbo_hf.eval.simulate import Scheme, gear_l, kivi
 from turbo_hf.eval.simulated_cache import compressed_cache, window_cache
 from turbo_hf.patching.handle import Handle
@@ -94,11 +94,41 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
 """Sets of methods that one name stands for: the ablations of TurboAttention (sec. 5.6) and of SAAP (sec. 6.5, E.3)."""
 
 
+def method_names() -> str:
+    """The names that methods begin with."""
+    return ", ".join((BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized(), "streaming-N", *ABLATIONS))
+
+
+EXPLAINED = (
+    (BASELINE, "the unpatched model; always runs, twice: what differs between the two runs is noise"),
+    (EAGER, "the unpatched model with Transformers' eager attention"),
+    (", ".join(PRESETS), "the patched model with a preset; a JSON or YAML file of options may stand in its place"),
+    ("PRESET/MODE", f"a preset with another attention: {', '.join(ATTENTION_MODES)}"),
+    ("PRESET+FIELD=VALUE", "a preset with other fields of TurboConfig: turbo4+block_size=32+sas=True"),
+    (
+        "PRESET@SELECTOR:FIELD=VALUE",
+        "a preset with sparse decode steps, fields of SparseConfig: turbo4@window:window_tokens=511",
+    ),
+    ("quanto4, quanto2, hqq4, hqq2", "Transformers' QuantizedCache, if optimum-quanto or hqq is installed"),
+    ("kivi4, kivi3, kivi2", "KIVI, groups of 64, the 64 newest tokens in full precision. Simulated"),
+    ("gear-l-kcvt4, gear-l-kivi4 (also 3, 2)", "GEAR-L over either base, rank 4 and 2. Simulated"),
+    ("streaming-N", "StreamingLLM: a window of N tokens, including the first 4. Simulated"),
+    ("ablation-heads", "set: head metric x share of heads with 2 bits"),
+    ("ablation-blocks", "set: blocks of 32, 64 and 128 tokens"),
+    ("ablation-parts", "set: FlashQ alone, SAS alone, both"),
+    ("ablation-sas", "set: thresholds of SAS"),
+    ("ablation-probes", "set: selector x buckets that are visited, of 64 or more"),
+    ("ablation-queries", "set: query heads of a KV head that choose together, or each by itself"),
+    ("ablation-selectors", "set: what chooses keys, including LSH and chance"),
+    ("ablation-window", "set: tokens that are always read"),
+)
+"""What `turbo-hf eval --list` says of the methods. Simulated: accuracy only, in plain torch."""
+
+
 def known_methods() -> str:
     """The available methods, in one sentence."""
-    named = (BASELINE, EAGER, *PRESETS, *SIMULATED, *_quantized(), *ABLATIONS)
     return (
-        f"methods are {', '.join(named)}, streaming-N (a window of N tokens), a JSON or YAML file in a preset's place, "
+        f"methods are {method_names()} (a window of N tokens), a JSON or YAML file in a preset's place, "
         f"a preset followed by /{', /'.join(ATTENTION_MODES)}, and either followed by +FIELD=VALUE of TurboConfig, "
         "such as turbo4/fp16+block_size=32, and all of these by @SELECTOR:FIELD=VALUE of SparseConfig, such as "
         "turbo4@window:window_tokens=511"
@@ -211,9 +241,9 @@ def _patched(name: str) -> TurboConfig:
     head, *changes = stored.split("+")
     _, slash, attention = head.partition("/")
     known = base in PRESETS or names_a_file(base)
-    if not known or (slash and attention not in ("auto", *ATTENTION_MODES)):
-        # a list of methods is split at its commas, and so is "...@saap:dense_layers=0,1"
-        hint = " Several layers behind @ are written dense_layers=0+1." if name.isdigit() else ""
+    if not known or (slash and attention not in ("auto", *ATTENTION_MODES, NATIVE)):
+        # a list of methods is split at its commas, and so is "...@saap:read_all_layers=0,1"
+        hint = " Several layers behind @ are written read_all_layers=0+1." if name.isdigit() else ""
         raise ValueError(f"unknown method {name}; {known_methods()}.{hint}")
     config = resolve_config(base)
     chosen: dict[str, Any] = {"attention": attention} if slash else {}
@@ -241,9 +271,9 @@ def _value(text: str) -> Any:
 
 
 def sparse_choice(text: str) -> SparseConfig:
-    """ "saap:probes=16:window_tokens=511" -> `SparseConfig`; layers as dense_layers=0+1. ValueError: anything else."""
+    """ "saap:probes=16:window_tokens=511" -> `SparseConfig`; layers: read_all_layers=0+1. ValueError: anything else."""
     selector, *words = text.split(":")
-    known = {each.name for each in fields(SparseConfig)} - {"selector"}
+    known = {"read_all_layers", *(each.name for each in fields(SparseConfig))} - {"selector"}
     given: dict[str, Any] = {}
     for word in words:
         field, _, value = word.partition("=")
@@ -257,7 +287,7 @@ def sparse_choice(text: str) -> SparseConfig:
 
 
 def _sparse_value(field: str, text: str) -> object:
-    if field == "dense_layers":
+    if field in ("read_all_layers", "dense_layers"):
         return tuple(int(part) for part in text.split("+") if part)
     if field == "independent":
         # another word than True and False is refused by `SparseConfig`, which names them

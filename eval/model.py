@@ -16,7 +16,7 @@ from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import applied, method_named
-from turbo_hf.eval.prompts import Prompts, until
+from turbo_hf.eval.token_cache import Prompts, until
 
 Request = tuple[Any, list[int], list[int]]
 """(what the harness caches the answer under or None, context token ids, continuation token ids)."""
@@ -28,10 +28,16 @@ LOGITS = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one call of `generate` took. kv_bytes: of the cache when it returned, computed for a simulated one;
-    kv_tokens: what it holds, padding included only for a dense cache, which stores it; new_tokens: without what
-    follows a row's end token. keys: what decode steps of sparse layers could have read, of that the dense part, and
-    what they read, since the batch before; None without such layers."""
+    """What one call of `generate` took.
+
+    rows: prompts.
+    new_tokens: without what follows a row's end token.
+    seconds: of the whole call.
+    kv_bytes: of the cache when it returned; computed for a simulated one.
+    kv_tokens: what the cache holds, padding included only for a dense cache, which stores it.
+    keys: what decode steps of sparse layers could have read, of that the dense part, and what they read, since the
+        batch before; None without such layers.
+    """
 
     rows: int
     new_tokens: int

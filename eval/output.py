@@ -37,8 +37,14 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-class Report(NamedTuple):
-    """lines: to be read before the tables; notes: after them. meta: from `open_run`. pictures: PNG files that exist."""
+class EvalReport(NamedTuple):
+    """What is shown of a run.
+
+    lines: to be read before the tables.
+    notes: to be read after them.
+    meta: from `open_run`.
+    pictures: PNG files that exist.
+    """
 
     title: str
     lines: Sequence[str]
@@ -48,7 +54,7 @@ class Report(NamedTuple):
     pictures: Sequence[Path]
 
 
-def write_report(folder: Path, report: Report) -> None:
+def write_report(folder: Path, report: EvalReport) -> None:
     """Write report.md and report.html into `folder`."""
     write_whole(folder / "report.md", markdown(report))
     write_whole(folder / "report.html", page(report))
@@ -61,7 +67,7 @@ def write_png(path: Path, figure: Any) -> None:
     write_whole(path, picture.getvalue())
 
 
-def show(report: Report) -> None:
+def show(report: EvalReport) -> None:
     """Print to the terminal."""
     for line in report.lines:
         style = "bold red" if line.startswith(LIMITED) else "bold"
@@ -78,7 +84,7 @@ def show(report: Report) -> None:
         out.print(f"- {note}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def markdown(report: Report) -> str:
+def markdown(report: EvalReport) -> str:
     """The tables with what must be read beside them."""
     parts = [f"# {report.title}", *report.lines]
     for table in report.tables:
@@ -92,7 +98,7 @@ def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def page(report: Report) -> str:
+def page(report: EvalReport) -> str:
     """A self-contained HTML page. Text is escaped; pictures are embedded."""
     named = html.escape(report.title)
     parts = [

@@ -8,10 +8,10 @@ from statistics import stdev
 from typing import Any
 
 from turbo_hf.eval.evaluate import Outcome
+from turbo_hf.eval.mcnemar import paired
 from turbo_hf.eval.methods import AGAIN, BASELINE, is_simulated
 from turbo_hf.eval.model import Batch
 from turbo_hf.eval.output import LIMITED, Table
-from turbo_hf.eval.paired import paired
 from turbo_hf.eval.report_plots import needle_cells, worst
 from turbo_hf.eval.tasks import Spec
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from turbo_hf.eval.needle import carried_sentences
-from turbo_hf.eval.prompts import TOGETHER
+from turbo_hf.eval.token_cache import TOGETHER
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."

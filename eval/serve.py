@@ -1,20 +1,19 @@
 """Memory and speed of `generate` at given sizes, and a length trace replayed through it in static batches."""
 
 import csv
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from turbo_hf.eval.bench.generate import Clock, attempt
+from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import Method, applied
-from turbo_hf.eval.sdpa import without_plans
+from turbo_hf.eval.without_cudnn_plans import without_plans
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 """Of a trace in the form of Azure's (Patel et al., Splitwise, ISCA 2024)."""
@@ -33,11 +32,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """One method at one size; medians of the rounds, None where it does not fit or a GPU would be needed.
+    """One method at one size; None where it does not fit or a GPU would be needed.
 
-    tokens_s: new tokens of all rows over the whole time. first_ms: until the first token; step_ms: from one to the
-    next. peak_bytes: the most that was allocated, weights included; steady_bytes: allocated when `generate` returns,
-    weights and cache. kv_bytes: of the cache.
+    tokens_s, first_ms, step_ms: as in `clock.Speed`.
+    peak_bytes: the most that was allocated, weights included.
+    steady_bytes: allocated when `generate` returns, weights and cache.
+    kv_bytes: of the cache.
     """
 
     method: str
@@ -54,8 +54,12 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request of a replay. first_ms: from its batch's start to the first token; done_ms: to its own last one;
-    latency_ms: from its arrival to that."""
+    """One request of a replay.
+
+    first_ms: from its batch's start to the first token.
+    done_ms: from its batch's start to its own last token.
+    latency_ms: from its arrival to that.
+    """
 
     context: int
     generated: int
@@ -121,15 +125,12 @@ def _level(model: Any, method: Method, at: Level, rounds: int, seed: int) -> Lev
             if cuda:
                 peak, steady = torch.cuda.max_memory_allocated(model.device), torch.cuda.memory_allocated(model.device)
             del cache
-    steps = [clock.ms(1, at.new) / (at.new - 1) for clock in clocks if at.new > 1]
-    return Level(
-        at.method,
-        at.context,
-        at.batch,
-        at.new,
-        tokens_s=1e3 * at.batch * at.new / statistics.median(clock.ms(0, -1) for clock in clocks),
-        first_ms=statistics.median(clock.ms(0, 1) for clock in clocks),
-        step_ms=statistics.median(steps) if steps else None,
+    found = speed(clocks, at.batch, at.new)
+    return replace(
+        at,
+        tokens_s=found.tokens_s,
+        first_ms=found.first_ms,
+        step_ms=found.step_ms,
         peak_bytes=peak,
         steady_bytes=steady,
         kv_bytes=kv_bytes,
@@ -177,29 +178,10 @@ def replay(
 
 
 def _generate(model: Any, method: Method, lengths: Sequence[int], new: int, seed: int) -> tuple[Clock, Any]:
-    """One `generate` over random left-padded prompts: its clock (start, each token's logits, end) and its cache."""
-    generator = torch.Generator().manual_seed(seed)
-    width, vocabulary = max(lengths), model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(10, vocabulary, (len(lengths), width), generator=generator)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        mask[row, width - length :] = 1
-    ids, mask = (ids * mask).to(model.device), mask.to(model.device)
-    clock = Clock(model.device)
+    """One `generate` over random left-padded prompts: its clock and its cache."""
+    ids, mask = random_prompts(model, lengths, seed)
     given = {} if method.make is None else {"past_key_values": method.make(model, mask)}
-    clock.mark()
-    made = model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        do_sample=False,
-        pad_token_id=0,
-        logits_processor=[clock],
-        return_dict_in_generate=True,
-        **given,
-    )
-    clock.mark()
+    clock, made = clocked(model, ids, mask, new, **given)
     return clock, made.past_key_values
 
 

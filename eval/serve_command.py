@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from turbo_hf.calibration.files import append_line, read_lines, read_object, write_whole
 from turbo_hf.console import err, load
-from turbo_hf.eval.bench.models import KINDS, random_model
 from turbo_hf.eval.bench.options import as_json, find_device
+from turbo_hf.eval.bench.random_models import KINDS, random_model
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import (
     AGAIN,
@@ -23,11 +23,11 @@ from turbo_hf.eval.methods import (
     options_of_files,
     require_options,
 )
-from turbo_hf.eval.output import Report, Table, show, write_report
-from turbo_hf.eval.record import CONFIGS, identity, only_run
+from turbo_hf.eval.output import EvalReport, Table, show, write_report
 from turbo_hf.eval.report_plots import memory_plot
-from turbo_hf.eval.sdpa import NO_PLANS
+from turbo_hf.eval.run_identity import CONFIGS, identity, only_run
 from turbo_hf.eval.serve import Request, chosen, level, read_trace, replay, summary
+from turbo_hf.eval.without_cudnn_plans import NO_PLANS
 
 RANDOM = "random:"
 """Before a shape's name, in place of a model: its weights are drawn. ":tiny" after it: at a size for tests."""
@@ -42,8 +42,14 @@ REMEDY = "Delete it, and the same command measures anew."
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is measured. contexts: tokens per prompt; batch: for both parts; new, rounds: for the first part; trace:
-    None without a replay; requests: how many to take from it, the first ones with at most `longest` tokens."""
+    """What is measured.
+
+    contexts: tokens per prompt.
+    batch: prompts at once, for both parts.
+    new, rounds: tokens per reply and timed rounds, for the first part.
+    trace: None without a replay.
+    requests: how many to take from the trace, the first ones with at most `longest` tokens.
+    """
 
     contexts: tuple[int, ...]
     batch: int
@@ -235,6 +241,6 @@ def _write(folder: Path, result: dict[str, Any]) -> None:
     drawn = {"memory": memory, "serving": {label: {"simulated": False} for label in memory}}
     picture = folder / "memory.png"
     pictures = [picture] if memory and memory_plot(drawn, title, picture) else []
-    whole = Report(title, lines, tables(result), result["notes"], result["meta"], pictures)
+    whole = EvalReport(title, lines, tables(result), result["notes"], result["meta"], pictures)
     show(whole)
     write_report(folder, whole)

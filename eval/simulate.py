@@ -57,11 +57,14 @@ def low_rank(x: torch.Tensor, rank: int) -> torch.Tensor:
 class Scheme:
     """How a cache is stored, counted from a row's first token.
 
-    bits: of a code. group: tokens of a channel's group of keys, and channels of a token's group of values; None: all
-    tokens that are compressed at once, and all channels of all heads (KCVT). block: tokens that keys wait for in
-    full precision, to be compressed together. window: newest values in full precision (KIVI); None: values wait like
-    keys (GEAR). whole_prompt: the first pass is compressed to its last token. rank: of the added matrix for the
-    first pass, 0 none; later_rank: for each later block.
+    bits: of a code.
+    group: tokens of a channel's group of keys, and channels of a token's group of values; None: all tokens that are
+        compressed at once, and all channels of all heads (KCVT).
+    block: tokens that keys wait for in full precision, to be compressed together.
+    window: newest values in full precision (KIVI); None: values wait like keys (GEAR).
+    whole_prompt: the first pass is compressed to its last token.
+    rank: of the added matrix for the first pass, 0 none.
+    later_rank: the same for each later block.
     """
 
     bits: int

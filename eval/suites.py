@@ -79,9 +79,13 @@ LAB_ITEMS = 200
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much of a suite is run. context: tokens that the model has positions for; longest: of a prompt, as asked.
+    """How much of a suite is run.
 
-    shortest: likewise, of items whose length can be chosen. only: tasks, of those that the suite has; empty: all.
+    context: tokens that the model has positions for.
+    longest: tokens of the longest prompt, as asked.
+    limit: items per task; None: all.
+    shortest: tokens of the shortest item, where its length can be chosen.
+    only: tasks, of those that the suite has; empty: all.
     """
 
     context: int

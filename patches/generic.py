@@ -1,8 +1,6 @@
-"""The generic path: which attention modules it takes, why it refuses others, and the format of a family's file."""
+"""The generic path: which attention modules it takes, and why it refuses others."""
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,23 +11,6 @@ from turbo_hf.ops.store.rotate import rotate_keys
 
 PROBES = 65
 """Random inputs used to measure a key projection; the first is zero."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One family of models.
-
-    Args:
-        name: its usual name.
-        model_types: `config.model_type` of the text models.
-        notes: what is special about its attention, in a few words; `doctor` prints it.
-        methods: by name, replacements for methods of its modules while the patch is on.
-    """
-
-    name: str
-    model_types: tuple[str, ...]
-    notes: str
-    methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 REFUSED = {
@@ -62,7 +43,7 @@ def is_attention(kind: type) -> bool:
     return keywords and any(name in parameters for name in CACHE_KEYWORDS)
 
 
-def obstacle(module: torch.nn.Module) -> str | None:
+def why_not_compressible(module: torch.nn.Module) -> str | None:
     """Why the keys and values of this attention module cannot be compressed; None if they can."""
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         return "cross-attention"

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from turbo_hf.models.model_layers import COMPRESSED_TYPES, layer_windows
-from turbo_hf.patches.generic import REFUSED, is_attention, obstacle, shares_keys
+from turbo_hf.patches.generic import REFUSED, is_attention, shares_keys, why_not_compressible
 
 NO_KEYS = "it keeps no keys and values"
 BESIDES = "one layer of the cache holds its keys and values and a recurrent state"
@@ -23,23 +23,27 @@ LEFT_ALONE = {
     "hybrid": BESIDES,
     "hybrid_sliding": BESIDES,
 }
-"""Kinds of layers that are right beside compressed ones (chunks get a dense mask), and why they are not compressed."""
+"""Kinds of layers that are right beside compressed ones (chunks get a 4D mask), and why they are not compressed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """One layer of a model.
 
-    module: its attention module; None where it has none or several, or is of a kind whose window no cache of ours
-    knows. window: tokens that a query sees; None: all. obstacle: why its keys and values are left alone; "" if nothing
-    does. by_design: that is how the model is built, and no shortcoming of ours. unknown: nobody knows whether it is
-    right in full precision either, on a patched model.
+    Args:
+        index: the layer's number.
+        module: its attention module; None where it has none or several, or is of a kind whose window `TurboCache` does
+            not know.
+        window: tokens that a query sees; None: all.
+        reason: why its keys and values are not compressed; "" if they can be.
+        by_design: the model is built that way; nothing is missing here.
+        unknown: on a patched model it may be wrong in full precision, too.
     """
 
     index: int
     module: Any
     window: int | None
-    obstacle: str = ""
+    reason: str = ""
     by_design: bool = False
     unknown: bool = False
 
@@ -47,14 +51,14 @@ class AttentionLayer:
 def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     """Every layer of the language model, in order."""
     text = model.config.get_text_config(decoder=True)
-    found: defaultdict[int, list[Any]] = defaultdict(list)
+    modules: defaultdict[int, list[Any]] = defaultdict(list)
     each: Iterable[Any] = model.modules()
     for module in each:
         if is_attention(type(module)) and hasattr(module, "layer_idx") and getattr(module, "config", None) is text:
-            found[module.layer_idx].append(module)
+            modules[module.layer_idx].append(module)
     reason = REFUSED.get(text.model_type)
     return [
-        _layer(index, kind, window, found[index], reason) for index, (kind, window) in enumerate(layer_windows(text))
+        _layer(index, kind, window, modules[index], reason) for index, (kind, window) in enumerate(layer_windows(text))
     ]
 
 
@@ -77,4 +81,4 @@ def _layer(index: int, kind: str, window: int | None, modules: list[Any], known:
     if only is None:
         reason = "it has more than one attention module (cross-attention)"
         return AttentionLayer(index, None, window, reason, unknown=True)
-    return AttentionLayer(index, only, window, shared or obstacle(only) or "", by_design=shared is not None)
+    return AttentionLayer(index, only, window, shared or why_not_compressible(only) or "", by_design=shared is not None)

@@ -18,7 +18,7 @@ def misfit(model: PreTrainedModel, replaced: Collection[str] = ()) -> str | None
     """Why a model's own code would compute something else under a patch; None if it would not.
 
     Some classes ask whether their attention is called "eager" or "sdpa", and leave out a part of it if it is not. Some
-    attention classes change the dense mask that these two get, where a patch gives them a 2D mask or none. Whatever
+    attention classes change the 4D mask that these two get, where a patch gives them a 2D mask or none. Whatever
     such a model is given back, no layer of it is right. replaced: methods of its classes that the patch replaces.
     """
     text = model.config.get_text_config(decoder=True)

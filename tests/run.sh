@@ -7,7 +7,7 @@ setup_environment "$root" test
 cd "$root"
 # one process a core, one thread each; more than four would want memory, not time
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-run=("$root/.venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4)
+run=("$root/.venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal)
 if [ $# -eq 0 ] && has_gpu; then
     echo "== pytest, first without the GPU, then what needs it"
     "${run[@]}"

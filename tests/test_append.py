@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from append_support import BACKENDS, GROUPS, cache, copy, expected, full_store, snapshot
+from all_pairs import all_pairs, in_turn
+from append_support import GROUPS, cache, copy, expected, full_store, snapshot
 from stores import make_store, tokens
 
 from turbo_hf.layout import KVStore, empty_pages
@@ -15,18 +16,22 @@ from turbo_hf.ops.store.rotate import rotate_keys
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
-@pytest.mark.parametrize(
-    ("m", "starts"),
-    [(1, None), (5, None), (5, [0, 3, 5]), (130, None), (130, [0, 33, 130])],
-    ids=["one", "several", "ragged", "prompt", "ragged_prompt"],
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80)],
+    dtype=[torch.float16, torch.float32],
+    brought=[
+        pytest.param((1, None), id="one"),
+        pytest.param((5, None), id="several"),
+        pytest.param((5, [0, 3, 5]), id="ragged"),
+        pytest.param((130, None), id="prompt"),
+        pytest.param((130, [0, 33, 130]), id="ragged_prompt"),
+    ],
+    given=[pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")],
 )
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
 def test_stores_what_the_quantizer_makes(
-    dim: int, dtype: torch.dtype, m: int, starts: list[int] | None, given: bool, backend: str, device: torch.device
+    dim: int, dtype: torch.dtype, brought: tuple[int, list[int] | None], given: bool, backend: str, device: torch.device
 ) -> None:
+    m, starts = brought
     store = cache([70, 3, 72], dim, device, dtype, room=m)
     before, nonfinite = copy(store), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(3, m, 2, dim, dtype=dtype, device=device).transpose(1, 2) for _ in range(2))
@@ -49,9 +54,7 @@ def test_stores_what_the_quantizer_makes(
             assert torch.equal(codes[row, :, :held], old[row, :, :held])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 48, 64, 80)])
+@in_turn(dim=[pytest.param(d, id=f"d{d}") for d in (16, 48, 64, 80)], dtype=[torch.bfloat16, torch.float32])
 def test_keys_are_rotated_on_the_way(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
     """The same bits as after a rotation of their own, in a prompt and in a step."""
     flags = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4)]
@@ -81,7 +84,6 @@ def assert_same_tokens(got: KVStore, want: KVStore) -> None:
         assert torch.equal(got.v_open[row, ..., :held], want.v_open[row, ..., :held])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("which", [0, 1], ids=["k", "v"])
 def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: torch.device) -> None:
@@ -94,7 +96,6 @@ def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: 
     assert nonfinite.item()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("m", [3, 70])
 def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torch.device) -> None:
     store = cache([3, 5], 16, device, torch.float32, room=m)
@@ -111,7 +112,6 @@ def test_the_span_grows_to_the_largest_scales(m: int, backend: str, device: torc
     assert (max_scale[1] == 0.25).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", [0, 40, 69])
 def test_a_prompt_reports_nan_wherever_it_is(where: int, backend: str, device: torch.device) -> None:
     store, nonfinite = cache([3], 16, device, torch.float32, room=70), torch.zeros(1, dtype=torch.int32, device=device)
@@ -129,11 +129,9 @@ def test_a_prompt_reports_nan_wherever_it_is(where: int, backend: str, device: t
 FULL_GROUPS = [pytest.param(((16, 2),), id="16bit"), pytest.param(((16, 1), (4, 1)), id="16bit+4bit")]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("groups", [*GROUPS, *FULL_GROUPS])
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
+@in_turn(groups=[*GROUPS, *FULL_GROUPS], dim=[pytest.param(d, id=f"d{d}") for d in (80, 16)])
 def test_whole_blocks_go_to_the_pages_that_the_table_names(
-    dim: int, groups: tuple[tuple[int, int], ...], backend: str, device: torch.device
+    groups: tuple[tuple[int, int], ...], dim: int, backend: str, device: torch.device
 ) -> None:
     """Rows that seal two blocks, one behind others, none, and one of two because the first has left the window."""
     lengths, counted = [140, 70, 20, 150], [2, 3, 0, 1]

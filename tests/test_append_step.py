@@ -4,24 +4,26 @@ from typing import Any
 
 import pytest
 import torch
-from append_support import BACKENDS, GROUPS, expected, full_store, snapshot
+from all_pairs import all_pairs, in_turn
+from append_support import GROUPS, expected, full_store, snapshot
+from op_calls import decode
 from stores import tokens
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.store.append import append_step
 from turbo_hf.ops.store.quantize import seal_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("given", [pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")])
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80)])
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80)],
+    groups=GROUPS,
+    given=[pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")],
+)
 def test_a_step_seals_what_is_full_and_then_appends(
     dim: int, groups: tuple[tuple[int, int], ...], given: bool, backend: str, device: torch.device
 ) -> None:
@@ -58,9 +60,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
         assert torch.equal(store.v_open[row, :, :, :held], before.v_open[row, :, :, :held])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tables", [1, 3])
-@pytest.mark.parametrize("groups", GROUPS)
+@in_turn(groups=GROUPS, tables=[1, 3])
 def test_a_step_of_a_sparse_layer(
     groups: tuple[tuple[int, int], ...], tables: int, backend: str, device: torch.device
 ) -> None:
@@ -84,7 +84,6 @@ def test_a_step_of_a_sparse_layer(
         assert torch.equal(getattr(store, name), getattr(other, name)), name
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_reports_nan(backend: str, device: torch.device) -> None:
     store, nonfinite = full_store(16, ((4, 2),), device), torch.zeros(1, dtype=torch.int32, device=device)
     k, v = (tokens(4, 2, 1, 16, device=device) for _ in range(2))
@@ -114,7 +113,7 @@ def test_a_step_refuses_other_shapes() -> None:
 
 
 def feed(layer: TurboLayer, k: Tensor, v: Tensor) -> None:
-    layer.append(k, v, Chunk(k.shape[2]))
+    layer.append(k, v, NewColumns(k.shape[2]))
     layer.commit()
 
 
@@ -128,12 +127,12 @@ def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: tor
             feed(layer, k[:, :, at : at + count], v[:, :, at : at + count])
         at += count
         assert by_kernel.lengths() == plain.lengths() == [at, at]
-        assert by_kernel.store().open_len.tolist() == by_kernel.buffer.length
-        assert by_kernel.store().sealed.tolist() == by_kernel.pool.sealed
-    for a, b in zip(by_kernel.dense(at), plain.dense(at), strict=True):
+        assert by_kernel.store().open_len.tolist() == by_kernel.state.open
+        assert by_kernel.store().sealed.tolist() == by_kernel.state.sealed
+    for a, b in zip(by_kernel.dequantized(at), plain.dequantized(at), strict=True):
         assert torch.equal(a, b)
     by_kernel.reorder_cache(torch.tensor([1, 1]))
-    assert by_kernel.store().open_len.tolist() == by_kernel.buffer.length
+    assert by_kernel.store().open_len.tolist() == by_kernel.state.open
 
 
 def test_nan_in_a_step_is_told_when_the_block_is_sealed(device: torch.device) -> None:

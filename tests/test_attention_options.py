@@ -9,7 +9,7 @@ from models import prompts, tiny_llama
 import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.attention import turbo_attention as attention
-from turbo_hf.cache.layer import DECODE_TOKENS
+from turbo_hf.cache.storage import DECODE_TOKENS
 
 CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True, "hadamard": True}
 THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}

@@ -11,16 +11,15 @@ import torch
 from bench_support import CPU, check_not_timed, check_refused, last_json, run
 
 from turbo_hf.eval.bench import decode as bench
-from turbo_hf.eval.bench import decode_store
-from turbo_hf.eval.bench.decode import DecodeRow, check_decode, new_row
+from turbo_hf.eval.bench import random_cache
+from turbo_hf.eval.bench.decode import DecodeRow, check_decode, new_row, steps
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of, make_case
-from turbo_hf.eval.bench.decode_command import steps
-from turbo_hf.eval.bench.decode_store import one_head, packed_stores
-from turbo_hf.eval.bench.graphs import Rotation, cold_copies
+from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import Rival
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
-from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.store.quantize import dequantize
 
@@ -50,7 +49,7 @@ def test_the_default_cases() -> None:
     assert [case.outputs for case in choose_cases([], [], False, 0, occupancy=True)] == [128, 136, 160]
 
 
-def test_a_million_tokens_has_a_name() -> None:
+def test_1m_is_a_number_of_tokens() -> None:
     assert parse_tokens("1M") == 1 << 20
     assert tokens_label(1 << 20) == "1M"
     assert tokens_label(1 << 19) == "524k"
@@ -103,7 +102,7 @@ def test_one_head_is_that_head(size: str) -> None:
 
 
 def test_pieces_fill_every_page(monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
-    monkeypatch.setattr(decode_store, "PIECE", 3 * 2 * 64 * 64)
+    monkeypatch.setattr(random_cache, "PIECE", 3 * 2 * 64 * 64)
     case = toy("1x500")
     (store,) = packed_stores(case, groups_of("4", 2), 1, CPU, 0)
     (pages,) = store.paged
@@ -124,7 +123,7 @@ def test_a_right_result_passes(width: str, backend: str) -> None:
     case = toy("2x90")
     (store,) = packed_stores(case, groups_of(width, case.heads.kv), 1, CPU, 1)
     q = a_query(case)
-    found = check_decode(case, q, store, op.decode(q, store, scaling=0.125, backend=backend))
+    found = check_decode(case, q, store, op.decode(q, store, Scoring(0.125), backend=backend))
     assert not found.problem
     assert 0 < found.worst <= found.budget
     assert found.lse_worst <= found.lse_budget
@@ -134,7 +133,7 @@ def test_the_budget_is_what_the_roundings_cost_and_little_more() -> None:
     case = toy()
     (store,) = packed_stores(case, groups_of("4", case.heads.kv), 1, CPU, 1)
     q = a_query(case)
-    got = op.decode(q, store, scaling=0.125)
+    got = op.decode(q, store, Scoring(0.125))
     passed = check_decode(case, q, store, got)
     k, v = dequantize(store, torch.float64)
     rows = [
@@ -150,9 +149,9 @@ def broken(how: str) -> Any:
     """`ops.decode` with one thing wrong."""
     right = op.decode
 
-    def decode(q: torch.Tensor, store: KVStore, **options: Any) -> AttentionOutput:
+    def decode(q: torch.Tensor, store: KVStore, scoring: Scoring, **options: Any) -> AttentionOutput:
         if how == "scale":
-            options["scaling"] *= 1.2
+            scoring = Scoring(scoring.scaling * 1.2)
         if how == "open":
             store = store._replace(open_len=store.open_len // 2)
         if how == "page":
@@ -161,7 +160,7 @@ def broken(how: str) -> Any:
             raise RuntimeError("out of registers")
         if how == "refuses":
             raise ValueError("q is on another GPU.")
-        out, lse = right(q, store, **options)
+        out, lse = right(q, store, scoring, **options)
         if how == "unwritten":
             out[0, 3] = torch.empty_like(out[0, 3])
         if how == "lse":
@@ -183,7 +182,7 @@ def broken(how: str) -> Any:
         ("refuses", "refused: q is on another GPU."),
     ],
 )
-def test_what_is_wrong_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "decode", broken(how))
     check_not_timed(message, "us", *TOY)
 
@@ -270,14 +269,6 @@ def test_steps_compare_batches_of_one_length() -> None:
 
 
 @pytest.mark.gpu
-def test_plans_of_the_papers_side_by_side() -> None:
-    words = ["decode", "--device", "cuda", "--size", "3x2k", "--shape", "llama3-8b", "--width", "16", "--seconds", "0"]
-    plans = [word for plan in ("stream-k", "whole", "split") for word in ("--plan", plan)]
-    rows = {row["method"]: row for row in last_json(run(*words, *plans, "--json"))["rows"]}
-    assert set(rows) == {"cuDNN", "FA2", "16 bit", "16 bit, whole", "16 bit, split"}
-
-
-@pytest.mark.gpu
 def test_decode_on_a_gpu_replays_graphs() -> None:
     words = ["decode", "--device", "cuda", "--shape", "llama3-8b", "--size", "2x1k", "--width", "4", "--seconds", "0"]
     rows = {row["method"]: row for row in last_json(run(*words, "--width", "mixed", "--json"))["rows"]}
@@ -298,8 +289,6 @@ def test_decode_on_a_gpu_replays_graphs() -> None:
         (["decode", "--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
         (["decode", "--shape", "lean-16", "--ragged"], "no default case of lean-16 is ragged; give --size."),
         (["decode", "--device", "nowhere"], "no device 'nowhere'"),
-        (["decode", "--plan", "even"], "unknown plan even; choose from stream-k, whole, split."),
-        (["decode", "--plan", "whole", "--device", "cpu"], "--plan is of the kernel, which needs CUDA and no other"),
         (["decode", "--occupancy", "--size", "1x1k"], "--occupancy has its own sizes; leave out --size and --ragged."),
     ],
     ids=lambda words: " ".join(words[1:]) if isinstance(words, list) else "",

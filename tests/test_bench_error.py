@@ -11,7 +11,7 @@ import torch
 from bench_support import CPU, complaint, last_json, run
 from models import LAB_MODEL, lab_model, prompts, tiny_llama, tiny_mistral
 
-from turbo_hf.eval.bench.capture import capture, token_ids
+from turbo_hf.eval.bench.captured_layers import capture, token_ids
 from turbo_hf.eval.bench.error import DISTRIBUTIONS, FP8_TENSOR, METHODS, random_errors
 from turbo_hf.eval.bench.oracle import attend, errors
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from bench_support import CPU, check_refused, complaint, last_json, run
 
-from turbo_hf.eval.bench import generate
-from turbo_hf.eval.bench.generate import Method, Row, Work, attempt, compare, largest
-from turbo_hf.eval.bench.models import KINDS, random_model
+from turbo_hf import TurboConfig
+from turbo_hf.eval.bench import clock, generate
+from turbo_hf.eval.bench.clock import attempt
+from turbo_hf.eval.bench.generate import GenerateMethod, GenerateRow, Work, compare, largest
+from turbo_hf.eval.bench.random_models import KINDS, random_model
 
 TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
 
@@ -28,6 +30,7 @@ def test_models_are_of_the_published_size(shape: str, billions: float) -> None:
 def test_generate_of_tiny_models(tmp_path: Path) -> None:
     shapes = [word for shape in KINDS for word in ("--shape", shape)]
     words = [*TINY, *shapes, "--context", "70", "--batch", "2", "--preset", "turbo4", "--preset", "int8"]
+    words += ["--decoding", "greedy"]
     report = last_json(run(*words, "--out", str(tmp_path / "new"), "--json"))
     assert report == json.loads((tmp_path / "new" / "generate.json").read_text())
     assert {row["shape"] for row in report["rows"]} == set(KINDS)
@@ -38,12 +41,50 @@ def test_generate_of_tiny_models(tmp_path: Path) -> None:
             assert row["first_ms"] + 2 * row["step_ms"] <= whole_ms
             assert (row["speedup"] == 1) == (row["method"] == "SDPA")
             assert row["peak_bytes"] is None
+            assert row["error"] < 0.2
+            assert row["best"]["tokens_s"] <= row["speedup"]
+        if row["method"] == "static":
+            assert row["note"] == "generate compiles for a static cache on a GPU only"
+
+
+def test_every_way_to_decode_is_compared_with_itself() -> None:
+    report = last_json(run(*TINY, "--context", "40", "--json"))
+    figures = {row["method"]: row for row in report["rows"] if row["tokens_s"]}
+    ways = ("", ", 4 beams", ", assisted")
+    assert {f"{name}{way}" for name in ("SDPA", "turbo4") for way in ways} <= set(figures)
+    for way in ways[1:]:
+        own, theirs = figures[f"turbo4{way}"], figures[f"SDPA{way}"]
+        assert own["speedup"] == own["best"]["tokens_s"] == own["tokens_s"] / theirs["tokens_s"]
+        assert theirs["best"] == {"tokens_s": 1.0, "first_ms": 1.0, "step_ms": 1.0}
+        assert own["error"] < 0.2
+    two = last_json(run(*TINY, "--context", "40", "--batch", "2", "--decoding", "assisted", "--json"))["rows"]
+    assert {row["note"] for row in two} == {"assisted decoding takes one prompt at a time, in one pass"}
+
+
+def test_the_first_token_alone_by_mode_of_attention() -> None:
+    words = [*TINY[:-2], "--new", "1", "--context", "100", "--mode", "auto", "--mode", "fp16", "--decoding", "greedy"]
+    rows = [row for row in last_json(run(*words, "--rounds", "3", "--json"))["rows"] if row["tokens_s"]]
+    assert [row["method"] for row in rows[:3]] == ["SDPA", "turbo4/auto", "turbo4/fp16"]
+    assert all(row["first_ms"] > 0 and row["first_spread"] >= 0 and row["step_ms"] is None for row in rows)
+    check_refused("bench first-token is now bench generate --new 1", "first-token", "--tiny", "--length", "32k")
+
+
+def test_logits_that_are_not_the_model_s_get_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = clock.Clock.__call__
+
+    def wrong(self: Any, input_ids: Any, scores: Any) -> Any:
+        return right(self, input_ids, scores.flip(-1))
+
+    monkeypatch.setattr(clock.Clock, "__call__", wrong)
+    result = run(*TINY, "--context", "20", "--decoding", "greedy", "--json", code=1)
+    assert "SDPA on llama3-8b, 20 tokens: failed: its logits are off by" in complaint(result)
+    assert not any(row["tokens_s"] for row in last_json(result)["rows"])
 
 
 def test_the_paper_s_setting_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turbo_hf.eval.bench.generate_command.PAPER", ("60", "largest", 4))
+    monkeypatch.setattr("turbo_hf.eval.bench.generate.PAPER", ("60", "largest", 4))
     rows = last_json(run(*TINY[:-2], "--paper", "--most", "3", "--prefill-chunk", "32", "--json"))["rows"]
-    assert [(row["method"], row["batch"]) for row in rows[:2]] == [("SDPA", 3), ("turbo4", 3)]
+    assert [(row["method"], row["batch"]) for row in rows[:3]] == [("SDPA", 3), ("static", 0), ("turbo4", 3)]
     assert all((row["context"], row["new"], row["largest"]) == (60, 4, True) for row in rows)
 
 
@@ -67,7 +108,7 @@ def test_the_largest_batch_by_what_a_few_rows_take(monkeypatch: pytest.MonkeyPat
     for name, what in gpu.items():
         monkeypatch.setattr(torch.cuda, name, what)
     monkeypatch.setattr(generate, "_holds", lambda *_: lambda rows: tried.append(rows) or rows < 17)  # type: ignore[func-returns-value]
-    model, method, work = SimpleNamespace(device=torch.device("cpu")), Method("SDPA"), Work(10, 2, 1, None, 0)
+    model, method, work = SimpleNamespace(device=torch.device("cpu")), GenerateMethod("SDPA"), Work(10, 2, 1, None, 0)
     # 900 bytes are left for rows of 7
     assert generate._guess(model, method, work, 4096) == 128 * 15 // 16
     assert generate._guess(model, method, work, 50) == 50
@@ -89,21 +130,22 @@ def test_memory_that_runs_out_is_no_error_and_all_else_is() -> None:
 def test_a_batch_that_does_not_fit_and_one_that_no_longer_does(monkeypatch: pytest.MonkeyPatch) -> None:
     right, holds = generate._generate, {"prompts": 40, "timed": 37}
 
-    def full(model: Any, method: Method, batch: int, work: Work) -> Any:
+    def full(model: Any, method: GenerateMethod, batch: int, work: Work, record: bool = False) -> Any:
         if batch > holds["prompts" if work.new == 2 else "timed"]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return right(model, method, 1, work)
+        return right(model, method, 1, work, record)
 
     monkeypatch.setattr(generate, "_generate", full)
-    monkeypatch.setattr(generate, "free_memory", lambda: None)  # collects all of the suite's garbage, each time
+    monkeypatch.setattr(clock, "free_memory", lambda: None)  # collects all of the suite's garbage, each time
+    monkeypatch.setattr(generate, "free_memory", lambda: None)
     model, work = random_model("llama3-8b", 1, CPU, tiny=True), Work(20, 4, 1, None, 0)
-    (fixed,) = compare(model, "llama3-8b", [Method("SDPA")], work, 64, 512)
+    (fixed,) = compare(model, "llama3-8b", [GenerateMethod("SDPA")], work, 64, 512)
     assert (fixed.batch, fixed.tokens_s, fixed.note) == (64, None, "does not fit the memory")
-    (found,) = compare(model, "llama3-8b", [Method("SDPA")], work, None, 512)
+    (found,) = compare(model, "llama3-8b", [GenerateMethod("SDPA")], work, None, 512)
     assert 33 <= found.batch <= 37
     assert found.tokens_s
     holds["prompts"] = 0
-    (none,) = compare(model, "llama3-8b", [Method("SDPA")], work, None, 512)
+    (none,) = compare(model, "llama3-8b", [GenerateMethod("SDPA")], work, None, 512)
     assert none.note == "does not fit the memory"
 
 
@@ -112,8 +154,8 @@ def test_a_patched_model_that_fails_is_named_and_the_others_stay(monkeypatch: py
         raise ValueError("no such family")
 
     monkeypatch.setattr(generate, "patch", refuse)
-    result = run(*TINY, "--context", "20", "--json", code=1)
-    base, ours = last_json(result)["rows"][:2]
+    result = run(*TINY, "--context", "20", "--decoding", "greedy", "--json", code=1)
+    base, _, ours = last_json(result)["rows"][:3]
     assert base["tokens_s"] > 0
     assert ours["note"] == "failed: ValueError: no such family"
     assert "turbo4 on llama3-8b, 20 tokens: failed" in complaint(result)
@@ -122,14 +164,14 @@ def test_a_patched_model_that_fails_is_named_and_the_others_stay(monkeypatch: py
 def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = generate._timed
 
-    def refuse(model: Any, row: Row, *rest: Any) -> Row:
+    def refuse(model: Any, row: GenerateRow, *rest: Any) -> GenerateRow:
         if row.method == "SDPA":
             raise TypeError("no such argument")
         return timed(model, row, *rest)
 
     monkeypatch.setattr(generate, "_timed", refuse)
-    result = run(*TINY, "--context", "20", "--json", code=1)
-    base, ours = last_json(result)["rows"][:2]
+    result = run(*TINY, "--context", "20", "--decoding", "greedy", "--json", code=1)
+    base, _, ours = last_json(result)["rows"][:3]
     assert (base["tokens_s"], ours["speedup"]) == (None, None)
     assert ours["tokens_s"] > 0
     assert "SDPA on llama3-8b, 20 tokens: failed: TypeError: no such argument" in complaint(result)
@@ -143,6 +185,8 @@ def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypat
         (["generate", "--batch", "all"], "expected a batch like 8, or largest; got 'all'."),
         (["generate", "--batch", "0"], "expected a batch like 8, or largest; got '0'."),
         (["generate", "--preset", "turbo9"], "turbo9"),
+        (["generate", "--mode", "fast"], "unknown mode fast; choose from auto, turbo, int8, half, fp8, fp16."),
+        (["generate", "--decoding", "beam"], "unknown decoding beam; choose from greedy, beams, assisted."),
         (["generate", "--paper", "--new", "5"], "--paper sets --context, --batch and --new; omit them."),
         (["generate", "--paper", "--device", "cpu"], "--batch largest needs a GPU"),
         (["generate", "--device", "nowhere"], "no device 'nowhere'"),
@@ -156,7 +200,7 @@ def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) ->
 @pytest.mark.parametrize("graphs", [True, False])
 def test_graphs_are_on_unless_they_are_turned_off(graphs: bool) -> None:
     model = random_model("qwen2.5-0.5b", None, torch.device("cpu"), tiny=True)
-    method = generate.methods(["turbo4"], graphs)[1]
+    method = GenerateMethod("turbo4", config=TurboConfig(cuda_graphs=graphs))
     with generate._cache_of(model, method):
         assert ("get_compiled_call" in vars(model)) == graphs
     assert "get_compiled_call" not in vars(model)

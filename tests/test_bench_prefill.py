@@ -1,4 +1,4 @@
-"""`turbo-hf bench prefill` and `first-token` at toy size: what is wrong is not timed, the rest has figures."""
+"""`turbo-hf bench prefill` at toy size: what is wrong is not timed, the rest has figures."""
 
 import json
 import sys
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from bench_support import CPU, check_not_timed, check_refused, complaint, last_json, run
+from bench_support import CPU, check_not_timed, complaint, last_json, run
 
 from turbo_hf.eval.bench.check import Sample, verify
 from turbo_hf.eval.bench.error import METHODS
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.prefill import inputs
-from turbo_hf.eval.bench.shapes import SHAPES, Case
-from turbo_hf.layout import AttentionOutput
+from turbo_hf.eval.bench.shapes import SHAPES, PromptCase
+from turbo_hf.layout import AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 
 TOY = ["--device", "cpu", "--shape", "qwen2.5-0.5b", "--size", "1x70", "--seconds", "0"]
@@ -32,7 +32,7 @@ def test_prefill_prints_tables_json_and_files(tmp_path: Path) -> None:
     rows = {(row["method"], row["causal"]): row for row in report["rows"]}
     assert set(rows) == {(m, c) for m in ("SDPA math", "turbo", "int8", "half", "fp8", "fp16") for c in (True, False)}
     for (method, causal), row in rows.items():
-        flops = Case("", SHAPES["qwen2.5-0.5b"], 1, 70, causal).flops
+        flops = PromptCase("", SHAPES["qwen2.5-0.5b"], 1, 70, causal).flops
         assert row["tflops"] == pytest.approx(flops / 1e9 / row["ms"])
         assert row["roofline"] == pytest.approx(row["floor_ms"] / row["ms"])
         assert row["rounds"] >= 5
@@ -51,7 +51,7 @@ def broken(how: str) -> Any:
         if how == "mask":
             options["causal"] = False
         if how == "scale":
-            options["scaling"] *= 1.2
+            options["scoring"] = Scoring(options["scoring"].scaling * 1.2)
         if how == "raises":
             raise RuntimeError("out of registers")
         if how == "refuses":
@@ -80,7 +80,7 @@ def broken(how: str) -> Any:
         ("refuses", 'refused: mode "turbo" needs another GPU.'),
     ],
 )
-def test_what_is_wrong_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_timed(how: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "prefill", broken(how))
     check_not_timed(message, "ms", "prefill", *TOY, "--causal", "--mode", "turbo")
 
@@ -88,9 +88,9 @@ def test_what_is_wrong_is_not_timed(how: str, message: str, monkeypatch: pytest.
 @pytest.mark.parametrize("mode", [method.options["mode"] for method in METHODS[:3]])
 def test_the_budget_is_what_the_mode_costs_and_little_more(mode: str) -> None:
     """A result right in itself passes, and would not if its error were three times as large."""
-    case = Case("", SHAPES["qwen2.5-0.5b"], 2, 150, True)
+    case = PromptCase("", SHAPES["qwen2.5-0.5b"], 2, 150, True)
     q, k, v = inputs(case, torch.float16, CPU, 0)
-    options: dict[str, Any] = {"scaling": 0.125, "causal": True, "mode": mode}
+    options: dict[str, Any] = {"scoring": Scoring(0.125), "rounding": Rounding(mode), "causal": True}
     sample = Sample(q, k, v, scaling=0.125, causal=True, seed=0)
     got = op.prefill(q, k, v, **options)
     passed = verify(got, sample, options)
@@ -106,14 +106,3 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("prefill", *TOY, "--out", str(tmp_path), code=1)
     assert 'pip install "turbo_hf[bench]"' in complaint(result)
-
-
-def test_first_token_of_a_tiny_model() -> None:
-    words = ["first-token", "--tiny", "--layers", "2", "--length", "100", "--seconds", "0", "--device", "cpu"]
-    rows = last_json(run(*words, "--mode", "auto", "--mode", "fp16", "--json"))["rows"]
-    assert [row["method"] for row in rows] == ["SDPA", "auto", "fp16"]
-    assert all(row["ms"] > 0 for row in rows)
-
-
-def test_first_token_refuses_an_unknown_mode() -> None:
-    check_refused("unknown mode fast", "first-token", "--tiny", "--mode", "fast", "--device", "cpu")

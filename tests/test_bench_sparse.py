@@ -17,10 +17,10 @@ from turbo_hf.eval.bench.sparse import (
     Choice,
     attention,
     check_sparse,
+    index_shares,
     make_layers,
     select,
 )
-from turbo_hf.eval.bench.sparse_command import index_shares
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops.store.quantize import dequantize
 
@@ -82,7 +82,7 @@ def test_the_table_the_json_and_the_file(tmp_path: Path) -> None:
     assert "On a CPU" in result.stdout
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = bench.attention
 
     def wrong(*args: Any, **options: Any) -> AttentionOutput:

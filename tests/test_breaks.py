@@ -70,7 +70,9 @@ def test_an_exception_at_any_line_of_a_change(operation: Operation) -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 @pytest.mark.parametrize("places", [ALLOCATIONS, launches()], ids=["allocation", "launch"])
-def test_an_error_in_any(places: list[tuple[Any, str]], operation: Operation) -> None:
+def test_an_error_in_any_call_of_an_operation_leaves_a_right_cache_or_a_refusal(
+    places: list[tuple[Any, str]], operation: Operation
+) -> None:
     found = every_call(ROUTES["compressed"](), operation, places, 1 if len(places) > 60 else 5)
     assert right(found), found
 
@@ -203,12 +205,12 @@ def test_a_layer_is_not_read_while_it_is_torn(monkeypatch: pytest.MonkeyPatch) -
     route = ROUTES["compressed"]()
     cache = route.prepared()
     layer = cache.turbo_layers()[1]
-    monkeypatch.setattr(layer.buffer, "append", fails)
+    monkeypatch.setattr(layer.buffer, "reserve", fails)
     with pytest.raises(KeyboardInterrupt):
         route.run(cache, HELD, 1)
     message = "layer 1 of this TurboCache was being written when an earlier pass or call broke off"
     uses: list[Callable[[], Any]] = [
-        lambda: layer.dense(4), cache.roll_back, cache.stop_recording, lambda: route.run(cache, HELD, 1)
+        lambda: layer.dequantized(4), cache.roll_back, cache.stop_recording, lambda: route.run(cache, HELD, 1)
     ]  # fmt: skip
     for use in uses:
         with pytest.raises(ValueError, match=message):
@@ -302,7 +304,7 @@ def test_two_threads_on_one_cache(name: str) -> None:
     assert cache.get_seq_length() == HELD + len(accepted)
 
 
-def test_what_failed_in_one_thread_before_it_stored_is_gone_on_with_in_another() -> None:
+def test_a_pass_that_failed_before_storing_can_be_repeated_in_another_thread() -> None:
     route = ROUTES["compressed"]()
     cache, plain = route.prepared(), route.prepared()
 
@@ -317,7 +319,7 @@ def test_what_failed_in_one_thread_before_it_stored_is_gone_on_with_in_another()
 
 
 @pytest.mark.parametrize("name", ["hybrid", "unpatched-hybrid"])
-def test_who_looks_at_a_state_between_passes_breaks_nothing(name: str) -> None:
+def test_reading_a_state_between_passes_breaks_nothing(name: str) -> None:
     route = ROUTES[name]()
     cache = route.prepared()
     for step in range(3):

@@ -14,7 +14,7 @@ import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.cache.integrity import Integrity
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.graphs.replayable_steps import Steps
+from turbo_hf.graphs.replayable_steps import ReplayableSteps
 from turbo_hf.graphs.step_runner import CudaDevice
 
 CONFIG = TurboConfig(bits=8, block_size=32)
@@ -36,7 +36,7 @@ def judged(found: Counter[str]) -> None:
 def test_an_exception_at_any_line_of_replayed_steps(
     held: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
     model = tiny_llama()
     route = Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
     judged(every_line(route, Operation("steps", held, STEPS, replayed(Again, STEPS), one_by_one=True), error, 131))
@@ -44,10 +44,10 @@ def test_an_exception_at_any_line_of_replayed_steps(
 
 @HOLDS
 def test_an_exception_at_each_line_around_a_replay(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
     model = tiny_llama()
     route = Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
-    around = tuple(str(sys.modules[name].__file__) for name in (Steps.__module__, Integrity.__module__))
+    around = tuple(str(sys.modules[name].__file__) for name in (ReplayableSteps.__module__, Integrity.__module__))
     steps = Operation("steps", held, STEPS, replayed(Graphs, STEPS), one_by_one=True)
     judged(every_line(route, steps, Broken, files=around))
 

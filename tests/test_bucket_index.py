@@ -15,7 +15,7 @@ import turbo_hf
 from turbo_hf import Calibration, SparseConfig
 from turbo_hf.attention.sparse_step import PART
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.calibration.query_model import classify
 from turbo_hf.ops.sparse.select import assign
 from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Hash, Reformer
@@ -39,7 +39,7 @@ def feed(layer: TurboLayer, rows: list[list[Tensor]], tokens: int, starts: list[
     """New random keys for every row, in the layer and in plain lists."""
     k = torch.randn(len(rows), 2, tokens, 16)
     assert layer.selector is not None
-    layer.append(k, torch.randn_like(k), Chunk(tokens, None, starts), layer.selector.buckets(k))
+    layer.append(k, torch.randn_like(k), NewColumns(tokens, None, starts), layer.selector.buckets(k))
     layer.commit()
     for row, keys in enumerate(rows):
         keys += list(k[row, :, 0 if starts is None else starts[row] :].unbind(1))

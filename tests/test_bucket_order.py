@@ -11,7 +11,7 @@ from torch import Tensor
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.sparse.bucket_index import SPARE
 from turbo_hf.sparse.selectors import Reformer
 
@@ -33,14 +33,14 @@ def feed(layers: list[TurboLayer], tokens: int, rows: int = 2, starts: list[int]
     k, v = torch.randn(rows, 2, tokens, 16).half(), torch.randn(rows, 2, tokens, 16).half()
     for layer in layers:
         assert layer.selector is not None
-        layer.append(k, v, Chunk(tokens, None, starts), layer.selector.buckets(k.float()))
+        layer.append(k, v, NewColumns(tokens, None, starts), layer.selector.buckets(k.float()))
         layer.commit()
 
 
 def held(layer: TurboLayer, row: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keys, values and buckets of a row, as they lie: [Hkv, T, D] twice, [Hkv, T]."""
     count = layer.lengths()[row]
-    k, v = (x[row, :, :count] for x in layer.dense(layer.seen))
+    k, v = (x[row, :, :count] for x in layer.dequantized(layer.seen))
     return k, v, layer.bucket_index.buckets[row, :, 0, :count].clone()
 
 
@@ -74,13 +74,13 @@ def test_a_prompt_is_sorted_but_for_what_is_always_read() -> None:
     assert SPARE == 64
     check(layer, plain, [[range(1, 12)]] * 2)
     # the newest tokens wait for more of the prompt, and are sealed when an answer begins
-    assert layer.pool.sealed == [12, 12]
+    assert layer.state.sealed == [12, 12]
     feed([layer, plain], 1)
-    assert layer.pool.sealed == [15, 15]
+    assert layer.state.sealed == [15, 15]
     for _ in range(70):
         feed([layer, plain], 1)
     check(layer, plain, [[range(1, 12)]] * 2)
-    assert layer.pool.sealed == [17, 17]
+    assert layer.state.sealed == [17, 17]
 
 
 @pytest.mark.parametrize("size", [20, 100, 170])
@@ -97,7 +97,7 @@ def test_a_prompt_in_parts_is_sorted_part_by_part(size: int) -> None:
         done = max(done, end)
     assert (not runs) == (size < BLOCK)
     check(layer, plain, [runs] * 2)
-    assert layer.pool.sealed == [done] * 2
+    assert layer.state.sealed == [done] * 2
 
 
 def test_a_new_turn_sorts_its_own_tokens_and_can_be_taken_back() -> None:
@@ -151,7 +151,7 @@ def test_tokens_of_no_known_bucket_end_the_order() -> None:
     layer, plain = layer_of(), layer_of(sorts=False)
     k, v = torch.randn(2, 2, 300, 16).half(), torch.randn(2, 2, 300, 16).half()
     for x in (layer, plain):
-        x.append(k, v, Chunk(300))
+        x.append(k, v, NewColumns(300))
         x.commit()
     feed([layer, plain], 300)
     check(layer, plain, [[], []])
@@ -222,7 +222,7 @@ def test_what_follows_a_crop_is_sorted_as_in_a_new_cache() -> None:
 
 
 @pytest.mark.parametrize("chunk", [None, 150])
-def test_the_model_says_the_same(chunk: int | None) -> None:
+def test_tokens_are_the_same_with_a_cache_in_bucket_order(chunk: int | None) -> None:
     """A cache in order is read by prompts, dense decode and sparse decode alike."""
     model, ids = tiny_llama(num_hidden_layers=3), prompts(2, 400)
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "prefill_chunk_size": chunk}

@@ -25,12 +25,6 @@ from turbo_hf.layout import page_bytes
 TEXT = "Q: I have a cat, a dog, and a snake. How many animals do I have?\nA: Let's think step by step.\n"
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    """A tiny Llama without a patch, in float64: summed in another order, no number comes near another code."""
-    return tiny_llama(attn_implementation="sdpa").double()
-
-
 def forward(model: Any, ids: Tensor, cache: Cache, mask: Tensor | None = None) -> Tensor:
     """Logits of one pass, positions counted from each row's first token."""
     position = None
@@ -97,7 +91,7 @@ def test_fewer_bits_lose_more_of_the_logits() -> None:
     for bits in (8, 4, 3, 2):
         cache = TurboCache(model.config, TurboConfig(bits=bits))
         forward(model, ids[:, :192], cache)
-        assert cache.turbo_layers()[0].pool.sealed == [3]
+        assert cache.turbo_layers()[0].state.sealed == [3]
         got = forward(model, ids[:, 192:], cache)
         errors.append(float((got - want).square().mean() / want.var()))
     assert errors == sorted(errors)
@@ -113,7 +107,7 @@ def test_the_trained_model_reasons_on_it(preset: str) -> None:
     want = model.generate(**batch, max_new_tokens=50)
     cache = TurboCache(model.config, preset, attention_mask=batch["attention_mask"])
     assert torch.equal(model.generate(**batch, max_new_tokens=50, past_key_values=cache)[0], want[0])
-    assert cache.turbo_layers()[0].pool.sealed[0] >= 1
+    assert cache.turbo_layers()[0].state.sealed[0] >= 1
 
 
 def test_padding_is_not_stored_if_told(llama: Any) -> None:
@@ -257,12 +251,12 @@ def test_recording_reaches_every_layer(llama: Any) -> None:
     cache = TurboCache(llama.config)
     cache.activate_past_recording()
     forward(llama, prompts(1, 130), cache)
-    assert [layer.pool.sealed for layer in cache.turbo_layers()] == [[0], [0]]
+    assert [layer.state.sealed for layer in cache.turbo_layers()] == [[0], [0]]
     cache.crop(0)
-    assert [layer.pool.sealed for layer in cache.turbo_layers()] == [[2], [2]]
+    assert [layer.state.sealed for layer in cache.turbo_layers()] == [[2], [2]]
     forward(llama, prompts(1, 130), cache)
     cache.stop_recording()
-    assert [layer.pool.sealed for layer in cache.turbo_layers()] == [[4], [4]]
+    assert [layer.state.sealed for layer in cache.turbo_layers()] == [[4], [4]]
     assert not any(layer.record_past for layer in cache.turbo_layers())
 
 
@@ -288,13 +282,13 @@ def test_a_cache_filled_with_gradients_on_can_be_copied(llama: Any) -> None:
 
 def test_a_mask_is_read_once_a_pass(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    plan = turbo_hf.cache.new_columns.chunk_from_mask
+    plan = turbo_hf.cache.new_columns.columns_from_mask
 
     def counted(*args: Any) -> Any:
         plans.append(args)
         return plan(*args)
 
-    monkeypatch.setattr(turbo_hf.cache.turbo_cache, "chunk_from_mask", counted)
+    monkeypatch.setattr(turbo_hf.cache.turbo_cache, "columns_from_mask", counted)
     batch = left_padded([prompts(1, n, seed=n)[0] for n in (20, 70)])
     with turbo_hf.patch(llama):
         llama.generate(**batch, max_new_tokens=5)

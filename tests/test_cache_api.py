@@ -1,6 +1,7 @@
 """A `TurboCache` beside a `DynamicCache`: every public name of it works as there, or is refused in a sentence."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -106,33 +107,31 @@ def public(*things: Any) -> list[str]:
     return sorted({name for thing in things for name in dir(thing) if not name.startswith("_")})
 
 
-@pytest.mark.parametrize("window", [None, 24], ids=["full", "window"])
 @pytest.mark.parametrize("name", public(Cache, DynamicCache(config=tiny_llama().config)))
-def test_what_a_dynamic_cache_has(name: str, window: int | None) -> None:
+def test_what_a_dynamic_cache_has(name: str) -> None:
     assert name in CACHE, f"this version of Transformers has a new name, Cache.{name}: decide what a TurboCache does"
     how, use = CACHE[name]
-    turbo, stock = pair(window)
-    if name == "crop" and window:
-        # both forget
-        for cache in (turbo, stock):
-            cache.activate_past_recording()
-            fill(cache, 5)
-    check(how, use, turbo, stock, f"{name}|layer|TurboCache")
+    for window in (None, 24):
+        turbo, stock = pair(window)
+        if name == "crop" and window:
+            # both forget
+            for cache in (turbo, stock):
+                cache.activate_past_recording()
+                fill(cache, 5)
+        check(how, use, turbo, stock, f"{name}|layer|TurboCache")
 
 
-@pytest.mark.parametrize("window", [None, 24], ids=["full", "window"])
 @pytest.mark.parametrize("name", public(CacheLayerMixin, *(layer for w in (None, 24) for layer in pair(w)[1].layers)))
-def test_what_a_layer_of_a_dynamic_cache_has(name: str, window: int | None) -> None:
+def test_what_a_layer_of_a_dynamic_cache_has(name: str) -> None:
     assert name in LAYER, f"this version of Transformers has a new name of layers, {name}: decide what TurboLayer does"
     how, use = LAYER[name]
-    turbo, stock = (cache.layers[1] for cache in pair(window))
-    if not hasattr(stock, name):
-        how = OWN
-    if name == "crop" and window:
-        for layer in (turbo, stock):
-            layer.activate_past_recording()
-            layer.update(K, V)
-    check(how, use, turbo, stock, "TurboCache")
+    for window in (None, 24):
+        turbo, stock = (cache.layers[1] for cache in pair(window))
+        if name == "crop" and window:
+            for layer in (turbo, stock):
+                layer.activate_past_recording()
+                layer.update(K, V)
+        check(how if hasattr(stock, name) else OWN, use, turbo, stock, "TurboCache")
 
 
 def check(how: str, use: Callable[[Any], Any], turbo: Any, stock: Any, said: str) -> None:
@@ -271,23 +270,23 @@ def shown(cache: TurboCache) -> list[torch.Tensor]:
     return [x for layer in cache for x in layer[:2]]
 
 
-@pytest.mark.parametrize("dense", [(), (1,)], ids=["compressed", "beside-dense"])
 @pytest.mark.parametrize("way", ["batch_select_indices", "reorder_cache"])
 @pytest.mark.parametrize(("chosen", "rows"), CHOICES)
-def test_rows_are_chosen_by(chosen: Any, rows: list[int], way: str, dense: tuple[int, ...]) -> None:
-    cache = three_rows(dense)
-    before = shown(cache)
-    getattr(cache, way)(chosen)
-    assert all(torch.equal(got, want[rows]) for got, want in zip(shown(cache), before, strict=True))
-    assert all(layer.rows == len(rows) for layer in cache.turbo_layers())
+def test_rows_are_chosen_by(chosen: Any, rows: list[int], way: str) -> None:
+    # all layers compressed, and one beside a dense one
+    for dense in ((), (1,)):
+        cache = three_rows(dense)
+        before = shown(cache)
+        getattr(cache, way)(chosen)
+        assert all(torch.equal(got, want[rows]) for got, want in zip(shown(cache), before, strict=True))
+        assert all(layer.rows == len(rows) for layer in cache.turbo_layers())
 
 
-@pytest.mark.parametrize("way", ["batch_select_indices", "reorder_cache"])
 @pytest.mark.parametrize(("chosen", "said"), WRONG)
-def test_a_wrong_choice_changes_nothing(chosen: Any, said: str, way: str) -> None:
+def test_a_wrong_choice_changes_nothing(chosen: Any, said: str) -> None:
     cache = three_rows((0,))
     before = shown(cache)
-    for thing in (cache, cache.layers[1]):
+    for thing, way in product((cache, cache.layers[1]), ("batch_select_indices", "reorder_cache")):
         with pytest.raises(ValueError, match=said):
             getattr(thing, way)(chosen)
     assert all(torch.equal(got, want) for got, want in zip(shown(cache), before, strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from histories_support import subject
 from layer_support import tensors_of
 from models import left_padded, prompts, tiny_llama, tiny_mistral
@@ -100,9 +101,7 @@ def begin(make: Callable[[], tuple[Any, TurboCache]], mode: str) -> tuple[Any, T
     return model, cache
 
 
-@makes
-@modes
-@pytest.mark.parametrize("way", WAYS)
+@all_pairs(make=MAKES, mode=MODES, way=WAYS)
 def test_a_copy_goes_on_in_any_mode_beside_the_original(make: Any, mode: str, way: Callable[[Any], Any]) -> None:
     model, cache = begin(make, mode)
     _, same = begin(make, "no_grad")

@@ -88,10 +88,10 @@ def test_a_reset_ends_the_recording() -> None:
         cache = handle.new_cache()
         cache.activate_past_recording()
         feed(model, 200, cache)
-        assert cache.turbo_layers()[0].pool.sealed == [0, 0]
+        assert cache.turbo_layers()[0].state.sealed == [0, 0]
         cache.reset()
         feed(model, 200, cache)
-        assert cache.turbo_layers()[0].pool.sealed == [3, 3]
+        assert cache.turbo_layers()[0].state.sealed == [3, 3]
         own = copy.deepcopy(model)
         own.set_attn_implementation("sdpa")
     # a copy has no handle that could be named

@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
 from calibration_support import HEADS, SMALL, TEXTS, lab, same
-from models import lab_model, prompts, tiny_mistral
+from models import lab_model, tiny_mistral
 
-import turbo_hf
-from turbo_hf import Calibration, TurboConfig
+from turbo_hf import Calibration
 from turbo_hf.calibration import run
 from turbo_hf.calibration.artifacts import FACTS
 from turbo_hf.calibration.quality import WAYS
-from turbo_hf.calibration.query_model import stored_units, train
+from turbo_hf.calibration.query_model import train
 from turbo_hf.calibration.run import calibrate, estimate, make_plan
 from turbo_hf.calibration.unfinished import PART
 from turbo_hf.config.turbo_config import HEAD_METRICS
@@ -97,10 +95,8 @@ def test_an_interrupted_run_goes_on(stop: float, tmp_path: Path, indexed: Calibr
 
 def test_resume_refuses_another_run(tmp_path: Path, indexed: Calibration) -> None:
     indexed.save_pretrained(tmp_path / PART / "group-0")
-    others: list[dict[str, Any]] = [{"seed": 3}, {"architecture": "residual"}, {"long_range": True}]
-    for other in others:
-        with pytest.raises(ValueError, match="had other settings, texts or another model"):
-            lab(settings=replace(SMALL, **other), out=tmp_path, resume=True)
+    with pytest.raises(ValueError, match="had other settings, texts or another model"):
+        lab(settings=replace(SMALL, seed=3), out=tmp_path, resume=True)
     with pytest.raises(ValueError, match="resume needs out"):
         lab(resume=True)
 
@@ -117,24 +113,6 @@ def test_a_calibration_is_replaced_only_where_told(tmp_path: Path) -> None:
 
 def index_bytes(found: Calibration) -> int:
     return sum(x.nbytes for at in found.layers for n, x in at.tensors().items() if "scores" not in n)
-
-
-def test_another_classifier_of_another_run(indexed: Calibration) -> None:
-    model, _ = lab_model()
-    settings = replace(SMALL, architecture="residual", long_range=True)
-    found = lab(settings=settings)
-    assert estimate(model, make_plan(model, settings))["file_bytes"] == index_bytes(found)
-    for own, other in zip(found.layers, indexed.layers, strict=True):
-        assert own.centroids is not None
-        assert other.centroids is not None
-        assert torch.equal(own.centroids, other.centroids)
-        assert own.classifier["bias_1"].shape[1] == stored_units(settings, 64, 16) != SMALL.hidden
-        assert own.quality["recall"]["k-means"] == other.quality["recall"]["k-means"]
-        assert own.quality["recall"]["classifier"] != other.quality["recall"]["classifier"]
-    sparse = TurboConfig(sparse=turbo_hf.SparseConfig(probes=4, window_tokens=31), block_size=32)
-    with turbo_hf.patch(model, sparse, calibration=found) as handle:
-        model.generate(prompts(1, 200), max_new_tokens=3, do_sample=False)
-        assert handle.report().selectivity[0].share_beyond > 0
 
 
 def test_estimate_counts_what_is_stored(indexed: Calibration) -> None:

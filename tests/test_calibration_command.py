@@ -30,7 +30,7 @@ def test_the_command_writes_what_patch_reads(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
-    printed = command(tmp_path, *SHORT, "--architecture", "residual", "--long-range", "--dry-run", "--json")
+    printed = command(tmp_path, *SHORT, "--dry-run", "--json")
     facts = json.loads(printed.strip().splitlines()[-1])
     assert facts["seconds"] > 0
     assert facts["windows"] == 3
@@ -45,7 +45,6 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--preset", "slow"], "unknown preset 'slow'; presets are fast, full"),
-        (["--architecture", "deep"], "Settings.architecture must be 'mlp' or 'residual'; got 'deep'"),
         (["--texts", "nowhere"], "no file or folder 'nowhere'"),
         (["--window", "1000"], "too short for the long-range filter"),
         (["--heads-only", "--window", "100000"], "longer than the 32768 positions"),
@@ -55,8 +54,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
             "Settings.window must be a whole number of at least 64; got 20",
         ),
         (
-            ["--heads-only", *SHORT, "--architecture", "mlp", "--long-range"],
-            "no index: --clusters, --steps, --local, --far, --architecture, --long-range. Leave that out",
+            ["--heads-only", *SHORT],
+            "no index: --clusters, --steps, --local, --far. Leave that out",
         ),
         (["--heads-only", "--window", "256", "--revision", "v2"], "Leave revision='v2' out"),
     ],

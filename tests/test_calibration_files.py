@@ -114,6 +114,15 @@ def test_parts_that_do_not_fit_are_refused(
         Calibration.from_pretrained(tmp_path)
 
 
+def test_a_classifier_of_an_architecture_that_is_gone_is_refused(tmp_path: Path, indexed: Calibration) -> None:
+    before = dict(indexed.settings) | {"architecture": "mlp", "long_range": False}  # as earlier versions wrote
+    replace(indexed, settings=before).save_pretrained(tmp_path / "mlp")
+    assert same(Calibration.from_pretrained(tmp_path / "mlp"), replace(indexed, settings=before))
+    replace(indexed, settings=before | {"architecture": "residual"}).save_pretrained(tmp_path / "residual")
+    with pytest.raises(ValueError, match=r"architecture 'residual'; this version has the MLP alone\. Calibrate again"):
+        Calibration.from_pretrained(tmp_path / "residual")
+
+
 def test_layers_that_are_missing_are_told() -> None:
     model, _ = lab_model()
     found = lab()

@@ -1,7 +1,6 @@
 """Centroids and query classifiers: k-means, training, and how good they are."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -9,17 +8,12 @@ from calibration_support import SMALL, lab
 from sklearn.cluster import KMeans  # type: ignore[import-untyped] # it has no types
 from torch import Tensor
 
-from turbo_hf.calibration import run
 from turbo_hf.calibration.centroids import assign, choose_clusters, k_means
 from turbo_hf.calibration.quality import SELECTIVITY, WAYS, _recalled, evaluate, mean_recall
 from turbo_hf.calibration.query_model import (
     QueryModels,
-    ResidualModels,
-    _draw,
     classify,
     divergence,
-    residual_width,
-    stored_units,
     train,
 )
 from turbo_hf.calibration.samples import LARGEST, Samples, bucket_sums, true_mass
@@ -121,52 +115,6 @@ def test_a_narrow_classifier_starts_at_random() -> None:
     assert all(map(torch.equal, models.state_dict().values(), same_seed.state_dict().values()))
 
 
-def test_residual_classifiers_fold_into_an_mlp() -> None:
-    query = torch.randn(2, 4000, 8) * 2 + 1
-    start = torch.randn(2, 30, 8)
-    covariance = torch.stack([x.T.cov(correction=0) for x in query])
-    seeded = torch.Generator().manual_seed(0)
-    models = ResidualModels(query.mean(1, keepdim=True), covariance, 5, start, seeded)
-    other = torch.randn(2, 500, 8)
-    # narrower than twice the head dim, and at k-means all the same
-    torch.testing.assert_close(models(other), torch.bmm(other, start.mT), rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        for parameter in models.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=seeded) / 2)
-        want = torch.bmm(other + classify(models.inner.folded(), other), models.weight) + models.bias
-        assert not torch.allclose(want, torch.bmm(other, models.weight) + models.bias)
-        stored = models.folded()
-        assert {name: tuple(x.shape) for name, x in stored.items()} == {
-            "weight_1": (2, 8, 5 + 16),
-            "bias_1": (2, 5 + 16),
-            "weight_2": (2, 5 + 16, 30),
-            "bias_2": (2, 30),
-        }
-        torch.testing.assert_close(models(other), want, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(classify(stored, other), want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("dim", "clusters", "hidden"), [(8, 30, 40), (64, 64, 1024), (16, 4, 33)])
-def test_a_residual_classifier_has_as_many_weights_as_the_mlp(dim: int, clusters: int, hidden: int) -> None:
-    mean, covariance, seeded = torch.zeros(1, 1, dim), torch.eye(dim)[None], torch.Generator()
-    mlp = QueryModels(mean, covariance, hidden, clusters, seeded)
-    width = residual_width(dim, clusters, hidden)
-    residual = ResidualModels(mean, covariance, width, torch.zeros(1, clusters, dim), seeded)
-    ours, theirs = (sum(p.numel() for p in each.parameters()) for each in (residual, mlp))
-    assert 0 <= theirs - ours < 2 * dim + 2, "one unit more would be too many"
-    assert residual.folded()["bias_1"].shape[1] == stored_units(
-        replace(SMALL, hidden=hidden, architecture="residual"), dim, clusters
-    )
-
-
-def test_a_residual_classifier_needs_room() -> None:
-    with pytest.raises(
-        ValueError, match=r"hidden must be at least 7 for a residual .* head dim 8 and 30 clusters.*got 6"
-    ):
-        residual_width(8, 30, 6)
-    assert residual_width(8, 30, 7) == 1
-
-
 def made_up(windows: int, turned: bool) -> tuple[Samples, list[Tensor], Tensor]:
     """A layer without rotary embedding whose classifier sees its queries, or sees them turned away from the keys."""
     seeded = torch.Generator().manual_seed(0)
@@ -187,16 +135,14 @@ def made_up(windows: int, turned: bool) -> tuple[Samples, list[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("turned", "architecture", "gain"),
-    [(False, "mlp", 0.95), (False, "residual", 0.9), (True, "mlp", 4.0), (True, "residual", 4.0)],
+    ("turned", "gain"),
+    [(False, 0.95), (True, 4.0)],
 )
-def test_training_keeps_what_k_means_finds_and_learns_what_it_cannot(
-    turned: bool, architecture: Any, gain: float
-) -> None:
+def test_training_keeps_what_k_means_finds_and_learns_what_it_cannot(turned: bool, gain: float) -> None:
     samples, buckets, centroids = made_up(13, turned)
     found = []
     for steps in (1, 200):
-        settings = replace(SMALL, hidden=64, steps=steps, batch=64, learning_rate=1e-2, architecture=architecture)
+        settings = replace(SMALL, hidden=64, steps=steps, batch=64, learning_rate=1e-2)
         classifier, loss = train([samples], [buckets], [centroids], 12, settings, lambda: None)
         judged = evaluate(samples, buckets, centroids, centroids, classifier, range(12, 13), settings.local, 0)
         found.append((float(loss), judged["loss"]))
@@ -206,55 +152,6 @@ def test_training_keeps_what_k_means_finds_and_learns_what_it_cannot(
     assert recall > gain * max(by_k_means, by_chance)
     # which sees the queries as they meet the keys
     assert rotated == pytest.approx(by_k_means) if not turned else rotated > 4 * by_k_means
-
-
-def test_long_range_training_sees_long_range_queries_alone() -> None:
-    samples, buckets, centroids = made_up(3, False)
-    for far, query in zip(samples.far, samples.queries, strict=True):
-        far[:, 1] = False
-        query[:, 1] = torch.nan
-    settings = replace(SMALL, hidden=64, steps=5, batch=64)
-    made = [
-        train([samples], [buckets], [centroids], 2, replace(settings, long_range=chosen), lambda: None)
-        for chosen in (True, False)
-    ]
-    finite = [all(bool(x.isfinite().all()) for x in classifier.values()) for classifier, _ in made]
-    assert finite == [True, False]
-
-
-def test_each_head_draws_long_range_queries_of_its_own() -> None:
-    settings, seeded = replace(SMALL, batch=200, long_range=True), torch.Generator().manual_seed(0)
-    layers = [made_up(1, False)[0] for _ in range(3)]
-    for number, layer in enumerate(layers[:2]):
-        layer.far[0][:] = False
-        layer.far[0][0, 1, 7 * number : 7 * number + 3] = True
-    layers[2].far[0][:] = False
-    pick, asking = _draw(layers, 0, settings, seeded)
-    assert asking.tolist() == [True, True, False]
-    # two query heads of 128 queries each
-    assert [set(own.tolist()) for own in pick[:2]] == [{128, 129, 130}, {135, 136, 137}]
-
-
-def test_a_head_without_a_long_range_query_stays_as_it_began() -> None:
-    samples, buckets, centroids = made_up(2, False)
-    without, *_ = made_up(2, False)
-    for far in without.far:
-        far[:] = False
-    settings = replace(SMALL, hidden=16, steps=20, batch=32, long_range=True, learning_rate=1e-2)
-    classifier, losses = train([samples, without], [buckets] * 2, [centroids] * 2, 2, settings, lambda: None)
-    assert losses.isfinite().tolist() == [True, False]
-    query = torch.randn(2, 50, 8)
-    length = torch.cat(samples.pre_rotary_keys, 1).norm(dim=-1).mean()
-    begun = torch.bmm(query, (centroids * length).mT.expand(2, -1, -1))
-    got = classify(classifier, query)
-    torch.testing.assert_close(got[1], begun[1], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(got[0], begun[0], rtol=0.01, atol=0.01)
-    assert run._untrained(samples, 2) == ""
-    assert run._untrained(without, 2) == "no long-range query to train heads 0 with"
-    samples.far[1][:] = False
-    message = "more than 16 tokens away, and window 1 has none. Take a smaller far, .* or long_range=False"
-    with pytest.raises(ValueError, match=message):
-        train([samples, without], [buckets] * 2, [centroids] * 2, 2, settings, lambda: None)
 
 
 def test_divergence_counts_the_keys_of_a_bucket() -> None:

@@ -71,7 +71,7 @@ def test_a_revision_has_its_own_calibration() -> None:
         heads_of(model, revision="main")
 
 
-def test_a_revision_that_nobody_tells_is_doubted(hub: Path) -> None:
+def test_a_warning_where_the_revision_of_a_model_is_unknown(hub: Path) -> None:
     model = load(None)
     assert checkpoint_of(model) == Checkpoint("me/two", ONE, (TWO,))
     message = f"revisions of 'me/two' that differ in {FACTS}, and Transformers does not say which"
@@ -116,7 +116,7 @@ def test_the_only_revision_in_the_cache_is_the_models(hub: Path) -> None:
         assert "over 512 tokens (me/two)" in heads_of(model)
 
 
-def test_a_revision_without_weights_raises_no_doubt(hub: Path) -> None:
+def test_no_warning_of_a_revision_without_weights(hub: Path) -> None:
     for file in (hub / "snapshots" / TWO).glob("model*.safetensors"):
         file.unlink()
     with warnings.catch_warnings():

@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.compile
+
 
 def compiled(*arguments: str) -> list[dict[str, Any]]:
     """What `compile_kernels.py` prints."""
-    root = Path(__file__).parent
+    program = Path(__file__).parent / "support" / "compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(root / "compile_kernels.py"), *arguments],
+        [sys.executable, str(program), *arguments],
         check=False,
         capture_output=True,
         text=True,
-        env=environment | {"PYTHONPATH": str(root)},
+        env=environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -1,6 +1,7 @@
 """torch.compile around a patched model, and around one that is not patched and given a TurboCache."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,46 @@ def test_an_own_loop_over_a_compiled_model() -> None:
         for one, other in zip(loop(), want, strict=True):
             torch.testing.assert_close(one, other)
         assert compiled() > before
+
+
+@pytest.mark.parametrize("compile_it", [forward, call])
+def test_no_step_is_compiled_after_the_first(compile_it: Callable[[Any], None]) -> None:
+    model = tiny_llama(num_hidden_layers=1, attn_implementation="sdpa")
+    batch, counts = left_padded([prompts(1, length, length)[0] for length in (60, 45)]), []
+    with turbo_hf.patch(model, CONFIG) as handle, torch.no_grad():
+        compile_it(model)
+        for cache in (handle.new_cache(), handle.new_cache()):
+            mask = batch["attention_mask"]
+            for step in range(8):
+                at = mask.cumsum(-1) - 1 if step == 0 else mask.sum(-1, keepdim=True) - 1
+                ids = batch["input_ids"] if step == 0 else batch["input_ids"][:, -1:]
+                model(ids, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True)
+                mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+                counts.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    # a prompt, a step; and nothing for another cache
+    assert counts[0] < counts[1]
+    assert counts[1] == counts[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile_it", ["forward", "call"])
+def test_on_a_gpu_by_inductor(compile_it: str) -> None:
+    model = tiny_llama(attn_implementation="sdpa").cuda()
+    batch = {name: x.cuda() for name, x in left_padded([prompts(1, 60)[0], prompts(1, 45, 1)[0]]).items()}
+    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
+    with turbo_hf.patch(model, replace(CONFIG, cuda_graphs=False)):
+        want = model.generate(**batch, **options)
+        if compile_it == "call":
+            model.compile()
+        else:
+            model.forward = torch.compile(model.forward)
+        first = model.generate(**batch, **options)
+        before = compiled()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            assert torch.equal(model.generate(**batch, **options), first)
+        assert compiled() == before
+    # sums are in another order, and a tie may fall otherwise
+    assert (first == want).float().mean() > 0.9
 
 
 def test_a_cache_of_an_unpatched_model_that_is_compiled() -> None:

@@ -21,6 +21,7 @@ from turbo_hf.config.turbo_config import PRESETS, TurboConfig, at_8_bit, resolve
         *(pytest.param({"buffer_scale": s}, id=s) for s in ("token", "universal")),
         *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "half", "fp8", "fp16")),
         *(pytest.param({"cuda_graphs": g}, id=f"graphs-{g}") for g in ("auto", True, False)),
+        pytest.param({"compile": True}, id="compile"),
         pytest.param({"low_heads": 1}, id="all-low"),
         pytest.param({"bits": 8, "low_bits": 4, "low_heads": 0.25}, id="mixed"),
         pytest.param({"sas": True, "sas_threshold": -80}, id="lowest-threshold"),
@@ -46,7 +47,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"buffer_scale": None}, r"buffer_scale must be one of 'token', 'universal'; got None", id="scale"),
         pytest.param(
             {"attention": "flash"},
-            r"attention must be one of 'auto', 'turbo', 'int8', 'half', 'fp8', 'fp16'; got 'flash'",
+            r"attention must be one of 'auto', 'turbo', 'int8', 'half', 'fp8', 'fp16', 'native'; got 'flash'",
             id="attention",
         ),
         pytest.param({"backend": "cuda"}, r"backend must be one of 'auto', 'triton', 'reference'; got 'cuda'", id="be"),
@@ -54,6 +55,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"smooth_k": 1}, r"smooth_k must be one of True, False; got 1", id="smooth"),
         pytest.param({"attention": "fp16", "hadamard": True}, r'attention "fp16" rounds none', id="fp16-hadamard"),
         pytest.param({"cuda_graphs": 1}, r"cuda_graphs must be one of 'auto', True, False; got 1", id="graphs"),
+        pytest.param({"compile": "inductor"}, r"compile must be one of True, False; got 'inductor'", id="compile"),
         pytest.param({"sas": 1}, r"sas must be one of True, False; got 1", id="sas"),
         pytest.param({"sas": True, "sas_threshold": "-6"}, r"sas_threshold must be None .*; got '-6'", id="sas-text"),
         pytest.param({"low_heads": 1.5}, r"low_heads must be a share from 0 to 1; got 1.5", id="low_heads"),
@@ -138,7 +140,7 @@ def test_refuses_unknown_presets(value: Any) -> None:
         resolve_config(value)
 
 
-def test_at_8_bit_keeps_all_else() -> None:
+def test_a_config_at_8_bit_keeps_all_other_fields() -> None:
     config = TurboConfig(bits=4, low_heads=0.5, block_size=32, attention="fp16", buffer_scale="universal")
     kept = at_8_bit(config)
     assert kept.head_groups(8) == ((8, 8),)

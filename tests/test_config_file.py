@@ -1,5 +1,6 @@
 """Configs as dicts, and as JSON and YAML files, wherever a preset can be named."""
 
+import copy
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from turbo_hf.eval.methods import folder_of, method_named, options_of_files, req
 
 CONFIGS = [
     *PRESETS.values(),
-    TurboConfig(bits=16, low_bits=4, low_heads=0.5, attention="fp16", cuda_graphs=False),
+    TurboConfig(bits=16, low_bits=4, low_heads=0.5, attention="fp16", cuda_graphs=False, compile=True),
     TurboConfig(sas=True, sas_threshold=-6.5, int8_layers=(3, 1), dense_layers=(0,), low_heads=1),
     TurboConfig(int8_layers=(), sparse=SparseConfig(mass=0.05, most_probes=64, dense_layers=(0, 2))),
     TurboConfig(sparse=SparseConfig(selector="lsh-tables", tables=8, buckets=64, independent=True, seed=7)),
@@ -62,6 +63,56 @@ def test_layers_may_be_lists() -> None:
     assert config.dense_layers == (0, 2)
 
 
+def test_read_all_layers_is_another_name_of_sparse_dense_layers(tmp_path: Path) -> None:
+    layers: Any = [1, 2]
+    config = SparseConfig(read_all_layers=layers, probes=8)
+    assert config == SparseConfig(dense_layers=(1, 2), probes=8)
+    assert config.read_all_layers == config.dense_layers == (1, 2)
+    assert "read_all_layers" not in config.to_dict()
+    assert SparseConfig.from_dict(config.to_dict()) == config
+    assert SparseConfig.from_dict({"read_all_layers": [1, 2], "dense_layers": (1, 2), "probes": 8}) == config
+    assert replace(config, dense_layers=(3,)).read_all_layers == (3,)
+    assert copy.deepcopy(config) == config
+    for name, text in (
+        ("mine.json", '{"sparse": {"read_all_layers": [3]}}'),
+        ("mine.yaml", "sparse: {read_all_layers: [3]}"),
+    ):
+        (tmp_path / name).write_text(text)
+        assert resolve_config(tmp_path / name).sparse == SparseConfig(dense_layers=(3,))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"read_all_layers": (1,), "dense_layers": (2,)}, r"two names of one option; got \(1,\) and \(2,\)"),
+        ({"read_all_layers": [1], "dense_layers": [0]}, r"two names of one option; got \[1\] and \[0\]"),
+        ({"read_all_layers": 1}, "dense_layers must be a tuple of layer indices; got 1"),
+    ],
+)
+def test_two_values_of_one_option_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SparseConfig(**options)
+    with pytest.raises(ValueError, match=message):
+        TurboConfig.from_dict({"sparse": options})
+
+
+def test_native_is_another_name_of_attention_fp16() -> None:
+    config = TurboConfig(attention="native")
+    assert config == TurboConfig(attention="fp16")
+    assert config.to_dict()["attention"] == "fp16"
+    assert TurboConfig.from_dict({"attention": "native", "bits": 16}) == TurboConfig(attention="fp16", bits=16)
+    assert (config.prompt_attention, config.decode_attention) == ("fp16", "fp16")
+    with pytest.raises(ValueError, match='attention "fp16" rounds none'):
+        TurboConfig(attention="native", smooth_k=True)
+
+
+def test_other_names_in_a_method() -> None:
+    assert method_named("turbo4/native").config == method_named("turbo4/fp16").config
+    config = method_named("turbo4@window:read_all_layers=0+2").config
+    assert config is not None
+    assert config.sparse == SparseConfig(selector="window", dense_layers=(0, 2))
+
+
 def test_options_of_a_preset() -> None:
     assert TurboConfig.from_dict({}) == TurboConfig()
     assert TurboConfig.from_dict({"preset": "turbo-mixed"}) == PRESETS["turbo-mixed"]
@@ -81,7 +132,10 @@ def test_options_of_a_preset() -> None:
             r"^TurboConfig has no option bit, block; options are preset, bits, .*sparse",
         ),
         ({3: 4}, r"^TurboConfig has no option 3; options are preset, "),
-        ({"sparse": {"probe": 4}}, r"^SparseConfig has no option probe; options are selector, probes, "),
+        (
+            {"sparse": {"probe": 4}},
+            r"^SparseConfig has no option probe; options are read_all_layers, selector, probes, ",
+        ),
         ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
         ({"preset": "turbo5"}, r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-mixed, turbo2, saap"),
         ({"preset": {"bits": 4}}, r"^unknown preset {'bits': 4}; presets are "),

@@ -4,15 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from budgets import largest
 from choices import FLOATS, OPTIONS, TWO_MODES
 from decode_support import check_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_calls import decode
 from stores import make_store, random_store, tokens
 
 from turbo_hf.layout import BITS
-from turbo_hf.ops.decode.contract import decode
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -35,9 +36,11 @@ def test_head_groups(query_heads: int, kv_heads: int, mode: str, device: torch.d
     check_decode(tokens(5, query_heads, 1, 64, device=device), store, mode, backend)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("bits", [pytest.param(bits, id=f"{bits}bit") for bits in BITS])
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)])
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)],
+    bits=[pytest.param(bits, id=f"{bits}bit") for bits in BITS],
+    mode=TWO_MODES,
+)
 def test_head_dims_and_bits(dim: int, bits: int, mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 63], 2, dim, device, groups=((bits, 2),))
     check_decode(tokens(2, 4, 2, dim, device=device), store, mode, backend, starts=[0, 1])

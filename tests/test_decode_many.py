@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from budgets import check_exact, check_turbo
+from op_calls import decode
 from prefill_support import int8_queries
 from stores import make_store, store_codes, tokens
 
-from turbo_hf.layout import FULL
-from turbo_hf.ops.decode.contract import decode
+from turbo_hf.layout import UNQUANTIZED
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.gpu]
 
@@ -28,8 +28,8 @@ KINDS: list[Kind] = [
     (80, 4, 1, 64, ((8, 1), (4, 1), (3, 1), (2, 1)), torch.float16, {"sinks": True}),
     (64, 2, 3, 64, ((2, 2),), torch.float32, {"window": 130, "softcap": 9.0, "sinks": True}),
     (256, 2, 1, 64, ((4, 1),), torch.float16, {}),
-    (128, 4, 1, 64, ((FULL, 2),), torch.float16, {}),
-    (64, 7, 2, 32, ((FULL, 1),), torch.bfloat16, {"window": 90, "sinks": True}),
+    (128, 4, 1, 64, ((UNQUANTIZED, 2),), torch.float16, {}),
+    (64, 7, 2, 32, ((UNQUANTIZED, 1),), torch.bfloat16, {"window": 90, "sinks": True}),
 ]
 
 
@@ -54,7 +54,7 @@ def test_random_caches(kind: int, mode: str) -> None:
         own["scaling"] = dim**-0.5
         got = decode(q, store, starts=torch.tensor(starts, device=device), mode=mode, backend="triton", **own)
         rows = store_codes(store)
-        if mode == "fp16" or groups[0][0] == FULL:
+        if mode == "fp16" or groups[0][0] == UNQUANTIZED:
             check_exact(got, q, [row.values() for row in rows], starts=starts, **own)
         else:
             check_turbo(got, int8_queries(q, starts), q.dtype, rows, starts=starts, **own)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from budgets import check_same, largest
 from choices import TWO_MODES
+from op_calls import decode
 from stores import make_store, tokens
-
-from turbo_hf.ops.decode.contract import decode
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -47,16 +46,3 @@ def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -
     assert torch.equal(got.out, want.out)
     assert list(plans.values()) == [made]
     assert launch_decode._workspace.cache_info().currsize == 0
-
-
-@pytest.mark.parametrize("plan", ["whole", "split"])
-def test_plans_of_other_papers_give_the_same(plan: str, device: torch.device) -> None:
-    pytest.importorskip("triton")
-    from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
-
-    k, v = tokens(2, 1, 400, 64, device=device), tokens(2, 1, 400, 64, device=device)
-    store, q = make_store(k, v, [400, 90], block=32), tokens(2, 4, 1, 64, device=device)
-    expected = decode(q, store, scaling=0.125, backend="triton")
-    replayed: dict[Any, Any] = {}
-    for at in (store, store._replace(plans=replayed)):
-        check_same(launch_decode.decode(q, at, scaling=0.125, plan=plan), expected, largest(v))

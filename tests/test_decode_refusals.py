@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from op_calls import decode, prefill
 from stores import make_store, random_store
 
 from turbo_hf.layout import KVStore
-from turbo_hf.ops.decode.contract import decode
-from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 

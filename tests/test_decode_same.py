@@ -7,12 +7,12 @@ import torch
 from budgets import check, check_same, largest
 from choices import TWO_MODES
 from decode_support import check_decode
+from op_calls import decode
 from oracle import oracle
 from prefill_support import int8_queries
 from stores import make_store, random_store, store_codes, tokens
 
 from turbo_hf.layout import BITS, AttentionOutput
-from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.store.quantize import seal_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -116,7 +116,7 @@ def test_four_bit_tokens_are_those_of_one_prompt() -> None:
         model(first.sequences, past_key_values=prompt)
         for got, want in zip(together.past_key_values.turbo_layers(), prompt.turbo_layers(), strict=True):
             assert got.lengths() == want.lengths() == [SWITCH + 1] * 2
-            assert all(map(torch.equal, got.dense(SWITCH + 1), want.dense(SWITCH + 1)))
+            assert all(map(torch.equal, got.dequantized(SWITCH + 1), want.dequantized(SWITCH + 1)))
 
 
 @whole

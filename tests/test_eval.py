@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from models import lab_model
 
-from turbo_hf.eval.demo import BASELINE, Row, demo
+from turbo_hf.eval.demo import BASELINE, DemoRow, demo
 from turbo_hf.eval.needle import needles
 
 
@@ -80,7 +80,7 @@ def test_a_rehearsal_changes_no_answer(lab: tuple[Any, Any], monkeypatch: pytest
         calls.append(len(inputs["input_ids"]))
         return generate(**inputs)
 
-    def rows(rehearse: bool) -> list[Row]:
+    def rows(rehearse: bool) -> list[DemoRow]:
         found = demo(model, tokenizer, asked, ["turbo4"], batch=2, rehearse=rehearse)
         return [replace(row, tokens_per_s=0.0) for row, _ in found]
 

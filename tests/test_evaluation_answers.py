@@ -24,10 +24,10 @@ from turbo_hf.cli.main import app
 from turbo_hf.eval.answers import MAKE, TABLE, AnsweredLM, Answers
 from turbo_hf.eval.evaluate import Outcome, load_tasks, run_method
 from turbo_hf.eval.model import TurboLM
-from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import LOCK, META, open_run
+from turbo_hf.eval.run_identity import LOCK, META, open_run
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import carried_prose, needle_task, prose_task
+from turbo_hf.eval.token_cache import Prompts
 
 LIMITS = Limits(context=2048, longest=512)
 GIVEN: dict[str, Any] = {

@@ -15,8 +15,8 @@ from lm_eval.models.huggingface import HFLM
 
 from turbo_hf.eval.methods import BASELINE, EAGER, applied, method_named
 from turbo_hf.eval.model import Batch, TurboLM
-from turbo_hf.eval.sdpa import without_plans
 from turbo_hf.eval.tasks import carried_prose
+from turbo_hf.eval.without_cudnn_plans import without_plans
 
 
 def questions(tokenizer: Any) -> list[tuple[Any, list[int], list[int]]]:

@@ -11,10 +11,10 @@ pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e 
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
 
 from turbo_hf.eval.evaluate import load_tasks
-from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import META, fingerprint, identity, open_run
+from turbo_hf.eval.run_identity import META, fingerprint, identity, open_run
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import needle_task
+from turbo_hf.eval.token_cache import Prompts
 
 LIMITS = Limits(context=2048, longest=512)
 

@@ -15,13 +15,13 @@ from turbo_hf.cli.main import app
 from turbo_hf.eval.evaluate import Outcome, load_tasks, quiet, run_method
 from turbo_hf.eval.methods import AGAIN, BASELINE
 from turbo_hf.eval.model import TurboLM
-from turbo_hf.eval.output import Report, markdown
-from turbo_hf.eval.prompts import Prompts
-from turbo_hf.eval.record import META
+from turbo_hf.eval.output import EvalReport, markdown
 from turbo_hf.eval.report import noise, report, stamps, tables
 from turbo_hf.eval.report_plots import accuracy_plot, memory_plot, needle_cells, needle_map, worst
+from turbo_hf.eval.run_identity import META
 from turbo_hf.eval.suites import Limits
 from turbo_hf.eval.tasks import Spec, carried_prose, needle_task, prose_task
+from turbo_hf.eval.token_cache import Prompts
 
 LIMITS = Limits(context=2048, longest=512)
 
@@ -88,7 +88,7 @@ def test_tables_and_pictures(run: tuple[Path, list[Spec], dict[str, Outcome]], t
     versions = {"lm_eval": "a", "transformers": "b", "torch": "c"}
     about = {"model": "m", "model_fingerprint": "f", "dtype": "float32", "device": "cpu", "suite": "s", "batch": 4}
     about |= {"seed": 1, "limit": 3, "versions": versions}
-    text = markdown(Report("a title", stamps(about), tables(found), ["a note"], {}, []))
+    text = markdown(EvalReport("a title", stamps(about), tables(found), ["a note"], {}, []))
     assert "LIMITED to 3 items a task" in text
     assert "- a note" in text
     assert "LIMITED" not in " ".join(stamps({**about, "limit": None}))

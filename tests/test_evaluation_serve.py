@@ -97,7 +97,7 @@ def test_memory_that_runs_out_leaves_a_gap(monkeypatch: pytest.MonkeyPatch) -> N
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(serve, "_generate", full)
-    monkeypatch.setattr("turbo_hf.eval.bench.generate.free_memory", lambda: None)
+    monkeypatch.setattr("turbo_hf.eval.bench.clock.free_memory", lambda: None)
     model, method = tiny_llama(), method_named("turbo4")
     found = level(model, method, 20, 2, 4, 1, 0)
     assert (found.method, found.context, found.tokens_s, found.kv_bytes) == ("turbo4", 20, None, None)

@@ -20,10 +20,10 @@ from lm_eval.tasks import TaskManager
 
 from turbo_hf.eval import infinitebench, ruler
 from turbo_hf.eval.evaluate import load_tasks, quiet
-from turbo_hf.eval.prompts import Prompts
 from turbo_hf.eval.scorers import BBH, GSM8K, right_choice, right_number, right_statement
 from turbo_hf.eval.suites import BBH_TASKS, BOOKS, SUITES, Limits, build
 from turbo_hf.eval.tasks import Spec, evenly
+from turbo_hf.eval.token_cache import Prompts
 
 LIMITS = Limits(context=8192, longest=512, limit=3)
 
@@ -209,7 +209,7 @@ def test_without_the_hub_the_local_files_are_named(tokenizer: Any, monkeypatch: 
         ("I do not know", False),
     ],
 )
-def test_the_corrected_number(reply: str, right: bool) -> None:
+def test_the_corrected_scorer_of_numbers(reply: str, right: bool) -> None:
     assert right_number({"resps": [[reply]], "target": "some steps\n#### 18"}) == right
 
 
@@ -224,7 +224,7 @@ def test_the_corrected_number(reply: str, right: bool) -> None:
         ("(B)", "(B)", False),
     ],
 )
-def test_the_corrected_statement(reply: str, target: str, right: bool) -> None:
+def test_the_corrected_scorer_of_statements(reply: str, target: str, right: bool) -> None:
     assert right_statement({"resps": [[reply]], "target": target}) == right
 
 

@@ -4,14 +4,15 @@ In attention mode "fp16" the patched model must choose the same tokens, and miss
 """
 
 import copy
-import importlib
-import pkgutil
 from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_turn
 from budgets import check, float_budget, largest
 from families_support import (
+    CASES,
+    EVERYTHING,
     FAMILY_CASES,
     FULL,
     GENERIC_CASES,
@@ -22,13 +23,11 @@ from families_support import (
     build,
     everything,
     exact,
-    families,
     generate,
     logits,
     padded,
     renamed,
     settle,
-    widths,
 )
 from models import prompts
 from patching_support import changes, snapshot
@@ -37,13 +36,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import turbo_hf
-import turbo_hf.patches
 from turbo_hf import TurboCache
-from turbo_hf.patches import FAMILIES, Family
+from turbo_hf.patches.families import FAMILIES, family_of
 
 
-@everything
-@widths
+@in_turn(case=EVERYTHING, bits=[8, 4])
 def test_tokens_are_those_of_eager_attention_on_the_same_cache(case: Case, bits: int) -> None:
     model, config = build(case.model_type, **case.options), exact(bits)
     with turbo_hf.patch(model, config) as handle:
@@ -70,8 +67,7 @@ def test_prompt_logits_are_those_of_the_model(case: Case) -> None:
     check("without a cache", without, want, budget)
 
 
-@families
-@widths
+@in_turn(case=CASES, bits=[4, 8])
 def test_step_logits_are_those_of_eager_attention_on_the_same_cache(case: Case, bits: int) -> None:
     check_step(build(case.model_type, **case.options), padded(), bits)
 
@@ -109,7 +105,7 @@ def check_step(model: PreTrainedModel, batch: dict[str, Tensor], bits: int) -> N
 def same_codes(cache: TurboCache, other: TurboCache, row: int) -> bool:
     """Whether two caches hold the same newest token in a row."""
     for a, b in zip(cache.turbo_layers(), other.turbo_layers(), strict=True):
-        at = a.buffer.length[row] - 1
+        at = a.state.open[row] - 1
         if not torch.equal(a.buffer.k[row, :, at], b.buffer.k[row, :, at]):
             return False
         if not torch.equal(a.buffer.v[row, :, :, at], b.buffer.v[row, :, :, at]):
@@ -182,18 +178,13 @@ def test_a_second_turn_and_the_way_back(name: str) -> None:
     assert torch.equal(logits(model, **renamed(batch)), plain)
 
 
-def test_every_family_file_names_a_family_that_is_tested_here() -> None:
-    files = [
-        name
-        for _, name, _ in pkgutil.iter_modules(turbo_hf.patches.__path__)
-        if name not in ("generic", "layers", "misfits")
-    ]
-    families = [importlib.import_module(f"turbo_hf.patches.{name}").FAMILY for name in files]
-    assert all(isinstance(family, Family) and family.notes for family in families)
-    assert {family.name for family in families} == {family.name for family in FAMILIES}
-    known = {kind for family in families for kind in family.model_types}
-    assert known <= set(CONFIG_MAPPING.keys())
+def test_every_family_of_the_table_is_tested_here() -> None:
+    known = [kind for family in FAMILIES for kind in family.model_types]
+    assert len(set(known)) == len(known)
+    assert len({family.name for family in FAMILIES}) == len(FAMILIES)
+    assert set(known) <= set(CONFIG_MAPPING.keys())
+    assert all(family.notes for family in FAMILIES)
     tested = {case.model_type for case in FAMILY_CASES}
-    assert all(tested & set(family.model_types) for family in families)
-    assert all(turbo_hf.patches.family_of(kind) is not None for kind in tested)
-    assert all(turbo_hf.patches.family_of(case.model_type) is None for case in GENERIC_CASES)
+    assert all(tested & set(family.model_types) for family in FAMILIES)
+    assert all(family_of(kind) is not None for kind in tested)
+    assert all(family_of(case.model_type) is None for case in GENERIC_CASES)

@@ -1,9 +1,9 @@
 """Families of models: what INT8 and bfloat16 cost, which is what they cost the model itself."""
 
-import pytest
 import torch
+from all_pairs import in_turn
 from budgets import SLACK
-from families_support import LENGTHS, NEW, Case, alone, build, exact, families, logits, padded, renamed
+from families_support import CASES, LENGTHS, NEW, Case, alone, build, exact, families, logits, padded, renamed
 from models import prompts
 from torch import Tensor
 
@@ -16,8 +16,7 @@ def relative(x: Tensor, y: Tensor) -> float:
     return float((x - y).norm() / y.norm())
 
 
-@families
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@in_turn(case=CASES, bits=[8, 4, 2])
 def test_turbo_mode_adds_no_more_than_int8_does(case: Case, bits: int) -> None:
     """Q and P in INT8 cost what K and V in INT8 cost, which attention mode "fp16" at 8 bit measures."""
     model, batch = build(case.model_type, **case.options), padded()

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import turbo_hf
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import layer_windows
-from turbo_hf.patches.generic import REFUSED, obstacle
+from turbo_hf.patches.generic import REFUSED, why_not_compressible
 
 LATENT = {
     "kv_lora_rank": 16,
@@ -97,7 +97,7 @@ def test_cross_attention_to_images_is_refused() -> None:
     model = MllamaForCausalLM(config)
     with pytest.raises(Unsupported, match="its cross-attention layers keep the keys of images, which are no tokens"):
         turbo_hf.patch(model, strict="warn")
-    assert obstacle(model.model.layers[1].cross_attn) == "cross-attention"
+    assert why_not_compressible(model.model.layers[1].cross_attn) == "cross-attention"
 
 
 def test_a_config_that_does_not_say_how_many_layers_there_are() -> None:

@@ -137,7 +137,7 @@ def test_only_one_writes_at_a_time(tmp_path: Path) -> None:
     def work(number: int) -> None:
         nonlocal most
         for _ in range(25):
-            with one_writer(tmp_path, "lock", wait=60):
+            with one_writer(tmp_path, "lock", wait=1800):
                 inside.append(number)
                 most = max(most, len(inside))
                 inside.pop()

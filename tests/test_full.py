@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from budgets import check, check_exact, check_turbo, float_budget, largest
+from op_calls import decode, prefill
 from oracle import oracle
 from prefill_support import int8_queries
 from stores import make_store, store_codes, tokens
@@ -14,17 +16,14 @@ from transformers import AutoModelForCausalLM
 
 import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import FULL, KVStore, empty_pages, full_type, open_token_bytes, page_bytes
-from turbo_hf.ops.decode.contract import decode
-from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.layout import UNQUANTIZED, KVStore, empty_pages, open_token_bytes, page_bytes, type_16bit
 from turbo_hf.ops.store.quantize import dequantize, seal_blocks, unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 MODEL = Path(__file__).parent.parent / "examples" / "lab-llama-4m"
-BACKENDS = [pytest.param(name, id=name) for name in ("reference", "triton")]
 MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 TYPES = [pytest.param(x, id=str(x).removeprefix("torch.")) for x in (torch.float16, torch.bfloat16, torch.float32)]
 OPTIONS = [
@@ -45,15 +44,15 @@ def a_store(
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("options", OPTIONS)
+@all_pairs(options=OPTIONS, dtype=TYPES, mode=MODES)
 def test_decode_is_plain_attention(
     options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str, device: torch.device
 ) -> None:
     """In both modes: what is stored as it is is computed so. Lengths with and without open tokens and blocks."""
-    store, q = a_store([130, 5, 64], ((FULL, 2),), dtype, device), tokens(3, 8, 3, 64, dtype=dtype, device=device)
+    store, q = (
+        a_store([130, 5, 64], ((UNQUANTIZED, 2),), dtype, device),
+        tokens(3, 8, 3, 64, dtype=dtype, device=device),
+    )
     if options.get("sinks"):
         options = options | {"sinks": torch.randn(8, device=device)}
     got = decode(q, store, scaling=0.125, mode=mode, backend=backend, **options)
@@ -63,17 +62,18 @@ def test_decode_is_plain_attention(
 SHAPES = [(64, 64, 8), (80, 32, 4), (128, 64, 2), (256, 64, 16), (128, 128, 6), (256, 128, 2)]
 
 
-@pytest.mark.parametrize(("dim", "block", "heads"), SHAPES, ids=[f"d{d}-b{b}-{h}:2" for d, b, h in SHAPES])
-@pytest.mark.parametrize("dtype", TYPES[:2])
-@pytest.mark.parametrize("options", OPTIONS)
+@all_pairs(
+    shape=[pytest.param((d, b, h), id=f"d{d}-b{b}-{h}:2") for d, b, h in SHAPES], options=OPTIONS, dtype=TYPES[:2]
+)
 def test_a_step_of_any_shape(
-    options: dict[str, Any], dtype: torch.dtype, dim: int, block: int, heads: int, device: torch.device
+    shape: tuple[int, int, int], options: dict[str, Any], dtype: torch.dtype, device: torch.device
 ) -> None:
+    dim, block, heads = shape
     """One token, so that up to four query rows of a KV head are all that a tile has."""
     lengths = [2 * block + 5, 3, block]
     k, v = (tokens(3, 2, max(lengths), dim, dtype=dtype, device=device) for _ in range(2))
     order = torch.tensor([[1, 0]] * 3, device=device)
-    store = make_store(k, v, lengths, groups=((FULL, 2),), order=order, block=block)
+    store = make_store(k, v, lengths, groups=((UNQUANTIZED, 2),), order=order, block=block)
     q = tokens(3, heads, 1, dim, dtype=dtype, device=device)
     if options.get("sinks"):
         options = options | {"sinks": torch.randn(heads, device=device)}
@@ -81,14 +81,13 @@ def test_a_step_of_any_shape(
     check_exact(got, q, [row.values() for row in store_codes(store)], scaling=0.125, **options)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -> None:
+def test_small_shares_beside_a_dominant_token_are_kept(backend: str, device: torch.device) -> None:
     """A sink 2^26 times as heavy as others, of value 0: what is left are they, less than float16 tells from 0."""
     k = torch.zeros(1, 1, 512, 64, dtype=torch.float16, device=device)
     k[:, :, 0, 0] = 18.0
     v = torch.full_like(k, 2000.0)
     v[:, :, 0] = 0
-    store = make_store(k, v, [512], groups=((FULL, 1),))
+    store = make_store(k, v, [512], groups=((UNQUANTIZED, 1),))
     q = torch.zeros(1, 1, 1, 64, dtype=torch.float16, device=device)
     q[..., 0] = 1.0
     got = decode(q, store, scaling=1.0, mode="fp16", backend=backend).out.double()
@@ -96,24 +95,22 @@ def test_what_one_token_dwarfs_is_not_lost(backend: str, device: torch.device) -
     assert float((got / want - 1).abs().max()) < 0.01
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("size", [1000, 1500, 2000, 4000, 8000])
 def test_huge_scores_stay_in_float16(size: int, backend: str, device: torch.device) -> None:
     """Beyond 2^24 float32 does not tell whole numbers apart; what is added to a score in base 2 is then rounded."""
     k = torch.rand(1, 1, 100, 64, device=device).mul(0.5).add(0.75).mul(size).half()
     v = tokens(1, 1, 100, 64, dtype=torch.float16, device=device)
     q = torch.rand(1, 4, 1, 64, device=device).mul(0.5).add(0.75).mul(size).half()
-    store = make_store(k, v, [100], groups=((FULL, 1),))
+    store = make_store(k, v, [100], groups=((UNQUANTIZED, 1),))
     got = decode(q, store, scaling=0.125, mode="fp16", backend=backend)
     # float32 leaves open which of the nearest scores is the largest, but not that P is at most 1
     assert float(got.out.abs().max()) <= float(v.abs().max())
     assert got.lse.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str, device: torch.device) -> None:
     """Rows of whole blocks, so that the oracle of either kind holds for a head's every token."""
-    groups = ((FULL, 2), (8, 1), (4, 1))
+    groups = ((UNQUANTIZED, 2), (8, 1), (4, 1))
     store, q = a_store([128, 64], groups, torch.float32, device), tokens(2, 8, 2, 64, device=device)
     got = decode(q, store, scaling=0.125, backend=backend)
     rounded, rows = int8_queries(q, [0, 0]), store_codes(store)
@@ -130,7 +127,7 @@ def test_each_head_beside_narrower_ones_is_computed_as_it_is_stored(backend: str
 
 def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads(device: torch.device) -> None:
     """Their blocks are codes and their open tokens are not: two kinds of products in one head."""
-    store = a_store([130, 7, 70], ((FULL, 1), (4, 1)), torch.float32, device)
+    store = a_store([130, 7, 70], ((UNQUANTIZED, 1), (4, 1)), torch.float32, device)
     q = tokens(3, 4, 3, 64, device=device)
     got, want = (decode(q, store, scaling=0.125, backend=name) for name in ("triton", "reference"))
     exact = oracle(q, [row.values() for row in store_codes(store)], scaling=0.125)
@@ -141,8 +138,7 @@ def test_kernel_and_reference_agree_on_open_tokens_of_narrower_heads(device: tor
     check("out", got.out, want.out.double().cpu(), budget)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("groups", [((FULL, 2),), ((FULL, 1), (4, 1))], ids=["16", "16+4"])
+@pytest.mark.parametrize("groups", [((UNQUANTIZED, 2),), ((UNQUANTIZED, 1), (4, 1))], ids=["16", "16+4"])
 def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str, device: torch.device) -> None:
     store = a_store([130, 7], groups, torch.float32, device)
     q, k, v = (tokens(2, heads, 40, 64, device=device) for heads in (4, 2, 2))
@@ -156,22 +152,22 @@ def test_a_prompt_over_a_past(groups: tuple[tuple[int, int], ...], backend: str,
         prefill(q, k, v, scaling=0.125, past=store, mode="turbo", backend=backend)
 
 
-def test_sealing_copies() -> None:
+def test_16_bit_blocks_are_sealed_without_a_change() -> None:
     k, v, one = (torch.randn(3, 2, 64, 16).to(torch.bfloat16) for _ in range(3))
-    pages = seal_blocks(k, one[..., 0].float(), v, one[..., 0].float(), FULL)
+    pages = seal_blocks(k, one[..., 0].float(), v, one[..., 0].float(), UNQUANTIZED)
     back = unpack_blocks(pages)
     assert torch.equal(back[0], k)
     assert torch.equal(back[1], v)
     assert bool((pages.scale == 1).all())
     with pytest.raises(ValueError, match=r"k must be float16 or bfloat16 \[P, S, b, D\] like k; got torch.int8"):
-        seal_blocks(k.to(torch.int8), one[..., 0].float(), v, one[..., 0].float(), FULL)
+        seal_blocks(k.to(torch.int8), one[..., 0].float(), v, one[..., 0].float(), UNQUANTIZED)
 
 
 def test_bytes_are_those_allocated() -> None:
-    pages = empty_pages(FULL, 3, 2, 80, 32, torch.device("cpu"), torch.bfloat16)
-    assert sum(x.nbytes for x in pages[1:]) == 6 * page_bytes(80, FULL, 32)
-    assert open_token_bytes(80, full=True) == 2 * (80 * 2 + 4)
-    assert [full_type(x) for x in (torch.bfloat16, torch.float16, torch.float32)] == [
+    pages = empty_pages(UNQUANTIZED, 3, 2, 80, 32, torch.device("cpu"), torch.bfloat16)
+    assert sum(x.nbytes for x in pages[1:]) == 6 * page_bytes(80, UNQUANTIZED, 32)
+    assert open_token_bytes(80, unquantized=True) == 2 * (80 * 2 + 4)
+    assert [type_16bit(x) for x in (torch.bfloat16, torch.float16, torch.float32)] == [
         torch.bfloat16, torch.float16, torch.float16,
     ]  # fmt: skip
 
@@ -179,7 +175,6 @@ def test_bytes_are_those_allocated() -> None:
 # --- layer ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("config", [{}, {"low_bits": 4, "low_heads": 0.5}], ids=["16", "16+4"])
 def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -> None:
     """A prompt, steps, a roll-back into a sealed block, and steps again; narrower heads as INT8 tokens would seal."""
@@ -187,7 +182,7 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
     k, v = (tokens(2, 2, 140, 16, dtype=torch.float16) for _ in range(2))
 
     def feed(start: int, end: int) -> None:
-        layer.append(k[:, :, start:end], v[:, :, start:end], Chunk(end - start))
+        layer.append(k[:, :, start:end], v[:, :, start:end], NewColumns(end - start))
         layer.commit()
 
     feed(0, 120)
@@ -196,31 +191,30 @@ def test_a_layer_holds_what_it_was_given(config: dict[str, Any], backend: Any) -
     layer.crop(-12)
     for at in range(124, 140):
         feed(at, at + 1)
-    held = layer.dense(140)
+    held = layer.dequantized(140)
     for got, want in zip(held, (k, v), strict=True):
         assert torch.equal(got[:, 1], want[:, 1])
         assert torch.equal(got[:, 0, 128:], want[:, 0, 128:])
         assert torch.equal(got[:, 0], want[:, 0]) == (not config)
     if config:
         narrow = TurboLayer(TurboConfig(bits=4, backend=backend, rotate_keys=False))
-        narrow.append(k[:, :1, :64], v[:, :1, :64], Chunk(64))
+        narrow.append(k[:, :1, :64], v[:, :1, :64], NewColumns(64))
         narrow.commit()
         for name in ("k", "v", "meta", "scale"):
             first = layer.pool.table[:, 0]
             assert torch.equal(getattr(layer.pool.paged[1], name)[first], getattr(narrow.pool.paged[0], name)[:2])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tokens_at_once", [1, 40])
 def test_nan_and_what_float16_cannot_hold_are_refused(tokens_at_once: int, backend: Any) -> None:
     layer = TurboLayer(TurboConfig(bits=16, backend=backend))
     x = torch.randn(1, 2, 63, 16)
-    layer.append(x, x, Chunk(63))
+    layer.append(x, x, NewColumns(63))
     layer.commit()
     bad = torch.full((1, 2, tokens_at_once, 16), 1e5)
 
     def store() -> None:
-        layer.append(bad, bad, Chunk(tokens_at_once))
+        layer.append(bad, bad, NewColumns(tokens_at_once))
         layer.commit()
 
     with pytest.raises(ValueError, match="keys or values hold NaN or Inf"):
@@ -259,6 +253,6 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
     ],
     ids=["attention", "smooth", "universal", "low"],
 )
-def test_refuses_what_would_round(choices: dict[str, Any], message: str) -> None:
+def test_16_bit_pages_refuse_options_that_round(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TurboConfig(bits=16, **choices)

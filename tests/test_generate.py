@@ -17,13 +17,7 @@ from transformers import DynamicCache
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
-from turbo_hf.attention.masks import dense_mask
-
-
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    """A tiny Llama in float64, without a patch between tests."""
-    return tiny_llama(attn_implementation="sdpa").double()
+from turbo_hf.attention.masks import mask_4d
 
 
 @pytest.fixture(params=MODES)
@@ -42,7 +36,7 @@ def test_greedy_tokens_are_the_oracles(llama: Any, config: TurboConfig) -> None:
 
 
 @pytest.mark.parametrize("config", EXACT)
-def test_the_oracle_is_sensitive(llama: Any, config: TurboConfig) -> None:
+def test_the_oracle_notices_quantization_and_padding(llama: Any, config: TurboConfig) -> None:
     batch = ragged()
     want = oracle(llama, config, **batch)
     assert not torch.equal(want, answer(llama, **batch)), "quantization changes no token"
@@ -223,7 +217,7 @@ def test_a_pass_left_to_hugging_face_stores_no_padding(llama: Any) -> None:
     after = torch.cat((mask, torch.ones(2, 1, dtype=torch.int64)), 1)
     steps = []
     with turbo_hf.patch(llama, EXACT4, strict="fallback") as handle, torch.no_grad():
-        every = dense_mask(mask, mask.shape[1], mask.shape[1], causal=True, window=None, device=mask.device)
+        every = mask_4d(mask, mask.shape[1], mask.shape[1], causal=True, window=None, device=mask.device)
         for shown in (mask, every):
             cache = handle.new_cache()
             position = (mask.cumsum(-1) - 1).clamp(min=0)

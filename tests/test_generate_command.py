@@ -1,5 +1,6 @@
 """`turbo-hf generate`: streamed text, chats, and what it says of mistakes."""
 
+import errno
 import json
 import socket
 from pathlib import Path
@@ -50,6 +51,16 @@ def run(*words: str, code: int = 0, typed: str | bytes = "") -> Any:
     result = CliRunner().invoke(app, ["generate", *words, "--device", "cpu"], input=typed)
     assert result.exit_code == code, result.output
     return result
+
+
+def test_a_reader_that_has_had_enough_ends_it_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(Conversation, "complete", broken)
+    result = run(LAB, PROMPT, code=1)
+    assert "pipe" not in result.output
+    assert "error" not in result.output.lower()
 
 
 @pytest.mark.usefixtures("no_network")

@@ -13,12 +13,6 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    """A tiny Llama in float64, without a patch between tests."""
-    return tiny_llama(attn_implementation="sdpa").double()
-
-
 @pytest.fixture(params=MODES)
 def config(request: pytest.FixtureRequest) -> TurboConfig:
     """4 bit in both attention modes."""
@@ -75,7 +69,7 @@ def test_drafts_leave_a_cache_that_can_go_on(llama: Any) -> None:
         first = llama.generate(repeated, past_key_values=cache, max_new_tokens=40, prompt_lookup_num_tokens=5)
         # everything but the newest token is cached, drafts that were refused are not
         assert [layer.lengths() for layer in cache.turbo_layers()] == [[first.shape[1] - 1]] * 2
-        assert all(layer.pool.sealed == [(first.shape[1] - 1) // 64] for layer in cache.turbo_layers())
+        assert all(layer.state.sealed == [(first.shape[1] - 1) // 64] for layer in cache.turbo_layers())
         again = handle.new_cache()
         llama(first[:, :-1], past_key_values=again)
         for mine, other in zip(cache.turbo_layers()[:1], again.turbo_layers()[:1], strict=True):
@@ -83,7 +77,7 @@ def test_drafts_leave_a_cache_that_can_go_on(llama: Any) -> None:
             assert torch.equal(got.paged[0].k[got.table], want.paged[0].k[want.table])
         # a call without drafts seals its blocks itself
         llama.generate(first, past_key_values=cache, max_new_tokens=64)
-        assert all(layer.pool.sealed == [(first.shape[1] + 63) // 64] for layer in cache.turbo_layers())
+        assert all(layer.state.sealed == [(first.shape[1] + 63) // 64] for layer in cache.turbo_layers())
 
 
 # --- one cache, several calls --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
+from op_calls import decode
 from prefill_support import check_prefill, int8_queries
 from stores import make_store, store_codes, tokens
 
@@ -19,14 +21,13 @@ from turbo_hf.attention.turbo_attention import _is_plain, sas_threshold
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.errors import Notices
 from turbo_hf.graphs import step_runner as graphs
-from turbo_hf.layout import FULL, Scoring
+from turbo_hf.layout import UNQUANTIZED, Scoring
 from turbo_hf.ops import gpu, tuning
-from turbo_hf.ops.backend import kernel_obstacle
-from turbo_hf.ops.decode.contract import decode, step_obstacle
-from turbo_hf.patching import doctor
-from turbo_hf.patching import forecast as forecasts
+from turbo_hf.ops.backend import why_no_kernel
+from turbo_hf.ops.decode.contract import why_no_step_kernel
+from turbo_hf.patching import doctor, refusals
 from turbo_hf.patching import patch_model as patching
-from turbo_hf.patching.forecast import forecast
+from turbo_hf.patching.refusals import forecast
 
 CONSUMER = 99 << 10
 """Bytes of shared memory a program, on capabilities 8.6, 8.9 and 12.0."""
@@ -40,9 +41,9 @@ def old(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu, "TRITON_FOUND", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Tesla T4"))
-    gpu._obstacle.cache_clear()
+    gpu._why_no_kernels_on.cache_clear()
     yield
-    gpu._obstacle.cache_clear()
+    gpu._why_no_kernels_on.cache_clear()
 
 
 TOO_OLD = "Tesla T4 has compute capability 7.5, and the kernels need 8.0"
@@ -51,9 +52,9 @@ TOO_OLD = "Tesla T4 has compute capability 7.5, and the kernels need 8.0"
 @pytest.mark.usefixtures("old")
 def test_a_gpu_that_is_too_old_is_told() -> None:
     q: Any = OnGpu(256, torch.float16)
-    assert kernel_obstacle(q) == TOO_OLD
+    assert why_no_kernel(q) == TOO_OLD
     # of which nobody knows how much shared memory it has
-    assert step_obstacle(q, 128, "fp16") == TOO_OLD
+    assert why_no_step_kernel(q, 128, "fp16") == TOO_OLD
 
 
 @pytest.mark.usefixtures("old")
@@ -61,10 +62,10 @@ def test_a_gpu_that_is_too_old_is_told() -> None:
     ("name", "value", "words"),
     [("TRITON_FOUND", False, "the package triton is not installed"), ("hip", "6.4", "this torch is built for ROCm")],
 )
-def test_what_else_stands_in_the_way(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_need_triton_and_cuda(name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu if hasattr(gpu, name) else torch.version, name, value)
-    assert words in str(gpu.obstacle(torch.device("cuda", 0)))
-    assert gpu.obstacle(torch.device("cpu")) is None
+    assert words in str(gpu.why_no_kernels_on(torch.device("cuda", 0)))
+    assert gpu.why_no_kernels_on(torch.device("cpu")) is None
 
 
 def on_a_gpu(config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[int], notices: Notices) -> None:
@@ -73,8 +74,8 @@ def on_a_gpu(config: TurboConfig, devices: Any, dtype: torch.dtype, dims: set[in
 
 
 def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "obstacle", lambda device: TOO_OLD)
-    monkeypatch.setattr(graphs, "gpu_obstacle", gpu.obstacle)
+    monkeypatch.setattr(gpu, "why_no_kernels_on", lambda device: TOO_OLD)
+    monkeypatch.setattr(graphs, "why_no_kernels_on", gpu.why_no_kernels_on)
     monkeypatch.setattr(patching, "forecast", on_a_gpu)
     model = tiny_llama()
     with pytest.warns(UserWarning, match=f"plain torch, which is slow: {TOO_OLD}"), turbo_hf.patch(model) as handle:
@@ -99,14 +100,14 @@ def test_a_patch_warns_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> 
         ("turbo", 4, 128, torch.bfloat16, []),
     ],
 )
-def test_what_a_small_gpu_lacks_is_said_before(
+def test_a_patch_tells_what_a_small_gpu_cannot_run(
     attention: Any, bits: int, block: int, dtype: torch.dtype, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu, "obstacle", lambda device: None)
+    monkeypatch.setattr(gpu, "why_no_kernels_on", lambda device: None)
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 3090")
-    monkeypatch.setattr(forecasts, "_example", lambda dim, dtype, device: OnGpu(dim, dtype))
+    monkeypatch.setattr(refusals, "_example", lambda dim, dtype, device: OnGpu(dim, dtype))
     config = TurboConfig(attention=attention, bits=bits, block_size=block)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -116,7 +117,7 @@ def test_what_a_small_gpu_lacks_is_said_before(
 
 
 @pytest.mark.usefixtures("old")
-def test_the_doctor_and_auto_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_and_auto_tell_of_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_gpu", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -130,30 +131,29 @@ def test_the_doctor_and_auto_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_does_not_fit_is_told() -> None:
     errors = pytest.importorskip("triton.runtime.errors")
-    from turbo_hf.ops.room import room_for  # noqa: PLC0415 - needs Triton
 
     with (
         pytest.raises(ValueError, match=r"head dim 256 .*181760.*smaller TurboConfig.block_size"),
-        room_for(torch.empty(1, 256)),
+        gpu.explain_out_of_resources(torch.empty(1, 256)),
     ):
         raise errors.OutOfResources(181760, CONSUMER, "shared memory")
 
 
 def test_half_in_float32_is_refused_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.empty(1, 1, 1, 256)
-    assert kernel_obstacle(x, "half") is None
+    assert why_no_kernel(x, "half") is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    assert str(kernel_obstacle(x, "half")).endswith("this GPU has 99; modes turbo, int8 and fp16 run")
-    assert kernel_obstacle(x, "turbo") is None
+    assert str(why_no_kernel(x, "half")).endswith("this GPU has 99; modes turbo, int8 and fp16 run")
+    assert why_no_kernel(x, "turbo") is None
 
 
 def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(1, 1, 1, 256, dtype=torch.float16)
-    assert step_obstacle(q, 128, "fp16") is None
+    assert why_no_step_kernel(q, 128, "fp16") is None
     monkeypatch.setattr(gpu, "shared_memory", lambda device: CONSUMER)
-    told = step_obstacle(q, 128, "fp16")
+    told = why_no_step_kernel(q, 128, "fp16")
     assert told == "blocks of 128 tokens of 256 channels do not fit in float16; smaller ones do"
-    assert step_obstacle(q, 64, "fp16") is None
+    assert why_no_step_kernel(q, 64, "fp16") is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: p
 )
 def test_torch_computes_prompts_that_are_causal_attention_and_no_more(changed: dict[str, Any], plain: bool) -> None:
     layer = TurboLayer(TurboConfig(sas=changed.get("sas", False)), window=changed.get("window"))
-    layer.seen = changed.get("seen", 0)
+    layer.state = replace(layer.state, seen=changed.get("seen", 0))
     starts, softcap, sinks = (changed.get(name) for name in ("starts", "softcap", "sinks"))
     scoring = Scoring(1.0, softcap, sinks, sas_threshold(layer.config, 40))
     q: Any = OnGpu(128, tokens=40)
@@ -206,7 +206,7 @@ def test_prefill_in_smaller_tiles(dim: int, block: int, mode: str, device: torch
 @pytest.mark.parametrize("block", [64, 128])
 def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) -> None:
     k, v = (tokens(1, 2, 200, 256, dtype=torch.float16, device=device) for _ in range(2))
-    past = make_store(k, v, [200], groups=((FULL, 2),), block=block)
+    past = make_store(k, v, [200], groups=((UNQUANTIZED, 2),), block=block)
     q = tokens(1, 4, 40, 256, dtype=torch.float16, device=device)
     check_prefill(q, k[:, :, :40], v[:, :, :40], "fp16", past=past, backend="triton")
 
@@ -219,7 +219,7 @@ def test_decode_in_smaller_tiles(dim: int, block: int, bits: int, device: torch.
     store = make_store(k, v, [300, 70], groups=((bits, 2),), block=block)
     q = tokens(2, 4, 1, dim, dtype=torch.float16, device=device)
     got, rows = decode(q, store, scaling=0.1, backend="triton"), store_codes(store)
-    if bits == FULL:
+    if bits == UNQUANTIZED:
         check_exact(got, q, [row.values() for row in rows], scaling=0.1)
     else:
         check_turbo(got, int8_queries(q, [0, 0], fused=device.type == "cuda"), q.dtype, rows, scaling=0.1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_turn
 from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
 from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
@@ -39,10 +40,10 @@ CALLS: list[Any] = [
     # what stop strings bring along
     pytest.param({"tokenizer": object()}, id="tokenizer"),
 ]
+RAGGED, ONE_ROW = pytest.param(LENGTHS, id="ragged"), pytest.param([40], id="one-row")
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("lengths", [LENGTHS, [40]], ids=["ragged", "one-row"])
+@in_turn(call=[*CALLS, CALLS[0], CALLS[4]], lengths=[*[RAGGED] * len(CALLS), ONE_ROW, ONE_ROW])
 def test_tokens_are_those_without_graphs(
     call: dict[str, Any], lengths: list[int], runners: list[StepRunner], device: torch.device
 ) -> None:
@@ -79,9 +80,8 @@ def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) ->
     assert runners[-1].captures >= 1
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
+@in_turn(
+    choice=[
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
         pytest.param({"selector": "saap", "mass": 0.5, "most_probes": 5}, id="saap-mass"),
         pytest.param({"selector": "saap", "probes": 3, "dense_layers": (0,)}, id="saap-dense-layer"),
@@ -89,12 +89,13 @@ def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) ->
         pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
         pytest.param({"selector": "window"}, id="window"),
         pytest.param({"selector": "full"}, id="full"),
+        pytest.param({"selector": "saap", "probes": 3}, id="saap"),
     ],
+    lengths=[*[RAGGED] * 7, ONE_ROW],
 )
-@pytest.mark.parametrize("lengths", [LENGTHS, [40]], ids=["ragged", "one-row"])
 def test_tokens_and_counts_of_sparse_layers(
-    lengths: list[int],
     choice: dict[str, Any],
+    lengths: list[int],
     runners: list[StepRunner],
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
@@ -166,8 +167,8 @@ def test_an_answer_that_ends_early_leaves_nothing_reserved_and_nothing_full(
                 # the stand-in for a graph holds its runner
                 gc.collect()
                 for layer in cache.turbo_layers():
-                    assert layer.pool.pages == sum(layer.pool.sealed)
-                    held.append((layer.pool.sealed, layer.buffer.length))
+                    assert layer.pool.pages == sum(layer.state.sealed)
+                    held.append((layer.state.sealed, layer.state.open))
         return ids.flatten().tolist(), held
 
     assert talk(SMALL) == talk(PLAIN)
@@ -316,7 +317,7 @@ def test_without_a_gpu_all_is_as_before() -> None:
 def test_the_report_says_how_steps_run(
     config: TurboConfig, dense: list[int], known: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "gpu_obstacle", lambda device: None)
+    monkeypatch.setattr(graphs, "why_no_kernels_on", lambda device: None)
     text, reason = describe(config, dense, known, torch.device("cuda"))
     assert text.startswith(f"decode steps: {words}")
     assert (reason is None) == (not words.startswith("no") or config.cuda_graphs is False)

@@ -58,7 +58,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
     bench = Bench()
     yield bench
     bench.handle.remove()
@@ -139,7 +139,7 @@ def test_a_changed_mask_is_refused_as_ever(bench: Bench) -> None:
 
 
 def test_padding_that_changes_is_refused_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
     bench = Bench(padding=9)
     for _ in range(3):
         bench.step()
@@ -179,7 +179,7 @@ def test_nan_is_told_before_its_block_is_sealed(bench: Bench) -> None:
         bench.step()
     with pytest.raises(ValueError, match="layer 0: keys or values hold NaN or Inf"):
         bench.step()
-    assert bench.cache.turbo_layers()[0].pool.sealed == [1, 1]
+    assert bench.cache.turbo_layers()[0].state.sealed == [1, 1]
 
 
 @pytest.mark.parametrize("before", [0, 4], ids=["warming", "replaying"])
@@ -211,7 +211,7 @@ def test_another_cache_is_another_beginning(bench: Bench) -> None:
 
 
 def test_a_capture_that_fails_warns_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: layer.seen > 0)
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
     bench, plain = Bench(fails="no"), Bench()
     bench.step()
     with pytest.warns(UserWarning, match=r"cannot be captured in a CUDA graph \(no\)"):

@@ -150,15 +150,15 @@ class Pretended(CudaDevice):
     def __init__(self, errors: list[BaseException]) -> None:
         self.done: list[str] = []
         self.errors = errors
-        self._anchor = None
+        self._first_graph = None
 
-    def _cast_anchor(self) -> None:
+    def _keep_pool_alive(self) -> None:
         self.done.append("anchor")
-        self._anchor = lambda: None
+        self._first_graph = lambda: None
 
-    def _end(self) -> None:
+    def _end_spoilt_capture(self) -> None:
         self.done.append("end")
-        self._anchor = None
+        self._first_graph = None
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
         self.done.append("capture")

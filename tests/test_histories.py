@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,8 @@ from histories import draw, fault_of, shrunk
 from histories_acts import History
 from histories_support import subject
 
-from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.open_buffer import OpenBuffer
 from turbo_hf.cache.page_pool import PagePool
+from turbo_hf.cache.rows import RowState
 
 EACH = 50
 
@@ -31,20 +31,24 @@ def test_no_history_is_wrong(first: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(first, first + EACH):
         fault = fault_of(draw(seed), counts)
-        assert fault is None, f"tests/histories.py --seed {seed} --count 1: {fault}"
+        assert fault is None, f"tests/support/histories.py --seed {seed} --count 1: {fault}"
     # what is refused or not drawn shows nothing
     assert counts["advance"] > 2 * EACH
     assert sum(counts[name] for name in ("crop", "choose", "fork")) > EACH
+
+
+CROPPED = RowState.cropped
 
 
 def keep(self: Any, *args: Any) -> None:
     """Does nothing."""
 
 
-def off_by_one(self: OpenBuffer, counts: list[int]) -> None:
-    """Leaves a token too many."""
-    self.length = [held - max(0, count - 1) for held, count in zip(self.length, counts, strict=True)]
-    self._device_length = None
+def off_by_one(self: RowState, columns: int, counts: list[int]) -> RowState:
+    """Leaves a token too many of those that are open."""
+    after = CROPPED(self, columns, counts)
+    rows = zip(after.open, self.open, counts, strict=True)
+    return replace(after, open=[left + (0 < count <= held) for left, held, count in rows])
 
 
 def shares_pages(self: PagePool, memo: Any) -> PagePool:
@@ -54,18 +58,18 @@ def shares_pages(self: PagePool, memo: Any) -> PagePool:
     return made
 
 
-def oldest_first(self: TurboLayer) -> list[int]:
+def oldest_first(self: RowState, window: int | None) -> list[int]:
     """Drops a block from the window too early."""
-    if self.window is None:
-        return [0] * self.rows
-    return [max(0, length - self.window + 9) // self.config.block_size for length in self.lengths()]
+    if window is None:
+        return [0] * len(self.open)
+    return [max(0, length - window + 9) // self.block for length in self.lengths()]
 
 
 PLANTED: list[Any] = [
-    pytest.param(OpenBuffer, "drop_back", off_by_one, id="crop"),
+    pytest.param(RowState, "cropped", off_by_one, id="crop"),
     pytest.param(PagePool, "select_rows", keep, id="reorder"),
     pytest.param(PagePool, "__deepcopy__", shares_pages, id="copy"),
-    pytest.param(TurboLayer, "leaving", oldest_first, id="window"),
+    pytest.param(RowState, "leaving", oldest_first, id="window"),
 ]
 
 
@@ -80,7 +84,7 @@ def test_a_planted_fault_is_found(owner: type, name: str, faulty: Any, monkeypat
 def test_a_history_is_the_same_each_time_and_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert draw(7) == draw(7)
     assert draw(7) != draw(8)
-    monkeypatch.setattr(OpenBuffer, "drop_back", off_by_one)
+    monkeypatch.setattr(RowState, "cropped", off_by_one)
     long = History(
         "llama", "exact", tuple((name, 5) for name in ("advance", "look", "fork", "crop", "look", "advance"))
     )

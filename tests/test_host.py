@@ -22,9 +22,10 @@ from triton.runtime.jit import JITFunction
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.attention import turbo_attention as attention
-from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
-from turbo_hf.cache.new_columns import Chunk, chunk_of
-from turbo_hf.eval.sdpa import without_plans
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import NewColumns, columns_of
+from turbo_hf.cache.storage import DECODE_TOKENS
+from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.ops.host_device import require_finite, send, shared
 from turbo_hf.ops.sparse.select import classify, visit
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
@@ -111,7 +112,7 @@ MOST = 36
 """Operations of a layer's first pass, what it makes of itself included, attention not."""
 
 
-def feed(layer: TurboLayer, k: torch.Tensor, chunk: Chunk) -> None:
+def feed(layer: TurboLayer, k: torch.Tensor, chunk: NewColumns) -> None:
     shape = (k.shape[0], 2, 1, k.shape[2])
     known = layer.selector is not None
     layer.append(k, k, chunk, torch.zeros(shape, dtype=torch.int16, device=k.device) if known else None, defer=True)
@@ -124,12 +125,12 @@ def test_a_prompt_takes_few_operations_and_no_wait(
 ) -> None:
     k = tokens(2, 150, 2, 16, device=device).transpose(1, 2)
     # what a process makes once is not counted
-    feed(make(), k, Chunk(150))
+    feed(make(), k, NewColumns(150))
     layer = make()
     with counting(monkeypatch) as work:
-        feed(layer, k, Chunk(150))
+        feed(layer, k, NewColumns(150))
     # of a sparse layer the newest tokens stay open until the answer begins
-    assert layer.pool.sealed == ([2, 2] if layer.window is None and layer.selector is None else [1, 1])
+    assert layer.state.sealed == ([2, 2] if layer.window is None and layer.selector is None else [1, 1])
     assert layer.unchecked
     assert work.reads == 0
     assert sum(work.counts.values()) <= MOST, work.counts
@@ -140,10 +141,10 @@ def test_layers_share_what_is_only_read(monkeypatch: pytest.MonkeyPatch, device:
     k = tokens(2, 150, 2, 16, device=device).transpose(1, 2)
     with torch.inference_mode():
         first, second = TurboLayer(TurboConfig(**KERNELS)), TurboLayer(TurboConfig(**KERNELS))
-        feed(first, k, Chunk(150))
+        feed(first, k, NewColumns(150))
         one = first.store()
         with counting(monkeypatch) as work:
-            feed(second, k, Chunk(150))
+            feed(second, k, NewColumns(150))
             other = second.store()
     assert not work.counts["aten._to_copy"]
     assert one.sealed is other.sealed
@@ -151,18 +152,18 @@ def test_layers_share_what_is_only_read(monkeypatch: pytest.MonkeyPatch, device:
     assert not any(x.is_inference() for x in (one.table, one.sealed, one.order))
     # kernels count in these
     assert one.open_len.data_ptr() != other.open_len.data_ptr()
-    first.pool.unshare_sealed()
-    first.pool.device_sealed().add_(1)
-    assert other.sealed.tolist() == second.pool.sealed == [2, 2]
+    first.device_counts.own(first.state)
+    first.store().sealed.add_(1)
+    assert other.sealed.tolist() == second.state.sealed == [2, 2]
 
 
 @pytest.mark.parametrize("make", RANKED)
 def test_ragged_and_later_chunks_wait_for_nothing(
     make: Callable[[], TurboLayer], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    layer, first = make(), chunk_of(torch.arange(150, device=device) >= torch.tensor([[0], [70]], device=device))
+    layer, first = make(), columns_of(torch.arange(150, device=device) >= torch.tensor([[0], [70]], device=device))
     with counting(monkeypatch) as work:
-        for length, chunk in ((150, first), (70, Chunk(70)), (60, Chunk(60))):
+        for length, chunk in ((150, first), (70, NewColumns(70)), (60, NewColumns(60))):
             feed(layer, tokens(2, 2, length, 16, device=device), chunk)
     assert work.reads == 0
 
@@ -171,7 +172,7 @@ def test_ragged_and_later_chunks_wait_for_nothing(
 @pytest.mark.parametrize("make", RANKED)
 def test_on_a_gpu_a_prompt_waits_for_nothing(make: Callable[[], TurboLayer]) -> None:
     k, mask = tokens(2, 2, 150, 64, dtype=torch.float16, device="cuda"), torch.arange(150) >= torch.tensor([[0], [70]])
-    chunk = chunk_of(mask.cuda())
+    chunk = columns_of(mask.cuda())
     feed(make(), k, chunk)
     layer = make()
     torch.cuda.set_sync_debug_mode("error")
@@ -234,7 +235,7 @@ def test_a_pass_names_the_layer_before_its_tokens_are_chosen(bad: float, backend
         assert not any(layer.unchecked for layer in cache.turbo_layers())
 
 
-def test_a_spoilt_cache_tells_of_it_again() -> None:
+def test_a_cache_that_stored_nan_is_refused_at_each_later_pass() -> None:
     model = tiny_llama()
     weight = model.model.layers[1].self_attn.k_proj.weight
     with turbo_hf.patch(model, TurboConfig(backend="triton")) as handle, torch.no_grad():
@@ -277,7 +278,7 @@ def test_a_layer_that_was_chosen_to_be_dense_ends_the_pass_too() -> None:
 # --- the parts ------------------------------------------------------------------------------------------------------
 
 
-def test_lists_arrive(device: torch.device) -> None:
+def test_lists_arrive_on_the_device_as_they_were(device: torch.device) -> None:
     for numbers in ([3, 0, 2], [0, 0], [], range(4)):
         for _ in range(2):
             sent = send(numbers, device)
@@ -298,7 +299,7 @@ def test_the_first_broken_layer_is_named(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("starts", [None, [0, 3, 5], [5, 5, 5]], ids=["even", "ragged", "empty"])
-def test_buckets_find_their_places(starts: list[int] | None, device: torch.device) -> None:
+def test_buckets_of_ragged_rows_are_written_behind_those_held(starts: list[int] | None, device: torch.device) -> None:
     index, held = BucketIndex(3, 2, 64, Reformer(SparseConfig(selector="lsh-reformer"), 0), device), [7, 2, 0]
     index.append(torch.full((3, 2, 1, 7), 9, dtype=torch.int16, device=device), [0, 0, 0], 7, [0, 5, 7])
     new = torch.arange(30, dtype=torch.int16, device=device).view(3, 2, 1, 5)
@@ -389,12 +390,12 @@ def test_layers_on_several_devices_share_one_plan() -> None:
     cache = TurboCache(tiny_llama(num_hidden_layers=3).config)
     first, second, third = cache.turbo_layers()
     mask = torch.tensor([[0, 1, 1], [1, 0, 1]])
-    planned = cache.chunk(mask, first, 3)
+    planned = cache.new_columns(mask, first, 3)
     # a device from which nothing can be read, as accelerate brings each layer a copy of its own
     for layer in (second, third):
-        there = cache.chunk(mask.to("meta"), layer, 3)
+        there = cache.new_columns(mask.to("meta"), layer, 3)
         assert there.starts == planned.starts == [1, 1]
         assert there.gather is not None
         assert there.gather.device.type == "meta"
-    assert cache.chunk(mask, second, 3) is planned
-    assert cache.chunk(mask.clone(), third, 3) is not planned, "another mask is another plan"
+    assert cache.new_columns(mask, second, 3) is planned
+    assert cache.new_columns(mask.clone(), third, 3) is not planned, "another mask is another plan"

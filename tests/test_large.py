@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 from gpu_support import NO_FP8, has_fp8
+from op_calls import decode, prefill
 from stores import make_store, tokens
 
 from turbo_hf.layout import KVStore, PagedHeads, empty_pages
-from turbo_hf.ops.decode.contract import decode
-from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.append import append_step
 from turbo_hf.ops.store.quantize import quantize_tokens
 from turbo_hf.ops.store.rotate import rotate_keys

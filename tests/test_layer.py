@@ -1,9 +1,11 @@
 """`TurboLayer`: what it stores, in how many bytes, and what it gives back."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_support import (
@@ -18,20 +20,20 @@ from layer_support import (
     random_kv,
     tensors_of,
 )
+from op_calls import decode
 from torch import Tensor
 
-from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
+from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.page_pool import PagePool
+from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
-from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.store.rotate import rotate_keys
 
 # --- what is stored ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("dim", [16, 48, 128])
+@in_turn(config=CONFIGS, dim=[16, 48, 128])
 def test_one_pass_stores_the_naive_rows(config: TurboConfig, dim: int, device: torch.device, poison: None) -> None:
     k, v = (x.to(device) for x in random_kv(2, 150, dim))
     want = [NaiveRow(config) for _ in range(2)]
@@ -54,17 +56,19 @@ def test_chunks_store_what_one_pass_stores(config: TurboConfig, data: st.DataObj
         feed(chunked, k[:, :, at : at + tokens], v[:, :, at : at + tokens])
         at += tokens
     whole = filled(config, k, v, window=window)
-    assert chunked.dropped == whole.dropped
+    assert chunked.state.dropped == whole.state.dropped
     for row in range(2):
         assert_same_rows(chunked, row, whole, row)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("window", [None, 50], ids=["full", "window"])
-@pytest.mark.parametrize("junk", [torch.nan, torch.inf, 1e30], ids=["nan", "inf", "huge"])
-@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@all_pairs(
+    side=["left", "right", "holes"],
+    junk=[torch.nan, torch.inf, 1e30],
+    window=[pytest.param(None, id="full"), pytest.param(50, id="window")],
+    config=CONFIGS,
+)
 def test_rows_of_a_padded_batch_are_what_they_are_alone(
-    config: TurboConfig, window: int | None, junk: float, side: str, poison: None
+    side: str, junk: float, window: int | None, config: TurboConfig, poison: None
 ) -> None:
     columns, lengths = 200, [200, 137, 64, 1, 0]
     k, v = random_kv(len(lengths), columns)
@@ -88,7 +92,7 @@ def test_rows_of_a_padded_batch_are_what_they_are_alone(
                 if real.any():
                     feed(alone, k[row : row + 1, :, at][:, :, real], v[row : row + 1, :, at][:, :, real])
             assert_same_rows(batch, row, alone, 0)
-            assert batch.dropped[row] == alone.dropped[0]
+            assert batch.state.dropped[row] == alone.state.dropped[0]
         else:
             assert batch.lengths()[row] == 0
 
@@ -109,7 +113,7 @@ def test_a_half_precision_cache_is_that_of_the_same_numbers_in_float32() -> None
     k, v = (x.to(torch.bfloat16) for x in random_kv(1, 100))
     half, single = filled(TurboConfig(), k, v), filled(TurboConfig(), k.float(), v.float())
     assert_same_rows(half, 0, single, 0)
-    assert half.dense(100)[0].dtype == torch.bfloat16
+    assert half.dequantized(100)[0].dtype == torch.bfloat16
 
 
 def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> None:
@@ -127,9 +131,7 @@ def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> No
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("dim", [64, 128])
+@all_pairs(dim=[64, 128], rows=[1, 4], config=CONFIGS)
 def test_memory_is_what_is_reported_and_near_theory(config: TurboConfig, rows: int, dim: int) -> None:
     tokens, heads = 2048, 4
     layer = TurboLayer(config)
@@ -172,7 +174,7 @@ def test_growth_copies_a_constant_number_of_pages_a_page(monkeypatch: pytest.Mon
     k, v = random_kv(1, 32, heads=1)
     for _ in range(blocks):
         feed(layer, k, v)
-    assert layer.pool.sealed == [blocks]
+    assert layer.state.sealed == [blocks]
     # fewer than 64 pages grow by one, more by a thirty-second; to copy all for each block would be blocks**2 / 2
     assert sum(copied) <= 64 * blocks
     assert blocks <= layer.pool.pages <= blocks + blocks // 32
@@ -183,25 +185,41 @@ def test_pages_for_which_there_is_no_memory_change_nothing(shrinks: bool, monkey
     layer = filled(TurboConfig(block_size=32), *random_kv(3, 200))
     # rows that share pages, between pages that no row holds
     layer.batch_select_indices(torch.tensor([1, 1, 2]))
-    pool, before = layer.pool, layer.dense(200)
+    pool, sealed, before = layer.pool, layer.state.sealed, layer.dequantized(200)
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
     if shrinks:
-        pool.reserve([3, 0, 3])
+        pool.reserve(sealed, [3, 0, 3])
     with monkeypatch.context() as patched:
         patched.setattr("turbo_hf.cache.page_pool.empty_pages", full)
         with pytest.raises(torch.OutOfMemoryError):
-            pool.trim() if shrinks else pool.reserve([20, 20, 20])
-    assert all(torch.equal(x, y) for x, y in zip(layer.dense(200), before, strict=True))
-    pool.reserve([9, 9, 9])
+            pool.trim(sealed) if shrinks else pool.reserve(sealed, [20, 20, 20])
+    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(200), before, strict=True))
+    pool.reserve(sealed, [9, 9, 9])
     held = pool.table[:, :15]
     assert int(held.max()) < pool.pages
     assert len(held[:, 6:].unique()) == 27
-    pool.trim()
+    pool.trim(sealed)
     assert pool.pages == 12
-    assert all(torch.equal(x, y) for x, y in zip(layer.dense(200), before, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(layer.dequantized(200), before, strict=True))
+
+
+def test_layers_that_have_stored_the_same_count_the_same() -> None:
+    k, v = random_kv(2, 200)
+    layers = [TurboLayer(TurboConfig(bits=bits), window=70) for bits in (4, 8)]
+    for layer in layers:
+        layer.update(k, v)
+        before = layer.state
+        kept = copy.deepcopy(before)
+        layer.update(*random_kv(2, 80))
+        layer.crop(-3)
+        layer.reorder_cache([1, 0])
+        # what another layer may share does not change
+        assert before == kept
+        assert layer.state != before
+    assert layers[0].state == layers[1].state
 
 
 def test_nothing_of_full_precision_stays() -> None:
@@ -293,7 +311,7 @@ def test_a_pass_that_is_all_padding_stores_nothing() -> None:
     layer.given_mask = torch.arange(40)[None] >= 25
     assert not layer.update(k[:, :, :3], v[:, :, :3])[0][:, :, 3:].any()
     assert layer.lengths() == [0]
-    assert not layer.dense(3)[0].any()
+    assert not layer.dequantized(3)[0].any()
     got = decode(torch.randn(1, HEADS, 1, 16), layer.store(), scaling=1.0, starts=torch.tensor([1]))
     assert not got.out.any()
     layer.update(k[:, :, 3:], v[:, :, 3:])

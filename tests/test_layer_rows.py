@@ -5,18 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_turn
 from budgets import check_exact, check_turbo, largest
 from hypothesis import given
 from hypothesis import strategies as st
 from layer_support import HEADS, assert_same_rows, feed, filled, random_kv
+from op_calls import decode
 from prefill_support import int8_queries
 from stores import store_codes
 
-from turbo_hf.cache.layer import DECODE_TOKENS, TurboLayer
-from turbo_hf.cache.new_columns import Chunk, chunk_from_mask, chunk_of
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import NewColumns, columns_from_mask, columns_of
+from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import open_token_bytes, page_bytes
-from turbo_hf.ops.decode.contract import decode
 
 # --- rows ----------------------------------------------------------------------------------------------------------
 
@@ -50,8 +52,7 @@ def test_a_deep_copy_and_its_original_live_apart() -> None:
 # --- window --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("window", [1, 63, 64, 65, 200])
-@pytest.mark.parametrize("mode", ["fp16", "turbo"])
+@in_turn(window=[1, 63, 64, 65, 65, 200], mode=["fp16", "turbo"])
 def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device: torch.device) -> None:
     k, v = (x.to(device) for x in random_kv(2, 500))
     rolled, whole = TurboLayer(TurboConfig(), window), TurboLayer(TurboConfig())
@@ -59,7 +60,7 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
     for tokens in (300, 7, 64, *[1] * 16, 113):
         part = slice(at, at + tokens)
         for layer in (rolled, whole):
-            layer.append(k[:, :, part], v[:, :, part], Chunk(tokens))
+            layer.append(k[:, :, part], v[:, :, part], NewColumns(tokens))
         at += tokens
         if tokens <= DECODE_TOKENS:
             # as in a pass: attention reads the cache before it is committed
@@ -73,7 +74,7 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
         rolled.commit()
         whole.commit()
         assert max(rolled.lengths()) < window - 1 + 64
-    assert rolled.dropped[0] > 0
+    assert rolled.state.dropped[0] > 0
     assert rolled.get_max_length() == window
     assert whole.get_max_length() == -1
 
@@ -91,11 +92,13 @@ def test_a_rolling_window_has_bounded_memory() -> None:
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", ["token", "universal"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("which", [0, 1], ids=["keys", "values"])
-@pytest.mark.parametrize("seen", [0, 20], ids=["prompt", "token"])
-def test_nan_and_infinity_are_refused(scale: Any, bad: float, which: int, seen: int) -> None:
+@all_pairs(
+    seen=[pytest.param(0, id="prompt"), pytest.param(20, id="token")],
+    which=[pytest.param(0, id="keys"), pytest.param(1, id="values")],
+    bad=[torch.nan, torch.inf, -torch.inf],
+    scale=["token", "universal"],
+)
+def test_nan_and_infinity_are_refused(seen: int, which: int, bad: float, scale: Any) -> None:
     layer = TurboLayer(TurboConfig(buffer_scale=scale), index=7)
     if seen:
         feed(layer, *random_kv(1, seen))
@@ -139,7 +142,7 @@ def test_keys_and_values_of_unlike_shape_are_refused() -> None:
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=4))
 def test_a_chunk_puts_tokens_at_the_end_and_takes_them_back(rows: list[list[bool]]) -> None:
     valid = torch.tensor(rows)
-    chunk = chunk_of(valid)
+    chunk = columns_of(valid)
     starts = chunk.starts or [0] * len(rows)
     assert [chunk.tokens - start for start in starts] == valid.sum(-1).tolist()
     x = torch.arange(1.0, 7.0).expand(len(rows), 2, 6)[..., None]
@@ -149,23 +152,23 @@ def test_a_chunk_puts_tokens_at_the_end_and_takes_them_back(rows: list[list[bool
         assert torch.equal(aligned[row, :, 6 - tokens.shape[1] :], tokens)
     assert torch.equal(chunk.restore(aligned), x)
     if valid.all():
-        assert chunk == Chunk(6)
+        assert chunk == NewColumns(6)
 
 
 def test_a_mask_that_contradicts_the_cache_is_refused() -> None:
     stored = torch.tensor([[0, 1, 1], [1, 1, 1]], dtype=torch.bool)
     mask = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]])
-    assert chunk_from_mask(mask, 3, 2, stored).starts == [1, 0]
-    assert chunk_from_mask(torch.ones(2, 5), 3, 2, None) == Chunk(2)
+    assert columns_from_mask(mask, 3, 2, stored).starts == [1, 0]
+    assert columns_from_mask(torch.ones(2, 5), 3, 2, None) == NewColumns(2)
     with pytest.raises(ValueError, match="attention_mask has 2 columns; the cache holds 3 and this pass brings 2"):
-        chunk_from_mask(mask[:, 3:], 3, 2, stored)
+        columns_from_mask(mask[:, 3:], 3, 2, stored)
     for past in (None, ~stored):
         with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
-            chunk_from_mask(mask, 3, 2, past)
+            columns_from_mask(mask, 3, 2, past)
     # no mask shows every column, so it contradicts a cache that left some out
-    assert chunk_from_mask(None, 3, 2, stored[1:]) == Chunk(2)
+    assert columns_from_mask(None, 3, 2, stored[1:]) == NewColumns(2)
     with pytest.raises(ValueError, match="none means all ones"):
-        chunk_from_mask(None, 3, 2, stored)
+        columns_from_mask(None, 3, 2, stored)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -173,8 +176,8 @@ def test_float16_keys_at_the_end_of_the_range_come_back_finite(bits: int) -> Non
     k, v = (x.half() for x in random_kv(1, 130))
     k[..., 3], k[..., 5] = 65504.0, -65504.0
     layer = filled(TurboConfig(bits=bits), k, v)
-    held = layer.dense(130)
+    held = layer.dequantized(130)
     assert all(bool(x.isfinite().all()) for x in held)
-    plain = filled(TurboConfig(bits=bits, rotate_keys=False), k, v).dense(130)
+    plain = filled(TurboConfig(bits=bits, rotate_keys=False), k, v).dequantized(130)
     # rotated, the two channels cost the others precision, and no more than the range of float16
     assert largest(held[0].float() - k.float()) <= 2 * largest(plain[0].float() - k.float()) + 65504 / 119

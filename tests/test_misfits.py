@@ -15,12 +15,14 @@ from transformers.models.llama import modeling_llama
 
 import turbo_hf
 from turbo_hf.attention import turbo_attention as attention
-from turbo_hf.attention.masks import dense_mask
+from turbo_hf.attention.masks import mask_4d
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.sources import hands_on_mask, question
 from turbo_hf.ops.decode.contract import decode
-from turbo_hf.patches import family_of, layers, misfit
-from turbo_hf.patching import patch_model as patching
+from turbo_hf.patches import layers
+from turbo_hf.patches.families import family_of
+from turbo_hf.patches.misfits import misfit
+from turbo_hf.patching import refusals
 
 SPARSE = {
     "layer_types": [FULL, "minimax_m3_sparse", FULL],
@@ -208,7 +210,7 @@ def test_minimax_m3_is_found_by_its_class() -> None:
     assert reason.startswith("MiniMaxM3VLAttention asks whether its attention is called")
 
 
-def test_lookups_and_other_names_are_no_questions() -> None:
+def test_a_lookup_or_another_name_is_no_question_of_the_implementation() -> None:
     assert question(Older.forward) is None
     assert question(Older.blocks) is None
     assert hands_on_mask(Older.forward)
@@ -233,7 +235,7 @@ def test_questions_that_are_answered_here(model_type: str) -> None:
 
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if no rule knew of MiniMax-M3."""
-    monkeypatch.setattr(patching, "misfit", lambda *_: None)
+    monkeypatch.setattr(refusals, "misfit", lambda *_: None)
     monkeypatch.setitem(layers.LEFT_ALONE, "minimax_m3_sparse", "as it was")
     monkeypatch.setattr(attention, "HARMLESS", attention.HARMLESS | {"block_indices"})
 
@@ -255,14 +257,14 @@ def test_the_self_check_looks_beyond_windows(window: int | None, monkeypatch: py
     model = tiny_mistral(190)
     turbo_hf.patch(model, "int8", check=True).remove()
     monkeypatch.setattr(
-        "turbo_hf.attention.full_precision.dense_mask",
-        lambda *args, **options: dense_mask(*args, **{**options, "window": window}),
+        "turbo_hf.attention.full_precision.mask_4d",
+        lambda *args, **options: mask_4d(*args, **{**options, "window": window}),
     )
     with pytest.raises(Unsupported, match="self-check failed: without a cache"):
         turbo_hf.patch(model, "int8", check=True)
 
 
-def test_the_self_check_sees_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_check_finds_a_window_that_is_wrong_in_decode_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of one token too many, in decode steps alone."""
     model = build("gemma3_text", layer_types=[SLIDING, FULL, SLIDING], sliding_window=40)
     monkeypatch.setattr(

@@ -36,7 +36,7 @@ def model() -> PreTrainedModel:
     return made
 
 
-def test_what_the_config_says() -> None:
+def test_windows_heads_and_dims_are_read_from_the_config() -> None:
     made = config()
     assert [window for _, window in layer_windows(made)] == [40, 40, None]
     assert [kv_heads(made, layer) for layer in range(3)] == [2, 2, 1]

@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from gpu_support import NO_FP8, has_fp8
+from op_calls import quantize_operands
 from stores import tokens
 
 from turbo_hf.config.turbo_config import V_SCALES
 from turbo_hf.layout import V_TOP, VALUE_ORDER, Operands
-from turbo_hf.ops.prefill.operands import QUANTIZED_MODES, quantize_operands
+from turbo_hf.ops.prefill.operands import QUANTIZED_MODES
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -36,9 +38,7 @@ def spread(scale: torch.Tensor, slots: int) -> torch.Tensor:
     return scale.double().repeat_interleave(slots // scale.shape[2], -1)[..., None]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("v_scale", V_SCALES)
-@pytest.mark.parametrize("starts", [None, [0, 90]], ids=["whole", "ragged"])
+@all_pairs(starts=[pytest.param(None, id="whole"), pytest.param([0, 90], id="ragged")], v_scale=V_SCALES, mode=MODES)
 def test_codes_are_nearest_and_scales_smallest(
     starts: list[int] | None, v_scale: str, mode: str, device: torch.device
 ) -> None:
@@ -72,16 +72,15 @@ def test_codes_are_nearest_and_scales_smallest(
         assert float(values.abs().max()) == V_TOP[mode]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("v_scale", V_SCALES)
-@pytest.mark.parametrize(
-    "choices",
-    [
+@all_pairs(
+    choices=[
         pytest.param({}, id="plain"),
         pytest.param({"smooth_k": True}, id="smooth"),
         pytest.param({"hadamard": True}, id="hadamard"),
         pytest.param({"smooth_k": True, "hadamard": True}, id="both"),
     ],
+    v_scale=V_SCALES,
+    mode=MODES,
 )
 def test_kernel_gives_the_references_codes(
     choices: dict[str, Any], v_scale: str, mode: str, device: torch.device

@@ -98,6 +98,20 @@ def test_a_loop_over_the_cache_of_a_plain_call_is_told_once(tuples: bool) -> Non
     assert "model(..., use_cache=True) or past_key_values=handle.new_cache()" in texts[0]
 
 
+def test_a_loop_over_the_model_inside_is_told_once() -> None:
+    model, ids = tiny_llama(), prompts(1, 40)
+    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad(), said() as texts:
+        for outer in (model.model, model):
+            out = model.model(ids, use_cache=True)
+            assert isinstance(out.past_key_values, DynamicCache)
+            for _ in range(3):
+                out = outer(ids[:, :1], past_key_values=out.past_key_values)
+        compressed = model.model(ids, past_key_values=handle.new_cache())
+        model.model(ids[:, :1], past_key_values=compressed.past_key_values)
+    assert len(texts) == 2
+    assert all("made by a plain call of the model, and is not compressed" in text for text in texts)
+
+
 def test_generate_tells_of_such_a_cache_once() -> None:
     model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
     with turbo_hf.patch(model, SMALL), torch.no_grad(), said() as texts:

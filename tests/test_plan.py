@@ -18,7 +18,7 @@ from turbo_hf import PRESETS, TurboConfig, Unsupported
 from turbo_hf.cache.memory import LayerCost, cache_bytes
 from turbo_hf.cli.main import app
 from turbo_hf.cli.plan import Plan, layer_costs, longest_context, parse_bytes, plan
-from turbo_hf.patching.meta_model import dense_layers, meta_model
+from turbo_hf.patching.meta_model import meta_model, uncompressed_layers
 
 TOKENS = 128
 """Two blocks: everything is sealed."""
@@ -121,7 +121,7 @@ def test_chunked_layers_stay_dense_and_states_are_constant() -> None:
     assert linear.rows[0].constant_bytes > 0
 
 
-def test_what_does_not_fit() -> None:
+def test_a_model_larger_than_the_gpu_fits_no_context() -> None:
     model = meta_model(AutoConfig.for_model("llama", **SMALL))
     for row in plan(model, context=1000, batch=1, gpu_bytes=10**9, weights=10**9).rows:
         assert (row.fits, row.longest_context, row.largest_batch) == (False, 0, 0)
@@ -177,7 +177,7 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = meta_model(AutoConfig.for_model("gemma3", text_config=text, vision_config=vision))
     assert type(model).__name__ == "Gemma3ForConditionalGeneration"
-    assert sum(layer.cost.per_token for layer in dense_layers(model)) == 256
+    assert sum(layer.cost.per_token for layer in uncompressed_layers(model)) == 256
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -191,6 +191,11 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
         pytest.param({"model_type": "whisper"}, "whisper is an encoder-decoder; only decoder-only", id="whisper"),
         pytest.param({"model_type": "clip"}, "clip is no language model: Transformers has no class", id="clip"),
         pytest.param({"model_type": "vit"}, "vit is no language model: Transformers has no class", id="vit"),
+        pytest.param(
+            {"model_type": "llama", **SMALL, "num_hidden_layers": -1},
+            "num_hidden_layers must be a number of layers; the config has -1",
+            id="negative-layers",
+        ),
         pytest.param({"model_type": "bert", "num_hidden_layers": 2}, "no layer of BertLMHeadModel", id="bert"),
         pytest.param({"model_type": "mamba", "num_hidden_layers": 2}, "no layer of MambaForCausalLM", id="mamba"),
         pytest.param(
@@ -257,14 +262,14 @@ def test_a_model_that_cannot_run_without_weights(monkeypatch: pytest.MonkeyPatch
     model: Any = meta_model(AutoConfig.for_model("llama", **SMALL))
     monkeypatch.setattr(model.model.norm, "forward", lambda x: x * float(x.sum()))
     with pytest.raises(ValueError, match="what the cache of a llama takes cannot be told without its weights"):
-        dense_layers(model)
+        uncompressed_layers(model)
 
 
 def test_a_layer_that_keeps_nothing_is_not_planned() -> None:
     model = meta_model(AutoConfig.for_model("llama", **SMALL))
     with turbo_hf.patch(model) as handle:
         report = handle.report()
-    nothing = [layer._replace(head_dim=0) for layer in dense_layers(model)]
+    nothing = [layer._replace(head_dim=0) for layer in uncompressed_layers(model)]
     with pytest.raises(ValueError, match="layer 0 of LlamaForCausalLM keeps no keys in its cache"):
         layer_costs(nothing, report)
 

@@ -4,55 +4,50 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_modes
 from choices import DTYPES, LENGTHS, MODES, PROMPT_OPTIONS
+from op_calls import prefill
 from prefill_support import check_prefill, inputs, random_past
 
 from turbo_hf.layout import SCORE_LIMIT
-from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("length", LENGTHS)
+@in_modes(length=LENGTHS)
 def test_lengths(length: int, mode: str, device: torch.device) -> None:
     check_prefill(*inputs(2, length, device), mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads"),
-    [
-        pytest.param(2, 2, id="gqa1:1"),
-        pytest.param(8, 2, id="gqa4:1"),
-        pytest.param(14, 2, id="gqa7:1"),
-        pytest.param(4, 1, id="mqa"),
+@in_modes(
+    "turbo",
+    heads=[
+        pytest.param((2, 2), id="gqa1:1"),
+        pytest.param((8, 2), id="gqa4:1"),
+        pytest.param((4, 1), id="mqa"),
+        pytest.param((14, 2), id="gqa7:1"),
     ],
 )
-def test_head_groups(heads: int, kv_heads: int, mode: str, device: torch.device) -> None:
-    check_prefill(*inputs(2, 65, device, heads=heads, kv_heads=kv_heads), mode)
+def test_head_groups(heads: tuple[int, int], mode: str, device: torch.device) -> None:
+    check_prefill(*inputs(2, 65, device, heads=heads[0], kv_heads=heads[1]), mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)])
+@in_modes("turbo", dim=[pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)])
 def test_head_dims(dim: int, mode: str, device: torch.device) -> None:
     check_prefill(*inputs(1, 65, device, dim=dim), mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
+@in_modes("turbo", block=[pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
 def test_block_sizes(block: int, mode: str, device: torch.device) -> None:
     check_prefill(*inputs(2, 150, device), mode, block=block, starts=[0, 100])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_modes(dtype=DTYPES[::-1])
 def test_dtypes(dtype: torch.dtype, mode: str, device: torch.device) -> None:
     check_prefill(*inputs(1, 70, device, dtype=dtype), mode, sinks=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", PROMPT_OPTIONS)
+@in_modes(options=PROMPT_OPTIONS)
 def test_options(options: dict[str, Any], mode: str, device: torch.device) -> None:
     check_prefill(*inputs(2, 130, device), mode, starts=[0, 60], **options)
 
@@ -62,8 +57,7 @@ def test_scaling_is_the_models(mode: str, device: torch.device) -> None:
     check_prefill(*inputs(1, 65, device), mode, scaling=0.03)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("causal", [pytest.param(True, id="causal"), pytest.param(False, id="full")])
+@in_modes(causal=[pytest.param(True, id="causal"), pytest.param(False, id="full")])
 def test_padding_is_neither_read_nor_written(causal: bool, mode: str, device: torch.device) -> None:
     """Rows of one token, of none, of all; what lies under padding may be anything."""
     q, k, v = inputs(5, 70, device)
@@ -85,8 +79,7 @@ def test_strides_do_not_matter(mode: str, device: torch.device) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [0.0, 1e-6, 1e2, 3e2, 1e3, 1e4, 1e6], ids="scores{:g}".format)
+@in_modes(size=[pytest.param(x, id=f"scores{x:g}") for x in (0.0, 1e-6, 1e2, 3e2, 1e4, 1e6, 1e3)])
 def test_scores_of_any_size(size: float, mode: str, device: torch.device) -> None:
     """One key takes all of P, or all keys the same share, without a NaN and with lse as large as the scores.
 

@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_modes
 from budgets import check, float_budget, largest
 from choices import MODES
 from gpu_support import NO_FP8, has_fp8
+from op_calls import prefill
 from prefill_support import Inputs, check_prefill, random_past
 from stores import tokens
 
+from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.layout import BITS, half_type
-from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -44,15 +46,13 @@ def inputs(
     return q, k, v
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", OPTIONS)
+@in_modes(options=OPTIONS)
 def test_options(options: dict[str, Any], mode: str, device: torch.device) -> None:
     q, k, v = inputs(150, device, mode)
     check_prefill(q, k, v, mode, block=64, starts=[0, 60], backend="triton", **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", OPTIONS)
+@in_modes(options=OPTIONS)
 def test_over_a_ragged_past(options: dict[str, Any], mode: str, device: torch.device) -> None:
     q, k, v = inputs(40, device, mode, batch=3)
     past = random_past([130, 0, 70], k, groups=((4, 1), (2, 1)))
@@ -144,9 +144,9 @@ def test_smoothing_and_rotation_change_nothing_but_the_rounding(choice: str, dev
     assert error[True] < 0.8 * error[False]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("which", ["q", "k", "v"])
-@pytest.mark.parametrize("value", [pytest.param(torch.nan, id="nan"), pytest.param(torch.inf, id="inf")])
+@all_pairs(
+    value=[pytest.param(torch.nan, id="nan"), pytest.param(torch.inf, id="inf")], which=["q", "k", "v"], mode=MODES
+)
 def test_nan_and_inf_reach_the_rows_that_see_them_and_no_other(
     value: float, which: str, mode: str, device: torch.device
 ) -> None:
@@ -155,10 +155,10 @@ def test_nan_and_inf_reach_the_rows_that_see_them_and_no_other(
     x[which][0, 1, 50, 3] = 0
     options: dict[str, Any] = {"scaling": 0.2, "block": 64, "backend": "triton"}
     own, exact = (prefill(**x, mode=name, **options).out.double() for name in (mode, "fp16"))
-    plain = attend(**x)
+    plain = exact_attention(**x)
     x[which][0, 1, 50, 3] = value
     got = prefill(**x, mode=mode, **options)
-    want = attend(**{**x, "v": x["v"].nan_to_num(0, 0, 0)})
+    want = exact_attention(**{**x, "v": x["v"].nan_to_num(0, 0, 0)})
     sees = torch.zeros_like(got.lse, dtype=torch.bool)
     if which == "q":
         sees[0, 1, 50] = True
@@ -174,12 +174,10 @@ def test_nan_and_inf_reach_the_rows_that_see_them_and_no_other(
     check("rows that are not broken", got.out[~broken], expected[~broken].cpu(), budget)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64 of two query heads a KV head."""
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention in float64."""
     # not torch's own: on CUDA it adds a mask of -inf, and NaN or Inf + -inf reaches rows that may not see it
-    k, v = (x.double().repeat_interleave(2, 1) for x in (k, v))
-    later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    return ((q.double() @ k.mT) * 0.2).masked_fill(later, -torch.inf).softmax(-1) @ v
+    return torch.stack([attend(*row, scaling=0.2, causal=True).out for row in zip(q, k, v, strict=True)])
 
 
 @pytest.mark.parametrize("mode", ["turbo", "fp16"])

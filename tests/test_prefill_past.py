@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_modes
 from choices import DTYPES, LENGTHS, MODES, PROMPT_OPTIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,15 +16,13 @@ from turbo_hf.layout import BITS
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("length", LENGTHS)
+@in_modes(length=LENGTHS)
 def test_a_past_of_any_length(length: int, mode: str, device: torch.device) -> None:
     q, k, v = inputs(1, 20, device)
     check_prefill(q, k, v, mode, past=random_past([length], k))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", PROMPT_OPTIONS)
+@in_modes(options=PROMPT_OPTIONS)
 def test_a_ragged_past(options: dict[str, Any], mode: str, device: torch.device) -> None:
     """Rows whose pasts and chunks have every kind of length, none among them."""
     q, k, v = inputs(5, 66, device)
@@ -31,9 +30,11 @@ def test_a_ragged_past(options: dict[str, Any], mode: str, device: torch.device)
     check_prefill(q, k, v, mode, past=past, starts=[0, 1, 66, 65, 20], **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bits", [pytest.param(bits, id=f"{bits}bit") for bits in BITS])
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80, 128)])
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80, 128)],
+    bits=[pytest.param(bits, id=f"{bits}bit") for bits in BITS],
+    mode=MODES,
+)
 def test_a_past_of_any_bits(dim: int, bits: int, mode: str, device: torch.device) -> None:
     q, k, v = inputs(2, 17, device, dim=dim)
     check_prefill(q, k, v, mode, past=random_past([70, 64], k, groups=((bits, 2),)))
@@ -47,12 +48,9 @@ def test_a_past_of_mixed_bits_in_any_order(mode: str, device: torch.device) -> N
     check_prefill(q, k, v, mode, past=past)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("past_block", "block"),
-    [pytest.param(32, 32, id="32-32"), pytest.param(128, 128, id="128-128"), pytest.param(32, 64, id="32-64")],
-)
-def test_a_past_of_any_block_size(past_block: int, block: int, mode: str, device: torch.device) -> None:
+@in_modes("turbo", blocks=[pytest.param(b, id=f"{b[0]}-{b[1]}") for b in ((32, 32), (128, 128), (32, 64))])
+def test_a_past_of_any_block_size(blocks: tuple[int, int], mode: str, device: torch.device) -> None:
+    past_block, block = blocks
     q, k, v = inputs(2, 70, device)
     check_prefill(q, k, v, mode, past=random_past([150, 40], k, block=past_block), block=block)
 
@@ -63,8 +61,7 @@ def test_a_past_that_is_not_sealed_yet(mode: str, device: torch.device) -> None:
     check_prefill(q, k, v, mode, past=random_past([150, 140], k, sealed=[0, 1]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@in_modes(dtype=DTYPES[::-1])
 def test_dtypes_over_a_past(dtype: torch.dtype, mode: str, device: torch.device) -> None:
     q, k, v = inputs(1, 30, device, dtype=dtype)
     check_prefill(q, k, v, mode, past=random_past([100], k))

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from op_calls import prefill
 from stores import make_store
-
-from turbo_hf.ops.prefill.contract import prefill
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -6,14 +6,13 @@ import pytest
 import torch
 from budgets import SLACK, check, check_same, largest
 from choices import MODES
+from op_calls import prefill, quantize_operands
 from oracle import oracle
 from prefill_support import inputs, int8_queries, random_past
 from stores import make_store, tokens
 
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops import reference_flash as flash
-from turbo_hf.ops.prefill.contract import prefill
-from turbo_hf.ops.prefill.operands import quantize_operands
 
 pytestmark = pytest.mark.usefixtures("poison")
 

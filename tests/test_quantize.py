@@ -1,79 +1,37 @@
 """Both stages of quantization, their contract and their kernels; heads ranked."""
 
-import inspect
 import math
-import re
 from fractions import Fraction
-from types import ModuleType
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_turn
 from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
 from stores import CODE_MAX, page_codes, tokens, unpack
 
-import turbo_hf.ops.decode.contract
-import turbo_hf.ops.decode.reference
-import turbo_hf.ops.prefill.contract
-import turbo_hf.ops.prefill.operands
-import turbo_hf.ops.prefill.reference
-import turbo_hf.ops.prefill.reference_operands
-import turbo_hf.ops.store.quantize
-import turbo_hf.ops.store.reference_quantize
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.layout import BITS, VALUE_ORDER, PagedHeads
-from turbo_hf.ops.store.quantize import head_scores, quantize_blocks, quantize_tokens, seal_blocks, unpack_blocks
+from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks, unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
-LENGTHS = [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 130)]
 DIMS = [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)]
 EPS = torch.finfo(torch.float32).eps
 METRICS = [pytest.param(metric, id=metric) for metric in HEAD_METRICS]
 
 
-# --- contract -------------------------------------------------------------------------------------------------------
-
-
-def public(module: ModuleType) -> dict[str, inspect.Signature]:
-    """The ops of a module with their signatures; what only checks arguments is none."""
-    here = [name for name, x in vars(module).items() if inspect.isfunction(x) and x.__module__ == module.__name__]
-    names = getattr(module, "__all__", [name for name in here if not re.match("_|check_|.*_obstacle$", name)])
-    return {name: inspect.signature(getattr(module, name)) for name in sorted(names)}
-
-
-@pytest.mark.parametrize(
-    ("op", "reference"),
-    [
-        pytest.param(turbo_hf.ops.store.quantize, turbo_hf.ops.store.reference_quantize, id="quantize"),
-        pytest.param(turbo_hf.ops.prefill.operands, turbo_hf.ops.prefill.reference_operands, id="operands"),
-        pytest.param(turbo_hf.ops.prefill.contract, turbo_hf.ops.prefill.reference, id="prefill"),
-        pytest.param(turbo_hf.ops.decode.contract, turbo_hf.ops.decode.reference, id="decode"),
-    ],
-)
-def test_reference_has_the_same_signatures(op: ModuleType, reference: ModuleType) -> None:
-    """But for the choice of a backend, which the reference is one of."""
-    assert public(op)
-    without = {
-        name: signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "backend"])
-        for name, signature in public(op).items()
-    }
-    assert without == public(reference)
-
-
 # --- stage 1 --------------------------------------------------------------------------------------------------------
 
 
-def assert_stage_1(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, run: int) -> None:
-    """INT8 of x [B, H, M, D], one scale for each `run` tokens: smallest scales, nearest codes, half a step lost."""
-    length = x.shape[2]
+def assert_stage_1(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    """INT8 of x [B, H, M, D], one scale per token: smallest scales, nearest codes, half a step lost."""
     assert codes.dtype == torch.int8
     assert scale.dtype == torch.float32
     assert codes.shape == x.shape
-    assert scale.shape == (*x.shape[:2], math.ceil(length / run))
-    codes, step, x = codes.double(), scale.double().repeat_interleave(run, -1)[..., :length, None], x.double()
-    for start in range(0, length, run):
-        want = x[:, :, start : start + run].abs().amax((-1, -2)) / CODE_MAX
-        # one division in float32
-        assert bool(((step[:, :, start, 0] - want).abs() <= EPS * want).all())
+    assert scale.shape == x.shape[:3]
+    codes, step, x = codes.double(), scale.double()[..., None], x.double()
+    want = x.abs().amax(-1) / CODE_MAX
+    # one division in float32
+    assert bool(((step[..., 0] - want).abs() <= EPS * want).all())
     assert float(codes.abs().max()) <= CODE_MAX
     # away from ties, where the float32 quotient may round the other way
     ratio = x / step.clamp(min=torch.finfo(torch.float32).tiny)
@@ -83,33 +41,17 @@ def assert_stage_1(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, ru
     assert bool(((codes * step - x).abs() <= step / 2 + 2 * EPS * x.abs()).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", DIMS)
+@in_turn(dim=DIMS, dtype=DTYPES)
 def test_tokens_are_off_by_half_a_step(dim: int, dtype: torch.dtype, device: torch.device) -> None:
     x = tokens(2, 3, 65, dim, dtype=dtype, device=device)
     codes, scale = quantize_tokens(x)
-    assert_stage_1(x, codes, scale, 1)
+    assert_stage_1(x, codes, scale)
     assert bool((codes.long().abs().amax(-1) == CODE_MAX).all())
-
-
-@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
-@pytest.mark.parametrize("length", LENGTHS)
-def test_blocks_are_off_by_half_a_step(length: int, block: int, device: torch.device) -> None:
-    x = tokens(2, 3, length, 64, device=device)
-    assert_stage_1(x, *quantize_blocks(x, block), block)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_take_every_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    x = tokens(1, 2, 65, 80, dtype=dtype, device=device)
-    assert_stage_1(x, *quantize_blocks(x, 64), 64)
 
 
 def test_strides_do_not_matter_to_stage_1(device: torch.device) -> None:
     x = tokens(2, 65, 3, 64, device=device).transpose(1, 2)
     for got, want in zip(quantize_tokens(x), quantize_tokens(x.contiguous()), strict=True):
-        assert torch.equal(got, want)
-    for got, want in zip(quantize_blocks(x, 64), quantize_blocks(x.contiguous(), 64), strict=True):
         assert torch.equal(got, want)
 
 
@@ -117,21 +59,11 @@ def test_zero_tokens_have_scale_0_and_code_0(device: torch.device) -> None:
     x = tokens(1, 2, 70, 16, device=device)
     x[:, :, 64:] = 0
     x[:, 1, 3] = 0
-    for codes, scale in (quantize_tokens(x), quantize_blocks(x, 64)):
-        assert bool(scale.isfinite().all())
-        assert not codes[:, :, 64:].any()
-        assert not codes[:, 1, 3].any()
-    assert not quantize_tokens(x)[1][:, :, 64:].any()
-    assert not quantize_blocks(x, 64)[1][..., 1].any()
-
-
-def test_one_outlier_takes_the_range_of_its_block_only(device: torch.device) -> None:
-    x = tokens(1, 1, 128, 16, device=device)
-    x[0, 0, 5, 7] = 1e6
-    codes, scale = quantize_blocks(x, 64)
-    assert int(codes[0, 0, 5, 7]) == CODE_MAX
-    assert int(codes[0, 0, :64].count_nonzero()) == 1
-    assert float(scale[0, 0, 1]) == float(quantize_blocks(x[:, :, 64:], 64)[1])
+    codes, scale = quantize_tokens(x)
+    assert bool(scale.isfinite().all())
+    assert not codes[:, :, 64:].any()
+    assert not codes[:, 1, 3].any()
+    assert not scale[:, :, 64:].any()
 
 
 def test_a_given_scale_is_used_and_clamps(device: torch.device) -> None:
@@ -231,8 +163,7 @@ def test_a_channel_with_no_more_values_than_levels_is_exact(bits: int, device: t
         assert torch.equal(got, k)
 
 
-@pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize("dim", DIMS)
+@all_pairs(dim=DIMS[::2], bits=ALL_BITS)
 def test_sealing_tokens_costs_no_more_than_their_steps(dim: int, bits: int, device: torch.device) -> None:
     x = tokens(3, 2, 64, dim, device=device)
     x[0, 0, 9] *= 1000  # one token takes its block's range
@@ -320,8 +251,7 @@ def slow_score(x: list[list[float]], metric: str) -> float:
     return float(scores[metric])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("metric", METRICS)
+@in_turn(metric=METRICS, dtype=DTYPES)
 def test_head_scores_are_their_formulas(metric: str, dtype: torch.dtype, device: torch.device) -> None:
     k, v = tokens(2, 3, 20, 16, dtype=dtype, device=device), tokens(2, 3, 20, 16, dtype=dtype, device=device)
     got = head_scores(k, v, metric)
@@ -381,9 +311,11 @@ def test_kernel_shows_what_is_not_finite(value: float, device: torch.device) -> 
     assert (~scale.isfinite()).nonzero().tolist() == [[0, 0, 5]]
 
 
-@pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 80, 128)])
+@all_pairs(
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 80, 128)],
+    block=[pytest.param(b, id=f"b{b}") for b in (32, 64, 128)],
+    bits=ALL_BITS,
+)
 def test_kernel_gives_the_references_pages(dim: int, block: int, bits: int, device: torch.device) -> None:
     k, v = (tokens(2, 2, block, dim, device=device) for _ in range(2))
     v[0, 0] = 0

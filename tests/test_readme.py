@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf.cli.main import app
-from turbo_hf.patches import FAMILIES
+from turbo_hf.patches.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from all_pairs import in_turn
 from budgets import float_budget, largest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,7 @@ DIMS = [pytest.param(dim, id=f"d{dim}") for dim in (16, 64, 80, 96, 128, 256)]
 BACKENDS = ["reference", "triton"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", DIMS)
+@in_turn(dim=DIMS, dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_scores_stay(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
     q, k = (tokens(2, heads, 33, dim, device=device).to(dtype) for heads in (4, 2))
     turned = rotate_queries(q, backend), rotate_keys(k, backend)
@@ -38,7 +37,6 @@ def test_the_kernel_gives_the_references_bits(dim: int, dtype: torch.dtype, devi
         assert torch.equal(rotate(k, "triton"), rotate(k, "reference"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dim", DIMS)
 def test_keys_come_back(dim: int, backend: str, device: torch.device) -> None:
     k = tokens(1, 2, 40, dim, device=device)

@@ -4,19 +4,18 @@ import math
 
 import pytest
 import torch
+from all_pairs import in_turn
 from budgets import SLACK, check, largest
 from choices import TWO_MODES
 from hypothesis import given
 from hypothesis import strategies as st
+from op_calls import decode, prefill, quantize_operands
 from oracle import Codes
 from prefill_support import chunk_codes, int8_queries
 from sas_support import CUBIC, EPS, check_sas, cubic_error
 from stores import make_store, store_codes, tokens
 
-from turbo_hf.ops.decode.contract import decode
-from turbo_hf.ops.prefill.contract import prefill
-from turbo_hf.ops.prefill.operands import quantize_operands
-from turbo_hf.ops.reference_softmax import sas_exp
+from turbo_hf.ops.reference_flash import sas_exp
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -60,8 +59,7 @@ def test_any_argument(x: float, threshold: float) -> None:
         assert abs(got / math.exp(x) - 1) <= cubic_error() + 100 * torch.finfo(torch.float64).eps
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("threshold", [pytest.param(t, id=f"t{-t:g}") for t in (-4.0, -6.0, -9.0, -20.0)])
+@in_turn(threshold=[pytest.param(t, id=f"t{-t:g}") for t in (-4.0, -6.0, -9.0, -20.0)], mode=TWO_MODES)
 def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: str, device: torch.device) -> None:
     k, v = (tokens(2, 2, 200, 64, device=device) for _ in range(2))
     store, q = make_store(k, v, [200, 70]), tokens(2, 4, 3, 64, device=device)
@@ -70,8 +68,7 @@ def test_decode_drops_no_more_than_the_threshold_says(threshold: float, mode: st
     check_sas(got, fake, store_codes(store), threshold, rounds_p=mode == "turbo", scaling=0.05)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("threshold", [pytest.param(t, id=f"t{-t:g}") for t in (-4.0, -6.0, -9.0, -20.0)])
+@in_turn(threshold=[pytest.param(t, id=f"t{-t:g}") for t in (-4.0, -6.0, -9.0, -20.0)], mode=TWO_MODES)
 def test_prefill_drops_no_more_than_the_threshold_says(threshold: float, mode: str, device: torch.device) -> None:
     q, k, v = tokens(1, 4, 130, 64, device=device), *(tokens(1, 2, 130, 64, device=device) for _ in range(2))
     got = prefill(q, k, v, scaling=0.05, mode=mode, sas_threshold=threshold)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turbo_hf.ops.decode.stream_k import Plan, fixed_split, full_rounds, split_count, stream_k, tiles_of, whole_outputs
+from turbo_hf.ops.decode.stream_k import Plan, even_rounds, stream_k, tiles_of
 
 
 def shares(plan: Plan, tiles: list[int]) -> list[list[tuple[int, int]]]:
@@ -33,9 +33,6 @@ def check(plan: Plan, tiles: list[int]) -> list[list[tuple[int, int]]]:
     return found
 
 
-MOST_PARTS = 128
-"""As in FlashAttention's heuristic."""
-
 some_tiles = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
@@ -49,16 +46,6 @@ def test_any_stream_k_plan(tiles: list[int], ctas: int, setup: float, data: st.D
     for run in found:
         load = sum(cost[o] for o, _ in run) + setup * len({o for o, t in run if t == 0})
         assert load <= total / ctas + 2 * max(cost) + 3 * setup
-
-
-@given(tiles=some_tiles, parts=st.integers(1, 9))
-def test_flash_attention_and_flash_decoding_are_special_cases(tiles: list[int], parts: int) -> None:
-    assert [len(run) for run in check(whole_outputs(np.array(tiles)), tiles)] == tiles
-    found = check(fixed_split(np.array(tiles), parts), tiles)
-    for output, n in enumerate(tiles):
-        sizes = [len(run) for run in found if run[0][0] == output]
-        assert len(sizes) == min(n, parts)
-        assert max(sizes) - min(sizes) <= 1
 
 
 def test_as_many_outputs_as_ctas_are_not_cut() -> None:
@@ -82,30 +69,6 @@ def test_tiles_of_rows_count_the_open_tokens_as_one() -> None:
     assert tiles_of([0, 1, 4, 5], 4) == [1, 2, 2, 3]
 
 
-@given(outputs=st.integers(1, 300), tiles=st.integers(1, 500), ctas=st.integers(1, 264))
-def test_splits_fill_the_waves(outputs: int, tiles: int, ctas: int) -> None:
-    parts = split_count(outputs, tiles, ctas)
-    if outputs >= 0.8 * ctas:
-        assert parts == 1
-        return
-
-    def filled(count: int) -> float:
-        """Of the waves that so many parts take, the share that has work."""
-        return count * outputs / ctas / -(-count * outputs // ctas)
-
-    enough = 0.85 * max(filled(count) for count in range(1, min(tiles, ctas, MOST_PARTS) + 1))
-    assert 1 <= parts <= min(tiles, ctas, MOST_PARTS)
-    assert filled(parts) >= enough
-    assert all(filled(count) < enough for count in range(1, parts))
-
-
-def test_outputs_that_nearly_fill_the_ctas_are_not_split() -> None:
-    assert split_count(110, 100, 132) == 1
-    assert split_count(80, 100, 100) == 1
-    assert split_count(79, 100, 100) == 5
-    assert split_count(8, 100, 132) == 15
-
-
 @pytest.mark.parametrize(("tiles", "ctas"), [([1, 0], 2), ([1], 0)], ids=["empty", "no_ctas"])
 def test_refuses_what_no_plan_covers(tiles: list[int], ctas: int) -> None:
     with pytest.raises(ValueError, match="a plan needs CTAs, and a tile of each output; got"):
@@ -126,4 +89,4 @@ def test_refuses_what_no_plan_covers(tiles: list[int], ctas: int) -> None:
     ],
 )
 def test_a_round_of_the_merge_is_full_or_worth_it(ctas: int, outputs: int, kept: int) -> None:
-    assert full_rounds(ctas, outputs, 16) == kept
+    assert even_rounds(ctas, outputs, 16) == kept

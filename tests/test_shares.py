@@ -70,5 +70,5 @@ def test_shares_of_usual_shapes(tiles: list[int], ctas: int, device: torch.devic
 
 
 @given(tiles=st.lists(st.integers(1, 90), min_size=1, max_size=9), ctas=st.integers(1, 40))
-def test_whatever_outputs_cost(tiles: list[int], ctas: int) -> None:
+def test_shares_of_any_costs(tiles: list[int], ctas: int) -> None:
     check(tiles, ctas, torch.device("cpu"))

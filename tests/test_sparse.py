@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from budgets import check, float_budget, largest
 from torch import Tensor
 
@@ -30,15 +31,11 @@ def assign_new(keys: Tensor, centroids: Tensor, *, rotary: tuple[Tensor, Tensor]
     return found
 
 
-WAYS = pytest.mark.parametrize("assign", [assign, assign_new])
-
-
-@WAYS
-@pytest.mark.parametrize("dim", [16, 80, 128])
-@pytest.mark.parametrize(("keys", "buckets"), [(1, 8), (5, 37), (130, 200)])
+@all_pairs(size=[(1, 8), (5, 37), (130, 200)], dim=[16, 80, 128], assign=[assign, assign_new])
 def test_a_key_goes_to_its_nearest_centroid(
-    assign: Callable[..., Tensor], keys: int, buckets: int, dim: int, device: torch.device, backend: str
+    size: tuple[int, int], dim: int, assign: Callable[..., Tensor], device: torch.device, backend: str
 ) -> None:
+    keys, buckets = size
     # numbers of few bits: products are exact, whatever the order of the sums
     k = torch.randint(-4, 5, (2, 3, keys, dim), device=device).half().transpose(1, 2).contiguous().transpose(1, 2)
     centroids = torch.randint(-4, 5, (3, buckets, dim), device=device).half()
@@ -53,9 +50,7 @@ def test_a_key_goes_to_its_nearest_centroid(
                 assert found[row, head, key] == next(i for i, x in enumerate(score[key].tolist()) if x == best)
 
 
-@WAYS
-@pytest.mark.parametrize("broken", [torch.nan, -torch.nan, torch.inf])
-@pytest.mark.parametrize("buckets", [5, 100])
+@all_pairs(buckets=[5, 100], broken=[torch.nan, -torch.nan, torch.inf], assign=[assign, assign_new])
 def test_a_key_that_is_not_finite_has_some_bucket(
     assign: Callable[..., Tensor], buckets: int, broken: float, device: torch.device, backend: str
 ) -> None:
@@ -85,12 +80,11 @@ def some_rotary(rows: int, columns: int, channels: int, device: torch.device) ->
     return 1.25 * angle.cos(), 1.25 * angle.sin()
 
 
-@WAYS
-@pytest.mark.parametrize(("dim", "channels"), [(64, 64), (80, 32)])
-@pytest.mark.parametrize("rows", [1, 2])
+@all_pairs(rows=[1, 2], size=[(64, 64), (80, 32)], assign=[assign, assign_new])
 def test_rotary_embedding_is_undone_on_the_way(
-    assign: Callable[..., Tensor], rows: int, dim: int, channels: int, device: torch.device, backend: str
+    rows: int, size: tuple[int, int], assign: Callable[..., Tensor], device: torch.device, backend: str
 ) -> None:
+    dim, channels = size
     rotary = some_rotary(rows, 3, channels, device)
     plain = torch.randn(2, 3, 3, dim, device=device)
     centroids = torch.nn.functional.normalize(torch.randn(3, 50, dim, device=device), dim=-1)
@@ -114,17 +108,12 @@ def some_classifier(heads: int, dim: int, hidden: int, buckets: int, device: tor
     return {name: torch.randn(heads, *shape, device=device) / shape[0] ** 0.5 for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (2, 2), (3, 2)])
-@pytest.mark.parametrize(("group", "dim", "hidden", "buckets"), [(1, 16, 8, 5), (4, 64, 130, 70), (3, 80, 64, 33)])
+@pytest.mark.parametrize(
+    ("group", "dim", "hidden", "buckets", "rows", "tokens"),
+    [(1, 16, 8, 5, 1, 1), (1, 16, 8, 5, 3, 2), (4, 64, 130, 70, 1, 1), (4, 64, 130, 70, 2, 2), (3, 80, 64, 33, 3, 2)],
+)
 def test_classify_is_two_layers(
-    group: int,
-    dim: int,
-    hidden: int,
-    buckets: int,
-    rows: int,
-    tokens: int,
-    device: torch.device,
-    backend: str,
+    group: int, dim: int, hidden: int, buckets: int, rows: int, tokens: int, device: torch.device, backend: str
 ) -> None:
     model = some_classifier(2, dim, hidden, buckets, device)
     queries = torch.randn(rows, 2 * group, tokens, dim, device=device).unflatten(1, (2, group)).transpose(2, 3)
@@ -205,16 +194,20 @@ def naive_visit(
     return found
 
 
-@pytest.mark.parametrize("group", [1, 3, 4])
-@pytest.mark.parametrize("buckets", [2, 37, 256])
-@pytest.mark.parametrize(
-    "rule",
-    [{"probes": 1}, {"probes": 2}, {"mass": 0.5}, {"mass": 0.05}, {"mass": 0.01, "most": 2}],
-    ids=lambda rule: "-".join(f"{name}{value}" for name, value in rule.items()),
+@all_pairs(
+    rule=[
+        pytest.param({"probes": 1}, id="probes1"),
+        pytest.param({"probes": 2}, id="probes2"),
+        pytest.param({"mass": 0.5}, id="mass0.5"),
+        pytest.param({"mass": 0.05}, id="mass0.05"),
+        pytest.param({"mass": 0.01, "most": 2}, id="mass0.01-most2"),
+    ],
+    size=[pytest.param((c, g), id=f"{c}-{g}") for c, g in ((2, 1), (37, 3), (256, 4))],
 )
 def test_visits_are_the_best_buckets(
-    rule: dict[str, Any], buckets: int, group: int, device: torch.device, backend: str
+    rule: dict[str, Any], size: tuple[int, int], device: torch.device, backend: str
 ) -> None:
+    buckets, group = size
     # sixteenths: sums of the group are exact, and many buckets are equal
     logits = (torch.randint(-48, 49, (2, 3, 2, group, buckets), device=device) / 16).to(torch.float16)
     if "mass" in rule:
@@ -237,10 +230,7 @@ def test_a_bucket_has_one_sum(group: int, buckets: int, device: torch.device) ->
         assert bool((visit(logits, probes=probes, backend="triton").sum(-1) == probes).all())
 
 
-@pytest.mark.parametrize("most", [None, 3])
-@pytest.mark.parametrize("mass", [0.02, 0.4])
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("buckets", [5, 64, 200])
+@all_pairs(buckets=[5, 64, 200], group=[1, 3], mass=[0.02, 0.4], most=[None, 3])
 def test_mass_takes_the_keys_that_hold_most_of_it(
     buckets: int, group: int, mass: float, most: int | None, device: torch.device, backend: str
 ) -> None:

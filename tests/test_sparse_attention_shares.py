@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from op_calls import sparse_decode
 from sparse_attention_support import CHOICE, check_sparse, random_index, spans_of, sparse_store
 from stores import tokens
 
 from turbo_hf.ops import gpu
-from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.tuning import DecodeTiles
 
 pytestmark = pytest.mark.usefixtures("poison")

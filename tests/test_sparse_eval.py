@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cli.main import app
 from turbo_hf.eval.methods import method_named
-from turbo_hf.eval.record import BY_METHOD, META
+from turbo_hf.eval.run_identity import BY_METHOD, META
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
         ("turbo4@saap:probes=x", "expected a number for probes; got 'x'"),
         ("turbo4@saap+block_size=32", "SparseConfig.selector must be one of .*; got 'saap.block_size=32'"),
         ("kivi4@saap", "unknown method kivi4@saap"),
-        ("1", r"Several layers behind @ are written dense_layers=0\+1"),
+        ("1", r"Several layers behind @ are written read_all_layers=0\+1"),
         ("turbo4@saap:probes=0", "SparseConfig.probes must be a whole number of at least 1; got 0"),
     ],
 )

@@ -17,7 +17,7 @@ import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboConfig
 from turbo_hf.attention.sparse_step import _visited
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.calibration.query_model import classify
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Reformer, Selector
@@ -190,7 +190,7 @@ def test_mass_is_that_of_the_keys_that_the_buckets_hold() -> None:
     selector = Classifier(chosen, 1, torch.nn.functional.normalize(torch.randn(3, 8, 16), dim=-1), weights)
     assert selector.weighs == 8
     queries = torch.randn(2, 3, 1, 2, 16)
-    _, logits = selector._assign_and_score(torch.randn(2, 3, 1, 16), queries)
+    _, logits = selector._buckets_and_query_info(torch.randn(2, 3, 1, 16), queries)
     visited = selector._visited(logits, sizes)
     assert visited is not None
     each = classify(weights, queries.permute(1, 0, 2, 3, 4).flatten(1, 3)).view(3, 2, 1, 2, 8).transpose(0, 1).mean(3)
@@ -212,20 +212,20 @@ def test_mass_of_a_chunk_is_that_of_its_tokens_alone(starts: list[int] | None, i
     selector = Classifier(chosen, 1, torch.nn.functional.normalize(torch.randn(3, 8, 16), dim=-1), weights)
     whole = TurboLayer(TurboConfig(sparse=chosen, block_size=32, attention="fp16"), selector=selector)
 
-    def append(layer: TurboLayer, k: Tensor, chunk: Chunk) -> None:
+    def append(layer: TurboLayer, k: Tensor, chunk: NewColumns) -> None:
         layer.append(k, k, chunk, selector.buckets(k))
         layer.commit()
 
-    append(whole, torch.randn(2, 3, 22, 16), Chunk(22))
+    append(whole, torch.randn(2, 3, 22, 16), NewColumns(22))
     by_token = copy.deepcopy(whole)
     keys, queries = torch.randn(2, 3, 16, 16), torch.randn(2, 3, 16, 2, 16)
-    append(whole, keys, Chunk(16, None, starts))
-    found = _visited(whole, selector.assign_and_score(keys, queries)[1], 16, 2)
+    append(whole, keys, NewColumns(16, None, starts))
+    found = _visited(whole, selector.buckets_and_query_info(keys, queries)[1], 16, 2)
     assert found is not None
     for at in range(16):
         late = [int(at < start) for start in starts or [0, 0]]
-        append(by_token, keys[:, :, at : at + 1], Chunk(1, None, late if any(late) else None))
-        _, query_info = selector.assign_and_score(keys[:, :, at : at + 1], queries[:, :, at : at + 1])
+        append(by_token, keys[:, :, at : at + 1], NewColumns(1, None, late if any(late) else None))
+        _, query_info = selector.buckets_and_query_info(keys[:, :, at : at + 1], queries[:, :, at : at + 1])
         alone = _visited(by_token, query_info, 1, 2)
         assert alone is not None
         for row in range(2):
@@ -260,7 +260,7 @@ def test_an_independent_head_visits_what_it_would_alone(choice: dict[str, Any]) 
     rotary = (torch.randn(batch, tokens, 8), torch.randn(batch, tokens, 8)) if selector.pre_rotary else None
     sizes = torch.randint(0, 9, (batch, heads, 8)).float() if selector.weighs else None
     keys = torch.randn(batch, heads, tokens, dim)
-    buckets, query_info = selector.assign_and_score(keys, queries, rotary)
+    buckets, query_info = selector.buckets_and_query_info(keys, queries, rotary)
     together = selector.buckets(keys, rotary)
     assert buckets is not None
     assert together is not None
@@ -270,7 +270,7 @@ def test_an_independent_head_visits_what_it_would_alone(choice: dict[str, Any]) 
     assert found.shape == (batch, heads * group, tokens, selector.tables, 8)
     for head in range(heads * group):
         kv, member = divmod(head, group)
-        _, own = selector._assign_and_score(keys, queries[:, :, :, member : member + 1], rotary)
+        _, own = selector._buckets_and_query_info(keys, queries[:, :, :, member : member + 1], rotary)
         alone = selector._visited(own, sizes)
         assert alone is not None
         assert torch.equal(found[:, head], alone[:, kv])

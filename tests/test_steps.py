@@ -25,10 +25,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.graphs import replayable_steps as steps
-from turbo_hf.graphs.replayable_steps import Steps, obstacle
+from turbo_hf.graphs.replayable_steps import ReplayableSteps, obstacle
 from turbo_hf.sparse.selectors import Reformer
 
 
@@ -38,24 +37,24 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settle(cache: TurboCache) -> None:
-    """What any other pass does first: seal what steps have left full."""
+    """What any other pass does first: seal what steps have left due."""
     for layer in cache.turbo_layers():
-        layer.check(torch.empty(layer.rows, layer.heads, 1, layer.dim))
+        layer.seal_leftovers(1)
 
 
 @pytest.mark.parametrize("limit", [None, 175], ids=["open-end", "limit"])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None) -> None:
     replayed, plain = filled(config), filled(config)
-    run = Steps(replayed, limit)
+    run = ReplayableSteps(replayed, limit)
     for _ in range(105):
         new = new_tokens()
         by_host(plain, new)
         assert run.intact()
         by_steps(run, new)
     settle(replayed)
-    assert [layer.pool.sealed for layer in replayed.turbo_layers()] == [
-        layer.pool.sealed for layer in plain.turbo_layers()
+    assert [layer.state.sealed for layer in replayed.turbo_layers()] == [
+        layer.state.sealed for layer in plain.turbo_layers()
     ]
     assert_same(replayed, plain)
 
@@ -63,7 +62,7 @@ def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None
 def test_mixed_widths_and_an_order_of_heads() -> None:
     config = TurboConfig(block_size=32, low_heads=0.5)
     replayed, plain = filled(config), filled(config)
-    run = Steps(replayed, None)
+    run = ReplayableSteps(replayed, None)
     for _ in range(70):
         new = new_tokens()
         by_host(plain, new)
@@ -75,7 +74,7 @@ def test_mixed_widths_and_an_order_of_heads() -> None:
 def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "AHEAD", 2)
     replayed, plain = filled(TurboConfig(block_size=32), window=40), filled(TurboConfig(block_size=32), window=40)
-    run = Steps(replayed, None)
+    run = ReplayableSteps(replayed, None)
     for _ in range(230):
         new = new_tokens()
         by_host(plain, new)
@@ -85,9 +84,9 @@ def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.M
             assert max(layer.lengths()) <= 40 + 32 + 3 * 32
     for cache in (replayed, plain):
         for layer in cache.turbo_layers():
-            assert layer.dense(39)[0].any(-1).all()
+            assert layer.dequantized(39)[0].any(-1).all()
     for x, y in zip(replayed.turbo_layers(), plain.turbo_layers(), strict=True):
-        for p, q in zip(x.dense(39), y.dense(39), strict=True):
+        for p, q in zip(x.dequantized(39), y.dequantized(39), strict=True):
             assert torch.equal(p, q)
         # pages are used again: no more than are held and reserved
         assert x.pool.pages <= 3 * 8
@@ -108,7 +107,7 @@ def test_a_window_drops_its_blocks_when_pages_are_reserved(monkeypatch: pytest.M
 def test_other_changes_between_steps(change: Callable[[TurboCache], None], count: int) -> None:
     config = TurboConfig(block_size=32, low_heads=0.5, sparse=KMEANS)
     replayed, plain = filled(config), filled(config)
-    run = Steps(replayed, None)
+    run = ReplayableSteps(replayed, None)
     for _ in range(2):
         for _ in range(count):
             new = new_tokens(replayed.turbo_layers()[0].rows)
@@ -121,16 +120,16 @@ def test_other_changes_between_steps(change: Callable[[TurboCache], None], count
         assert not run.intact()
         assert_same(replayed, plain)
         assert obstacle(replayed) is None
-        run = Steps(replayed, None)
+        run = ReplayableSteps(replayed, None)
 
 
 def test_a_copy_goes_its_own_way() -> None:
     cache = filled(TurboConfig(block_size=32))
-    run = Steps(cache, None)
+    run = ReplayableSteps(cache, None)
     for _ in range(20):
         by_steps(run, new_tokens())
     twin, plain = copy.deepcopy(cache), copy.deepcopy(cache)
-    other = Steps(twin, None)
+    other = ReplayableSteps(twin, None)
     assert not {id(x) for x in run.tensors()} & {id(x) for x in other.tensors() if isinstance(x, Tensor)}
     for _ in range(50):
         new = new_tokens()
@@ -143,10 +142,10 @@ def test_a_copy_goes_its_own_way() -> None:
 
 def test_a_token_whose_bucket_is_not_known_is_noted_as_such() -> None:
     cache = filled(TurboConfig(block_size=32, sparse=KMEANS))
-    run = Steps(cache, None)
+    run = ReplayableSteps(cache, None)
     with run.running():
         for layer, (k, v) in zip(run.layers, new_tokens(), strict=True):
-            layer.append(k, v, Chunk(1))
+            layer.append(k, v, NewColumns(1))
     run.finish()
     for layer in run.layers:
         for row, length in enumerate(LENGTHS):
@@ -156,7 +155,7 @@ def test_a_token_whose_bucket_is_not_known_is_noted_as_such() -> None:
 
 def test_a_reset_ends_the_steps() -> None:
     cache = filled(TurboConfig())
-    run = Steps(cache, None)
+    run = ReplayableSteps(cache, None)
     cache.reset()
     assert not run.intact()
     assert "holds no tokens" in str(obstacle(cache))
@@ -164,7 +163,7 @@ def test_a_reset_ends_the_steps() -> None:
 
 def test_recording_of_the_past_ends_the_steps() -> None:
     cache = filled(TurboConfig(block_size=32))
-    run = Steps(cache, None)
+    run = ReplayableSteps(cache, None)
     assert run.intact()
     cache.activate_past_recording()
     assert not run.intact()
@@ -172,31 +171,31 @@ def test_recording_of_the_past_ends_the_steps() -> None:
 
 def test_layers_that_hold_the_same_share_one_count() -> None:
     cache = filled(TurboConfig(block_size=32))
-    run = Steps(cache, None)
+    run = ReplayableSteps(cache, None)
     by_steps(run, new_tokens())
     first, second = cache.turbo_layers()
-    assert first.buffer.length is second.buffer.length
-    assert first.pool.sealed is second.pool.sealed
+    assert first.state.open is second.state.open
+    assert first.state.sealed is second.state.sealed
     first.crop(-1)
-    assert second.buffer.length == [n + 1 for n in first.buffer.length]
+    assert second.state.open == [n + 1 for n in first.state.open]
 
 
 @pytest.mark.parametrize("config", CONFIGS[3:])
-def test_later_steps_of_a_cache_are_the_only_ones(config: TurboConfig) -> None:
+def test_new_steps_of_a_cache_replace_the_earlier_ones(config: TurboConfig) -> None:
     cache = filled(config)
-    earlier, plain = Steps(cache, None), copy.deepcopy(cache)
+    earlier, plain = ReplayableSteps(cache, None), copy.deepcopy(cache)
     # its runner may be collected at any time: here between the layers of a step that seals
-    while max(cache.turbo_layers()[0].buffer.length) < 32:
+    while max(cache.turbo_layers()[0].state.open) < 32:
         new = new_tokens()
         by_steps(earlier, new)
         by_host(plain, new)
-    later, new = Steps(cache, None), new_tokens()
+    later, new = ReplayableSteps(cache, None), new_tokens()
     later.begin()
     with later.running():
         for layer, (k, v) in zip(later.layers, new, strict=True):
             assert not earlier.intact()
             earlier.close()
-            layer.append(k, v, Chunk(1), buckets_of(layer, k))
+            layer.append(k, v, NewColumns(1), buckets_of(layer, k))
     later.finish()
     by_host(plain, new)
     for _ in range(40):
@@ -210,7 +209,7 @@ def test_later_steps_of_a_cache_are_the_only_ones(config: TurboConfig) -> None:
 @pytest.mark.parametrize("before", [20, 27], ids=["open", "seals"])
 def test_a_step_that_is_broken_off_is_counted_where_it_was_stored(before: int) -> None:
     cache = filled(TurboConfig(block_size=32))
-    run, plain = Steps(cache, None), copy.deepcopy(cache)
+    run, plain = ReplayableSteps(cache, None), copy.deepcopy(cache)
     for _ in range(before):
         new = new_tokens()
         by_steps(run, new)
@@ -218,7 +217,7 @@ def test_a_step_that_is_broken_off_is_counted_where_it_was_stored(before: int) -
     first, new = cache.turbo_layers()[0], new_tokens()
     run.begin()
     with run.running():
-        first.append(*new[0], Chunk(1))
+        first.append(*new[0], NewColumns(1))
     run.recount()
     assert not run.intact()
     assert obstacle(cache) == f"layer 1 holds {70 + before} columns, and the first layer {71 + before}"
@@ -230,7 +229,7 @@ def test_a_step_that_is_broken_off_is_counted_where_it_was_stored(before: int) -
 
 def test_nan_is_told_by_the_layer_before_its_block_is_sealed() -> None:
     cache = filled(TurboConfig(block_size=32), lengths=[30])
-    run = Steps(cache, None)
+    run = ReplayableSteps(cache, None)
     new = new_tokens(1)
     new[1][0][0, 1, 0, 3] = torch.nan
     by_steps(run, new)
@@ -244,7 +243,7 @@ def test_nan_is_told_by_the_layer_before_its_block_is_sealed() -> None:
 def short_prompt(config: TurboConfig) -> TurboCache:
     cache = TurboCache(LlamaConfig(**SHAPE), config)
     for layer in cache.turbo_layers():
-        layer.append(tokens(1, HEADS, 5, DIM), tokens(1, HEADS, 5, DIM), Chunk(5))
+        layer.append(tokens(1, HEADS, 5, DIM), tokens(1, HEADS, 5, DIM), NewColumns(5))
     return cache
 
 
@@ -282,8 +281,7 @@ def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason
 def test_kernels_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(TurboConfig())
     monkeypatch.undo()
-    assert "runs without kernels" in str(obstacle(cache))
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
+    assert "runs without kernels" in str(obstacle(filled(TurboConfig())))
     for layer in cache.turbo_layers():
         layer.dtype = torch.float64
     assert obstacle(cache) == "float64 has no kernel"

@@ -12,7 +12,7 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Qwen2Con
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache import turbo_cache as cache
-from turbo_hf.cache.new_columns import chunk_from_mask
+from turbo_hf.cache.new_columns import columns_from_mask
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.patching.doctor import diagnose
@@ -95,13 +95,13 @@ def test_a_pass_plans_once_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatc
         )
     ).eval()  # fmt: skip
     made: list[int] = []
-    real = chunk_from_mask
+    real = columns_from_mask
 
     def counted(mask: Any, seen: int, *rest: Any) -> Any:
         made.append(seen)
         return real(mask, seen, *rest)
 
-    monkeypatch.setattr(cache, "chunk_from_mask", counted)
+    monkeypatch.setattr(cache, "columns_from_mask", counted)
     ids = prompts(2, 40)
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
@@ -125,7 +125,7 @@ def test_the_doctors_report_is_of_the_default() -> None:
     assert found.report.config == PRESETS["turbo4"]
 
 
-def test_low_heads_that_are_less_than_one_are_told() -> None:
+def test_low_heads_of_less_than_one_head_are_told() -> None:
     config = TurboConfig(bits=4, low_bits=2, low_heads=0.25)
     with pytest.warns(UserWarning, match=r"low_heads=0.25 is less than one KV head of each layer: all keep 4 bit"):
         handle = turbo_hf.patch(tiny_llama(), config)
@@ -133,7 +133,7 @@ def test_low_heads_that_are_less_than_one_are_told() -> None:
     handle.remove()
 
 
-def test_low_heads_of_layers_that_are_kept_at_8_bit_are_no_such_case(recwarn: pytest.WarningsRecorder) -> None:
+def test_layers_kept_at_8_bit_need_no_low_heads(recwarn: pytest.WarningsRecorder) -> None:
     config = TurboConfig(bits=4, low_bits=2, low_heads=0.25, int8_layers=(0, 1))
     turbo_hf.patch(tiny_llama(), config).remove()
     assert not [told for told in recwarn if "less than one KV head" in str(told.message)]

@@ -1,9 +1,12 @@
 """What "auto" chooses, and what it says about it."""
 
+from itertools import product
+
 import pytest
 import torch
 from gpu_support import OnGpu
 
+from turbo_hf.config.turbo_config import ATTENTION_MODES
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import WIDE_HALF
 from turbo_hf.ops.gpu import H200_SHARED
@@ -18,7 +21,7 @@ def mode(attention: str, tokens: int, dim: int, dtype: torch.dtype = torch.bfloa
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(gpu, "hopper", lambda device: True)
-    monkeypatch.setattr(gpu, "obstacle", lambda device: None)
+    monkeypatch.setattr(gpu, "why_no_kernels_on", lambda device: None)
 
 
 @pytest.mark.usefixtures("h200")
@@ -40,13 +43,13 @@ def test_the_kernel_for_hopper_runs_where_it_was_tried(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("triton.__version__", triton)
     gpu._hopper.cache_clear()
-    gpu._obstacle.cache_clear()
+    gpu._why_no_kernels_on.cache_clear()
     assert gpu.hopper(torch.device("cuda")) == faster
     assert mode("auto", 1 << 17, 128) == ("turbo" if faster else "fp16")
     said = describe_prefill("auto", torch.device("cuda"), {128})
     assert ("needs triton 3.6.x" in said) == (capability == (9, 0) and not faster)
     gpu._hopper.cache_clear()
-    gpu._obstacle.cache_clear()
+    gpu._why_no_kernels_on.cache_clear()
 
 
 def test_a_named_mode_is_itself_and_auto_without_a_gpu_is_turbo() -> None:
@@ -67,43 +70,46 @@ SHARED = [H200_SHARED, 163 << 10, 99 << 10]
 """Bytes of shared memory a program: Hopper, A100, and what people have at home."""
 
 
-@pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
-@pytest.mark.parametrize("kind", ["turbo", "int8", "half", "fp8", "fp16"])
-def test_tiles_fit_shared_memory(kind: str, dim: int, itemsize: int, shared: int) -> None:
+def test_tiles_fit_shared_memory() -> None:
     """Keys and values in flight. What the compiler adds was looked at when they were chosen."""
-    tiles = prefill_tiles(kind, dim, itemsize, 128, shared)
-    if kind == "half" and itemsize == 4 and dim == 256 and shared < WIDE_HALF:
-        return  # refused
-    wide = {"fp16": (itemsize, itemsize), "half": (1, itemsize)}.get(kind, (1, 1))
-    # elsewhere the tile at work has left shared memory: as compiled
-    waiting = tiles.stages if shared == H200_SHARED else max(1, tiles.stages - 1)
-    assert tiles.block_n * dim * sum(wide) * waiting <= shared
-    # only a mode without scales of P may take shorter tiles than the block that shares one
-    assert tiles.block_n == 128 or kind == "fp16"
+    wrong = []
+    for case in product(ATTENTION_MODES, (32, 64, 128, 256), (2, 4), SHARED):
+        kind, dim, itemsize, shared = case
+        if kind == "half" and itemsize == 4 and dim == 256 and shared < WIDE_HALF:
+            continue  # refused
+        tiles = prefill_tiles(kind, dim, itemsize, 128, shared)
+        wide = {"fp16": (itemsize, itemsize), "half": (1, itemsize)}.get(kind, (1, 1))
+        # elsewhere the tile at work has left shared memory: as compiled
+        waiting = tiles.stages if shared == H200_SHARED else max(1, tiles.stages - 1)
+        fits = tiles.block_n * dim * sum(wide) * waiting <= shared
+        # only a mode without scales of P may take shorter tiles than the block that shares one
+        if not (fits and (tiles.block_n == 128 or kind == "fp16")):
+            wrong.append((case, tiles))
+    assert not wrong
 
 
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("bits", [16, 8, 4, 3, 2])
-@pytest.mark.parametrize("dim", [32, 64, 128, 256])
-@pytest.mark.parametrize("block", [32, 64, 128])
-@pytest.mark.parametrize("shared", SHARED)
-def test_decode_tiles_fit_shared_memory(shared: int, block: int, dim: int, bits: int, many: bool) -> None:
-    tiles, room = decode_tiles(block * dim, bits, False, many=many, shared=shared), shared - tuning.RESERVED
-    assert tiles.blocks * tiles.occupancy * (tiles.stages - 1) * 2 * block * dim * bits // 8 <= room
-    # what is unpacked passes through shared memory too, at 3 bit beside what waits
-    unpacked = tiles.blocks * 2 * block * dim if bits < 8 else 0
-    assert unpacked <= room
-    assert bits != 3 or unpacked + tiles.blocks * (tiles.stages - 1) * 2 * block * dim * bits // 8 <= shared
-    assert tiles.blocks * tiles.occupancy <= 8  # warps of an SM that have 255 registers
+def test_decode_tiles_fit_shared_memory() -> None:
+    wrong = []
+    for case in product(SHARED, (32, 64, 128), (32, 64, 128, 256), (16, 8, 4, 3, 2), (False, True)):
+        shared, block, dim, bits, many = case
+        tiles, room = decode_tiles(block * dim, bits, False, many=many, shared=shared), shared - tuning.RESERVED
+        waiting = tiles.blocks * (tiles.stages - 1) * 2 * block * dim * bits // 8
+        # what is unpacked passes through shared memory too, at 3 bit beside what waits
+        unpacked = tiles.blocks * 2 * block * dim if bits < 8 else 0
+        fits = tiles.occupancy * waiting <= room and unpacked <= room
+        fits = fits and (bits != 3 or unpacked + waiting <= shared)
+        if not (fits and tiles.blocks * tiles.occupancy <= 8):  # warps of an SM that have 255 registers
+            wrong.append((case, tiles))
+    assert not wrong
 
 
-@pytest.mark.parametrize("shared", SHARED)
-@pytest.mark.parametrize("codes", [32 * 32, 64 * 64, 128 * 64])
-def test_float32_over_16_bit_has_room_for_both(codes: int, shared: int) -> None:
-    tiles = decode_tiles(codes, 16, False, itemsize=4, shared=shared)
-    assert (tiles.stages - 1) * codes * 4 + codes * 4.75 <= shared  # as compiled
+def test_float32_over_16_bit_has_room_for_both() -> None:
+    wrong = []
+    for codes, shared in product((32 * 32, 64 * 64, 128 * 64), SHARED):
+        tiles = decode_tiles(codes, 16, False, itemsize=4, shared=shared)
+        if (tiles.stages - 1) * codes * 4 + codes * 4.75 > shared:  # as compiled
+            wrong.append((codes, shared, tiles))
+    assert not wrong
 
 
 def test_the_table_names_modes_that_there_are() -> None:

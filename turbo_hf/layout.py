@@ -70,10 +70,10 @@ V_TOP = {"turbo": float(INT8_MAX), "int8": float(INT8_MAX), "fp8": E4M3_MAX}
 BITS = (8, 4, 3, 2)
 """Bit widths of codes."""
 
-FULL = 16
+UNQUANTIZED = 16
 """Bit width of heads that are stored unquantized."""
 
-WIDTHS = (FULL, *BITS)
+WIDTHS = (UNQUANTIZED, *BITS)
 BLOCK_SIZES = (32, 64, 128)
 HEAD_DIM_MULTIPLE = 16
 
@@ -86,6 +86,9 @@ PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a rotary embedding, [1 or B, tokens, rotated channels]."""
+
+CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
+"""Tensors of a query classifier: [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C]."""
 
 
 class PagedHeads(NamedTuple):
@@ -112,7 +115,7 @@ class KVStore(NamedTuple):
     of 16 bit k_open and v_open are in its pages' type, and the scales 1.
     open_len: int64 [B], open tokens a row. block: tokens in a block. sealed_host: the numbers in `sealed`, where the
     host knows them: a launch then need not wait for the device.
-    plans: of launches that will be replayed, made by the first one and kept up to date by `steps.Steps`
+    plans: of launches that will be replayed, made by the first one and kept up to date by `ReplayableSteps`
     (`ops.schedule.LivePlan`, `KeptWorkspace`); None: nothing is replayed.
     Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
     """
@@ -149,12 +152,73 @@ class Operands(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What is done to q k^T before and in the softmax, as the ops take it. sinks: one a query head, or None."""
+    """What is done to q . k before and in the softmax.
+
+    scaling: factor on q . k.
+    softcap: scores become softcap * tanh(score / softcap); None: they stay as they are.
+    sinks: float [Hq], one additional logit per head in the softmax denominator, without a value; None: none.
+    sas_threshold: SAS softmax, which drops scores this far (below 0, natural log units) below the maximum of their
+        block, of `SAS_TILE` keys where nothing is quantized; None: the exponential.
+    """
 
     scaling: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     sas_threshold: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is the softmax of scaled scores and nothing more."""
+        return self.softcap is None and self.sinks is None and self.sas_threshold is None
+
+
+class Rounding(NamedTuple):
+    """How a prompt's Q, K, P and V are rounded. Q has one scale per token in each mode, P one per query and key tile.
+
+    mode: "turbo": INT8 Q, K, P and V, K and V with one scale per block. "int8": the same, K with one per token.
+        "half": INT8 Q and K as in "int8", P and V in 16 bit. "fp8": INT8 Q and K as in "turbo", P and V in FP8 (e4m3),
+        each tile's product accumulated in float32. "fp16": all in q's dtype, as are heads with scores beyond
+        `SCORE_LIMIT`.
+    block: tokens per block of K and V, and per tile of P. Over a past, these are the past's own blocks.
+    v_scale: scales of V in "turbo", "int8" and "fp8": one per "block", per "channel" of a row, or per row ("tensor").
+    smooth_k: subtract the row's mean key from its keys before rounding, and add its contribution back to the scores.
+    hadamard: rotate Q and K by a Hadamard matrix before rounding.
+    """
+
+    mode: str = "turbo"
+    block: int = 128
+    v_scale: str = "block"
+    smooth_k: bool = False
+    hadamard: bool = False
+
+
+class Visits(NamedTuple):
+    """The buckets of cached keys, and which of them each query of a sparse decode visits.
+
+    buckets: int16 [B, Hkv, L, cap], by hash table (1 except for "lsh-tables") and position in the row; -1: unknown,
+        such a key is attended to. cap is at least the longest row.
+    visited: bool [B, Hkv, M, L, C], for all query heads of a KV head together, or [B, Hq, M, L, C], for each head; the
+        latter has no kernel if Hq is above Hkv.
+    spans: int16 [B, Hkv, n, 2], the smallest and the largest bucket in each of the first n blocks of a row, -1:
+        unknown. It tells the kernel which blocks it can skip, and does not change the result. None: none is known.
+    min_collisions: in how many tables a key's bucket must be visited.
+    """
+
+    buckets: torch.Tensor
+    visited: torch.Tensor
+    spans: torch.Tensor | None = None
+    min_collisions: int = 1
+
+
+class AlwaysRead(NamedTuple):
+    """The tokens that every query of a sparse decode reads.
+
+    sink_tokens: how many of the first tokens of a row.
+    window_tokens: how many of the newest tokens, the query itself included.
+    """
+
+    sink_tokens: int
+    window_tokens: int
 
 
 class AttentionOutput(NamedTuple):
@@ -180,9 +244,9 @@ def page_bytes(head_dim: int, bits: int, block: int = 64) -> int:
     return 2 * packed_bytes(block * head_dim, bits) + meta + 8
 
 
-def open_token_bytes(head_dim: int, *, full: bool = False) -> int:
-    """Bytes of one open token of one KV head: codes (`full`: 16-bit numbers) and a float32 scale, for K and for V."""
-    return 2 * (head_dim * (2 if full else 1) + 4)
+def open_token_bytes(head_dim: int, *, unquantized: bool = False) -> int:
+    """Bytes of one open token of one KV head: codes or 16-bit numbers, and a float32 scale, for K and V."""
+    return 2 * (head_dim * (2 if unquantized else 1) + 4)
 
 
 def empty_pages(
@@ -192,10 +256,10 @@ def empty_pages(
     head_dim: int,
     block: int,
     device: torch.device,
-    full: torch.dtype = torch.float16,
+    unquantized: torch.dtype = torch.float16,
 ) -> PagedHeads:
-    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`). full: the type at 16 bit."""
-    code = {FULL: full, 8: torch.int8}.get(bits, torch.uint8)
+    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`). unquantized: the type at 16 bit."""
+    code = {UNQUANTIZED: unquantized, 8: torch.int8}.get(bits, torch.uint8)
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
     v = torch.empty(pages, slots, head_dim, packed_bytes(block, min(bits, 8)), dtype=code, device=device)
     meta = torch.empty(pages, slots, 0 if bits >= 8 else 4, head_dim, dtype=torch.int8, device=device)
@@ -224,7 +288,7 @@ def half_type(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float16 else torch.bfloat16
 
 
-def full_type(dtype: torch.dtype) -> torch.dtype:
+def type_16bit(dtype: torch.dtype) -> torch.dtype:
     """The type of heads of 16 bit: the model's own, float16 for wider ones (which then round to 11 bits)."""
     return dtype if dtype == torch.bfloat16 else torch.float16
 

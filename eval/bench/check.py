@@ -10,7 +10,7 @@ import torch
 
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.layout import AttentionOutput
-from turbo_hf.ops.prefill import reference
+from turbo_hf.ops.prefill.reference import reference_prefill
 
 ROWS = 64
 """Queries checked per head: the first ones, the last, some at the edges of tiles, the others at random."""
@@ -22,9 +22,13 @@ otherwise differ by less; a wrong key, scale or mask shows as the size of the ro
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """error: |o - oracle| / |oracle| over the sample; worst: the same of the worst query; budget: what worst may be.
+    """A sample of a result against the oracle.
 
-    lse_worst and lse_budget: absolute, natural log units. problem: what is wrong; "" if nothing is.
+    error: |o - oracle| / |oracle| over the sample.
+    worst: the same of the worst query.
+    budget: what `worst` may be.
+    lse_worst, lse_budget: absolute, natural log units.
+    problem: what is wrong; "" if nothing is.
     """
 
     error: float
@@ -78,7 +82,7 @@ def verify(got: AttentionOutput, sample: Sample, options: dict[str, Any]) -> Che
     output; `options` are those of `turbo_hf.ops.prefill.prefill` without the backend.
     """
     # the same heads: a query that sees one key has an lse with one rounding error, which no average makes typical
-    models = [reference.prefill(*(x[None] for x in head), **options) for head in sample.inputs]
+    models = [reference_prefill(q[None], k[None], v[None], **options) for q, k, v in sample.inputs]
     model = AttentionOutput(*(torch.stack([x[0, 0, sample.rows] for x in part]) for part in zip(*models, strict=True)))
     sampled = AttentionOutput(sample.of(got.out), sample.of(got.lse))
     return judge(got, sampled, model, AttentionOutput(sample.out, sample.lse))

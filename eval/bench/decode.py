@@ -1,24 +1,34 @@
-"""Speed of `ops.decode` over compressed caches beside FP16 attention: checked first, then timed in the same rounds."""
+"""`turbo-hf bench decode`: speed of `ops.decode` over compressed caches beside FP16 attention.
+
+Every result is checked first, then all methods are timed in the same rounds.
+"""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from turbo_hf.config.turbo_config import BACKENDS
+from turbo_hf.console import Device, Json, out
 from turbo_hf.eval.bench.check import Check, judge, poisoned
-from turbo_hf.eval.bench.decode_cases import PLANS, Case, groups_of
-from turbo_hf.eval.bench.decode_store import one_head, packed_stores
-from turbo_hf.eval.bench.graphs import Rotation, cold_copies
+from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, timed
+from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of
+from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
+from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.plot import plot_decode
+from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
-from turbo_hf.eval.bench.rows import Row, checked, timed
+from turbo_hf.eval.bench.runner import BenchRun, measured_copy, mistakes_end_the_command
+from turbo_hf.eval.bench.tables import print_rows, untimed
 from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side
-from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
-from turbo_hf.ops.decode import reference
+from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.store.quantize import dequantize
 
 BURST_MS = 40.0
@@ -28,12 +38,17 @@ PADDED = "rows padded to the longest, without a mask"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRow(Row):
+class DecodeRow(CheckedRow):
     """One method on one step; its oracle reads the same packed cache.
 
-    all_tokens: of all rows; outputs: rows times KV heads. us: microseconds of a launch, median of the rounds.
-    eager_us: the same without a graph, by the wall clock. bytes: of keys and values read, packed as they lie; tb_s:
-    10^12 of them a second; copy_share: tb_s over the measured copy bandwidth.
+    all_tokens: of all rows.
+    ragged: whether rows have different lengths.
+    outputs: rows times KV heads.
+    us: microseconds of a launch, median of the rounds.
+    eager_us: the same without a graph, by the wall clock.
+    bytes: of keys and values read, packed as they lie.
+    tb_s: 10^12 of them per second.
+    copy_share: tb_s over the measured copy bandwidth.
     """
 
     all_tokens: int
@@ -55,7 +70,6 @@ def run_case(
     widths: list[str],
     *,
     backend: str,
-    plans: Sequence[str] = PLANS[:1],
     seed: int,
     seconds: float,
     stopwatch: Stopwatch,
@@ -66,7 +80,6 @@ def run_case(
 
     Args:
         widths: of WIDTHS. backend: which one runs.
-        plans: of PLANS, how the kernel shares its work; each runs at every width.
         seed: of the tokens, N(0, 1).
         seconds: approximate timing duration.
         copy: measured bandwidth, 10^12 bytes per second.
@@ -81,9 +94,9 @@ def run_case(
     shape = (len(case.lengths), case.heads.query, 1, case.heads.dim)
     q = torch.randn(shape, generator=generator, device=device, dtype=torch.float16)
     found = []
-    for width, plan in product(widths, plans):
-        tell(f"{case}: {width} bit, {plan}")
-        found.append(dense_step(case, width, q, backend, plan, seed))
+    for width in widths:
+        tell(f"{case}: {width} bit")
+        found.append(dense_step(case, width, q, backend, seed))
     return beside_fp16(case, q, generator, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
 
 
@@ -117,7 +130,7 @@ def check_decode(case: Case, q: torch.Tensor, store: KVStore, got: AttentionOutp
         part, scaling = one_head(store, row, head), case.heads.dim**-0.5
         k, v = (x[0, :, : case.lengths[row]] for x in dequantize(part, torch.float64))
         exact = attend(query[0], k, v, scaling=scaling, causal=False)
-        return reference.decode(query, part, scaling=scaling), exact
+        return reference_decode(query, part, Scoring(scaling)), exact
 
     return check_heads(case, q, got, attended)
 
@@ -164,20 +177,14 @@ def new_row(case: Case, method: str, ours: bool, size: int, note: str = "") -> D
     )
 
 
-def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, plan: str, seed: int) -> Found:
+def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, seed: int) -> Found:
     """The row of one width with its check, and what to time if the result is right."""
     groups = groups_of(width, case.heads.kv)
     size = case.packed_bytes(groups)
     name = f"{width} bit" if width != "mixed" else "mixed " + "/".join(str(bits) for bits, _ in groups)
-    if plan != PLANS[0]:
-        name += f", {plan}"
 
     def step(store: KVStore) -> AttentionOutput:
-        if plan == PLANS[0]:
-            return op.decode(q, store, scaling=case.heads.dim**-0.5, backend=backend)
-        from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
-
-        return launch_decode.decode(q, store, scaling=case.heads.dim**-0.5, plan=plan)
+        return op.decode(q, store, Scoring(case.heads.dim**-0.5), backend=backend)
 
     def prepare() -> tuple[Check, Callable[[], Rotation]]:
         # another seed: keys that begin like the query would be the only ones that it sees
@@ -234,3 +241,91 @@ def _timed(row: DecodeRow, times: dict[str, list[float]], eager: dict[str, float
     us = statistics.median(times[row.method])
     rate = row.bytes / us / 1e6
     return timed(row, times, us=us, eager_us=eager[row.method], tb_s=rate, copy_share=rate / copy)
+
+
+def decode_command(
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(DECODE_SHAPES)}; may be repeated.")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 16x4k or 1x1M; may be repeated.")] = (
+        None
+    ),
+    width: Annotated[list[str] | None, typer.Option(help=f"Bits: {', '.join(WIDTHS)}; may be repeated.")] = None,
+    ragged: Annotated[bool, typer.Option("--ragged", help="Rows with 1/8 to all of the tokens.")] = False,
+    occupancy: Annotated[bool, typer.Option("--occupancy", help="Only batches around a full wave of SMs.")] = False,
+    backend: Backend = "auto",
+    seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 1.0,
+    seed: Seed = 0,
+    folder: Folder = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """One decode step over a compressed cache, against cuDNN and FlashAttention-2 over FP16: checked first, then timed.
+
+    Default: 40 cases at 4 bit. Times are of CUDA graphs that rotate over more caches than fit in L2; a launch without a
+    graph is shown separately. Exits with 1 if a result is wrong, which is then not timed, or a launch fails.
+    """
+    with mistakes_end_the_command():
+        widths = [one_of("width", name, WIDTHS) for name in width or ("4",)]
+        one_of("backend", backend, BACKENDS)
+        cases = choose_cases(shape or [], size or [], ragged, seed, occupancy)
+        if not cases:
+            raise ValueError(f"no default case of {', '.join(shape or [])} is ragged; give --size.")
+        stopwatch = Stopwatch(find_device(device))
+        require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
+        prepare_folder(folder, plot=True)
+    bench = BenchRun[DecodeRow]("decode", stopwatch.device, folder)
+    copy = measured_copy(stopwatch)
+    stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
+    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
+    bench.each(
+        cases,
+        lambda case, tell: run_case(case, widths, stopwatch=stopwatch, copy=copy, tell=tell, **chosen),
+        print_case,
+        options={**chosen, "widths": widths},
+        copy_tb_s=copy,
+    )
+    if folder is not None:  # once: a plot takes longer than a case
+        plot_decode(bench.rows, bench.headline, folder / "decode.png")
+    for line in steps(bench.rows):
+        out.print(line, highlight=False)
+    end_decode(bench, stopwatch, json_line)
+
+
+def end_decode(bench: BenchRun[DecodeRow], stopwatch: Stopwatch, json_line: bool) -> None:
+    """The end of `bench decode` and `bench sparse`."""
+    if stopwatch.device.type != "cuda":
+        out.print("On a CPU: by the wall clock, without graphs. It says nothing of a GPU.", style="dim")
+    bench.finish(json_line, untimed(bench.rows))
+
+
+def print_case(case: Case, rows: Sequence[DecodeRow]) -> None:
+    """The table of one case."""
+    heads = case.heads
+    title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}, {case.outputs} outputs"
+    columns = {
+        "us": ("us", ".1f"),
+        "eager us": ("eager_us", ".0f"),
+        "TB/s": ("tb_s", ".3g"),
+        "of copy": ("copy_share", ".0%"),
+    }
+    print_rows(title, "keys, values", rows, columns)
+
+
+def steps(rows: Sequence[DecodeRow]) -> Iterator[str]:
+    """How time grows with outputs of one length: in step with the work, or in stairs, one per wave of the SMs.
+
+    A line for each method that ran three or more batch sizes at one length, each relative to the smallest.
+    """
+    groups: dict[tuple[str, int, str], list[DecodeRow]] = {}
+    for row in rows:
+        if row.us is not None and not row.ragged:
+            groups.setdefault((row.shape, row.tokens, row.method), []).append(row)
+    for (shape, tokens, method), own in groups.items():
+        least, *more = sorted(own, key=lambda row: row.outputs)
+        if len(more) < 2 or least.us is None:
+            continue
+        parts = [
+            f"{row.outputs} {row.us / least.us:.2f} x for {row.outputs / least.outputs:.2f} x the work"
+            for row in more
+            if row.us is not None
+        ]
+        yield f"{shape}, {tokens} tokens, {method}: {least.outputs} outputs {least.us:.1f} us; {'; '.join(parts)}"

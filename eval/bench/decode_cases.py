@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.eval.bench.shapes import SHAPES, Heads, find_shape, parse_size, tokens_label
-from turbo_hf.layout import FULL, open_token_bytes, page_bytes
+from turbo_hf.layout import UNQUANTIZED, open_token_bytes, page_bytes
 
 BLOCK = 64
 """Tokens per sealed block, as in the presets."""
@@ -15,9 +15,6 @@ DECODE_SHAPES = SHAPES | {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24,
 """The models of the prompts, and the heads for which LeanAttention sec. V gives its largest and smallest gain."""
 
 WIDTHS = ("16", "8", "4", "3", "2", "mixed")
-
-PLANS = ("stream-k", "whole", "split")
-"""How the kernel shares its work: LeanAttention, FlashAttention-2 (a CTA an output), FlashDecoding (equal parts)."""
 
 SIZES = {
     "llama3-8b": "1x1k 1x4k 1x8k 1x32k 1x131k 1x524k 1x1M 4x4k 4x32k 16x1k 16x4k 16x32k 64x1k 64x4k 64x16k",
@@ -52,7 +49,7 @@ class Case:
     def packed_bytes(self, groups: tuple[tuple[int, int], ...]) -> int:
         """Bytes of the cache, all of which a step reads. groups: (bits, heads) of each width."""
         page = sum(slots * page_bytes(self.heads.dim, bits, BLOCK) for bits, slots in groups)
-        loose = self.heads.kv * open_token_bytes(self.heads.dim, full=FULL in dict(groups))
+        loose = self.heads.kv * open_token_bytes(self.heads.dim, unquantized=UNQUANTIZED in dict(groups))
         return sum(n // BLOCK * page + n % BLOCK * loose for n in self.lengths)
 
     def dense_bytes(self, itemsize: int) -> int:

@@ -1,26 +1,39 @@
-"""Tokens per second and peak memory of `generate`, patched and unpatched, against Hugging Face's quantized caches."""
+"""`turbo-hf bench generate`: tokens per second, first token and peak memory of `generate`, patched and unpatched.
+
+Beside the unpatched model with its DynamicCache stand the fastest ways of Transformers itself: a static cache, for
+which `generate` compiles, and its quantized caches. Beams and assisted decoding are compared with the same, unpatched.
+"""
 
 import importlib.util
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, cast
 
 import torch
-from transformers import LogitsProcessor
+import typer
+from rich.table import Table
 
-from turbo_hf.config.turbo_config import resolve_config
-from turbo_hf.errors import out_of_memory
+from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig, resolve_config
+from turbo_hf.console import Device, Json, err, out
+from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
+from turbo_hf.eval.bench.options import Folder, Seed, figure, find_device, one_of, prepare_folder, require_choice
+from turbo_hf.eval.bench.random_models import KINDS, random_drafter, random_model
+from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
+from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
+from turbo_hf.eval.bench.tables import print_notes
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS
 from turbo_hf.patching.patch_model import patch
+from turbo_hf.patching.selfcheck import compare as compare_logits
 
-SDPA = "SDPA"
+SDPA, STATIC = "SDPA", "static"
 
-Result = TypeVar("Result")
+DECODINGS = ("greedy", "beams", "assisted")
+"""Ways to decode, each compared with itself unpatched: one token per step, BEAMS beams, drafts of DRAFTED tokens."""
+
+BEAMS, DRAFTED = 4, 5
 
 FINENESS = 16
 """One part in so many: how closely the largest batch is found by trying, or what a guess of it stays below."""
@@ -28,30 +41,44 @@ FINENESS = 16
 SAMPLE = (4, 16)
 """Numbers of rows whose memory use shows about how many fit."""
 
+LARGEST = "largest"
+
+PAPER = ("1k", LARGEST, 125)
+"""Context, batch and new tokens of TurboAttention's maximum-throughput experiment."""
+
 
 @dataclass(frozen=True, slots=True)
-class Method:
-    """How the cache is kept. preset: the patch's, None unpatched. options: further ones of `generate`.
+class GenerateMethod:
+    """One way to call `generate`.
 
-    missing: the package without which it cannot run, "" if all are there. cuda_graphs: whether a patched model may
-    replay its decode steps.
+    config: what the model is patched with; None: it is not.
+    options: further ones of `generate`.
+    decoding: one of DECODINGS.
+    missing: why it cannot run here; "" if it can.
     """
 
     name: str
-    preset: str | None = None
+    config: TurboConfig | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    decoding: str = DECODINGS[0]
     missing: str = ""
-    cuda_graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GenerateRow:
     """One method, shape and size; figures are None where it did not run, and `note` says why.
 
-    context: tokens of each prompt; new: tokens generated in each row; largest: whether batch is about all that fits.
-    tokens_s: new tokens of all rows over the whole time, prompt included; first_ms: until the first token; step_ms:
-    from one token to the next, mean; medians of the rounds. peak_bytes: the most memory allocated, weights included,
-    None where it is not counted. speedup: tokens_s over that of SDPA at the same context, each at its own batch.
+    context: tokens of each prompt.
+    batch: prompts.
+    new: tokens generated in each row.
+    largest: whether batch is about all that fits.
+    tokens_s, first_ms, first_spread, step_ms: as in `clock.Speed`.
+    peak_bytes: the most memory allocated, weights included; None where it is not counted.
+    speedup: tokens_s over that of SDPA at the same context and decoding, each at its own batch.
+    patched: whether the model was.
+    decoding: one of DECODINGS.
+    error: relative distance of the first logits from the unpatched model's, in one pass without a cache.
+    best: tokens_s, first_ms and step_ms as times as fast as the best unpatched row of the same context and decoding.
     """
 
     shape: str
@@ -66,6 +93,11 @@ class Row:
     peak_bytes: int | None = None
     speedup: float | None = None
     note: str = ""
+    patched: bool = False
+    decoding: str = DECODINGS[0]
+    first_spread: float | None = None
+    error: float | None = None
+    best: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,56 +114,32 @@ class Work:
     seed: int
 
 
-class Clock(LogitsProcessor):
-    """Notes when the logits of each new token are there. On a GPU by events: the host waits for nothing."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.marks: list[Any] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """`scores`, unchanged."""
-        self.mark()
-        return scores
-
-    def mark(self) -> None:
-        """Note the time, once the device has done what it was given so far."""
-        if self.device.type != "cuda":
-            self.marks.append(time.perf_counter())
-            return
-        with torch.cuda.device(self.device):
-            event: Any = torch.cuda.Event(enable_timing=True)
-            event.record()
-        self.marks.append(event)
-
-    def ms(self, start: int, end: int) -> float:
-        """Milliseconds between two marks."""
-        first, last = self.marks[start], self.marks[end]
-        if self.device.type != "cuda":
-            return 1e3 * float(last - first)
-        last.synchronize()
-        return float(first.elapsed_time(last))
-
-
-def methods(presets: list[str], cuda_graphs: bool = True) -> list[Method]:
-    """SDPA with its DynamicCache, the presets, and 4 bit of Hugging Face's QuantizedCache by quanto and by hqq.
-
-    cuda_graphs: of the presets.
-
-    Raises:
-        ValueError: an unknown preset.
-    """
-    for preset in presets:
-        resolve_config(preset)
+def methods(
+    configs: dict[str, TurboConfig], decodings: Sequence[str] = DECODINGS[:1], drafter: Any = None
+) -> list[GenerateMethod]:
+    """SDPA with its DynamicCache, a static cache, the configs, and 4 bit of Transformers' QuantizedCache; then SDPA and
+    the configs with beams and with a drafter."""
     quantized = [
-        Method(
+        GenerateMethod(
             f"{name} 4 bit",
             options={"cache_implementation": "quantized", "cache_config": {"backend": name, "nbits": 4, **axes}},
-            missing="" if _installed(package) else package,
+            missing="" if _installed(package) else f"{package} is not installed",
         )
         for name, (package, _, axes) in BACKENDS.items()
     ]
-    return [Method(SDPA), *(Method(preset, preset, cuda_graphs=cuda_graphs) for preset in presets), *quantized]
+    static = GenerateMethod(STATIC, options={"cache_implementation": "static"})
+    how: dict[str, tuple[str, dict[str, Any]]] = {
+        "greedy": ("", {}),
+        "beams": (f", {BEAMS} beams", {"num_beams": BEAMS}),
+        "assisted": (", assisted", {"assistant_model": drafter}),
+    }
+    found = []
+    for decoding in decodings:
+        name, options = how[decoding]
+        ours = [GenerateMethod(own + name, config, options, decoding) for own, config in configs.items()]
+        others = ([static], quantized) if decoding == DECODINGS[0] else ([], [])
+        found += [GenerateMethod(SDPA + name, None, options, decoding), *others[0], *ours, *others[1]]
+    return found
 
 
 def _installed(package: str) -> bool:
@@ -144,34 +152,59 @@ def _installed(package: str) -> bool:
 def compare(
     model: Any,
     shape: str,
-    chosen: list[Method],
+    chosen: Sequence[GenerateMethod],
     work: Work,
     batch: int | None,
     most: int,
     tell: Callable[[str], None] = lambda step: None,
-) -> list[Row]:
-    """A row a method, at one context and batch; batch None: at the largest up to `most` that fits, each its own."""
+) -> list[GenerateRow]:
+    """A row per method, at one context and batch; batch None: at the largest up to `most` that fits, each its own."""
     rows = []
     for method in chosen:
         tell(f"{shape}, {work.context} tokens: {method.name}")
-        row = Row(shape, method.name, work.context, batch or 0, work.new, batch is None)
-        if method.missing:
-            rows.append(replace(row, note=f"{method.missing} is not installed"))
+        row = GenerateRow(shape, method.name, work.context, batch or 0, work.new, batch is None)
+        row = replace(row, patched=method.config is not None, decoding=method.decoding)
+        missing = method.missing or _unable(model, method, work, batch)
+        if missing:
+            rows.append(replace(row, note=missing))
             continue
         try:
             rows.append(_measured(model, row, method, work, most))
         except Exception as error:  # a failing method must not cost the others their figures
             rows.append(replace(row, note=f"failed: {type(error).__name__}: {str(error).strip()}"))
         free_memory()
-    base = next((row.tokens_s for row in rows if row.method == SDPA), None)
-    return [replace(row, speedup=row.tokens_s / base if base and row.tokens_s else None) for row in rows]
+    return [_compared(row, [other for other in rows if other.decoding == row.decoding]) for row in rows]
 
 
-def _measured(model: Any, row: Row, method: Method, work: Work, most: int) -> Row:
+def _unable(model: Any, method: GenerateMethod, work: Work, batch: int | None) -> str:
+    """Why Transformers cannot decode so; "" if it can."""
+    if method.name == STATIC and model.device.type != "cuda":
+        return "generate compiles for a static cache on a GPU only"
+    if method.decoding == "assisted" and (batch != 1 or work.chunk is not None):
+        return "assisted decoding takes one prompt at a time, in one pass"
+    return ""
+
+
+def _compared(row: GenerateRow, rows: list[GenerateRow]) -> GenerateRow:
+    """The row with its ratios to `rows`, those of the same decoding."""
+    unpatched = [other for other in rows if not other.patched and other.tokens_s]
+    base = next((other.tokens_s for other in unpatched if other.method.startswith(SDPA)), None)
+    best: dict[str, float] = {}
+    if row.tokens_s:
+        if unpatched:
+            best["tokens_s"] = row.tokens_s / max(other.tokens_s or 0 for other in unpatched)
+        for name in ("first_ms", "step_ms"):
+            own, theirs = getattr(row, name), [getattr(other, name) for other in unpatched]
+            if own and theirs and None not in theirs:
+                best[name] = min(theirs) / own
+    return replace(row, speedup=row.tokens_s / base if base and row.tokens_s else None, best=best)
+
+
+def _measured(model: Any, row: GenerateRow, method: GenerateMethod, work: Work, most: int) -> GenerateRow:
     batch = row.batch
     if row.largest:
         # as long a prompt as the rows will be at the end: two passes show what all of them would
-        whole = replace(work, context=work.context + work.new - 2, new=2, rounds=1)
+        whole = replace(work, context=work.context + max(0, work.new - 2), new=2, rounds=1)
         guess = _guess(model, method, whole, most) if model.device.type == "cuda" else None
         batch = largest(_holds(model, method, whole), most) if guess is None else guess
     while batch:
@@ -183,11 +216,11 @@ def _measured(model: Any, row: Row, method: Method, work: Work, most: int) -> Ro
     return replace(row, note="does not fit the memory")
 
 
-def _holds(model: Any, method: Method, work: Work) -> Callable[[int], bool]:
+def _holds(model: Any, method: GenerateMethod, work: Work) -> Callable[[int], bool]:
     return lambda rows: attempt(partial(_run, model, method, rows, work)) is not None
 
 
-def _guess(model: Any, method: Method, work: Work, most: int) -> int | None:
+def _guess(model: Any, method: GenerateMethod, work: Work, most: int) -> int | None:
     """How many rows fit, by what a few and some more take, less a part of FINENESS; None where these do not fit."""
     few, more = SAMPLE
     if most < more:
@@ -205,17 +238,6 @@ def _guess(model: Any, method: Method, work: Work, most: int) -> int | None:
     return max(1, min(most, int(room / each * (1 - 1 / FINENESS))))
 
 
-def attempt(call: Callable[[], Result]) -> Result | None:
-    """What the call returns; None where the memory does not suffice. All other errors as they are."""
-    try:
-        return call()
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-    free_memory()  # behind the handler: the error holds the frames that hold the tensors
-    return None
-
-
 def largest(holds: Callable[[int], bool], most: int) -> int:
     """The largest number up to `most` that holds, by doubling and bisection to one part in FINENESS; 0: none does."""
     low, high = 0, 1
@@ -229,56 +251,203 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
 
 
 @contextmanager
-def _cache_of(model: Any, method: Method) -> Iterator[None]:
-    how: AbstractContextManager[Any] = nullcontext()
-    if method.preset is not None:
-        config = resolve_config(method.preset)
-        how = patch(model, config if method.cuda_graphs else replace(config, cuda_graphs=False))
-    with how, torch.inference_mode():
-        yield
+def _cache_of(model: Any, method: GenerateMethod) -> Iterator[None]:
+    how: AbstractContextManager[Any] = nullcontext() if method.config is None else patch(model, method.config)
+    try:
+        with how, torch.inference_mode():
+            yield
+    finally:
+        if vars(model).pop("_compiled_call", None) is not None:
+            # what was compiled for the static cache, or the next method would start at its limit of recompilations
+            torch._dynamo.reset()
 
 
-def _run(model: Any, method: Method, batch: int, work: Work) -> Clock:
+def _run(model: Any, method: GenerateMethod, batch: int, work: Work) -> Clock:
     with _cache_of(model, method):
-        return _generate(model, method, batch, work)
+        return _generate(model, method, batch, work)[0]
 
 
-def _timed(model: Any, row: Row, method: Method, work: Work) -> Row:
+def _timed(model: Any, row: GenerateRow, method: GenerateMethod, work: Work) -> GenerateRow:
+    """The row with its figures, or with what is wrong with its first logits."""
     cuda = model.device.type == "cuda"
     with _cache_of(model, method):
         # compilation, the allocator's first blocks, and the plan that cuDNN makes for each length
-        _generate(model, method, row.batch, work)
+        warm, tokens = _generate(model, method, row.batch, work, record=True)
         if cuda:
             torch.cuda.reset_peak_memory_stats(model.device)
-        clocks = [_generate(model, method, row.batch, work) for _ in range(work.rounds)]
-    whole = statistics.median(clock.ms(0, -1) for clock in clocks)
-    steps = [clock.ms(1, -2) / (work.new - 1) for clock in clocks if work.new > 1]
+        rounds = [_generate(model, method, row.batch, work) for _ in range(work.rounds)]
+        peak = torch.cuda.max_memory_allocated(model.device) if cuda else None
+    row = _checked(model, row, warm)
+    if row.note:
+        return row
+    same = all(torch.equal(again, tokens) for _, again in rounds)
     return replace(
         row,
-        tokens_s=1e3 * row.batch * work.new / whole,
-        first_ms=statistics.median(clock.ms(0, 1) for clock in clocks),
-        step_ms=statistics.median(steps) if steps else None,
-        peak_bytes=torch.cuda.max_memory_allocated(model.device) if cuda else None,
+        **asdict(speed([clock for clock, _ in rounds], row.batch, work.new)),
+        peak_bytes=peak,
+        note="" if same else "its tokens differ from round to round",
     )
 
 
-def _generate(model: Any, method: Method, batch: int, work: Work) -> Clock:
-    """One `generate`. Marks: the start, each new token's logits, the end."""
-    generator = torch.Generator().manual_seed(work.seed)
-    ids = torch.randint(10, model.config.vocab_size, (batch, work.context), generator=generator).to(model.device)
+@torch.inference_mode()
+def _checked(model: Any, row: GenerateRow, clock: Clock) -> GenerateRow:
+    """The row with the error of its first logits; a note if they are not the unpatched model's, which `model` is."""
+    recorded = clock.first_logits
+    ids = recorded[-1][0]
+    reference = model(ids, use_cache=False, logits_to_keep=len(recorded)).logits.float()
+    ends = model.generation_config.eos_token_id
+    judged = torch.ones(reference.shape[-1], dtype=torch.bool, device=reference.device)
+    judged[[] if ends is None else ends] = False  # min_new_tokens makes them impossible
+    logits = torch.cat([logits for _, logits in recorded])[None]
+    found = compare_logits(logits[..., judged], reference[..., judged])
+    if found.passed:
+        return replace(row, error=found.error)
+    return replace(row, error=found.error, note=f"failed: its logits are off by {found.error:.0%}")
+
+
+def _generate(
+    model: Any, method: GenerateMethod, batch: int, work: Work, record: bool = False
+) -> tuple[Clock, torch.Tensor]:
+    """One `generate`: its clock, and the tokens [batch, context + new]."""
+    ids, mask = random_prompts(model, [work.context] * batch, work.seed)
     chunk = {} if work.chunk is None else {"prefill_chunk_size": work.chunk}
-    clock = Clock(model.device)
-    clock.mark()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=work.new,
-        min_new_tokens=work.new,
-        do_sample=False,
-        pad_token_id=0,
-        logits_processor=[clock],
-        **chunk,
-        **method.options,
-    )
-    clock.mark()
-    return clock
+    clock, made = clocked(model, ids, mask, work.new, record=record, **chunk, **method.options)
+    return clock, made.sequences
+
+
+def generate_command(
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; may be repeated.")] = None,
+    context: Annotated[list[str] | None, typer.Option(help="Tokens of the prompts, such as 1k; may be repeated.")] = (
+        None
+    ),
+    batch: Annotated[
+        list[str] | None, typer.Option(help=f"Prompts, or {LARGEST}: about all that fit; may be repeated.")
+    ] = None,
+    new: Annotated[
+        int | None, typer.Option(min=1, help="Tokens to generate; 1: only the first token's time. Default 128.")
+    ] = None,
+    preset: Annotated[
+        list[str] | None,
+        typer.Option("--preset", "--config", help="Of the patch: a preset, or a JSON or YAML file; may be repeated."),
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="Attention of prompts, auto or a mode, instead of the preset's; may be repeated."),
+    ] = None,
+    decoding: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(DECODINGS)}; may be repeated. Default: all, of the largest batch greedy alone."),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
+    chunk: Annotated[
+        int | None, typer.Option("--prefill-chunk", min=1, help="Prompt tokens per pass; default: all.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds; the table shows their medians.")] = 3,
+    most: Annotated[int, typer.Option(min=1, help=f"Largest batch tried under {LARGEST}.")] = 4096,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="1k prompts, 125 new tokens, about the largest batch that fits.")
+    ] = False,
+    cuda_graphs: Annotated[
+        bool,
+        typer.Option("--cuda-graphs/--eager", help="Whether patched decode steps are replayed as CUDA graphs."),
+    ] = True,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny models: tests the command, measures nothing.")] = False,
+    seed: Seed = 0,
+    folder: Folder = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """Tokens per second, first token and peak memory of models with random weights: patched, and as fast as unpatched.
+
+    Default: Llama-3-8B's shape, 1k prompts, batch 1. Ratios are to SDPA, and to the best unpatched row of the same
+    decoding. The drafter of assisted decoding is random too: nothing that it drafts is accepted. Exits with 1 if a
+    patched model, or the unpatched one, fails or is wrong; what does not fit or is not installed gets a line.
+    """
+    with mistakes_end_the_command():
+        if paper and (context or batch or new):
+            raise ValueError("--paper sets --context, --batch and --new; omit them.")
+        own = PAPER if paper else ("1k", "1", 128)
+        shapes = [one_of("shape", name, KINDS) for name in shape or ("llama3-8b",)]
+        contexts = [parse_tokens(text) for text in context or (own[0],)]
+        batches = [_parse_batch(text) for text in batch or (own[1],)]
+        works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
+        modes = [one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
+        decodings = [
+            one_of("decoding", name, DECODINGS) for name in decoding or DECODINGS[: 1 if None in batches else 3]
+        ]
+        configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs)
+        where = find_device(device)
+        if None in batches and where.type != "cuda" and not tiny:
+            raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
+        require_choice(where, tiny or layers is not None, "--layers 1, or --tiny to try the command")
+        prepare_folder(folder)
+    bench = BenchRun[GenerateRow]("generate", where, folder)
+    given: dict[str, Any] = {"layers": layers, "chunk": chunk, "rounds": rounds, "most": most, "seed": seed}
+    given |= {"cuda_graphs": cuda_graphs, "configs": {name: config.to_dict() for name, config in configs.items()}}
+    for name in shapes:
+        with err.status(f"making {name}"):
+            model = random_model(name, layers, where, tiny=tiny)
+            drafter = random_drafter(model, DRAFTED) if "assisted" in decodings else None
+        measure = partial(compare, model, name, methods(configs, decodings, drafter))
+        bench.each(
+            [(work, rows) for work in works for rows in batches],
+            lambda case, tell, measure=measure: measure(*case, most, tell),  # type: ignore[misc]
+            partial(_print, model.config.num_hidden_layers),
+            options={**given, "tiny": tiny},
+        )
+        del model, drafter, measure
+        free_memory()
+    failures = [
+        f"{row.method} on {row.shape}, {row.context} tokens: {row.note}"
+        for row in bench.rows
+        if row.note.startswith("failed") and (row.patched or row.method.startswith(SDPA))
+    ]
+    bench.finish(json_line, failures)
+
+
+def _configs(presets: Sequence[str], modes: Sequence[str], cuda_graphs: bool) -> dict[str, TurboConfig]:
+    """Configs by the name of their row. ValueError: an unknown preset."""
+    found = {name: resolve_config(name) for name in presets}
+    if not cuda_graphs:
+        found = {name: replace(config, cuda_graphs=False) for name, config in found.items()}
+    if not modes:
+        return found
+    # checked before: names that the field allows
+    asked = cast(Any, modes)
+    return {f"{name}/{mode}": replace(config, attention=mode) for name, config in found.items() for mode in asked}
+
+
+def _parse_batch(text: str) -> int | None:
+    """Rows, or None for the largest that fits. ValueError shows the form."""
+    if text == LARGEST:
+        return None
+    if not (text.isdecimal() and int(text)):
+        raise ValueError(f"expected a batch like 8, or {LARGEST}; got {text!r}.")
+    return int(text)
+
+
+def _print(layers: int, case: object, rows: Sequence[GenerateRow]) -> None:
+    first = rows[0]
+    title = f"{first.shape}, {layers} layers, {tokens_label(first.context)} tokens and {first.new} new"
+    table = Table(title=title + (", largest batch each" if first.largest else ""))
+    for heading in ("", "batch", "tokens/s", "x SDPA", "x best", "first ms", "x best", "step ms", "x best", "peak GB"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for row in rows:
+        ratio = {name: figure(row.best.get(name), ".2f") for name in ("tokens_s", "first_ms", "step_ms")}
+        table.add_row(
+            row.method,
+            str(row.batch or "-"),
+            figure(row.tokens_s, ".1f"),
+            figure(row.speedup, ".2f"),
+            ratio["tokens_s"],
+            figure(row.first_ms, ".1f"),
+            ratio["first_ms"],
+            figure(row.step_ms, ".2f"),
+            ratio["step_ms"],
+            figure(None if row.peak_bytes is None else row.peak_bytes / 1e9, ".2f"),
+        )
+    out.print(table)
+    spreads = [row.first_spread for row in rows if row.first_spread is not None]
+    spread = f"; rounds of the first token lie up to {max(spreads):.1%} apart" if spreads else ""
+    out.print(f"x best: times as fast as the best unpatched row that decodes the same way{spread}.", style="dim")
+    print_notes((row.method, row.note) for row in rows)

@@ -1,5 +1,6 @@
 """Options shared by several commands, and helpers for parsing them and printing results."""
 
+import importlib.util
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,6 +48,15 @@ def require_choice(device: torch.device, chosen: bool, options: str) -> None:
     """ValueError if a CPU would run the defaults, which are meant for a GPU."""
     if device.type == "cpu" and not chosen:
         raise ValueError(f"the defaults are sized for a GPU, and this is a CPU. Choose what it shall run: {options}.")
+
+
+def prepare_folder(folder: Path | None, *, plot: bool = False) -> None:
+    """Make the folder of --out. ValueError if a plot would need matplotlib, which is not installed."""
+    if folder is None:
+        return
+    if plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('the plot needs matplotlib: pip install "turbo_hf[bench]", or omit --out.')
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def as_json(result: Any, indent: int | None = None) -> str:

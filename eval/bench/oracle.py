@@ -1,4 +1,7 @@
-"""Attention in float64, written out, on chosen queries, and how far a result is from it."""
+"""The oracle of attention, of benches and tests alike: softmax in float64, written out, and distances from it.
+
+It imports torch and `layout` alone: nothing of what it judges.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,9 +17,10 @@ TILE_SCORES = 1 << 24
 class Errors(NamedTuple):
     """How far a result o is from the reference r, as shares.
 
-    norm: |o - r| / |r|, Euclidean. mre: mean |o - r| / mean |r|. elementwise: mean of |o - r| / |r|, which elements
-    near 0 dominate. INT-FlashAttention sec. 4.2 names its figure "Mean Relative Error (MRE)" and prints no formula;
-    on normal data its figures are of the size of `norm` and `mre`.
+    norm: |o - r| / |r|, Euclidean.
+    mre: mean |o - r| / mean |r|. INT-FlashAttention sec. 4.2 names its figure "Mean Relative Error (MRE)" and prints no
+        formula; on normal data its figures are of the size of `norm` and `mre`.
+    elementwise: mean of |o - r| / |r|, which elements near 0 dominate.
     """
 
     norm: float
@@ -56,27 +60,67 @@ def attend(
         out float64 [Hq, R, D]; lse float64 [Hq, R], natural log.
     """
     heads, rows, _ = q.shape
-    kv_heads, tokens, _ = k.shape
     place = torch.arange(rows, device=q.device) if places is None else places.to(q.device)
-    grouped = q.double().unflatten(0, (kv_heads, heads // kv_heads))
-    keys, values = k.double().mT, v.double()
+    keys, values = k.double(), v.double()
     outs, lses = [], []
-    step = max(1, TILE_SCORES // (heads * tokens))
+    step = max(1, TILE_SCORES // (heads * k.shape[1]))
     for start in range(0, rows, step):
-        part = grouped[:, :, start : start + step]
-        score = (part.flatten(1, 2) @ keys).unflatten(1, part.shape[1:3]) * scaling
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
-        score.masked_fill_(_hidden(place[start : start + step], tokens, causal, window), -torch.inf)
-        top = score.amax(-1, keepdim=True)
-        p = torch.exp(score - top)
-        total = p.sum(-1, keepdim=True)
-        if sinks is not None:
-            total = total + torch.exp(sinks.double().view(kv_heads, -1, 1, 1) - top)
-        weight = p if round_p is None else round_p(p)
-        outs.append((weight.flatten(1, 2) @ values).unflatten(1, part.shape[1:3]) / total)
-        lses.append((top + torch.log(total))[..., 0])
-    return AttentionOutput(torch.cat(outs, 2).flatten(0, 1), torch.cat(lses, 2).flatten(0, 1))
+        here = slice(start, start + step)
+        found = weights(
+            q[:, here].double(), keys, place[here], scaling=scaling, causal=causal, window=window, softcap=softcap,
+            sinks=sinks,
+        )  # fmt: skip
+        p = found.p if round_p is None else round_p(found.p)
+        outs.append(by_kv_head(p, values) / found.total)
+        lses.append(found.lse)
+    return AttentionOutput(torch.cat(outs, 1), torch.cat(lses, 1))
+
+
+class SoftmaxWeights(NamedTuple):
+    """A softmax before the division.
+
+    p: exp(score - row maximum) [Hq, R, N].
+    total: their sum with the sinks [Hq, R, 1].
+    lse: [Hq, R], natural log.
+    """
+
+    p: torch.Tensor
+    total: torch.Tensor
+    lse: torch.Tensor
+
+
+def weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    places: torch.Tensor,
+    *,
+    scaling: float,
+    causal: bool,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> SoftmaxWeights:
+    """The softmax of queries [Hq, R, D] at `places` over keys [Hkv, N, D], before it is divided by its sum.
+
+    Scores are products in the dtype of `q`; the softmax is in float32 at least, as eager models have it.
+    """
+    score = by_kv_head(q, k.mT) * scaling
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    score = score.to(torch.promote_types(q.dtype, torch.float32))
+    score = score.masked_fill(_hidden(places, k.shape[1], causal, window), -torch.inf)
+    top = score.amax(-1, keepdim=True)
+    p = torch.exp(score - top)
+    total = p.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.detach().to(score)[:, None, None] - top)
+    return SoftmaxWeights(p, total, (top + torch.log(total))[..., 0])
+
+
+def by_kv_head(x: torch.Tensor, of_kv: torch.Tensor) -> torch.Tensor:
+    """x [Hq, R, N] times of_kv [Hkv, N, M], each query head with the one of its KV head: [Hq, R, M]."""
+    by_head: torch.Tensor = x.unflatten(0, (len(of_kv), -1)).flatten(1, 2) @ of_kv
+    return by_head.reshape(x.shape[0], x.shape[1], of_kv.shape[2])
 
 
 def _hidden(place: torch.Tensor, tokens: int, causal: bool, window: int | None) -> torch.Tensor:

@@ -1,22 +1,18 @@
 """The pictures of a run, a line for each method: TFLOP/s of prompts by length, bytes a second of decode."""
 
-import importlib.util
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from turbo_hf.eval.bench.decode import DecodeRow
-from turbo_hf.eval.bench.prefill import PrefillRow
 from turbo_hf.eval.bench.shapes import tokens_label
 from turbo_hf.eval.output import write_png
 
-
-def require_matplotlib() -> None:
-    """ValueError that says how to install it, unless matplotlib is there."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('the plot needs matplotlib: pip install "turbo_hf[bench]", or omit --out.')
+if TYPE_CHECKING:
+    from turbo_hf.eval.bench.decode import DecodeRow
+    from turbo_hf.eval.bench.prefill import PrefillRow
 
 
-def plot(rows: list[PrefillRow], title: str, path: Path) -> None:
+def plot(rows: "list[PrefillRow]", title: str, path: Path) -> None:
     """Write a PNG with a panel for each model shape (down) and mask (across); rows without a time are left out."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
 
@@ -47,7 +43,7 @@ def plot(rows: list[PrefillRow], title: str, path: Path) -> None:
     write_png(path, figure)
 
 
-def plot_decode(rows: list[DecodeRow], title: str, path: Path) -> None:
+def plot_decode(rows: "list[DecodeRow]", title: str, path: Path) -> None:
     """Write a PNG with a panel for each model shape, microseconds by case; rows without a time are left out."""
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
 

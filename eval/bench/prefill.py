@@ -1,34 +1,60 @@
-"""Speed of `ops.prefill` against existing kernels: every result is checked first, every figure includes
-quantization."""
+"""`turbo-hf bench prefill`: speed of `ops.prefill` against existing kernels. Every result is checked first, every
+figure includes quantization."""
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
+from turbo_hf.console import Device, Json, out
 from turbo_hf.eval.bench.check import Check, Sample, poisoned, verify
+from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, timed
+from turbo_hf.eval.bench.options import (
+    DTYPES,
+    Backend,
+    Block,
+    Folder,
+    Hadamard,
+    Modes,
+    Seed,
+    SmoothK,
+    find_device,
+    one_of,
+    prepare_folder,
+    require_choice,
+)
+from turbo_hf.eval.bench.plot import plot
 from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
-from turbo_hf.eval.bench.rows import Row, checked, timed
-from turbo_hf.eval.bench.shapes import Case
-from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, side_by_side
-from turbo_hf.layout import AttentionOutput
+from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
+from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size
+from turbo_hf.eval.bench.tables import print_rows, untimed
+from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, ceilings, side_by_side
+from turbo_hf.layout import AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 from turbo_hf.ops.prefill import operands
+
+DEFAULT_MODES = ("turbo", "int8", "half", "fp8")
+HALVES = ("float16", "bfloat16")
+"""What the other methods have kernels for."""
 
 BITS = {"turbo": (8, 8), "int8": (8, 8), "half": (8, 16), "fp8": (8, 8), "fp16": (16, 16)}
 """Width of the operands of Q K^T and of P V in each mode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRow(Row):
+class PrefillRow(CheckedRow):
     """One method on one prompt pass.
 
-    ms: median of the rounds, quantization included. quantize_ms: of K and V apart (Q is quantized inside the
-    attention). tflops: 10^12 operations a second, counted as `Case.flops`. floor_ms: from the ceilings; roofline:
-    floor over time.
+    ms: median of the rounds, quantization included.
+    quantize_ms: of K and V apart (Q is quantized inside the attention).
+    tflops: 10^12 operations per second, counted as `PromptCase.flops`.
+    floor_ms: from the ceilings.
+    roofline: floor over time.
     """
 
     causal: bool
@@ -40,7 +66,7 @@ class PrefillRow(Row):
 
 
 def run_case(
-    case: Case,
+    case: PromptCase,
     modes: list[str],
     options: dict[str, Any],
     *,
@@ -76,14 +102,14 @@ def run_case(
         rows.append(row)
     for mode in modes:
         tell(f"{case}: checking {mode}")
-        chosen = {"mode": mode, **options_of(mode, options)}
-        given = {"scaling": scaling, "causal": case.causal, **chosen}
+        rounding = Rounding(mode, **options_of(mode, options))
+        given = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
         row, call = _checked(_row(case, mode), q, k, v, sample, given, backend)
         rows.append(row)
         if call is not None:
             calls[mode] = call
             if mode != "fp16":
-                calls[_apart(mode)] = partial(operands.quantize_operands, k, v, backend=backend, **chosen)
+                calls[_apart(mode)] = partial(operands.quantize_operands, k, v, rounding, backend=backend)
     tell(f"{case}: timing")
     times = side_by_side(calls, stopwatch, seconds) if calls else {}
     return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]
@@ -95,7 +121,7 @@ def options_of(mode: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def inputs(
-    case: Case, dtype: torch.dtype, device: torch.device, seed: int
+    case: PromptCase, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Seeded N(0, 1): q [B, Hq, N, D]; k, v [B, Hkv, N, D]."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -107,7 +133,7 @@ def inputs(
     return q, k, v
 
 
-def _row(case: Case, method: str, note: str = "") -> PrefillRow:
+def _row(case: PromptCase, method: str, note: str = "") -> PrefillRow:
     return PrefillRow(
         shape=case.shape,
         batch=case.batch,
@@ -150,7 +176,9 @@ def _apart(mode: str) -> str:
     return f"{mode}: quantization"
 
 
-def _timed(row: PrefillRow, case: Case, times: dict[str, list[float]], limits: Ceilings, itemsize: int) -> PrefillRow:
+def _timed(
+    row: PrefillRow, case: PromptCase, times: dict[str, list[float]], limits: Ceilings, itemsize: int
+) -> PrefillRow:
     if row.method not in times:
         return row
     ms = statistics.median(times[row.method])
@@ -166,3 +194,81 @@ def _timed(row: PrefillRow, case: Case, times: dict[str, list[float]], limits: C
         floor_ms=floor,
         roofline=floor / ms,
     )
+
+
+def prefill_command(
+    mode: Modes = None,
+    shape: Annotated[list[str] | None, typer.Option(help=f"{', '.join(SHAPES)}; may be repeated.")] = None,
+    size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 4x16k; may be repeated.")] = None,
+    causal: Annotated[bool | None, typer.Option("--causal/--full", help="One mask only; default: both.")] = None,
+    block: Block = 128,
+    v_scale: Annotated[str, typer.Option(help=f"Scales of V: per {', '.join(V_SCALES)}.")] = "block",
+    smooth_k: SmoothK = False,
+    hadamard: Hadamard = False,
+    backend: Backend = "auto",
+    dtype: Annotated[str, typer.Option(help=f"Dtype of the inputs: {', '.join(HALVES)}.")] = "float16",
+    seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 3.0,
+    seed: Seed = 0,
+    folder: Folder = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """Attention of a prompt against cuDNN, FlashAttention-2 and SageAttention: checked first, then timed in turn.
+
+    Default: every shape and size, causal and full, in the modes that quantize. Exits with 1 if a result is wrong, which
+    is then not timed, or a mode refuses.
+    """
+    with mistakes_end_the_command():
+        modes = [one_of("mode", name, ATTENTION_MODES) for name in mode or DEFAULT_MODES]
+        one_of("dtype", dtype, HALVES)
+        one_of("backend", backend, BACKENDS)
+        one_of("v-scale", v_scale, V_SCALES)
+        heads = {name: find_shape(name) for name in shape or SHAPES}
+        sizes = [parse_size(text) for text in size or SIZES]
+        stopwatch = Stopwatch(find_device(device))
+        require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
+        prepare_folder(folder, plot=True)
+    masks = (True, False) if causal is None else (causal,)
+    cases = [PromptCase(name, heads[name], *at, mask) for name in heads for mask in masks for at in sizes]
+    bench = BenchRun[PrefillRow]("prefill", stopwatch.device, folder)
+    limits = ceilings(stopwatch)
+    _print_ceilings(limits)
+    options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k, "hadamard": hadamard}
+    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
+
+    def show(case: PromptCase, rows: Sequence[PrefillRow]) -> None:
+        _print_case(case, rows, stopwatch.device)
+        if folder is not None:
+            plot([*bench.rows, *rows], bench.headline, folder / "prefill.png")
+
+    bench.each(
+        cases,
+        lambda case, tell: run_case(
+            case, modes, options, dtype=DTYPES[dtype], stopwatch=stopwatch, limits=limits, tell=tell, **chosen
+        ),
+        show,
+        options={**options, **chosen, "dtype": dtype},
+        ceilings=asdict(limits),
+    )
+    bench.finish(json_line, untimed(bench.rows))
+
+
+def _print_ceilings(limits: Ceilings) -> None:
+    rates = {"bf16": limits.bf16, "int8": limits.int8, "fp8": limits.fp8}
+    shown = [f"{name} {'none' if rate is None else f'{rate:.4g}'}" for name, rate in rates.items()]
+    products = f"products of {limits.size} cubed, {', '.join(shown)} TFLOP/s"
+    out.print(f"Ceilings measured now: {products}; copy {limits.copy:.3g} TB/s.", highlight=False)
+
+
+def _print_case(case: PromptCase, rows: Sequence[PrefillRow], device: torch.device) -> None:
+    heads = case.heads
+    title = f"{case.shape} ({heads.query}/{heads.kv} heads of {heads.dim}), {case}"
+    columns = {
+        "ms": ("ms", ".4g"),
+        "quantize ms": ("quantize_ms", ".3g"),
+        "TFLOP/s": ("tflops", ".4g"),
+        "roofline": ("roofline", ".0%"),
+    }
+    print_rows(title, "method", rows, columns)
+    if device.type != "cuda":
+        out.print("On a CPU: plain torch by the wall clock. It says nothing of a GPU.", style="dim")

@@ -22,7 +22,7 @@ SIZES = ("16x1k", "4x4k", "4x16k", "1x32k", "1x131k")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PromptCase:
     """One prompt pass: `batch` rows of `tokens` tokens that attend to each other."""
 
     shape: str

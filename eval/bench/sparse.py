@@ -1,23 +1,41 @@
-"""Speed of a sparse decode step, including selection and index, against FP16 attention over all keys."""
+"""`turbo-hf bench sparse`: speed of a sparse decode step, including selection and index.
+
+It is compared with FP16 attention over all keys, and with a dense step over the same cache.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from turbo_hf.config.turbo_config import BACKENDS
+from turbo_hf.console import Device, Json, out
 from turbo_hf.eval.bench.check import Check, poisoned
-from turbo_hf.eval.bench.decode import DecodeRow, Found, beside_fp16, check_heads, dense_step, new_row
-from turbo_hf.eval.bench.decode_cases import BLOCK, PLANS, Case, groups_of
-from turbo_hf.eval.bench.decode_store import one_head, packed_stores
-from turbo_hf.eval.bench.graphs import Rotation, cold_copies
+from turbo_hf.eval.bench.checked_rows import checked
+from turbo_hf.eval.bench.decode import (
+    BURST_MS,
+    DecodeRow,
+    Found,
+    beside_fp16,
+    check_heads,
+    dense_step,
+    end_decode,
+    new_row,
+    print_case,
+)
+from turbo_hf.eval.bench.decode_cases import BLOCK, DECODE_SHAPES, WIDTHS, Case, groups_of, make_case
+from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
+from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.rows import checked
+from turbo_hf.eval.bench.random_cache import one_head, packed_stores
+from turbo_hf.eval.bench.runner import BenchRun, measured_copy, mistakes_end_the_command
 from turbo_hf.eval.bench.timing import Call, Stopwatch
-from turbo_hf.layout import AttentionOutput, KVStore, Rotary
-from turbo_hf.ops.sparse import reference
+from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
 from turbo_hf.ops.sparse.decode import sparse_decode
+from turbo_hf.ops.sparse.reference import reference_sparse_decode
 from turbo_hf.ops.sparse.select import assign_and_score, classify, score, visit
 from turbo_hf.ops.store.quantize import dequantize
 from turbo_hf.sparse.bucket_index import SPARE
@@ -25,14 +43,20 @@ from turbo_hf.sparse.bucket_index import SPARE
 SELECTORS = ("saap", "kmeans", "kmeans-rotated")
 """What chooses the buckets: the query classifier, or centroids, of keys before or after rotary embedding."""
 
+SIZES = ("1x32k", "1x131k", "1x524k")
+SHARES = (0.01, 0.02, 0.04, 0.08)
+
 NO_INDEX = ", no index"
 """The row of a step that does not look up the bucket of its new token: the difference is the cost of indexing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is visited. buckets: of each KV head; hidden: units of the classifier; sink, window: always read.
+    """What is visited.
 
+    buckets: of each KV head.
+    hidden: units of the classifier.
+    sink, window: tokens that are always read.
     selector: of SELECTORS.
     """
 
@@ -45,10 +69,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One sparse layer: its cache, the buckets of its tokens, its weights, the rotation of the newest token.
+    """One sparse layer.
 
-    spans: as in `ops.sparse.sparse_decode`. classifier: None where centroids choose. rotary: None where they are of
-    keys after rotary embedding.
+    store: its cache.
+    index: buckets of its tokens.
+    spans: as in `ops.sparse.sparse_decode`.
+    centroids, classifier: its weights; classifier None where centroids choose.
+    rotary: rotation of the newest token; None where centroids are of keys after rotary embedding.
     """
 
     store: KVStore
@@ -138,12 +165,9 @@ def attention(
     return sparse_decode(
         q,
         layer.store,
-        layer.index,
-        visited,
-        scaling=q.shape[3] ** -0.5,
-        sink_tokens=choice.sink,
-        window_tokens=choice.window,
-        spans=layer.spans,
+        Scoring(q.shape[3] ** -0.5),
+        Visits(layer.index, visited, layer.spans),
+        AlwaysRead(choice.sink, choice.window),
         read=read,
         backend=backend,
     )
@@ -162,16 +186,8 @@ def check_sparse(
         k, v = (x[0, :, :length][:, kept] for x in dequantize(part, torch.float64))
         exact = attend(query[0], k, v, scaling=scaling, causal=False)
         at = (slice(row, row + 1), slice(head, head + 1))
-        model = reference.sparse_decode(
-            query,
-            part,
-            layer.index[at],
-            visited[at],
-            scaling=scaling,
-            sink_tokens=choice.sink,
-            window_tokens=choice.window,
-        )
-        return model, exact
+        own, always = Visits(layer.index[at], visited[at]), AlwaysRead(choice.sink, choice.window)
+        return reference_sparse_decode(query, part, Scoring(scaling), own, always), exact
 
     return check_heads(case, q, got, attended)
 
@@ -204,7 +220,7 @@ def run_case(
     q = torch.randn(len(case.lengths), heads.query, 1, heads.dim, generator=generator, device=device).half()
     k = torch.randn(len(case.lengths), heads.kv, 1, heads.dim, generator=generator, device=device).half()
     tell(f"{case}: {width} bit, all keys")
-    found = [dense_step(case, width, q, backend, PLANS[0], seed)]
+    found = [dense_step(case, width, q, backend, seed)]
     sizes = {share: sparse_bytes(case, width, share, choice) for share in shares}
     layers = make_layers(case, width, choice, cold_copies(min(sizes.values()), device), device, seed + 1)
     for share in shares:
@@ -268,3 +284,69 @@ def _sparse(
     there = sum(case.lengths) * case.heads.kv
     note = f"{probes} of {choice.buckets} buckets, {int(read) / there:.2%} of the keys, dense part included"
     return replace(row, note=note), rotation
+
+
+def sparse_command(
+    shape: Annotated[str, typer.Option(help=f"Heads of {', '.join(DECODE_SHAPES)}.")] = "llama3-8b",
+    size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 1x131k; may be repeated.")] = None,
+    width: Annotated[str, typer.Option(help=f"Bits: {', '.join(WIDTHS)}.")] = "4",
+    share: Annotated[
+        list[float] | None, typer.Option(help="Share of the buckets that are visited, 0 to 1; may be repeated.")
+    ] = None,
+    selector: Annotated[str, typer.Option(help=f"One of {', '.join(SELECTORS)}.")] = "saap",
+    buckets: Annotated[int, typer.Option(min=2, max=8192, help="Buckets per KV head.")] = 1024,
+    hidden: Annotated[int, typer.Option(min=1, help="Units of the query classifier.")] = 1024,
+    window: Annotated[int, typer.Option(min=1, help="Newest tokens, which are always read.")] = 2047,
+    backend: Backend = "auto",
+    seconds: Annotated[float, typer.Option(min=0, help="Approximate seconds per case, in 5 to 100 rounds.")] = 1.0,
+    seed: Seed = 0,
+    folder: Folder = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """One sparse decode step against a dense one and FP16: index, selection and attention, checked first, then timed.
+
+    Keys are assigned to buckets at random, and stored in bucket order as those of a prompt are. Exits with 1 if a
+    result is wrong, which is then not timed.
+    """
+    with mistakes_end_the_command():
+        one_of("width", width, WIDTHS)
+        one_of("selector", selector, SELECTORS)
+        one_of("backend", backend, BACKENDS)
+        shares = share or list(SHARES)
+        if not all(0 < x <= 1 for x in shares):
+            raise ValueError(f"a share must be above 0 and at most 1; got {shares}.")
+        cases = [make_case(shape, name, False, seed) for name in size or SIZES]
+        stopwatch = Stopwatch(find_device(device))
+        require_choice(stopwatch.device, bool(size), "--size 1x4k, or less")
+        prepare_folder(folder)
+    choice = Choice(buckets, hidden, 1, window, selector)
+    bench = BenchRun[DecodeRow]("sparse", stopwatch.device, folder)
+    copy = measured_copy(stopwatch)
+    stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
+    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
+
+    def show(case: Case, rows: Sequence[DecodeRow]) -> None:
+        print_case(case, rows)
+        for line in index_shares(rows):
+            out.print(line, highlight=False)
+
+    bench.each(
+        cases,
+        lambda case, tell: run_case(case, width, shares, choice, stopwatch=stopwatch, copy=copy, tell=tell, **chosen),
+        show,
+        options={**chosen, "width": width, "shares": shares, **asdict(choice)},
+        copy_tb_s=copy,
+    )
+    end_decode(bench, stopwatch, json_line)
+
+
+def index_shares(rows: Sequence[DecodeRow]) -> list[str]:
+    """The share of each sparse step that finding the bucket of the new token takes."""
+    us = {row.method: row.us for row in rows}
+    lines = []
+    for method, whole in us.items():
+        without = us.get(method + NO_INDEX)
+        if whole and without:
+            lines.append(f"{method}: indexing the new token is {1 - without / whole:.1%} of the step.")
+    return lines

@@ -103,10 +103,11 @@ def free_memory() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What this device was seen to reach on large plain work. size: n of the n x n x n products, random operands.
+    """What this device was seen to reach on large plain work.
 
-    bf16, int8, fp8: 10^12 operations a second, None where the device has no such product. copy: 10^12 bytes a second,
-    read and written.
+    size: n of the n x n x n products, random operands.
+    bf16, int8, fp8: 10^12 operations per second; None where the device has no such product.
+    copy: 10^12 bytes per second, read and written.
     """
 
     size: int

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from turbo_hf.attention.masks import dense_mask
+from turbo_hf.attention.masks import mask_4d
 from turbo_hf.errors import Unsupported
 
 
-def own_attention(module: torch.nn.Module, options: dict[str, Any], unknown: Collection[str]) -> Callable[..., Any]:
+def hf_attention(module: torch.nn.Module, options: dict[str, Any], unknown: Collection[str]) -> Callable[..., Any]:
     """Hugging Face's attention function that reads everything that this call brings: SDPA, else the family's eager one.
 
     Neither raises an error for a keyword that it does not know, which may say which keys a query sees.
@@ -45,8 +45,8 @@ def _read_by(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(names | ({"s_aux"} if code is not None and "sinks" in code.co_names else set()))
 
 
-def dense_attention(
-    own: Callable[..., Any],
+def full_precision_attention(
+    function: Callable[..., Any],
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -57,24 +57,26 @@ def dense_attention(
     options: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Hugging Face's own attention: for no cache, a cache that is not ours, or a pattern that we do not compress.
+    """Hugging Face's own attention: without a `TurboCache`, or for a call that it cannot serve.
+
+    function: from `hf_attention`.
 
     query [B, Hq, M, D]; key, value [B, Hkv, N, D], all tokens; mask: None, [B, N], or [B or 1, 1, M, N]. Returns
     [B, M, Hq, D].
     """
     queries, keys = query.shape[2], key.shape[2]
-    uses_sdpa = own is ALL_ATTENTION_FUNCTIONS["sdpa"]
+    uses_sdpa = function is ALL_ATTENTION_FUNCTIONS["sdpa"]
     # without a mask SDPA can take its flash kernel, whose own causal flag is correct only for square scores
     flash = uses_sdpa and mask is None and window is None and causal and queries == keys
     if not flash and (mask is None or mask.dim() == 2):
-        mask = dense_mask(mask, queries, keys, causal=causal, window=window, device=query.device)
+        mask = mask_4d(mask, queries, keys, causal=causal, window=window, device=query.device)
     if uses_sdpa:
         kept = {name: options[name] for name in ("dropout", "scaling")}
-        out, _ = own(module, query, key, value, mask, is_causal=flash, **kept, **kwargs)
+        out, _ = function(module, query, key, value, mask, is_causal=flash, **kept, **kwargs)
     else:
         if mask is not None and mask.dtype == torch.bool:
             low = torch.finfo(query.dtype).min
             mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, low)
         given = {name: option for name, option in options.items() if option is not None}
-        out, _ = own(module, query, key, value, mask, **given, **kwargs)
+        out, _ = function(module, query, key, value, mask, **given, **kwargs)
     return torch.as_tensor(out)

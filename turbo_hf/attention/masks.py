@@ -1,4 +1,4 @@
-"""The mask function that Transformers calls once per pass for each kind of layer, and masks for dense attention."""
+"""The mask function that Transformers calls once per pass for each kind of layer, and 4D masks for other attention."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from turbo_hf.cache.compiling import untraced
+from turbo_hf.cache.guards import untraced
 
 PART = 1 << 26
-"""Numbers of a dense mask, of all rows of the batch, that are looked at together."""
+"""Numbers of a 4D mask, of all rows of the batch, that are compared at once."""
 
 SLIDING_OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
 CHUNKED_OVERLAY = "chunked_overlay.<locals>.inner_mask"
@@ -17,7 +17,6 @@ BLOCK_OVERLAY = "blockwise_overlay.<locals>.inner_mask"
 AND, OR = "and_masks.<locals>.and_mask", "or_masks.<locals>.or_mask"
 
 
-@untraced
 def turbo_mask(
     batch_size: int,
     q_length: int,
@@ -28,11 +27,28 @@ def turbo_mask(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The model's 2D mask, unchanged, for causal and sliding-window attention; a dense bool mask for any other.
+    """The model's 2D mask, unchanged, for causal and sliding-window attention; a 4D bool mask for any other.
 
     Returns None (no padding), bool [B, columns], or bool [B, 1, q_length, kv_length]. A 2D mask of a long prompt is
-    thousands of times smaller than the dense one, and tells the cache where padding is.
+    thousands of times smaller than the 4D one, and tells the cache where padding is.
     """
+    if attention_mask is None and q_length == 1 and kv_length == 1:
+        # of one token that sees itself; so are steps that are compiled, whose masks cannot be looked at
+        return None
+    return _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+
+
+@untraced
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
     at_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if at_end and _is_causal(mask_function):
         return attention_mask
@@ -87,19 +103,19 @@ def _amounts_to_causal(
     keys: int,
     window: int | None,
 ) -> bool:
-    """Whether a dense mask is causal (and sliding) all the same: blocks of images are allowed for, and there are none.
+    """Whether a 4D mask is causal (and sliding) all the same: blocks of images are allowed for, and there are none.
 
     make(first, rows): these rows of the mask, bool [batch, 1, rows, keys].
     """
     step = max(1, PART // (batch * keys))
     for first in range(0, queries, step):
         rows = min(step, queries - first)
-        made, end = make(first, rows), keys - queries + first + rows
-        if made is None:
+        mask, end = make(first, rows), keys - queries + first + rows
+        if mask is None:
             return False
         shown = None if attention_mask is None else attention_mask[:, -keys:][:, :end]
-        plain = dense_mask(shown, rows, end, causal=True, window=window, device=made.device)
-        seen, later = made[..., :end], made[..., end:]
+        plain = mask_4d(shown, rows, end, causal=True, window=window, device=mask.device)
+        seen, later = mask[..., :end], mask[..., end:]
         same = seen.all() if plain is None else torch.equal(seen, plain.expand_as(seen))
         if not same or (end < keys and later.any()):
             return False
@@ -122,7 +138,7 @@ def _is_causal(mask_function: Callable[..., Any]) -> bool:
     )
 
 
-def dense_mask(
+def mask_4d(
     mask: torch.Tensor | None,
     queries: int,
     keys: int,

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
-from turbo_hf.layout import AttentionOutput, Rotary, Scoring
+from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.layout import AlwaysRead, AttentionOutput, Rotary, Scoring, Visits
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.store.rotate import rotate_queries
 from turbo_hf.sparse.undo_rotary import turns_by_halves, undo_rotary
@@ -37,7 +37,7 @@ class Source(NamedTuple):
         return undo_rotary(self.module, x, (cos, sin)), None
 
 
-def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chunk) -> torch.Tensor | None:
+def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: NewColumns) -> torch.Tensor | None:
     """Buckets of new keys [B, Hkv, M, D], as the model gives them: int16 [B, Hkv, tables, M], aligned by `chunk`.
 
     None where the layer keeps no buckets.
@@ -49,14 +49,14 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: Chu
     for first in range(0, key.shape[2], PART):
         part = key[:, :, first : first + PART]
         parts.append(selector.buckets(*(source.pre_rotary(part, first) if selector.pre_rotary else (part,))))
-    found = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
-    if found is None or chunk.gather is None:
-        return found
-    return torch.take_along_dim(found, chunk.gather[:, None, None], 3)
+    buckets = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
+    if buckets is None or chunk.gather is None:
+        return buckets
+    return torch.take_along_dim(buckets, chunk.gather[:, None, None], 3)
 
 
-def assign_and_score(
-    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: Chunk
+def new_buckets_and_query_info(
+    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: NewColumns
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector needs of its queries.
 
@@ -71,26 +71,25 @@ def assign_and_score(
         fused = chunk.gather is None
         (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
     grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-    return selector.assign_and_score(chunk.align(key), grouped, rotary)
+    return selector.buckets_and_query_info(chunk.align(key), grouped, rotary)
 
 
 def attend_sparse(
     layer: TurboLayer,
     query_info: torch.Tensor | None,
     query: torch.Tensor,
-    chunk: Chunk,
+    chunk: NewColumns,
     starts: torch.Tensor | None,
     scoring: Scoring,
 ) -> AttentionOutput:
     """Decode of query [B, Hq, M, D], as the model gives it, over the keys that the layer's selector chooses.
 
-    The layer holds the new tokens already. query_info: what `assign_and_score` gives of the queries.
+    The layer holds the new tokens already. query_info: what `new_buckets_and_query_info` gives of the queries.
     """
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
-    sink, window = selector.config.sink_tokens, selector.window
-    if layer.step is None:
-        # `steps.Steps` counts its own: a replay would not
+    if layer.replay is None:
+        # `ReplayableSteps` counts its own: a replay would not
         new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
         selector.count(layer.lengths(), new, layer.heads)
     q = chunk.align(query)
@@ -100,13 +99,9 @@ def attend_sparse(
     return sparse_decode(
         q,
         layer.store(),
-        None if visited is None else index.buckets,
-        visited,
-        **scoring._asdict(),
-        sink_tokens=sink,
-        window_tokens=window,
-        spans=None if visited is None else index.spans,
-        min_collisions=selector.min_collisions,
+        scoring,
+        None if visited is None else Visits(index.buckets, visited, index.spans, selector.min_collisions),
+        AlwaysRead(selector.config.sink_tokens, selector.window),
         starts=starts,
         mode=layer.config.decode_attention,
         read=selector.tally.counter(query.device),
@@ -123,10 +118,11 @@ def _visited(layer: TurboLayer, query_info: torch.Tensor, tokens: int, group: in
     assert selector is not None
     if not selector.weighs:
         return selector.visited(query_info, group)
-    beyond = layer.pool.device_sealed() * layer.config.block_size + layer.buffer.device_length() - selector.window
+    sealed, opened = layer.device_counts.sealed(layer.state), layer.device_counts.open(layer.state)
+    beyond = sealed * layer.config.block_size + opened - selector.window
     parts = []
-    for later, own in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
-        found = selector.visited(own, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
-        assert found is not None
-        parts.append(found)
+    for later, token in zip(reversed(range(tokens)), query_info.chunk(tokens, 2), strict=True):
+        visited = selector.visited(token, group, layer.bucket_index.sizes(selector.weighs, beyond - later))
+        assert visited is not None
+        parts.append(visited)
     return parts[0] if tokens == 1 else torch.cat(parts, 2)

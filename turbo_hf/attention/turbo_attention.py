@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_hf.attention.full_precision import dense_attention, own_attention
-from turbo_hf.attention.sparse_step import Source, assign_and_score, attend_sparse, new_buckets
-from turbo_hf.cache.compiling import untraced
+from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
+from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
+from turbo_hf.attention.step_operator import StepSlot, step_attention
+from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Chunk
+from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.layout import Rotary, Scoring, narrowed
+from turbo_hf.layout import Rotary, Rounding, Scoring, narrowed
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
@@ -66,7 +67,11 @@ _told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
-    cache, layer: what the call stores to; both None if it is not compressed. rotary: this call's (cos, sin).
+    Args:
+        cache, layer: what the call stores to; both None if it is not compressed.
+        window: tokens that a query sees; None: all.
+        strict: as in `patch`.
+        rotary: this call's (cos, sin), for sparse layers.
     """
 
     cache: TurboCache | None
@@ -84,8 +89,59 @@ class New(NamedTuple):
     value: torch.Tensor
 
 
-@untraced
 def turbo_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    turbo: Any = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the compressed cache; over full-precision keys and values if there is none.
+
+    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens. turbo: a
+    TurboCall, a StepSlot, or None. Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+
+    Raises:
+        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
+            "raise", a call that the compressed cache cannot serve.
+    """
+    # not a TurboCall, which is a tuple as well
+    if type(turbo) is tuple:
+        return _in_step(query, key, value, attention_mask, turbo, **options), None
+    return _attention(module, query, key, value, attention_mask, turbo=turbo, **options)
+
+
+def _in_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    slot: StepSlot,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """In a step that is compiled: the operator, where the call asks for no more than that knows."""
+    known = attention_mask is None and is_causal in (None, True)
+    for name, given in kwargs.items():
+        known = known and (given is None or name in HARMLESS)
+    if not known:
+        raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
+    mark, layer, rotary = slot
+    cos, sin = (None, None) if rotary is None else rotary
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out: torch.Tensor = step_attention(query, key, value, mark, layer, scale, softcap, s_aux, cos, sin)
+    return out
+
+
+@untraced
+def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -100,15 +156,7 @@ def turbo_attention(
     turbo: TurboCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the compressed cache; over full-precision keys and values if there is none.
-
-    query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens.
-    Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
-
-    Raises:
-        Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
-            "raise", a call that the compressed cache cannot serve.
-    """
+    """As `turbo_attention`, of a call that is not in a compiled step."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if turbo is None:
@@ -123,15 +171,16 @@ def turbo_attention(
         if reason is not None:
             complain(call.strict, f"layer {call.layer.index}: {reason}")
             # before anything is stored
-            own_attention(module, options, unknown)
+            hf_attention(module, options, unknown)
         key, value = _pending(call.layer, key, value)
         if reason is None:
             new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
-            out = _compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
+            out = compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
-    own = own_attention(module, options, unknown)
-    return dense_attention(own, module, query, key, value, attention_mask, call.window, causal, options, kwargs), None
+    function = hf_attention(module, options, unknown)
+    given = (query, key, value, attention_mask, call.window, causal)
+    return full_precision_attention(function, module, *given, options, kwargs), None
 
 
 def left_alone(module: Any, args: Any) -> None:
@@ -177,37 +226,27 @@ def _decompressed(
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
+    cache.decompressed = True
     # the first layer checks all layers, before anything has been stored
     by_bucket = next(
-        (held for held in cache.turbo_layers() if held.seen and any(held.bucket_index.sorted_blocks)), None
+        (each for each in cache.turbo_layers() if each.seen and any(each.bucket_index.sorted_blocks)), None
     )
     if by_bucket is not None and mask is not None and mask.dim() != 2:
         raise Unsupported(
             f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
-            "tell them apart. Pass a 2D mask, or leave the layer dense (SparseConfig.dense_layers)."
+            "tell them apart. Pass a 2D mask, or let the layer read every key (SparseConfig.read_all_layers)."
         )
     given_mask = layer.given_mask
     if mask is not None:
         given_mask = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
-    return layer.update_dense(key, value, given_mask)
+    return layer.append_and_dequantize(key, value, given_mask)
 
 
 def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
-    """bool [B, past + M]: which new columns some query sees through a dense mask. The others are padding."""
+    """bool [B, past + M]: which new columns some query sees through a 4D mask. The others are padding."""
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
     new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
     return torch.nn.functional.pad(new, (past, 0), value=True)
-
-
-def _require_no_padding(layer: TurboLayer, tokens: int) -> None:
-    """ValueError if the cache was given padding in the new columns that the model did not pass."""
-    if layer.given_mask is None or layer.seen >= layer.given_mask.shape[1]:
-        return
-    if not layer.given_mask[:, layer.seen : layer.seen + tokens].all():
-        raise ValueError(
-            "the TurboCache was given an attention_mask with padding, this patched model none. Pass that "
-            "mask to the model, which shows it to the cache."
-        )
 
 
 def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,7 +269,7 @@ def _of_one_type(new: New) -> New:
     return New(*(x.to(narrow) for x in new))
 
 
-def _compressed(
+def compressed(
     cache: TurboCache,
     layer: TurboLayer,
     source: Source,
@@ -239,13 +278,14 @@ def _compressed(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
-    layer.check(new.key, defer=True)
+    layer.require_same_rows(new.key)
+    layer.seal_leftovers(new.key.shape[2], defer=True)
     if mask is not None and len(mask) != len(new.query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(new.query)}. Pass one row for each.")
-    if mask is None and layer.step is None:
+    if mask is None and layer.replay is None:
         # a step that may be captured has been checked against its mask before
-        _require_no_padding(layer, new.query.shape[2])
-    chunk = cache.chunk(mask, layer, new.query.shape[2])
+        layer.require_no_given_padding(new.query.shape[2])
+    chunk = cache.new_columns(mask, layer, new.query.shape[2])
     scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
     attend = _step if layer.is_decoding(chunk.tokens) else _prompt
     with torch.no_grad():
@@ -257,19 +297,19 @@ def _compressed(
     return out
 
 
-def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
+def _step(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     if layer.selector is not None:
-        buckets, query_info = assign_and_score(layer, source, new.query, new.key, chunk)
+        buckets, query_info = new_buckets_and_query_info(layer, source, new.query, new.key, chunk)
         layer.append(k, v, chunk, buckets, defer=True)
         return attend_sparse(layer, query_info, new.query, chunk, starts, scoring).out
     layer.append(k, v, chunk, defer=True)
     return decode(
         rotate_queries(q, config.backend) if config.rotates else q,
         layer.store(),
-        **scoring._asdict(),
+        scoring,
         starts=starts,
         window=layer.window,
         mode=config.decode_attention,
@@ -277,7 +317,7 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Sc
     ).out
 
 
-def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: Scoring) -> torch.Tensor:
+def _prompt(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
     """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
@@ -288,19 +328,23 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: 
     else:
         # over a past, the chunk's own keys are rotated like the stored ones
         turned = layer.seen > 0 and config.rotates
+        # "fp16" rounds nothing, so that nothing is prepared for rounding
+        rounds = mode != "fp16"
+        rounding = Rounding(
+            mode,
+            v_scale=config.v_scale,
+            smooth_k=config.smooth_k and rounds,
+            hadamard=config.hadamard and rounds and not turned,
+        )
         out = prefill(
             rotate_queries(q, config.backend) if turned else q,
             narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
             v,
-            **scoring._asdict(),
+            scoring,
+            rounding,
             past=layer.store() if layer.seen else None,
             starts=starts,
             window=layer.window,
-            mode=mode,
-            v_scale=config.v_scale,
-            # these prepare keys for rounding, which this mode does not do
-            smooth_k=config.smooth_k and mode != "fp16",
-            hadamard=config.hadamard and mode != "fp16" and not turned,
             backend=config.backend,
         ).out
     layer.append(k, v, chunk, buckets, defer=True)
@@ -310,8 +354,7 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: Chunk, scoring: 
 def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring) -> bool:
     """Whether a prompt on a GPU is causal attention and nothing more, which torch has kernels for."""
     short = layer.window is None or q.shape[2] <= layer.window
-    plain = starts is None and scoring.softcap is None and scoring.sinks is None and scoring.sas_threshold is None
-    return q.is_cuda and not layer.seen and short and plain
+    return q.is_cuda and not layer.seen and short and starts is None and scoring.is_plain
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:

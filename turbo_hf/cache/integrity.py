@@ -14,7 +14,7 @@ import torch
 RESET = "reset() it, or take a new one."
 TAKEN = f"another thread has begun to use this TurboCache, or broke off there: {RESET}"
 STEP = 0
-"""The depth of a step that may be replayed (`steps.Steps`); those of the modules in it follow."""
+"""The depth of a step that may be replayed (`ReplayableSteps`); those of the modules in it follow."""
 
 READ = "read "
 """Kinds that begin so note that a layer's state was taken."""
@@ -214,8 +214,8 @@ class Integrity:
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
         if not last.announced:
-            own = [state for state in states if state is not None and not state.is_inference()]
-            last.taken[key] = [(state, state._version) for state in own]
+            counted = [state for state in states if state is not None and not state.is_inference()]
+            last.taken[key] = [(state, state._version) for state in counted]
         last.done[key] = 0
 
     def before(self) -> dict[tuple[int, str], int]:

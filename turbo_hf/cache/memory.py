@@ -88,7 +88,7 @@ def measure(layers: list[Any]) -> Memory:
     turbo = [layer for layer in layers if isinstance(layer, TurboLayer) and layer.is_initialized]
     return Memory(
         tuple(layer_bytes(layer) for layer in layers),
-        sum(turbo[0].lengths()) + sum(turbo[0].dropped) if turbo else 0,
+        sum(turbo[0].lengths()) + sum(turbo[0].state.dropped) if turbo else 0,
         sum(layer.full_precision_bytes() for layer in turbo),
     )
 
@@ -97,11 +97,11 @@ def layer_bytes(layer: Any) -> dict[str, int]:
     """Allocated bytes of a layer by kind; "dense" if it is not compressed."""
     if isinstance(layer, TurboLayer):
         return layer.nbytes()
-    held = list(vars(layer).values())
+    attributes = list(vars(layer).values())
     # layers with recurrent states keep them in dicts of tensors
-    held += [x for d in held if isinstance(d, dict) for x in d.values()]
+    attributes += [x for d in attributes if isinstance(d, dict) for x in d.values()]
     # a window layer also has its window as a tensor
-    return {"dense": sum(x.nbytes for x in held if isinstance(x, torch.Tensor) and x.dim())}
+    return {"dense": sum(x.nbytes for x in attributes if isinstance(x, torch.Tensor) and x.dim())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ def turbo_cost(
     block = config.block_size
     page = sum(heads * page_bytes(head_dim, bits, block) for bits, heads in groups)
     # a block leaves when its newest token has left the window of the next query
-    held = None if window is None else -(-(window - 1) // block) * block
-    return LayerCost(page / block + sum(heads for _, heads in groups) * index_bytes, held)
+    most = None if window is None else -(-(window - 1) // block) * block
+    return LayerCost(page / block + sum(heads for _, heads in groups) * index_bytes, most)
 
 
 def cache_bytes(costs: list[LayerCost], tokens: int) -> float:

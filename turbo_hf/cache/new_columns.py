@@ -1,6 +1,6 @@
 """Which columns of a forward pass hold tokens, and how rows of different lengths are aligned."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -12,19 +12,7 @@ DIFFERS = (
 )
 
 
-class Step(NamedTuple):
-    """A pass of one token per row that may be replayed: `steps.Steps` does the host's counting for it.
-
-    sealed: blocks of each row once the step has sealed those that are full. plans: as in `KVStore`. arrived: int32 [B],
-    zeros, as in `ops.append.append_step`.
-    """
-
-    sealed: tuple[int, ...]
-    plans: dict[Any, Any]
-    arrived: torch.Tensor
-
-
-class Chunk(NamedTuple):
+class NewColumns(NamedTuple):
     """The new columns of one forward pass, [B, M].
 
     valid: bool [B, M] on the device, or None when every column of every row is a token.
@@ -37,7 +25,7 @@ class Chunk(NamedTuple):
     starts: list[int] | None = None
     gather: torch.Tensor | None = None
 
-    def on(self, device: torch.device) -> "Chunk":
+    def on(self, device: torch.device) -> "NewColumns":
         """The same for layers on `device`."""
         if self.valid is None or self.valid.device == device:
             return self
@@ -67,8 +55,8 @@ class Chunk(NamedTuple):
         return torch.take_along_dim(x, self.gather.argsort(-1)[:, None, :, None], 2)
 
 
-def chunk_of(valid: torch.Tensor, same: torch.Tensor | None = None) -> Chunk:
-    """The `Chunk` of a mask bool [B, M]; one read from the device. same: bool [], whether the past is unchanged."""
+def columns_of(valid: torch.Tensor, same: torch.Tensor | None = None) -> NewColumns:
+    """Those of a mask bool [B, M]; one read from the device. same: bool [], whether the past is unchanged."""
     tokens = valid.shape[1]
     counts = valid.sum(-1)
     aligned = torch.arange(tokens, device=valid.device) >= (tokens - counts)[:, None]
@@ -78,14 +66,14 @@ def chunk_of(valid: torch.Tensor, same: torch.Tensor | None = None) -> Chunk:
         raise ValueError(DIFFERS)
     starts = [tokens - count for count in stats[:-1]]
     if not any(starts):
-        return Chunk(tokens)
+        return NewColumns(tokens)
     # a stable sort moves the padding before the tokens and keeps the order of both
     gather = valid.to(torch.uint8).argsort(dim=-1, stable=True) if stats[-1] else None
-    return Chunk(tokens, valid, starts, gather)
+    return NewColumns(tokens, valid, starts, gather)
 
 
-def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, valid: torch.Tensor | None) -> Chunk:
-    """The `Chunk` that a model's 2D attention mask describes.
+def columns_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, valid: torch.Tensor | None) -> NewColumns:
+    """Those that a model's 2D attention mask describes.
 
     Args:
         mask: [B, seen + tokens], nonzero at real tokens; None: at all of them.
@@ -98,7 +86,7 @@ def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, valid: to
     if mask is None:
         if valid is not None and not bool(valid.all()):
             raise ValueError(DIFFERS)
-        return Chunk(tokens)
+        return NewColumns(tokens)
     if mask.shape[1] != seen + tokens:
         raise ValueError(
             f"attention_mask has {mask.shape[1]} columns; the cache holds {seen} and this pass brings {tokens}. "
@@ -106,19 +94,4 @@ def chunk_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, valid: to
         )
     past = mask[:, :seen].bool()
     same = past.all() if valid is None else (past == valid.to(mask.device)).all()
-    return chunk_of(mask[:, seen:].bool(), same)
-
-
-def chunk_from_given_mask(mask: torch.Tensor | None, seen: int, x: torch.Tensor) -> Chunk:
-    """The `Chunk` of new keys x [B, Hkv, M, D] under the mask [B, columns] that a cache was given; None: no padding."""
-    rows, tokens = x.shape[0], x.shape[2]
-    if mask is None:
-        return Chunk(tokens)
-    if len(mask) != rows:
-        raise ValueError(
-            f"the attention_mask given to TurboCache has {len(mask)} rows; this pass brings {rows}. Give it one row "
-            "for each row that runs (repeat rows for beams and returned sequences)."
-        )
-    new = mask[:, seen : seen + tokens].to(x.device).bool()
-    # generated tokens lie beyond the mask of the prompt, and are not padding
-    return chunk_of(torch.nn.functional.pad(new, (0, tokens - new.shape[1]), value=True))
+    return columns_of(mask[:, seen:].bool(), same)

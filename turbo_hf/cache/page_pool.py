@@ -6,8 +6,8 @@ from functools import lru_cache
 import torch
 
 from turbo_hf.cache.open_buffer import Tokens
-from turbo_hf.layout import FULL, PagedHeads, empty_pages
-from turbo_hf.ops.host_device import nothing, send, shared
+from turbo_hf.layout import UNQUANTIZED, PagedHeads, empty_pages
+from turbo_hf.ops.host_device import nothing, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
 
 TABLE_GRAIN = 16
@@ -25,8 +25,7 @@ class PagePool:
     """Pages of all rows of a layer. A page may belong to several rows (beams of one prompt).
 
     The table is on the host, where it is read and written without waiting for the device; `device_table` is its copy.
-    The lists that say what a row holds are replaced, never changed in place: layers whose rows hold the same may share
-    them, and then also share their copies on the device.
+    How many blocks are sealed, `RowState` counts: `sealed` is its list as it is before the call.
     """
 
     def __init__(
@@ -42,12 +41,10 @@ class PagePool:
         self.full = full
         self.paged = tuple(_no_pages(bits, slots, dim, block, device, full) for bits, slots in groups)
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
-        self.sealed = [0] * rows
         # pages of each row in the table: those that are sealed, and those that wait for a block
         self.reserved = [0] * rows
         self._free: list[int] = []
         self._device_table: torch.Tensor | None = nothing((rows, 0), torch.int64, device)
-        self._device_sealed: torch.Tensor | None = None
 
     @property
     def pages(self) -> int:
@@ -60,36 +57,21 @@ class PagePool:
         With what is reserved: launches that are replayed find in it what lies beyond the longest row of today.
         """
         if self._device_table is None:
-            held = self.table[:, : max(self.reserved, default=0)]
-            self._device_table = shared(held, self.device).view(held.shape)
+            table = self.table[:, : max(self.reserved, default=0)]
+            self._device_table = shared(table, self.device).view(table.shape)
         return self._device_table
-
-    def device_sealed(self) -> torch.Tensor:
-        """int64 [B]: `sealed` on the cache's device. Only to be read, but after `unshare_sealed`."""
-        if self._device_sealed is None:
-            self._device_sealed = shared(self.sealed, self.device)
-        return self._device_sealed
-
-    def unshare_sealed(self) -> None:
-        """Stop sharing `device_sealed` with other layers, for kernels that count in it."""
-        self._device_sealed = send(self.sealed, self.device)
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of codes, and of their metadata: steps, zeros, scales, table."""
         codes = sum(h.k.nbytes + h.v.nbytes for h in self.paged)
-        places = 8 * len(self.sealed) * (1 + max(self.reserved, default=0))
+        places = 8 * len(self.reserved) * (1 + max(self.reserved, default=0))
         return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.paged) + places
 
-    def append(self, counts: Sequence[int]) -> None:
-        """Pages for `counts[row]` more blocks of each row, for the caller to seal them to (`ops.append.seal_open`)."""
-        self.reserve(counts)
-        self.sealed = list(self.reserved)
-
-    def reserve(self, ahead: Sequence[int]) -> None:
-        """Pages for the next `ahead[row]` blocks of each row, in the table before kernels seal blocks to them."""
-        self._release()
+    def reserve(self, sealed: list[int], ahead: Sequence[int]) -> None:
+        """Pages for the next `ahead[row]` blocks of each row, in the table before blocks are sealed to them."""
+        self._release(sealed)
         self.reserved = self._enter(ahead, self._allocate(sum(ahead)))
-        self._device_table = self._device_sealed = None
+        self._device_table = None
 
     def _enter(self, ahead: Sequence[int], pages: list[int]) -> list[int]:
         """`pages` to the table, `ahead[row]` of them behind those of each row; returns how many each row has then."""
@@ -106,18 +88,31 @@ class PagePool:
             first += count
         return end
 
-    def trim(self) -> None:
-        """Release the pages that hold no block, reserved or free, if it is worth it."""
-        self._reclaim()
+    def trim(self, sealed: list[int], shrink: bool = True) -> None:
+        """Free the pages that hold none of the `sealed[row]` oldest blocks of each row. shrink: release their memory,
+        if it is worth it."""
+        in_use = torch.arange(self.table.shape[1], device="cpu") < torch.tensor(sealed, device="cpu")[:, None]
+        used = self.table[in_use].unique()
+        if shrink and self.pages - len(used) > self.pages // 32:
+            # first what may find no memory
+            self._resize(used.to(self.device, non_blocking=True), 0)
+            self.table = torch.where(in_use, torch.searchsorted(used, self.table), 0)
+            self._free = []
+        else:
+            free = torch.ones(self.pages, dtype=torch.bool, device="cpu")
+            free[used] = False
+            self._free = free.nonzero().flatten().tolist()
+        self.reserved = list(sealed)
+        self._device_table = None
 
-    def _release(self) -> None:
+    def _release(self, sealed: list[int]) -> None:
         """Take back the pages that no block was sealed to."""
-        if self.reserved == self.sealed:
+        if self.reserved == sealed:
             return
-        spans = [(row, n) for row in range(len(self.reserved)) for n in range(self.sealed[row], self.reserved[row])]
+        spans = [(row, n) for row in range(len(sealed)) for n in range(sealed[row], self.reserved[row])]
         where = torch.tensor(spans, device="cpu").T
         self._free += self.table[where[0], where[1]].tolist()
-        self.reserved = list(self.sealed)
+        self.reserved = list(sealed)
 
     def _allocate(self, count: int) -> list[int]:
         missing = count - len(self._free)
@@ -143,42 +138,19 @@ class PagePool:
             grown.append(new)
         self.paged = tuple(grown)
 
-    def drop_front(self, counts: list[int], shrink: bool = True) -> None:
-        """Drop the oldest `counts[row]` blocks of each row. shrink: release memory, if it is worth it."""
+    def drop_front(self, sealed: list[int], counts: Sequence[int], shrink: bool = True) -> None:
+        """Drop the oldest `counts[row]` blocks of each row. shrink: as in `trim`."""
         for row, count in enumerate(counts):
             if count:
-                self.table[row, : self.sealed[row] - count] = self.table[row, count : self.sealed[row]].clone()
-        self.sealed = [held - count for held, count in zip(self.sealed, counts, strict=True)]
-        self._reclaim(shrink)
+                self.table[row, : sealed[row] - count] = self.table[row, count : sealed[row]].clone()
+        self.trim([held - count for held, count in zip(sealed, counts, strict=True)], shrink)
 
-    def drop_back(self, counts: list[int]) -> None:
-        """Drop the newest `counts[row]` blocks of each row."""
-        self.sealed = [held - count for held, count in zip(self.sealed, counts, strict=True)]
-        self._reclaim()
-
-    def select_rows(self, rows: list[int]) -> None:
+    def select_rows(self, sealed: list[int], rows: list[int]) -> None:
         """Row i becomes what row `rows[i]` was. Pages are shared, not copied."""
         self.table = self.table[rows]
-        self.sealed = [self.sealed[row] for row in rows]
-        self._reclaim()
+        self.trim([sealed[row] for row in rows])
 
-    def _reclaim(self, shrink: bool = True) -> None:
-        """Find the free pages. shrink: release them, if it is worth it."""
-        held = torch.arange(self.table.shape[1], device="cpu") < torch.tensor(self.sealed, device="cpu")[:, None]
-        used = self.table[held].unique()
-        if shrink and self.pages - len(used) > self.pages // 32:
-            # first what may find no memory
-            self._resize(used.to(self.device, non_blocking=True), 0)
-            self.table = torch.where(held, torch.searchsorted(used, self.table), 0)
-            self._free = []
-        else:
-            free = torch.ones(self.pages, dtype=torch.bool, device="cpu")
-            free[used] = False
-            self._free = free.nonzero().flatten().tolist()
-        self.reserved = list(self.sealed)
-        self._device_table = self._device_sealed = None
-
-    def reopen(self, counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
+    def reopen(self, sealed: list[int], counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
         """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.
 
         Returns what is left of the blocks that were cut, exact: tokens [B, Hkv, M, ...], row r's from column
@@ -188,16 +160,16 @@ class PagePool:
         left = [n * self.block - count for n, count in zip(cut, counts, strict=True)]
         most = max(left)
         shape = (len(counts), order.shape[1], most, self.dim)
-        opened = self.full if FULL in dict(self.groups) else torch.int8
+        opened = self.full if UNQUANTIZED in dict(self.groups) else torch.int8
         codes = torch.zeros(shape, dtype=opened, device=self.device)
         scale = torch.zeros(shape[:3], device=self.device)
         tokens = Tokens(codes, scale, codes.clone(), scale.clone())
         for row, keep in enumerate(left):
             if keep:
-                parts = self.block_tokens(row, self.sealed[row] - cut[row], order)
+                parts = self.block_tokens(row, sealed[row] - cut[row], order)
                 for x, part in zip(tokens, parts, strict=True):
                     x[row, :, most - keep :] = part[:, :keep]
-        self.drop_back(cut)
+        self.trim([held - count for held, count in zip(sealed, cut, strict=True)])
         return tokens, [most - keep for keep in left]
 
     def block_tokens(self, row: int, block: int, order: torch.Tensor) -> Tokens:
@@ -213,7 +185,7 @@ class PagePool:
         slot = order[row].argsort()
         k, v, scale = (torch.cat(parts)[slot] for parts in (keys, values, scales))
         k_scale, v_scale = (s[:, None].expand(-1, self.block) for s in scale.unbind(-1))
-        if FULL in dict(self.groups):
+        if UNQUANTIZED in dict(self.groups):
             k, v = ((x * s[..., None]).to(self.full) for x, s in ((k, k_scale), (v, v_scale)))
             k_scale = v_scale = torch.ones_like(k_scale)
         return Tokens(k, k_scale, v, v_scale)

@@ -1,9 +1,157 @@
-"""Which rows of a batch a cache is told to keep, as Transformers' own caches may be told it."""
+"""Rows of a batch: what the host counts of each, and which of them a cache is told to keep."""
 
 import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+
+from turbo_hf.cache.guards import ordinary
+from turbo_hf.ops.host_device import send, shared
+
+
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What the host counts of a layer's rows, without asking the device.
+
+    Neither it nor its lists ever change: a layer whose tokens change takes another one, in one assignment. Layers of
+    one block size and window that have seen the same passes have equal ones, and may share one.
+
+    block: tokens per block.
+    seen: columns of all passes, padding included.
+    sealed: blocks of each row in its pages.
+    open: tokens of each row behind those, in the open buffer.
+    dropped: tokens of each row that have left the sliding window.
+    turn_start: tokens that each row held before its newest prompt, which `crop` can remove as a whole.
+    decoded: whether the newest tokens came in a decode step.
+    recording: whether blocks stay open, and tokens in the window, until a `crop` (assisted decoding).
+    """
+
+    block: int
+    seen: int = 0
+    sealed: list[int] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    turn_start: list[int] = field(default_factory=list)
+    decoded: bool = False
+    recording: bool = False
+
+    def with_rows(self, rows: int) -> "RowState":
+        """Of `rows` rows without tokens."""
+        return replace(self, sealed=[0] * rows, open=[0] * rows, dropped=[0] * rows, turn_start=[0] * rows)
+
+    def lengths(self) -> list[int]:
+        """Tokens held by each row (older ones may have left a sliding window)."""
+        return [blocks * self.block + tokens for blocks, tokens in zip(self.sealed, self.open, strict=True)]
+
+    def leaving(self, window: int | None) -> list[int]:
+        """Whole blocks of each row that no later query of a layer with this window will see."""
+        if window is None:
+            return [0] * len(self.open)
+        return [max(0, length - (window - 1)) // self.block for length in self.lengths()]
+
+    def open_after(self, tokens: int, starts: Sequence[int] | None) -> list[int]:
+        """`open` with `tokens` new tokens per row, row r's from column `starts[r]` on."""
+        if starts is None:
+            return [held + tokens for held in self.open]
+        return [held + tokens - start for held, start in zip(self.open, starts, strict=True)]
+
+    def stored(self, tokens: int, starts: Sequence[int] | None, decoding: bool) -> "RowState":
+        """With `tokens` new columns, row r's tokens from column `starts[r]` on. decoding: of a decode step."""
+        return replace(
+            self,
+            seen=self.seen + tokens,
+            open=self.open_after(tokens, starts),
+            # a new turn: what it sorts by bucket can be removed as a whole
+            turn_start=self.lengths() if self.decoded and not decoding else self.turn_start,
+            decoded=decoding,
+        )
+
+    def due(self) -> list[int]:
+        """1 for each row whose open block the next replayed step seals, else 0."""
+        return [int(tokens == self.block) for tokens in self.open]
+
+    def sealed_by_step(self) -> list[int]:
+        """`sealed` once the next replayed step has sealed what is due."""
+        if max(self.open) < self.block:
+            return self.sealed
+        return [blocks + due for blocks, due in zip(self.sealed, self.due(), strict=True)]
+
+    def after_step(self) -> "RowState":
+        """Once a replayed step has sealed what is due, and stored a token in each row."""
+        opened = [tokens % self.block + 1 for tokens in self.open]
+        return replace(self, seen=self.seen + 1, sealed=self.sealed_by_step(), open=opened, decoded=True)
+
+    def without_front(self, blocks: Sequence[int]) -> "RowState":
+        """Without the oldest `blocks[row]` blocks of the pages, which have left the window."""
+        sealed = [held - count for held, count in zip(self.sealed, blocks, strict=True)]
+        dropped = [held + count * self.block for held, count in zip(self.dropped, blocks, strict=True)]
+        return replace(self, sealed=sealed, dropped=dropped)
+
+    def cropped(self, columns: int, counts: Sequence[int]) -> "RowState":
+        """Without the newest `columns` columns, `counts[row]` of them tokens. What is left of a cut block is open."""
+        left = [held - count for held, count in zip(self.lengths(), counts, strict=True)]
+        sealed = [min(blocks, tokens // self.block) for blocks, tokens in zip(self.sealed, left, strict=True)]
+        return replace(
+            self,
+            seen=self.seen - columns,
+            sealed=sealed,
+            open=[tokens - blocks * self.block for tokens, blocks in zip(left, sealed, strict=True)],
+            turn_start=[min(old, new) for old, new in zip(self.turn_start, left, strict=True)],
+        )
+
+    def selected(self, rows: Sequence[int]) -> "RowState":
+        """Row i becomes what row `rows[i]` was."""
+        lists = (self.sealed, self.open, self.dropped, self.turn_start)
+        sealed, opened, dropped, turn_start = ([numbers[row] for row in rows] for numbers in lists)
+        return replace(self, sealed=sealed, open=opened, dropped=dropped, turn_start=turn_start)
+
+
+class DeviceCounts:
+    """The device's copies of `RowState.sealed` and `RowState.open`, int64 [B] each, of one layer.
+
+    A list that has been replaced is sent anew. Kernels also count in these tensors: `counted` tells that they have.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        # each with the list that it agrees with
+        self._sealed: tuple[list[int] | None, torch.Tensor | None] = (None, None)
+        self._open: tuple[list[int] | None, torch.Tensor | None] = (None, None)
+
+    def sealed(self, state: RowState) -> torch.Tensor:
+        """Only to be read, but after `own`: layers may share it."""
+        known, tensor = self._sealed
+        if tensor is None or known is not state.sealed:
+            tensor = shared(state.sealed, self._device)
+            self._sealed = state.sealed, tensor
+        return tensor
+
+    def open(self, state: RowState) -> torch.Tensor:
+        """Of this layer alone; in steady decoding it is not sent again."""
+        known, tensor = self._open
+        if tensor is None or known is not state.open:
+            tensor = self._written(state.open)
+            self._open = state.open, tensor
+        return tensor
+
+    def own(self, state: RowState) -> None:
+        """Have both in tensors of this layer alone, that stay in place: replayed kernels count in them."""
+        self._sealed = state.sealed, self._written(state.sealed)
+        self.open(state)
+
+    @ordinary
+    def _written(self, numbers: list[int]) -> torch.Tensor:
+        """A tensor to count in, also later and outside `torch.inference_mode`."""
+        return send(numbers, self._device)
+
+    def counted(self, before: RowState, after: RowState) -> None:
+        """Kernels have counted in these tensors what makes `after` of `before`."""
+        if self._sealed[0] is before.sealed:
+            self._sealed = after.sealed, self._sealed[1]
+        if self._open[0] is before.open:
+            self._open = after.open, self._open[1]
 
 
 def chosen_rows(chosen: Any, rows: int) -> torch.Tensor:

@@ -16,12 +16,11 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
-from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.layer_view import deep_copied, refuse_offloading
+from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
-from turbo_hf.cache.new_columns import Chunk, chunk_from_mask
-from turbo_hf.cache.open_buffer import ordinary
+from turbo_hf.cache.new_columns import NewColumns, columns_from_mask
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.errors import Unsupported
@@ -74,7 +73,7 @@ class _Planned(NamedTuple):
     mask: torch.Tensor | None
     seen: int
     tokens: int
-    chunk: Chunk
+    new: NewColumns
 
 
 class TurboCache(Cache):
@@ -123,8 +122,8 @@ class TurboCache(Cache):
                 "selectors."
             )
         text_config = model_config.get_text_config(decoder=True)
-        own = self.turbo_config.int8_layers
-        int8 = {*int8_layers, *(() if isinstance(own, str) else own)}
+        of_config = self.turbo_config.int8_layers
+        int8 = {*int8_layers, *(() if isinstance(of_config, str) else of_config)}
         dense = {*dense_layers, *self.turbo_config.dense_layers}
         types = layer_types(text_config)
         orders, chosen_by = dict(head_orders or {}), dict(selectors or {})
@@ -150,50 +149,49 @@ class TurboCache(Cache):
         storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
         self.integrity = Integrity(storing)
         for layer in self.turbo_layers():
-            layer.integrity = self.integrity
-        if attention_mask is not None:
-            for layer in self.turbo_layers():
-                layer.given_mask = attention_mask
+            layer.integrity, layer.given_mask = self.integrity, attention_mask
         self._planned: list[_Planned] = []
+        # whether some pass could not be served compressed: the next may not be, either
+        self.decompressed = False
 
     def turbo_layers(self) -> list[TurboLayer]:
         """The compressed layers."""
         return [layer for layer in self.layers if isinstance(layer, TurboLayer)]
 
-    def chunk(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> Chunk:
+    def new_columns(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> NewColumns:
         """How the new columns of this pass are aligned, planned once per mask and pass and shared by the layers.
 
         Raises:
             ValueError: an earlier pass was interrupted, so that layers hold different numbers of tokens.
         """
-        if layer.step is not None:
-            return Chunk(tokens)
-        if layer is next(held for held in self.layers if isinstance(held, TurboLayer)):
+        if layer.replay is not None:
+            return NewColumns(tokens)
+        if layer is next(each for each in self.layers if isinstance(each, TurboLayer)):
             # plans of an earlier pass may be for a mask that has been changed in place since
             self._planned = []
             self._require_one_length(self.layers.index(layer), tokens)
-        valid = layer.valid if layer.is_initialized else None
+        valid = layer.valid
         if mask is None and valid is None:
-            return Chunk(tokens)
+            return NewColumns(tokens)
         columns = (layer.seen, tokens)
-        chunk = next(
-            (at.chunk for at in self._planned if (at.seen, at.tokens) == columns and _same_mask(at.mask, mask)), None
+        new = next(
+            (at.new for at in self._planned if (at.seen, at.tokens) == columns and _same_mask(at.mask, mask)), None
         )
-        if chunk is None:
-            chunk = chunk_from_mask(mask, *columns, valid)
-            self._planned.append(_Planned(mask, *columns, chunk))
-        return chunk if mask is None else chunk.on(mask.device)
+        if new is None:
+            new = columns_from_mask(mask, *columns, valid)
+            self._planned.append(_Planned(mask, *columns, new))
+        return new if mask is None else new.on(mask.device)
 
     def _require_one_length(self, first: int, tokens: int) -> None:
         """ValueError unless all layers held equally many tokens before this pass, which has reached layer `first`."""
-        held = {layer.seen for layer in self.turbo_layers()}
+        lengths = {layer.seen for layer in self.turbo_layers()}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DynamicLayer) and layer.is_initialized:
                 # layers before `first` have already stored this pass's tokens
-                held.add(int(layer.get_seq_length()) - (tokens if index < first else 0))
-        if len(held) > 1:
+                lengths.add(int(layer.get_seq_length()) - (tokens if index < first else 0))
+        if len(lengths) > 1:
             raise ValueError(
-                f"layers of this TurboCache hold {' and '.join(map(str, sorted(held)))} tokens: an earlier pass "
+                f"layers of this TurboCache hold {' and '.join(map(str, sorted(lengths)))} tokens: an earlier pass "
                 "ended in an error midway. reset() it, or take a new one."
             )
 
@@ -291,9 +289,9 @@ class TurboCache(Cache):
 
     def _read(self, layer: int, names: Sequence[str], number: int | None) -> None:
         """The layer's states of these names are taken: that of a number, or all."""
-        held: Any = self.layers[layer]
-        if isinstance(held, LinearAttentionCacheLayerMixin) and any(held.has_previous_state.values()):
-            states = [state for name in names for n, state in getattr(held, name).items() if number in (None, n)]
+        linear: Any = self.layers[layer]
+        if isinstance(linear, LinearAttentionCacheLayerMixin) and any(linear.has_previous_state.values()):
+            states = [state for name in names for n, state in getattr(linear, name).items() if number in (None, n)]
             self.integrity.read(layer, f"{' or '.join(names)} {number}", states)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -345,8 +343,8 @@ class TurboCache(Cache):
                     layer.activate_past_recording()
         else:
             for index, count in surplus.items():
-                held: Any = self.layers[index]
-                held.crop(-count)
+                stored: Any = self.layers[index]
+                stored.crop(-count)
         for turbo, mask in zip(self.turbo_layers(), masks, strict=True):
             # of columns to come, too
             turbo.given_mask = mask
@@ -392,9 +390,7 @@ class TurboCache(Cache):
         for layer in self.layers:
             _stop_recording(layer)
         for layer in self.turbo_layers():
-            layer.record_past = False
-            if layer.is_initialized:
-                layer.commit()
+            layer.stop_recording()
 
     @ordinary
     def reset(self) -> None:
@@ -409,9 +405,9 @@ class TurboCache(Cache):
             layer.reset()
         for index, make in self._others.items():
             # what an exception has left of a layer may not be fit for its own `reset`
-            held = vars(self.layers[index])
-            held.clear()
-            held.update(vars(make()))
+            attributes = vars(self.layers[index])
+            attributes.clear()
+            attributes.update(vars(make()))
 
     # --- rows of the batch -------------------------------------------------------------------------------------
 
@@ -445,11 +441,11 @@ class TurboCache(Cache):
                 if layer.is_initialized:
                     return layer.rows
                 continue
-            held = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values()]
-            held += getattr(layer, "recurrent_states", {}).values()
-            found = next((x for x in held if x is not None and x.dim() > 1), None)
-            if found is not None:
-                return len(found)
+            states = [getattr(layer, "keys", None), *getattr(layer, "conv_states", {}).values()]
+            states += getattr(layer, "recurrent_states", {}).values()
+            by_row = next((x for x in states if x is not None and x.dim() > 1), None)
+            if by_row is not None:
+                return len(by_row)
         return None
 
     # --- what a DynamicCache does too --------------------------------------------------------------------------
@@ -486,9 +482,9 @@ class TurboCache(Cache):
 
     def __copy__(self) -> "TurboCache":
         # of the same layers, as of any cache
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -517,8 +513,8 @@ def _require_recorded(layer: Any, index: int, tokens_to_remove: int, seen: int) 
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
         keys: Any = layer.keys
         held, seen = keys.shape[-2], int(layer.get_seq_length())
-        full = seen >= layer.sliding_window
-        recording = not full or (
+        filled = seen >= layer.sliding_window
+        recording = not filled or (
             recording and held + tokens_to_remove >= min(seen + tokens_to_remove, layer.sliding_window - 1)
         )
     if not recording:

@@ -20,8 +20,8 @@ from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenize
 from turbo_hf.calibration.files import PARTIAL, one_writer, write_whole
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config.turbo_config import HEAD_METRICS, MOST_BUCKETS
+from turbo_hf.layout import CLASSIFIER
 from turbo_hf.models.model_layers import shape_field
-from turbo_hf.ops.sparse.reference_select import CLASSIFIER
 from turbo_hf.ops.store.quantize import FLOATS
 
 SCHEMA = 2
@@ -38,11 +38,14 @@ SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_
 class LayerCalibration:
     """One layer's part of a calibration.
 
-    index: the layer's number. scores: float32 [Hkv] for each head metric; empty if nothing could be captured.
-    centroids: [Hkv, C, D], of unit length; None without an index. classifier: the query classifier for
-    `query_model.classify`, weight_1 [Hkv, D, hidden], bias_1 [Hkv, hidden], weight_2 [Hkv, hidden, C], bias_2 [Hkv, C];
-    empty without an index. rotated_centroids: like centroids, but of keys after rotary embedding, for comparison. note:
-    why it has less than other layers. quality: the figures of `quality.evaluate`, as JSON.
+    index: the layer's number.
+    scores: float32 [Hkv] for each head metric; empty if nothing could be captured.
+    centroids: [Hkv, C, D], of unit length; None without an index.
+    classifier: the query classifier for `query_model.classify`: weight_1 [Hkv, D, hidden], bias_1 [Hkv, hidden],
+        weight_2 [Hkv, hidden, C], bias_2 [Hkv, C]; empty without an index.
+    note: why it has less than other layers.
+    quality: the figures of `quality.evaluate`, as JSON.
+    rotated_centroids: like centroids, but of keys after rotary embedding, for comparison.
     """
 
     index: int
@@ -99,9 +102,11 @@ def _shapes(model: PreTrainedModel, tokenizer: Any) -> dict[str, Any]:
 class Calibration:
     """What `turbo_hf.calibrate` found for a model. `turbo_hf.patch(model, config, calibration=...)` uses it.
 
-    fingerprint: of the model it was made for. settings: those of the run. layers: one for each layer of the model.
-    tokens: number of tokens that were run. source: the folder or repository it was read from; "" if made in this
-    process.
+    fingerprint: of the model it was made for.
+    settings: those of the run.
+    layers: one for each layer of the model.
+    tokens: number of tokens that were run.
+    source: the folder or repository it was read from; "" if made in this process.
     """
 
     fingerprint: Mapping[str, Any]
@@ -318,6 +323,11 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
     for owner, name in ((found.fingerprint, "num_hidden_layers"), (found.settings, "local")):
         if not isinstance(owner.get(name), int | None):
             raise ValueError(f"{damaged}{name} is {owner[name]!r}.{AGAIN}")
+    if found.settings.get("architecture", "mlp") != "mlp":
+        raise ValueError(
+            f"the calibration in {source!r} has a query classifier of architecture {found.settings['architecture']!r}; "
+            "this version has the MLP alone. Calibrate again."
+        )
     for layer in layers:
         wrong = _misfit(layer, found.fingerprint)
         if wrong is not None:

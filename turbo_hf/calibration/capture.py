@@ -20,7 +20,7 @@ from turbo_hf.attention.turbo_attention import TurboCall, turbo_attention
 from turbo_hf.calibration.heads import NO_NUMBERS
 from turbo_hf.layout import Rotary
 from turbo_hf.ops.host_device import input_device
-from turbo_hf.patches import AttentionLayer, attention_layers
+from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.sparse.undo_rotary import undo_rotary
 
 NAME = "turbo_hf_capture"
@@ -57,7 +57,7 @@ def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterat
     previous, hooks = switch_attention(model, NAME), []
     try:
         for source in attention_layers(model):
-            if not source.obstacle:
+            if not source.reason:
                 hook = functools.partial(_bring, source, receive)
                 hooks.append(source.module.register_forward_pre_hook(hook, with_kwargs=True))
         yield

@@ -19,9 +19,13 @@ WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 
 
 class Checkpoint(NamedTuple):
-    """name: a folder or a Hub id; "" if the model knows none. commit: the Hub commit, 40 hex digits; None for a folder,
-    and for anything not in the Hub cache. others: commits in the Hub cache that the model may equally have been loaded
-    from, as nothing records it; it is then assumed to be the branch main, which is loaded by default."""
+    """Where a model was loaded from.
+
+    name: a folder or a Hub id; "" if the model knows none.
+    commit: the Hub commit, 40 hex digits; None for a folder, and for anything not in the Hub cache.
+    others: commits in the Hub cache that the model may equally have been loaded from, as nothing records it; it is then
+        assumed to be the branch main, which is loaded by default.
+    """
 
     name: str
     commit: str | None = None

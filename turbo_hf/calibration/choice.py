@@ -14,9 +14,13 @@ from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Selector
 
 
 class HeadChoice(NamedTuple):
-    """orders: KV heads ordered by their need of bits, for each layer that a calibration covers. words: what decided,
-    for the report; "" if all heads have the same width. found: the calibration, if one was wanted. refused: why the one
-    that "auto" found is not used."""
+    """What `patch` takes from a calibration.
+
+    orders: KV heads ordered by their need of bits, for each layer that a calibration covers.
+    words: what decided, for the report; "" if all heads have the same width.
+    found: the calibration, if one was wanted.
+    refused: why the one that "auto" found is not used.
+    """
 
     orders: Mapping[int, tuple[int, ...]]
     words: str
@@ -29,7 +33,7 @@ def uses_calibration(config: TurboConfig) -> bool:
     return bool(config.low_heads) or (config.sparse is not None and config.sparse.selector in CALIBRATED)
 
 
-def choose_heads(
+def load_calibration(
     model: PreTrainedModel,
     config: TurboConfig,
     calibration: Calibration | str | Path | None,
@@ -115,7 +119,7 @@ def choose_selectors(
     """What chooses the keys of each sparse layer, and words about every layer for the report; two {} without `sparse`.
 
     layers: the compressed layers, each with the reason why it cannot be sparse ("": it can). heads: from
-    `choose_heads`. count: number of the model's layers.
+    `load_calibration`. count: number of the model's layers.
 
     Raises:
         ValueError: a selector that needs a calibration but has none, one that finds no layer with what it needs, or

@@ -77,66 +77,6 @@ class QueryModels(torch.nn.Module):
         return classify(self.folded(), query)
 
 
-class ResidualModels(torch.nn.Module):
-    """N classifiers (q + f(q)) W + b with f an MLP D -> width -> D: `QueryModels` of D outputs. SAAP appendix E.1.
-
-    Training starts at the logits q . start, start [N, C, D]: f begins at 0.
-    """
-
-    def __init__(
-        self, mean: torch.Tensor, covariance: torch.Tensor, width: int, start: torch.Tensor, generator: torch.Generator
-    ):
-        super().__init__()
-        heads, clusters, dim = start.shape
-        self.inner = QueryModels(mean, covariance, width, dim, generator)
-        torch.nn.init.zeros_(self.inner.weight_2)
-        self.weight = torch.nn.Parameter(start.mT.contiguous())
-        self.bias = torch.nn.Parameter(torch.zeros(heads, 1, clusters))
-
-    def folded(self) -> dict[str, torch.Tensor]:
-        """The same as an MLP of width + 2 D units, in the form of `QueryModels.folded`: relu(x) - relu(-x) = x."""
-        inner = self.inner.folded()
-        heads, dim, _ = self.weight.shape
-        passing = torch.eye(dim, device=self.weight.device).expand(heads, -1, -1)
-        return {
-            "weight_1": torch.cat((inner["weight_1"], passing, -passing), 2),
-            "bias_1": torch.nn.functional.pad(inner["bias_1"], (0, 2 * dim)),
-            "weight_2": torch.cat((torch.bmm(inner["weight_2"], self.weight), self.weight, -self.weight), 1),
-            "bias_2": (torch.bmm(inner["bias_2"][:, None], self.weight) + self.bias)[:, 0],
-        }
-
-    def forward(self, query: torch.Tensor) -> torch.Tensor:
-        """Logits [N, R, C] of queries [N, R, D] before rotary embedding."""
-        # not folded: the product of the last two layers costs more than it saves
-        return torch.baddbmm(self.bias, query.float() + self.inner(query), self.weight)
-
-
-def residual_width(dim: int, clusters: int, hidden: int) -> int:
-    """Width of a residual classifier with as many weights as an MLP of `hidden`, including batch norm and biases.
-
-    Raises:
-        ValueError: none has so few.
-    """
-    each, per_unit = dim + 2 + clusters, 2 * dim + 2
-    # of the last layer, and the bias of the one before
-    outside = dim * clusters + dim
-    width = (each * hidden - outside) // per_unit
-    if width < 1:
-        raise ValueError(
-            f"Settings.hidden must be at least {-(-(outside + per_unit) // each)} for a residual classifier of head "
-            f"dim {dim} and {clusters} clusters, which has as many weights as the MLP; got {hidden}. Raise it, or "
-            'choose architecture "mlp".'
-        )
-    return width
-
-
-def stored_units(settings: Settings, dim: int, clusters: int) -> int:
-    """Hidden units of a classifier as stored."""
-    if settings.architecture == "mlp":
-        return settings.hidden
-    return residual_width(dim, clusters, settings.hidden) + 2 * dim
-
-
 def classify(classifier: dict[str, torch.Tensor], query: torch.Tensor) -> torch.Tensor:
     """Logits [N, R, C] of queries [N, R, D] before rotary embedding, by the classifiers of N KV heads."""
     weights = {name: x.to(query.device).float() for name, x in classifier.items()}
@@ -160,30 +100,23 @@ def train(
 
     Returns:
         `QueryModels.folded`, N = layers x Hkv, and the mean loss of each over the last tenth of the steps (nats),
-        float32 [N]; NaN for a head that had nothing to learn from in them.
-
-    Raises:
-        ValueError: a window without a long-range query, where those alone are to train.
+        float32 [N].
 
     Source: SAAP eq. 1, KL divergence between the true mass by bucket and what the classifier foretells. Ours, each
-    measured in `eval/results`: it foretells the mass a key, see `divergence`; it starts at k-means; all queries train
-    unless `Settings.long_range`; fewer steps than appendix A's 40,000 at 1e-5, at a higher rate that falls.
+    measured in `eval/results`: it foretells the mass per key, see `divergence`; it starts at k-means; all queries
+    train, not the long-range ones alone; fewer steps than appendix A's 40,000 at 1e-5, at a higher rate that falls.
     """
     seeded = torch.Generator().manual_seed(settings.seed)
     device = centroids[0].device
-    for window in range(windows if settings.long_range else 0):
-        if not any(bool(layer.far[window].any()) for layer in layers):
-            raise ValueError(
-                f"long_range trains on queries whose best key is more than {settings.far} tokens away, and window "
-                f"{window} has none. Take a smaller far, more queries, longer windows, or long_range=False."
-            )
     models = _start(layers, centroids, windows, settings, seeded).to(device)
     optimizer = torch.optim.Adam(models.parameters(), settings.learning_rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
     losses = []
+    heads, groups, count, _ = layers[0].queries[0].shape
     for _ in range(settings.steps):
         window = int(torch.randint(windows, (1,), generator=seeded))
-        pick, asking = _draw(layers, window, settings, seeded)
+        # the same ones of the G x n queries of every KV head
+        pick = torch.randint(groups * count, (settings.batch,), generator=seeded).expand(heads * len(layers), -1)
         plain, query = (
             torch.take_along_dim(_together(xs, device).flatten(1, 2), pick[..., None].to(device), 1)
             for xs in (
@@ -203,16 +136,15 @@ def train(
                 layers[0].softcap,
             )
         loss = divergence(target, models(plain), sizes).mean(1)
-        asking = asking.to(device)
         optimizer.zero_grad()
         # heads share no weights: the sum trains each one independently
-        (loss * asking).sum().backward()
+        loss.sum().backward()
         optimizer.step()
         schedule.step()
-        losses.append(loss.detach().masked_fill(~asking, torch.nan))
+        losses.append(loss.detach())
         advance()
     last = losses[-max(1, len(losses) // 10) :]
-    return {name: x.detach() for name, x in models.folded().items()}, torch.stack(last).nanmean(0)
+    return {name: x.detach() for name, x in models.folded().items()}, torch.stack(last).mean(0)
 
 
 def _together(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -220,27 +152,9 @@ def _together(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     return torch.cat([x.to(device, non_blocking=True) for x in parts])
 
 
-def _draw(
-    layers: list[Samples], window: int, settings: Settings, seeded: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries of a step, int64 [N, batch] among the G x n of each KV head, and heads that have any: bool [N].
-
-    Of all queries the same places for every head; of long-range ones alone, for each head its own.
-    """
-    heads, groups, count, _ = layers[0].queries[window].shape
-    if not settings.long_range:
-        pick = torch.randint(groups * count, (settings.batch,), generator=seeded)
-        return pick.expand(heads * len(layers), -1), torch.ones(heads * len(layers), dtype=torch.bool)
-    far = torch.cat([layer.far[window].flatten(1) for layer in layers])
-    asking = far.any(1)
-    # a head that has none draws from all, and does not learn from them
-    weights = (far | ~asking[:, None]).float()
-    return torch.multinomial(weights, settings.batch, replacement=True, generator=seeded), asking
-
-
 def _start(
     layers: list[Samples], centroids: list[torch.Tensor], windows: int, settings: Settings, seeded: torch.Generator
-) -> QueryModels | ResidualModels:
+) -> QueryModels:
     """Classifiers that rank as k-means does, on the CPU. A key is taken for its centroid, as long as keys are in the
     mean: what a key of the bucket adds to the attention of a query is then exp of the logit, as training wants it."""
     device = centroids[0].device
@@ -254,10 +168,7 @@ def _start(
         lengths.append(torch.cat(norms, 1).mean(1).cpu() * layer.scaling)
     mean, covariance = torch.stack(means), torch.stack(covariances)
     start = torch.cat(centroids).float().cpu() * torch.cat(lengths)[:, None, None]
-    clusters, dim = start.shape[1:]
-    if settings.architecture == "residual":
-        return ResidualModels(mean, covariance, residual_width(dim, clusters, settings.hidden), start, seeded)
-    models = QueryModels(mean, covariance, settings.hidden, clusters, seeded)
+    models = QueryModels(mean, covariance, settings.hidden, start.shape[1], seeded)
     models.start_at(start)
     return models
 

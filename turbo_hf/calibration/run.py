@@ -19,7 +19,7 @@ from turbo_hf.calibration.centroids import COMPARED, KEYS_EACH, assign, choose_c
 from turbo_hf.calibration.checkpoint import TOKENIZER_FILES, Checkpoint, checkpoint_of, other_tokenizer, own_tokenizer
 from turbo_hf.calibration.heads import HeadPriorities
 from turbo_hf.calibration.quality import evaluate
-from turbo_hf.calibration.query_model import stored_units, train
+from turbo_hf.calibration.query_model import train
 from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
 from turbo_hf.calibration.texts import token_windows
@@ -27,7 +27,7 @@ from turbo_hf.calibration.unfinished import Unfinished
 from turbo_hf.errors import warn
 from turbo_hf.layout import power_of_two
 from turbo_hf.models.model_layers import require_model
-from turbo_hf.patches import attention_layers
+from turbo_hf.patches.layers import attention_layers
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work, and the share of all work done since the last call."""
@@ -87,13 +87,13 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
     plain: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     indexed: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     all_sources, notes = attention_layers(model), {}
-    if all(source.obstacle for source in all_sources):
-        why = all_sources[0].obstacle if all_sources else "it has no attention layer"
+    if all(source.reason for source in all_sources):
+        why = all_sources[0].reason if all_sources else "it has no attention layer"
         raise ValueError(f"no layer of {type(model).__name__} can be calibrated: {why}.")
     probed = probe(model)
     for source in all_sources:
         if source.index not in probed:
-            notes[source.index] = f"not calibrated: {source.obstacle or 'it was not called'}"
+            notes[source.index] = f"not calibrated: {source.reason or 'it was not called'}"
             continue
         shape, obstacle = probed[source.index]
         reason = "it has a sliding window" if source.window else obstacle
@@ -216,9 +216,8 @@ def read_windows(
     windows = token_windows(texts, tokenizer, chosen.window, chosen.windows)
     if int(windows.max()) >= model.get_input_embeddings().num_embeddings:  # type: ignore[operator]
         raise ValueError("the tokenizer has tokens that the model does not know: it belongs to another model.")
-    for group in plan.groups:
-        if group.indexed:
-            stored_units(chosen, group.shape[2], _clusters(chosen, len(windows)))
+    if any(group.indexed for group in plan.groups):
+        _clusters(chosen, len(windows))
     return windows, tokenizer if own is None else own
 
 
@@ -309,12 +308,10 @@ def _index(
             continue
         own, turned, held_out = each[at].half(), rotated[at].half(), range(learned, windows)
         quality = evaluate(layer, buckets[at], own, turned, stored, held_out, settings.local, settings.seed)
-        loss = float(losses[at * heads : (at + 1) * heads].nanmean())
+        loss = float(losses[at * heads : (at + 1) * heads].mean())
         quality["training_loss"] = None if math.isnan(loss) else round(loss, 4)
         silent = [head for head, rows in enumerate(quality["recall"]["random"]) if rows is None]
         note = f"no long-range query held out for heads {', '.join(map(str, silent))}" if silent else ""
-        if settings.long_range:
-            note = "; ".join(filter(None, (note, _untrained(layer, learned))))
         step(windows / len(layers))
         yield LayerCalibration(index, scores[index], own, stored, note, quality, turned)
 
@@ -328,13 +325,6 @@ def _clusters(settings: Settings, windows: int) -> int:
     """Number of centroids per KV head. ValueError: too few keys for them."""
     # the sink is always read, and has no bucket to find
     return choose_clusters(settings.clusters, _learned(windows) * (settings.window - 1))
-
-
-def _untrained(layer: Samples, learned: int) -> str:
-    """Which KV heads have no long-range query in the training windows; "" if each has one."""
-    asking = torch.stack([far.flatten(1).any(1) for far in layer.far[:learned]]).any(0)
-    heads = ", ".join(str(head) for head, any_far in enumerate(asking.tolist()) if not any_far)
-    return f"no long-range query to train heads {heads} with" if heads else ""
 
 
 def _centroids(
@@ -387,8 +377,7 @@ def estimate(model: PreTrainedModel, plan: CalibrationPlan) -> dict[str, float]:
         search = windows * count * groups * settings.queries * settings.window * dim * 2
         learning = settings.steps * settings.batch * count * (6 * one + 2 * settings.window * dim)
         flops += search + learning + 8 * settings.iterations * looked_at * count * clusters * dim
-        units = stored_units(settings, dim, clusters)
-        stored += count * 2 * ((dim + clusters + 1) * units + clusters * (2 * dim + 1))
+        stored += count * 2 * ((dim + clusters + 1) * settings.hidden + clusters * (2 * dim + 1))
     return {
         "host_bytes": host,
         "device_bytes": device,

@@ -12,13 +12,16 @@ from turbo_hf.sparse.undo_rotary import undo_rotary
 
 @dataclass(slots=True)
 class Samples:
-    """Keys and sampled queries of one layer, a list item a window, on the CPU in the model's dtype; of a model on a
-    GPU in pinned memory, from which training reads without waiting.
+    """Keys and sampled queries of one layer, a list item per window, on the CPU in the model's dtype.
 
-    pre_rotary_keys, keys: [Hkv, L, D] before and after rotary embedding. pre_rotary_queries, queries: [Hkv, G, n, D],
-    grouped by the KV head that they read. positions: int64 [n]. far: bool [Hkv, G, n], true where the best key is long
-    ago.
-    scaling, softcap: of the scores. device: where the layer computes, and its index is made.
+    Of a model on a GPU they are in pinned memory, from which training reads without waiting.
+
+    scaling, softcap: of the scores.
+    device: where the layer computes, and its index is made.
+    pre_rotary_keys, keys: [Hkv, L, D] before and after rotary embedding.
+    pre_rotary_queries, queries: [Hkv, G, n, D], grouped by the KV head that they read.
+    positions: int64 [n].
+    far: bool [Hkv, G, n], true where the best key is long ago.
     """
 
     scaling: float

@@ -1,7 +1,7 @@
 """Options of a calibration run: `Settings` and its presets."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from turbo_hf.calibration.heads import BLOCK
 from turbo_hf.config.options import at_least
@@ -10,7 +10,6 @@ from turbo_hf.config.turbo_config import LARGEST_SEED, MOST_BUCKETS
 MIN_KEYS = 32
 """Minimum number of keys per centroid, if the number of centroids depends on the data."""
 
-ARCHITECTURES = ("mlp", "residual")
 DEFAULT_CLUSTERS = 1024
 SMALLEST_CLUSTERS = 8
 
@@ -26,22 +25,15 @@ class Settings:
         clusters: centroids per KV head (C), at most 32,768; None: 1024, or fewer if there are under 32 keys for each.
         iterations: k-means iterations (SAAP appendix A: 10).
         queries: number of positions per window whose queries are kept.
-        architecture: architecture of the query classifier. "mlp": D -> hidden -> C (SAAP sec. 5). "residual" (SAAP
-            appendix E.1): a linear layer on the sum of the query and the output of an MLP D -> width -> D, with the
-            width chosen such that there are as many weights as in the MLP of `hidden`. It is stored as an MLP of width
-            + 2 D units, so a step costs more: with D = 128 and C = 1024, 4,327 units instead of 1,024.
-        hidden: width of the query classifier's hidden layer (SAAP sec. 5: 1024). From twice the head dim on training
-            of an MLP starts at k-means; below that, at random. "residual" always starts there.
+        hidden: width of the hidden layer of the query classifier, an MLP D -> hidden -> C (SAAP sec. 5: 1024). From
+            twice the head dim on training starts at k-means; below that, at random.
         steps: training steps (SAAP appendix A: 40,000 at a learning rate of 1e-5).
         batch: queries per step, for each KV head (SAAP appendix A: 1000).
         learning_rate: Adam's initial learning rate; it decays to 0 along a cosine. 1e-3 is no better on texts like
-            those of the calibration, and forgets more of k-means on others (measured: `eval/README.md`).
+            those of the calibration, and forgets more of k-means on others (measured: `eval/results`).
         local: only pairs further apart than this many tokens count (SAAP sec. 4: 2047, the dense part).
         far: evaluation covers only long-range queries, those whose best key is further away than this many tokens (SAAP
-            sec. 5: 1024).
-        long_range: train on long-range queries alone (SAAP sec. 5); False: on all (its "short-range" variant, appendix
-            E.1), which is better here (measured: `eval/results`). From a window in which a KV head has none that head
-            learns nothing; one in which no head has any is an error.
+            sec. 5: 1024). Training sees all, which is better here (measured: `eval/results`).
         layers_at_once: layers captured and trained together. More is faster, and takes more memory.
         seed: seed of every random choice; below 2^32.
     """
@@ -52,14 +44,12 @@ class Settings:
     clusters: int | None = None
     iterations: int = 10
     queries: int = 1024
-    architecture: Literal["mlp", "residual"] = "mlp"
     hidden: int = 1024
     steps: int = 500
     batch: int = 256
     learning_rate: float = 3e-4
     local: int = 2047
     far: int = 1024
-    long_range: bool = False
     layers_at_once: int = 4
     seed: int = 0
 
@@ -76,12 +66,8 @@ class Settings:
         for name, most in (("clusters", MOST_BUCKETS), ("seed", LARGEST_SEED)):
             if (getattr(self, name) or 0) > most:
                 raise ValueError(f"Settings.{name} must be at most {most}; got {getattr(self, name)}.")
-        for name in ("index", "long_range"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"Settings.{name} must be True or False; got {getattr(self, name)!r}.")
-        if self.architecture not in ARCHITECTURES:
-            allowed = " or ".join(map(repr, ARCHITECTURES))
-            raise ValueError(f"Settings.architecture must be {allowed}; got {self.architecture!r}.")
+        if type(self.index) is not bool:
+            raise ValueError(f"Settings.index must be True or False; got {self.index!r}.")
         if not isinstance(self.learning_rate, float) or not 0 < self.learning_rate < 1:
             raise ValueError(f"Settings.learning_rate must be a number between 0 and 1; got {self.learning_rate!r}.")
         if self.index and self.window < self.shortest_window:

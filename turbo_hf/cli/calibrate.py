@@ -43,7 +43,9 @@ def calibrate_command(
         Path, typer.Option("--out", help="Folder for the result; patch looks in the checkpoint's own folder.")
     ],
     preset: Annotated[str, typer.Option(help="fast or full.")] = "fast",
-    heads_only: Annotated[bool, typer.Option(help="Head priorities alone, without an index: takes seconds.")] = False,
+    heads_only: Annotated[
+        bool, typer.Option("--heads-only", help="Head priorities alone, without an index: takes seconds.")
+    ] = False,
     window: Annotated[int | None, typer.Option(help="Tokens per window, instead of the preset's.")] = None,
     windows: Annotated[int | None, typer.Option(help="Maximum number of windows, instead of the preset's.")] = None,
     clusters: Annotated[
@@ -52,24 +54,23 @@ def calibrate_command(
     steps: Annotated[int | None, typer.Option(help="Training steps, instead of the preset's.")] = None,
     local: Annotated[int | None, typer.Option(help="Tokens that decoding reads densely; default 2047.")] = None,
     far: Annotated[int | None, typer.Option(help="Tokens to a long-range query's best key; default 1024.")] = None,
-    architecture: Annotated[str | None, typer.Option(help="The query classifier: mlp (default) or residual.")] = None,
-    long_range: Annotated[
-        bool, typer.Option("--long-range", help="Train on long-range queries alone, as SAAP does.")
-    ] = False,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub, instead of main.")] = None,
-    resume: Annotated[bool, typer.Option(help="Continue from the layers finished by an interrupted run.")] = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace the calibration in --out at the end.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the layers finished by an interrupted run.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the calibration in --out at the end.")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option(help="Print the memory and time it would take, and what each layer gets.")
+        bool, typer.Option("--dry-run", help="Print the memory and time it would take, and what each layer gets.")
     ] = False,
     device: Device = "auto",
     json_line: Json = False,
 ) -> None:
     """Learn from a model's own keys and queries which heads need their bits, and build an index for sparse decoding."""
     own = {"window": window, "windows": windows, "seed": seed}
-    of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far, "architecture": architecture}
-    of_index |= {"long_range": long_range or None}
+    of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far}
     try:
         chosen = _settings(preset, own, of_index, heads_only)
         if not dry_run:

@@ -15,8 +15,10 @@ from turbo_hf.patching.handle import Handle
 class Reply:
     """What the model said, without special tokens.
 
-    prompt_tokens: all that it answers, with the earlier turns. reused_tokens: those of them that were cached already.
-    new_tokens: those of the reply. seconds: for both.
+    prompt_tokens: all that it answers, with the earlier turns.
+    reused_tokens: those of them that were cached already.
+    new_tokens: those of the reply.
+    seconds: for prompt and reply.
     """
 
     text: str

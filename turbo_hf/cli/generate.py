@@ -71,6 +71,9 @@ def generate_command(
                 replies.append(talk.answer(text) if chat else talk.complete(text))
                 _note_positions(loaded, replies[-1].prompt_tokens + replies[-1].new_tokens)
         taken = talk.cache.memory()
+    except BrokenPipeError:
+        # whoever reads stdout has had enough (`| head`); click ends the command without a word
+        raise
     except (ValueError, OSError) as error:
         raise fail(str(error)) from error
     except RuntimeError as error:
@@ -82,7 +85,7 @@ def generate_command(
     if json_line:
         facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": chosen.to_dict()}
         facts["memory"] = {"tokens": taken.tokens, "bytes": taken.total, "compression": taken.compression}
-        print(json.dumps({**facts, "replies": [asdict(reply) for reply in replies]}))  # noqa: T201
+        print(json.dumps({**facts, "replies": [asdict(reply) for reply in replies]}), flush=True)  # noqa: T201
 
 
 def _texts(prompt: str | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The command line: `turbo-hf generate`, `demo`, `plan`, `doctor`, `calibrate`, `eval`, `bench`.
+"""The command line: `turbo-hf doctor`, `plan`, `demo`, `generate`, `calibrate`, `eval`, `bench`.
 
 Torch and Transformers take seconds to import, and are imported where they are used: the help does not wait for them.
 """
@@ -21,7 +21,7 @@ from turbo_hf.console import Device, Json, err, fail, load, load_config, load_mo
 if TYPE_CHECKING:
     from turbo_hf.cli.plan import Plan
     from turbo_hf.cli.weights import Weights
-    from turbo_hf.eval.demo import Row
+    from turbo_hf.eval.demo import DemoRow
     from turbo_hf.eval.needle import Needle
     from turbo_hf.patching.doctor import Diagnosis, Machine
 
@@ -50,6 +50,10 @@ LATER = {
 }
 
 
+ORDER = ("doctor", "plan", "demo", "generate", *LATER)
+"""As the help lists them: what a newcomer runs first."""
+
+
 def load_command(name: str) -> Any:
     """Import one of `LATER`: a command, or a group of commands."""
     found = getattr(importlib.import_module(LATER[name].module), LATER[name].name)
@@ -65,7 +69,7 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """All names."""
-        return [*super().list_commands(ctx), *LATER]
+        return list(ORDER)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """What the help shows of a command."""
@@ -158,7 +162,7 @@ def demo_command(
 
 def _run_demo(
     model: Any, tokenizer: Any, asked: "list[Needle]", methods: list[str], batch: int
-) -> "tuple[list[Row], dict[str, str]]":
+) -> "tuple[list[DemoRow], dict[str, str]]":
     from turbo_hf.eval.demo import demo  # noqa: PLC0415
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -190,7 +194,7 @@ def _print_example(needle: "Needle", replies: dict[str, str]) -> None:
     out.print(f"  right: {needle.answer}\n", highlight=False)
 
 
-def _print_demo(rows: "list[Row]", name: str, asked: "list[Needle]") -> None:
+def _print_demo(rows: "list[DemoRow]", name: str, asked: "list[Needle]") -> None:
     lengths = [needle.tokens for needle in asked]
     table = Table(title=f"{name}: {len(asked)} needles in {min(lengths)} to {max(lengths)} tokens")
     for heading in ("method", "right", "tokens equal", "KV bytes/token", "ratio", "tokens/s"):

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from turbo_hf.cache.memory import LayerCost, cache_bytes, turbo_cost
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig
 from turbo_hf.patching.handle import Report
-from turbo_hf.patching.meta_model import DenseLayer, dense_layers, key_bias_note, patch_report
+from turbo_hf.patching.meta_model import UncompressedLayer, key_bias_note, patch_report, uncompressed_layers
 
 KEPT_FREE = 0.1
 """Share of the GPU left for activations and the allocator."""
@@ -17,8 +17,14 @@ KEPT_FREE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """One method: bytes per token and of the whole requested cache, and what fits beside the weights.
+    """One method of a memory plan.
 
+    bytes_per_token: of the cache, all layers.
+    compression: times as small as the unpatched cache.
+    cache_bytes: of the whole requested cache.
+    fits: whether it fits beside the weights.
+    longest_context: tokens per row that fit, at the requested batch; negative: no limit.
+    largest_batch: rows that fit, at the requested context.
     constant_bytes: of `cache_bytes`, per row and at any length (the states of linear attention).
     """
 
@@ -34,8 +40,12 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """rows: unpatched, and each preset. positions: that the model was made for; None: the config names none. notes:
-    what is left in full precision, and what a config cannot tell."""
+    """The memory plan of a model.
+
+    rows: unpatched, and each preset.
+    positions: that the model was made for; None: the config names none.
+    notes: what is left in full precision, and what a config cannot tell.
+    """
 
     rows: list[PlanRow]
     positions: int | None
@@ -59,14 +69,14 @@ def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, 
         raise ValueError(f"context and batch must be at least 1; got {context} and {batch}.")
     # what selects keys needs a calibration, and changes nothing in what a layer stores but its index
     reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in PRESETS.items()}
-    room, dense = gpu_bytes * (1 - KEPT_FREE) - weights, dense_layers(model)
-    unpatched = [layer.cost for layer in dense]
+    room, layers = gpu_bytes * (1 - KEPT_FREE) - weights, uncompressed_layers(model)
+    unpatched = [layer.cost for layer in layers]
     if not cache_bytes(unpatched, context):
         raise ValueError(
             "Transformers' own cache of this model holds no token (sliding_window=1), so there is nothing to compress."
         )
     methods = {f"fp{8 * model.dtype.itemsize}": unpatched}
-    methods |= {name: layer_costs(dense, report, PRESETS[name].sparse) for name, report in reports.items()}
+    methods |= {name: layer_costs(layers, report, PRESETS[name].sparse) for name, report in reports.items()}
     rows = []
     for name, costs in methods.items():
         needed = batch * cache_bytes(costs, context)
@@ -86,15 +96,17 @@ def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, 
     return Plan(rows, positions, tuple(_notes(model, reports[DEFAULT_PRESET], positions, context)))
 
 
-def layer_costs(dense: list[DenseLayer], report: Report, sparse: SparseConfig | None = None) -> list[LayerCost]:
-    """Cost of each layer under a patch, sealed blocks only. dense: what the layers take unpatched. sparse: the choice
-    of keys, whose index is counted.
+def layer_costs(
+    unpatched: list[UncompressedLayer], report: Report, sparse: SparseConfig | None = None
+) -> list[LayerCost]:
+    """Cost of each layer under a patch, sealed blocks only. unpatched: what the layers take without it. sparse:
+    the choice of keys, whose index is counted.
 
     Raises:
         ValueError: a layer that the patch compresses stores no keys.
     """
     costs = []
-    for at, layer in zip(report.layers, dense, strict=True):
+    for at, layer in zip(report.layers, unpatched, strict=True):
         if not at.groups:
             costs.append(layer.cost)
             continue

@@ -66,7 +66,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
         """The mapping of a node."""
-        own = [key for key, _ in node.value if key.tag != MERGE]
-        _refuse_doubles([self.construct_object(key, deep=True) for key in own])
-        made: dict[Hashable, Any] = super().construct_mapping(node, deep)
-        return made
+        keys = [key for key, _ in node.value if key.tag != MERGE]
+        _refuse_doubles([self.construct_object(key, deep=True) for key in keys])
+        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep)
+        return mapping

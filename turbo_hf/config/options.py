@@ -18,10 +18,14 @@ def at_least(field: str, value: object, least: int, owner: str) -> None:
         raise ValueError(f"{owner}.{field} must be a whole number of at least {least}; got {value!r}.")
 
 
+def freeze(value: Any) -> Any:
+    """A list as a tuple; anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def freeze_layers(config: object, field: str) -> None:
     """Replace a list by a tuple, in `__post_init__` of a frozen dataclass."""
-    if isinstance(getattr(config, field), list):
-        object.__setattr__(config, field, tuple(getattr(config, field)))
+    object.__setattr__(config, field, freeze(getattr(config, field)))
 
 
 def layer_indices(field: str, value: object, also: str, owner: str) -> None:

@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
-from turbo_hf.config.options import Options, at_least, freeze_layers, layer_indices, one_of
-from turbo_hf.layout import BITS, BLOCK_SIZES, FULL, WIDTHS
+from turbo_hf.config.options import Options, at_least, freeze, freeze_layers, layer_indices, one_of
+from turbo_hf.layout import BITS, BLOCK_SIZES, UNQUANTIZED, WIDTHS
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
 ATTENTION_MODES = ("turbo", "int8", "half", "fp8", "fp16")
+NATIVE = "native"
+"""Another name of attention mode "fp16", which computes in the model's own dtype, be it float16 or not."""
 BACKENDS = ("auto", "triton", "reference")
 V_SCALES = ("block", "channel", "tensor")
 BUFFER_SCALES = ("token", "universal")
@@ -34,9 +37,33 @@ USED_BY = {
 """Fields of `SparseConfig` that only these selectors use."""
 
 
+Class = TypeVar("Class", bound=type)
+
+
+def _takes_read_all_layers(cls: Class) -> Class:
+    """Let the constructor of `SparseConfig` take `dense_layers` under its other name, too."""
+    constructor: Any = vars(cls)["__init__"]
+
+    @wraps(constructor)
+    def init(self: Any, **options: Any) -> None:
+        if "read_all_layers" in options:
+            layers = options.pop("read_all_layers")
+            other = options.setdefault("dense_layers", layers)
+            if freeze(layers) != freeze(other):
+                raise ValueError(
+                    "SparseConfig.read_all_layers and dense_layers are two names of one option; got "
+                    f"{layers!r} and {other!r}. Leave one of them out."
+                )
+        constructor(self, **options)
+
+    setattr(cls, "__init__", init)  # noqa: B010  mypy takes no other way
+    return cls
+
+
+@_takes_read_all_layers
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseConfig(Options):
-    """Which cached keys a decode step attends to (SAAP): all of them, or the dense part and some buckets of the rest.
+    """Which cached keys a decode step attends to (SAAP): all, or some always and those of some buckets of the rest.
 
     Prompts, and chunks of more than 16 tokens, attend to everything. In shorter chunks each token chooses for itself,
     as if it had come alone. Layers with a sliding window are not made sparse.
@@ -46,14 +73,14 @@ class SparseConfig(Options):
             by centroids of keys before rotary embedding, visits by the query classifier. "kmeans": visits by the inner
             product of the un-rotated query and the centroids. "kmeans-rotated": centroids of keys after rotary
             embedding. These three need a calibration. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants
-            of SAAP appendix B. "random": random buckets. "window": the dense part alone (StreamingLLM). "full": every
-            key. `probes`, `buckets`, `tables` and `independent` are refused for selectors that do not use them, unless
-            left at their defaults.
+            of SAAP appendix B. "random": random buckets. "window": the always-read tokens alone (StreamingLLM). "full":
+            every key. `probes`, `buckets`, `tables` and `independent` are refused for selectors that do not use them,
+            unless left at their defaults.
         probes: how many buckets a step visits for each KV head; None: 32 (SAAP: l = 32). Not for "lsh-tables", whose
             queries visit one bucket of each table, nor for "window" and "full", which have no buckets.
         mass: instead of visiting a fixed number of buckets, visit them until the classifier leaves less than this share
-            of the attention beyond the dense part to the remaining ones. Between 0 and 1, only for selector "saap", and
-            not together with `probes`. Each step then counts the buckets of all keys, in plain torch.
+            of the attention beyond the always-read tokens to the remaining ones. Between 0 and 1, only for selector
+            "saap", and not together with `probes`. Each step then counts the buckets of all keys, in plain torch.
         most_probes: the maximum number of buckets visited under `mass`; None: no limit.
         buckets: number of buckets per KV head, for the selectors without a calibration; for "lsh-tables", per hash
             table.
@@ -65,8 +92,9 @@ class SparseConfig(Options):
             their scores, and read the same keys. Not for "window" and "full", which choose nothing.
         sink_tokens, window_tokens: how many of the first and of the newest tokens of a row are always read (SAAP: 1 +
             2047), from 0 and 1 to 2^30. A row of no more tokens than these is read in full.
-        dense_layers: layers whose steps read every key (SAAP: the first). They remain compressed, unlike those of
-            `TurboConfig.dense_layers`.
+        read_all_layers: layers whose steps read every key (SAAP: the first). They remain compressed.
+        dense_layers: an older name of `read_all_layers`, under which `to_dict` and `dataclasses.replace` know it. Not
+            to be confused with `TurboConfig.dense_layers`, which are not compressed.
         seed: seed of the random selectors; below 2^32.
     """
 
@@ -83,6 +111,15 @@ class SparseConfig(Options):
     window_tokens: int = 2047
     dense_layers: tuple[int, ...] = (0,)
     seed: int = 0
+
+    if TYPE_CHECKING:
+        read_all_layers: tuple[int, ...] = (0,)
+    else:
+        # a field of its own would be a second value to keep equal
+        @property
+        def read_all_layers(self) -> tuple[int, ...]:
+            """Another name of `dense_layers`."""
+            return self.dense_layers
 
     def __post_init__(self) -> None:
         freeze_layers(self, "dense_layers")
@@ -119,7 +156,7 @@ class SparseConfig(Options):
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "SparseConfig":
         """A config with these options, the others at their defaults. ValueError: an unknown name, or a wrong value."""
-        return cls(**cls._known(options))
+        return cls(**cls._known(options, ("read_all_layers",)))
 
     def _refuse_unused(self) -> None:
         """ValueError for an option that the selector does not use."""
@@ -131,7 +168,7 @@ class SparseConfig(Options):
                 )
 
     @property
-    def kernel_obstacle(self) -> str | None:
+    def why_no_kernel(self) -> str | None:
         """Why decode steps run in plain torch on any device, at least with grouped heads; None: they do not."""
         if self.independent:
             return "SparseConfig.independent has no kernel"
@@ -197,10 +234,11 @@ class TurboConfig(Options):
             bits=16.
         attention: how the attention of a prompt is computed. "turbo": INT8 Q, K, P and V, one scale per block
             (TurboAttention alg. 1). "int8": the same with one K scale per token (INT-FlashAttention alg. 1). "half":
-            INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that supports it. "fp16":
-            the model's precision. "auto": "turbo" where it was measured to be faster on this GPU for the prompt's
-            length, else "fp16"; without a GPU, "turbo". Decoding computes on the stored integers in every mode but
-            "fp16", which dequantizes them.
+            INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that supports it.
+            "native": the model's own dtype; "fp16" is an older name of it, which the config keeps and `to_dict` writes.
+            "auto": "turbo" where it was measured to be faster on this GPU for the prompt's length, else "native";
+            without a GPU, "turbo". Decoding computes on the stored integers in every mode but "native", which
+            dequantizes them.
         v_scale: in "turbo", "int8" and "fp8", V has one scale per "block", per "channel" of a row, or per row
             ("tensor").
         smooth_k: subtract the prompt's mean key from its keys before rounding, and add its score back.
@@ -210,9 +248,12 @@ class TurboConfig(Options):
         sas_threshold: SAS drops scores further than this below the maximum of their tile; a negative number. None: a
             default that falls with the length N: -(6 + ln(max(N, 1024) / 1024)).
         cuda_graphs: replay the decode steps of `generate` as CUDA graphs. "auto": on a GPU, for the tested families,
-            where nothing prevents it (`report()` says what does; hooks on modules, dense layers, hashing and random
+            where nothing prevents it (`report()` says what does; hooks on modules, `dense_layers`, hashing and random
             selectors, independent query heads, and generation other than greedy and sampling run without). True: for
             any family, and a step that cannot be captured is an error. False: never.
+        compile: compile the decode steps of `generate` by inductor as one graph, in which all but attention is fused.
+            The first step then takes about a minute, or seconds once its code is on disk. A model that cannot be
+            compiled runs as without, after a warning; `report()` has the reason.
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
         dense_layers: layers left to Hugging Face, in full precision.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
@@ -225,7 +266,7 @@ class TurboConfig(Options):
     block_size: int = 64
     buffer_scale: Literal["token", "universal"] = "token"
     rotate_keys: bool = True
-    attention: Literal["auto", "turbo", "int8", "half", "fp8", "fp16"] = "auto"
+    attention: Literal["auto", "turbo", "int8", "half", "fp8", "fp16", "native"] = "auto"
     v_scale: Literal["block", "channel", "tensor"] = "block"
     smooth_k: bool = False
     hadamard: bool = False
@@ -233,6 +274,7 @@ class TurboConfig(Options):
     sas: bool = False
     sas_threshold: float | None = None
     cuda_graphs: Literal["auto"] | bool = "auto"
+    compile: bool = False
     int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
     dense_layers: tuple[int, ...] = ()
     sparse: SparseConfig | None = None
@@ -246,7 +288,9 @@ class TurboConfig(Options):
         one_of("block_size", self.block_size, BLOCK_SIZES, "TurboConfig")
         one_of("buffer_scale", self.buffer_scale, BUFFER_SCALES, "TurboConfig")
         one_of("rotate_keys", self.rotate_keys, (True, False), "TurboConfig")
-        one_of("attention", self.attention, ("auto", *ATTENTION_MODES), "TurboConfig")
+        one_of("attention", self.attention, ("auto", *ATTENTION_MODES, NATIVE), "TurboConfig")
+        if self.attention == NATIVE:
+            object.__setattr__(self, "attention", "fp16")
         one_of("backend", self.backend, BACKENDS, "TurboConfig")
         one_of("v_scale", self.v_scale, V_SCALES, "TurboConfig")
         one_of("smooth_k", self.smooth_k, (True, False), "TurboConfig")
@@ -258,6 +302,7 @@ class TurboConfig(Options):
             )
         one_of("sas", self.sas, (True, False), "TurboConfig")
         one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
+        one_of("compile", self.compile, (True, False), "TurboConfig")
         share = self.low_heads
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"TurboConfig.low_heads must be a share from 0 to 1; got {share!r}.")
@@ -265,7 +310,7 @@ class TurboConfig(Options):
             raise ValueError(
                 f"TurboConfig.low_bits must be below bits ({self.bits}) when low_heads is not 0; got {self.low_bits}."
             )
-        if self.bits == FULL:
+        if self.bits == UNQUANTIZED:
             self._check_full()
         threshold = self.sas_threshold
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
@@ -281,9 +326,9 @@ class TurboConfig(Options):
         layer_indices("dense_layers", self.dense_layers, "", "TurboConfig")
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
-        lacking = self.sparse is not None and self.sparse.kernel_obstacle
-        if lacking and self.backend == "triton":
-            raise ValueError(f'TurboConfig.backend "triton" cannot run here: {lacking}. Choose "auto" or "reference".')
+        reason = self.sparse.why_no_kernel if self.sparse is not None else None
+        if reason is not None and self.backend == "triton":
+            raise ValueError(f'TurboConfig.backend "triton" cannot run here: {reason}. Choose "auto" or "reference".')
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> "TurboConfig":
@@ -320,7 +365,7 @@ class TurboConfig(Options):
     @property
     def prompt_attention(self) -> str:
         """The `attention` of prompts: what is stored unrounded is not rounded before, either."""
-        return "fp16" if self.bits == FULL else self.attention
+        return "fp16" if self.bits == UNQUANTIZED else self.attention
 
     @property
     def decode_attention(self) -> Literal["turbo", "fp16"]:
@@ -330,7 +375,7 @@ class TurboConfig(Options):
     @property
     def rotates(self) -> bool:
         """`rotate_keys`, unless heads keep their keys unquantized."""
-        return self.rotate_keys and self.bits != FULL
+        return self.rotate_keys and self.bits != UNQUANTIZED
 
     def head_groups(self, kv_heads: int) -> tuple[tuple[int, int], ...]:
         """(bits, number of heads) for each group of a layer's `kv_heads` heads, widest first."""

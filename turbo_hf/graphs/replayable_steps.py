@@ -1,25 +1,26 @@
 """Decode steps that can be replayed: what the host reserves for them beforehand, and counts afterwards.
 
-A step appends one token to each row, seals the blocks that are full, and attends; what it does is determined by tensors
-that stay in place. The host knows every length without asking the device, and therefore which rows seal, where, and how
-the work of attention is best divided.
+A step seals the blocks that are due, which the step before has filled, appends one token to each row, and attends. What
+it does is determined by tensors that stay in place. The host knows every length without asking the device, and
+therefore which rows seal, where, and how the work of attention is best divided.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from turbo_hf.cache.guards import storing
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import Step
-from turbo_hf.cache.open_buffer import storing
+from turbo_hf.cache.rows import RowState
+from turbo_hf.cache.storage import ReplayState
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import FULL
-from turbo_hf.ops.decode.contract import step_obstacle
+from turbo_hf.layout import UNQUANTIZED
+from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.ops.host_device import require_finite
 from turbo_hf.sparse.selectors import selector_obstacle
 
@@ -35,40 +36,29 @@ STEPS = "a decode step"
 
 @dataclass(slots=True)
 class _Group:
-    """Layers whose rows hold the same numbers of tokens, in the same lists. reserved: as in their `PagePool`."""
+    """Layers of one window whose rows hold the same: they share `state`. reserved: as in their `PagePool`."""
 
     layers: list[TurboLayer]
-    block: int
     window: int | None
-    length: list[int]
-    sealed: list[int]
+    state: RowState
     reserved: list[int] = field(default_factory=list)
     plans: dict[Any, Any] = field(default_factory=dict)
 
-    def full(self) -> list[int]:
-        """1 for each row whose block the next step seals, else 0."""
-        return [int(n == self.block) for n in self.length]
+    def seals(self) -> bool:
+        """Whether the next step seals a block of some row."""
+        return max(self.state.open) == self.state.block
 
     def needs_pages(self) -> bool:
         """Whether the next step seals a block for which no page is reserved."""
-        if max(self.length) < self.block:
-            return False
-        return any(
-            now and held == pages for now, held, pages in zip(self.full(), self.sealed, self.reserved, strict=True)
-        )
-
-    def after(self) -> list[int]:
-        """`sealed`, once the next step has sealed what is full."""
-        if max(self.length) < self.block:
-            return self.sealed
-        return [held + now for held, now in zip(self.sealed, self.full(), strict=True)]
+        rows = zip(self.state.due(), self.state.sealed, self.reserved, strict=True)
+        return self.seals() and any(due and blocks == pages for due, blocks, pages in rows)
 
 
 def config_obstacle(config: TurboConfig) -> str | None:
     """Why no step under a config can ever be replayed, whatever its layers select keys by; None if one may be."""
     if config.backend == "reference":
         return 'backend "reference" has no kernels'
-    if config.bits == FULL:
+    if config.bits == UNQUANTIZED:
         return "16-bit pages"
     if config.sas and config.sas_threshold is None:
         return "the SAS threshold follows the length: choose sas_threshold"
@@ -88,10 +78,10 @@ def lasting_obstacle(cache: TurboCache) -> str | None:
             return reason
         if not (layer.is_initialized and layer.seen):
             continue
-        if not layer.appends_in_place():
+        if not layer.in_place:
             return f"layer {index} runs without kernels"
         q = torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype, device=layer.device)
-        limit = step_obstacle(q, layer.config.block_size, layer.config.decode_attention)
+        limit = why_no_step_kernel(q, layer.config.block_size, layer.config.decode_attention)
         if limit is not None:
             return limit
     return None
@@ -107,15 +97,15 @@ def obstacle(cache: TurboCache) -> str | None:
             return f"layer {index} holds no tokens"
         if layer.seen != cache.get_seq_length():
             return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
-        if layer.record_past:
+        if layer.state.recording:
             return "blocks wait for a crop"
         if not all(layer.ranked):
             return f"layer {index} has heads without a rank: a row's first block gives it"
     return None
 
 
-class Steps:
-    """Steps of one cache, of which `obstacle` has nothing to say.
+class ReplayableSteps:
+    """The steps of one cache, of which `obstacle` has nothing to say.
 
     Args:
         cache: its layers are prepared at once.
@@ -141,65 +131,55 @@ class Steps:
         self._groups: list[_Group] = []
         for index, layer in enumerate(self.layers):
             layer.nonfinite = self.nonfinite[index : index + 1]
-            if max(layer.buffer.length) > layer.config.block_size:
+            if max(layer.state.open) > layer.config.block_size:
                 layer.commit(whole_prompt=True)
             self._join(layer)
         for group in self._groups:
             self._reserve(group)
 
     def _join(self, layer: TurboLayer) -> None:
-        """The layer to the group whose lists say the same as its own, which it then shares."""
-        block, length, sealed = layer.config.block_size, layer.buffer.length, layer.pool.sealed
-        known = (block, layer.window, length, sealed)
-        group = next((g for g in self._groups if (g.block, g.window, g.length, g.sealed) == known), None)
+        """The layer to the group whose state equals its own, which it then shares."""
+        known = (layer.window, layer.state)
+        group = next((group for group in self._groups if (group.window, group.state) == known), None)
         if group is None:
-            # lists of these steps' own: earlier ones of the cache are not intact from now on, and close nothing
-            group = _Group([], block, layer.window, list(length), list(sealed))
+            # a state of these steps' own: earlier ones of the cache are not intact from now on, and close nothing
+            group = _Group([], layer.window, replace(layer.state))
             self._groups.append(group)
-        layer.buffer.length, layer.pool.sealed = group.length, group.sealed
         group.layers.append(layer)
 
     def _reserve(self, group: _Group) -> None:
         """Pages for the blocks to come; of a sliding layer those of blocks that have left the window come free."""
-        first = group.layers[0]
-        leaving = [min(n, held) for n, held in zip(first.leaving(), group.sealed, strict=True)]
-        ahead = self._ahead(group)
+        before, block = group.state, group.state.block
+        leaving = [min(n, held) for n, held in zip(before.leaving(group.window), before.sealed, strict=True)]
+        ahead, after = self._ahead(group), before.without_front(leaving)
         for layer in group.layers:
             if any(leaving):
-                layer.pool.drop_front(leaving, shrink=False)
-                layer.dropped = [n + out * group.block for n, out in zip(layer.dropped, leaving, strict=True)]
-            layer.pool.reserve(ahead)
-            layer.pool.unshare_sealed()
-            layer.buffer.hold(group.block)
-        group.sealed, group.reserved = first.pool.sealed, first.pool.reserved
+                layer.pool.drop_front(before.sealed, leaving, shrink=False)
+            layer.pool.reserve(after.sealed, ahead)
+            layer.buffer.reserve(block, before.open)
+            layer.state = after
+            layer.device_counts.own(after)
+        group.state, group.reserved = after, group.layers[0].pool.reserved
         for layer in group.layers:
-            layer.pool.sealed = group.sealed
             # a place for each token of the blocks that have pages, and of one more that is open then
-            layer.bucket_index.reserve((max(group.reserved) + 1) * group.block)
+            layer.bucket_index.reserve((max(group.reserved) + 1) * block)
 
     def _ahead(self, group: _Group) -> list[int]:
-        pages, rows = group.layers[0].pool.pages, len(group.length)
+        pages, rows = group.layers[0].pool.pages, len(group.state.open)
         most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
-        left = 0 if self._limit is None else self._limit - group.layers[0].seen
+        left = 0 if self._limit is None else self._limit - group.state.seen
         if left <= 0:
             # no limit, or one that does not count what the cache held before
             return [most] * rows
-        return [min(most, (n + left - 1) // group.block) for n in group.length]
+        return [min(most, (tokens + left - 1) // group.state.block) for tokens in group.state.open]
 
     def intact(self) -> bool:
         """Whether nothing but these steps has changed the layers."""
-        return all(
-            layer.is_initialized
-            and not layer.record_past
-            and layer.buffer.length is group.length
-            and layer.pool.sealed is group.sealed
-            for group in self._groups
-            for layer in group.layers
-        )
+        return all(layer.state is group.state for group in self._groups for layer in group.layers)
 
     def seals(self) -> bool:
         """Whether the next step seals a block of some row."""
-        return any(max(group.length) == group.block for group in self._groups)
+        return any(group.seals() for group in self._groups)
 
     def needs_pages(self) -> bool:
         """Whether the next step seals a block for which no page is reserved."""
@@ -215,9 +195,9 @@ class Steps:
         for group in self._groups:
             if group.needs_pages():
                 self._reserve(group)
-            if max(group.length) == group.block:
+            if group.seals():
                 for plan in group.plans.values():
-                    plan.update(group.after())
+                    plan.update(group.state.sealed_by_step())
 
     def open(self) -> None:
         """From here to `finish`, the cache is one that a broken pass has left.
@@ -233,9 +213,9 @@ class Steps:
         """Inside, a pass over the cache is the step: its layers count nothing."""
         self.integrity.again(STEP)
         for group in self._groups:
-            step = Step(tuple(group.after()), group.plans, self._arrived)
+            replay = ReplayState(tuple(group.state.sealed_by_step()), group.plans, self._arrived)
             for layer in group.layers:
-                layer.step = step
+                layer.replay = replay
         try:
             yield
         finally:
@@ -244,16 +224,23 @@ class Steps:
 
     def _no_step(self) -> None:
         for layer in self.layers:
-            layer.step = None
+            layer.replay = None
 
     def recount(self) -> None:
         """After a step that was broken off: what each layer holds, asked of the device. No step may follow."""
         for layer in self.layers:
-            held = layer.buffer.length
-            layer.buffer.length = layer.buffer.device_length().tolist()
-            layer.pool.sealed = layer.pool.device_sealed().tolist()
+            before, counts = layer.state, layer.device_counts
             # of a row that seals the open tokens are fewer afterwards
-            layer.seen += layer.buffer.length != held
+            sealed, opened = counts.sealed(before).tolist(), counts.open(before).tolist()
+            stored = opened != before.open
+            layer.state = replace(
+                before,
+                seen=before.seen + stored,
+                sealed=sealed,
+                open=opened,
+                decoded=before.decoded or stored,
+            )
+            counts.counted(before, layer.state)
         # the exception may have come where they are told, too
         self._no_step()
         if self.integrity.writing == STEPS:
@@ -261,32 +248,33 @@ class Steps:
 
     def tensors(self) -> list[Any]:
         """What the launches of a step refer to. As long as these are the same objects, it can be replayed."""
-        found: list[Any] = [plan.words for group in self._groups for plan in group.plans.values()]
+        tensors: list[Any] = [plan.words for group in self._groups for plan in group.plans.values()]
         for layer in self.layers:
-            pool, buffer = layer.pool, layer.buffer
-            found += (pool.paged, pool.device_table(), pool.device_sealed(), layer.order, layer.universal)
-            found += (buffer.k, buffer.device_length(), layer.nonfinite, layer.bucket_index.buckets)
-            found.append(layer.bucket_index.spans)
-            found += [] if layer.selector is None else layer.selector.tensors()
-        return found
+            pool, counts, state = layer.pool, layer.device_counts, layer.state
+            tensors += (pool.paged, pool.device_table(), counts.sealed(state), layer.order, layer.universal)
+            tensors += (layer.buffer.k, counts.open(state), layer.nonfinite, layer.bucket_index.buckets)
+            tensors.append(layer.bucket_index.spans)
+            tensors += [] if layer.selector is None else layer.selector.tensors()
+        return tensors
 
     @storing
     def close(self) -> None:
-        """Seal what is full, and give back what was reserved for steps that do not come. No replay may follow."""
+        """Seal what is due, and give back what was reserved for steps that do not come. No replay may follow."""
         if self.intact():
             for layer in self.layers:
                 # NaN in the block is told by whoever uses the cache next
                 layer.commit(defer=True)
-                layer.pool.trim()
+                layer.pool.trim(layer.state.sealed)
                 layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self) -> None:
         """Account for what the step has stored."""
         for group in self._groups:
-            group.sealed, group.length = group.after(), [n % group.block + 1 for n in group.length]
+            before, after = group.state, group.state.after_step()
+            group.state = after
             for layer in group.layers:
-                layer.pool.sealed, layer.buffer.length = group.sealed, group.length
-                layer.seen += 1
+                layer.state = after
+                layer.device_counts.counted(before, after)
                 if layer.selector is not None:
                     layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)
         if self.integrity.writing == STEPS:

@@ -1,7 +1,7 @@
 """Whole decode steps as CUDA graphs: the forward pass that `generate` calls, captured once and then replayed.
 
 The hook is `generate`'s own slot for a compiled forward pass. What is captured is one pass of the model over one new
-token per row; `Steps` knows when it can be replayed. Every other pass goes to the model unchanged.
+token per row; `ReplayableSteps` knows when it can be replayed. Every other pass goes to the model unchanged.
 """
 
 import functools
@@ -21,8 +21,9 @@ from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
-from turbo_hf.graphs.replayable_steps import Steps, config_obstacle, lasting_obstacle, obstacle
-from turbo_hf.ops.gpu import obstacle as gpu_obstacle
+from turbo_hf.graphs.compiled_step import CompiledStep
+from turbo_hf.graphs.replayable_steps import ReplayableSteps, config_obstacle, lasting_obstacle, obstacle
+from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.sparse.selectors import selector_obstacle
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
@@ -51,7 +52,7 @@ class CudaDevice:
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._anchor: Callable[[], Any] | None = None
+        self._first_graph: Callable[[], Any] | None = None
 
     def warm(self, step: Callable[[], Any]) -> Any:
         """As `Device.warm`."""
@@ -67,44 +68,45 @@ class CudaDevice:
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """As `Device.capture`. Other threads may go on using the device."""
         try:
-            return self._anchored(step)
+            return self._capture_in_pool(step)
         except RuntimeError as error:
             if not out_of_memory(error):
-                self._mend()
+                self._recover()
                 raise
         except BaseException:
-            self._mend()
+            self._recover()
             raise
         # what torch keeps of a prompt, up to all of the memory, cannot go back while a capture is under way. Behind the
         # handler: the error holds the frames that hold the spoilt graph
-        self._end()
+        self._end_spoilt_capture()
         torch.cuda.empty_cache()
         try:
-            return self._anchored(step)
+            return self._capture_in_pool(step)
         except BaseException:
-            self._mend()
+            self._recover()
             raise
 
-    def _anchored(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A capture after a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
-        if self._anchor is None:
-            self._cast_anchor()
+    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A capture into the pool, which first gets a graph that stays: torch no longer captures into an empty one."""
+        if self._first_graph is None:
+            self._keep_pool_alive()
         return self._captured(step)
 
-    def _cast_anchor(self) -> None:
-        self._anchor = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
+    def _keep_pool_alive(self) -> None:
+        """Capture a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
+        self._first_graph = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
 
-    def _end(self) -> None:
+    def _end_spoilt_capture(self) -> None:
         """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
         # torch has no public call for this; if it is missing or already done, a new pool does without
         with suppress(AttributeError, RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
-        self._pool, self._anchor = torch.cuda.graph_pool_handle(), None
+        self._pool, self._first_graph = torch.cuda.graph_pool_handle(), None
 
-    def _mend(self) -> None:
-        """As `_end`, also for torch's generator, which the graph still holds: a successful capture returns it."""
-        self._end()
-        self._cast_anchor()
+    def _recover(self) -> None:
+        """End a spoilt capture, and give torch's generator back, which its graph holds, by one that succeeds."""
+        self._end_spoilt_capture()
+        self._keep_pool_alive()
 
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
         graph = torch.cuda.CUDAGraph()
@@ -129,15 +131,15 @@ class CudaDevice:
         return replay
 
 
-_own = threading.local()
+_of_thread = threading.local()
 
 
 def cuda_device(device: torch.device) -> CudaDevice:
     """The `CudaDevice` of this thread: graphs of two threads may run at a time."""
-    made: dict[torch.device, CudaDevice] = _own.__dict__.setdefault("devices", {})
-    if device not in made:
-        made[device] = CudaDevice(device)
-    return made[device]
+    devices: dict[torch.device, CudaDevice] = _of_thread.__dict__.setdefault("devices", {})
+    if device not in devices:
+        devices[device] = CudaDevice(device)
+    return devices[device]
 
 
 class StepRunner:
@@ -150,15 +152,25 @@ class StepRunner:
     Args:
         model: the patched model.
         limit: columns at the end of generation; None: not known.
-        device: where steps run.
+        device: where steps run; None: they are not captured.
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
+        compiled: what compiles steps; None: they are not compiled. A first step, which is checked as always, is not.
     """
 
-    def __init__(self, model: Any, limit: int | None, device: Device, demanded: bool = False):
+    def __init__(
+        self,
+        model: Any,
+        limit: int | None,
+        device: Device | None,
+        demanded: bool = False,
+        compiled: CompiledStep | None = None,
+    ):
         self.captures = 0
+        self._compiled, self._fused = compiled, False
+        self._checked: TurboCache | None = None
         self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
-        self._steps: Steps | None = None
+        self._steps: ReplayableSteps | None = None
         self._inputs: dict[str, Any] = {}
         self._replay: Callable[[], Any] | None = None
         self._captured: list[Any] = []
@@ -169,6 +181,8 @@ class StepRunner:
         """`model(**kwargs)`."""
         if self._off or not self._is_step(kwargs):
             return self._model(**kwargs)
+        if self._device is None:
+            return self._launch(kwargs)
         cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
         if self._steps is None or self._steps.cache is not cache or not self._steps.intact():
             self._forget()
@@ -177,7 +191,7 @@ class StepRunner:
                 raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
             if obstacle(cache) is not None:
                 return self._model(**kwargs)
-            self._steps = Steps(cache, self._limit)
+            self._steps = ReplayableSteps(cache, self._limit)
             self._restarts += 1
         if not self._confirmed(self._steps, mask):
             return self._model(**kwargs)
@@ -185,11 +199,13 @@ class StepRunner:
         if self._steps.needs_pages():
             # what was captured refers to the current pages
             self._drop()
+        if self._replay is None and self._compiled is not None:
+            self._fused = self._compiled.ready(self._model, self._inputs, self._device.warm)
         steps = self._steps
         steps.open()
         steps.begin()
         try:
-            out = self._run(steps)
+            out = self._run(steps, self._device)
         except BaseException:
             # some layers may already hold the token, which the next pass must know
             steps.recount()
@@ -201,7 +217,7 @@ class StepRunner:
 
     def __del__(self) -> None:
         # `generate` has released it: the only sign that it has ended
-        steps: Steps | None = getattr(self, "_steps", None)
+        steps: ReplayableSteps | None = getattr(self, "_steps", None)
         if steps is None:
             return
         self._forget()
@@ -231,7 +247,7 @@ class StepRunner:
         busy = torch.is_grad_enabled() or self._model.training or torch.is_autocast_enabled(ids.device.type)
         return not (busy or _capturing(ids))
 
-    def _confirmed(self, steps: Steps, mask: torch.Tensor | None) -> bool:
+    def _confirmed(self, steps: ReplayableSteps, mask: torch.Tensor | None) -> bool:
         """Whether the mask matches what the cache holds, and no new token is padding. One read from the device.
 
         Raises:
@@ -271,21 +287,25 @@ class StepRunner:
             if isinstance(value, torch.Tensor):
                 self._inputs[name].copy_(value)
 
-    def _run(self, steps: Steps) -> Any:
+    def _run(self, steps: ReplayableSteps, device: Device) -> Any:
         """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
         tensors, old = steps.tensors(), self._captured
         if self._replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
             self._drop()
         if self._warm < self._restarts:
             self._warm += 1
-            return self._device.warm(self._step)
+            return device.warm(self._step)
         if self._replay is None:
             self._captured = tensors
             try:
-                self._replay = self._device.capture(self._step)
+                self._replay = device.capture(self._fused_step if self._fused else self._step)
             except Exception as error:
                 steps.cancel()
                 self._forget()
+                if self._fused and self._compiled is not None:
+                    # as it is, it may well be captured
+                    self._compiled.refuse(f"it cannot be captured in a CUDA graph: {error}")
+                    return None
                 self._off = True
                 message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
                 if self._demanded:
@@ -302,6 +322,21 @@ class StepRunner:
         with self._steps.running():
             # no mask: no new token is padding, and what the cache holds it knows
             return self._model(attention_mask=None, **self._inputs)
+
+    def _fused_step(self) -> Any:
+        assert self._steps is not None
+        assert self._compiled is not None
+        with self._steps.running():
+            return self._compiled(self._model, self._inputs)
+
+    def _launch(self, kwargs: dict[str, Any]) -> Any:
+        """A step that is compiled and not captured. The first one over a cache is the model's own."""
+        cache = kwargs["past_key_values"]
+        inputs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+        known, self._checked = self._checked is cache, cache
+        if not known or self._compiled is None or not self._compiled.ready(self._model, inputs):
+            return self._model(**kwargs)
+        return self._compiled.launch(self._model, inputs, kwargs.get("attention_mask"))
 
     def _drop(self) -> None:
         """Discard the capture. One step runs before the next capture, as it may need a new kernel."""
@@ -321,7 +356,7 @@ def describe(
     config: TurboConfig, dense: Sequence[int], known_family: bool, device: torch.device
 ) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
-    reason = config_obstacle(config) or gpu_obstacle(device)
+    reason = config_obstacle(config) or why_no_kernels_on(device)
     if reason is None:
         reason = f"layer {dense[0]} is dense" if dense else selector_obstacle(config.sparse)
     if config.cuda_graphs is False:
@@ -333,8 +368,11 @@ def describe(
     return f"decode steps: CUDA graphs{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
-def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
-    """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's."""
+def model_obstacle(model: Any, is_own: Callable[[Any], bool], captured: bool = True) -> str | None:
+    """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
+
+    captured: if False, why none may be compiled.
+    """
     # by hand, in each call of `generate`: torch's own walk takes milliseconds, and nobody tells of a new hook or module
     modules, known = [model], {model}
     for module in modules:
@@ -342,7 +380,7 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
         held = [x for x in module._modules.values() if x is not None and x not in known]
         modules += held
         known.update(held)
-    reason = _place_obstacle(model, modules)
+    reason = _place_obstacle(model, modules, captured)
     if reason is not None:
         return reason
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -363,9 +401,9 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool]) -> str | None:
     return None
 
 
-def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
-    """Why the weights of this model, where and as they lie, leave nothing to capture."""
-    if model.device.type != "cuda":
+def _place_obstacle(model: Any, modules: list[Any], captured: bool) -> str | None:
+    """Why the weights of this model, where and as they lie, leave nothing to capture; or nothing to compile."""
+    if captured and model.device.type != "cuda":
         return f"the model is on {model.device}"
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
     if len(places) > 1:
@@ -379,20 +417,25 @@ def _place_obstacle(model: Any, modules: list[Any]) -> str | None:
 
 
 @dataclass(slots=True)
-class Door:
-    """Brings a runner from the question whether `generate` may compile to the call for what it compiled."""
+class HandOff:
+    """Hands a runner on: from where `generate` asks whether it may compile, to where it asks for what it compiled.
+
+    demanded: as in `StepRunner`. graphs: whether steps may be captured. compiled: as there.
+    """
 
     demanded: bool
-    _held: threading.local = field(default_factory=threading.local)
+    graphs: bool = True
+    compiled: CompiledStep | None = None
+    _local: threading.local = field(default_factory=threading.local)
 
-    def offer(self, runner: StepRunner | None) -> None:
+    def give(self, runner: StepRunner | None) -> None:
         """Set what this thread's next `take` returns."""
-        self._held.runner = runner
+        self._local.runner = runner
 
     def take(self) -> StepRunner | None:
-        """The runner that was offered in this thread, once."""
-        runner, self._held.runner = getattr(self._held, "runner", None), None
+        """The runner that was given in this thread, once."""
+        runner, self._local.runner = getattr(self._local, "runner", None), None
         return runner
 
     def __reduce__(self) -> Any:
-        return Door, (self.demanded,)
+        return HandOff, (self.demanded, self.graphs, self.compiled)

@@ -63,19 +63,19 @@ def layer_windows(config: PreTrainedConfig) -> list[tuple[str, int | None]]:
 
 def kv_heads(config: PreTrainedConfig, layer: int) -> int:
     """KV heads of one layer: some models (Gemma 4) have a different number in their full-attention layers."""
-    own = config.per_layer_config[layer]
-    return int(getattr(own, "num_key_value_heads", None) or own.num_attention_heads)
+    of_layer = config.per_layer_config[layer]
+    return int(getattr(of_layer, "num_key_value_heads", None) or of_layer.num_attention_heads)
 
 
 def head_dim(config: PreTrainedConfig, layer: int) -> int:
     """Channels of one layer's heads."""
-    own = config.per_layer_config[layer]
-    return int(getattr(own, "head_dim", None) or own.hidden_size // own.num_attention_heads)
+    of_layer = config.per_layer_config[layer]
+    return int(getattr(of_layer, "head_dim", None) or of_layer.hidden_size // of_layer.num_attention_heads)
 
 
 def shape_field(config: PreTrainedConfig, name: str) -> Any:
     """A field of the config; None if missing; a list with one value per layer if layers differ in it."""
-    each = [getattr(own, name, None) for own in config.per_layer_config]
+    each = [getattr(of_layer, name, None) for of_layer in config.per_layer_config]
     return each if any(value != each[0] for value in each) else each[0]
 
 
@@ -87,5 +87,5 @@ def given_cache(kwargs: Mapping[str, Any]) -> Any:
 
 def module_head_dim(module: nn.Module) -> int | None:
     """Channels of a head of an attention module; None if its class keeps that number under no name known here."""
-    found = (getattr(module, name, None) for name in HEAD_DIMS)
-    return next((number for number in found if isinstance(number, int)), None)
+    values = (getattr(module, name, None) for name in HEAD_DIMS)
+    return next((number for number in values if isinstance(number, int)), None)

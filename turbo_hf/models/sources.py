@@ -17,7 +17,7 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
 
     Classes of torch and of Transformers itself, which all models share, are left out.
     """
-    found: dict[str, FunctionType] = {}
+    methods: dict[str, FunctionType] = {}
     for base in kind.__mro__:
         package = base.__module__.split(".")
         if package[0] in ("torch", "builtins") or (package[0] == "transformers" and package[1:2] != ["models"]):
@@ -25,8 +25,8 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
         for name, value in vars(base).items():
             function = _unwrapped(getattr(value, "__func__", None) or getattr(value, "fget", None) or value)
             if function is not None and name != "__init__":
-                found.setdefault(name, function)
-    waiting = list(found.values())
+                methods.setdefault(name, function)
+    waiting = list(methods.values())
     for function in waiting:
         yield function
         called = (_unwrapped(function.__globals__.get(name)) for name in function.__code__.co_names)
@@ -42,7 +42,7 @@ def _unwrapped(value: object) -> FunctionType | None:
 def tree_of(function: FunctionType) -> ast.FunctionDef | None:
     """The syntax tree of a function; None if there is no source to read."""
     try:
-        # a method stands indented, its strings may not
+        # the source of a method is indented, its strings may not be
         lines = ast.parse("if True:\n" + inspect.getsource(function)) if _indented(function) else None
         body = ast.parse(inspect.getsource(function)).body if lines is None else getattr(lines.body[0], "body", [])
     except (OSError, TypeError, SyntaxError):
@@ -108,8 +108,8 @@ def hands_on_mask(function: FunctionType) -> bool:
     if tree is None:
         return False
     assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign) and node.value]
-    found = [node for node in assigned if node.value is not None and _names_table(node.value)]
-    interfaces = {ast.unparse(x) for node in found for x in getattr(node, "targets", [getattr(node, "target", None)])}
+    lookups = [node for node in assigned if node.value is not None and _names_table(node.value)]
+    interfaces = {ast.unparse(x) for node in lookups for x in getattr(node, "targets", [getattr(node, "target", None)])}
     calls = [
         node
         for node in ast.walk(tree)

@@ -19,7 +19,7 @@ def _interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def uses_triton(backend: str, device: torch.device, obstacle: str | None = None) -> bool:
+def uses_triton(backend: str, device: torch.device, reason: str | None = None) -> bool:
     """Whether the Triton kernel runs.
 
     "auto" uses it on CUDA unless something prevents it; "triton" and "reference" are never replaced.
@@ -27,7 +27,7 @@ def uses_triton(backend: str, device: torch.device, obstacle: str | None = None)
     Args:
         backend: "auto", "triton" or "reference".
         device: the tensors' device.
-        obstacle: why the kernel cannot serve this call, as the end of a sentence; None if it can.
+        reason: why the kernel cannot serve this call, as the end of a sentence; None if it can.
 
     Returns:
         True for the kernel, False for the reference.
@@ -40,23 +40,23 @@ def uses_triton(backend: str, device: torch.device, obstacle: str | None = None)
     if backend == "reference":
         return False
     if device.type != "cuda" and (backend == "auto" or not _interpreted()):
-        obstacle = f"tensors are on {device}, and Triton kernels run on CUDA"
-    if obstacle is None:
+        reason = f"tensors are on {device}, and Triton kernels run on CUDA"
+    if reason is None:
         return True
     if backend == "triton":
-        raise ValueError(f'backend "triton" cannot run here: {obstacle}. Choose backend "auto" or "reference".')
+        raise ValueError(f'backend "triton" cannot run here: {reason}. Choose backend "auto" or "reference".')
     return False
 
 
-def kernel_obstacle(x: torch.Tensor, mode: str = "fp16") -> str | None:
+def why_no_kernel(x: torch.Tensor, mode: str = "fp16") -> str | None:
     """Why no kernel serves tensors like x in this mode; None if one does."""
     if x.dtype == torch.float64:
         return "float64 has no kernel"
     if x.shape[-1] > 256:
         return f"head dim {x.shape[-1]} is above 256"
-    stands: str | None = gpu.obstacle(x.device)
-    if stands is not None:
-        return stands
+    reason: str | None = gpu.why_no_kernels_on(x.device)
+    if reason is not None:
+        return reason
     if mode == "fp8" and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
         return f"{torch.cuda.get_device_name(x.device)} has no FP8; modes turbo, int8, half and fp16 run"
     if mode == "half" and x.dtype == torch.float32 and x.shape[-1] > 128 and gpu.shared_memory(x.device) < WIDE_HALF:

@@ -1,6 +1,8 @@
 """Properties of a GPU that launches depend on."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -17,8 +19,8 @@ HOPPER_TRITON = "3.6."
 OLDEST = (8, 0)
 """Compute capability of Ampere: INT8 products and asynchronous copies."""
 
-FUSED = {"enable_fp_fusion": True}
-"""Option of launches whose products may be fused with sums: said, since Triton changes what it takes unsaid in 3.10."""
+FMA = {"enable_fp_fusion": True}
+"""Option of launches that may use fused multiply-add; explicit, because Triton 3.10 changes the default."""
 
 
 @lru_cache(maxsize=8)
@@ -51,7 +53,7 @@ def hopper(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def _hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or _obstacle(device) is not None:
+    if device.type != "cuda" or _why_no_kernels_on(device) is not None:
         return False
     import triton  # noqa: PLC0415 - may be missing
 
@@ -59,20 +61,20 @@ def _hopper(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=8)
-def early(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may begin before the one ahead of it has ended: Hopper and later can."""
+def pdl(device: torch.device) -> dict[str, Any]:
+    """Options of programmatic dependent launch, which begins a launch before the one ahead of it ends: Hopper on."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+    return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def obstacle(device: torch.device) -> str | None:
+def why_no_kernels_on(device: torch.device) -> str | None:
     """Why no kernel runs on this device, as the end of a sentence; None if they do, or if it is not a GPU."""
-    return _obstacle(device)
+    return _why_no_kernels_on(device)
 
 
 @lru_cache(maxsize=8)
-def _obstacle(device: torch.device) -> str | None:
+def _why_no_kernels_on(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if not TRITON_FOUND:
@@ -84,6 +86,22 @@ def _obstacle(device: torch.device) -> str | None:
         found, least = (".".join(map(str, x)) for x in (capability, OLDEST))
         return f"{_properties(device).name} has compute capability {found}, and the kernels need {least}"
     return None
+
+
+@contextmanager
+def explain_out_of_resources(x: torch.Tensor) -> Iterator[None]:
+    """ValueError that says what to do if a kernel for tensors like x needs more than this GPU has."""
+    try:
+        yield
+    except Exception as error:
+        from triton.runtime.errors import OutOfResources  # noqa: PLC0415 - needs Triton
+
+        if not isinstance(error, OutOfResources):
+            raise
+        raise ValueError(
+            f"The kernel for head dim {x.shape[-1]} in {x.dtype} does not fit this GPU: {error} Take a smaller "
+            'TurboConfig.block_size, another TurboConfig.attention, or backend="reference" (plain torch, slow).'
+        ) from error
 
 
 def _properties(device: torch.device) -> Any:

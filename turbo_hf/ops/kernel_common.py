@@ -24,22 +24,32 @@ def as_int8(x):
 
 
 @triton.jit
-def await_launch(EARLY: tl.constexpr, LAST: tl.constexpr = False):
-    """From here on what earlier launches have written is there, and, unless LAST, the next launch may begin.
+def pdl_wait(PDL: tl.constexpr, LAST: tl.constexpr = False):
+    """Programmatic dependent launch (PDL): wait for what earlier launches write and, unless LAST, let the next begin.
 
-    EARLY: launches overlap (programmatic dependent launch). What stands before this in a kernel runs beside the launch
-    before it. It may read what that one only reads, if that one waits too before it lets others begin. LAST: what
-    follows is not ours to begin early.
+    What stands before this in a kernel runs beside the launch before it. It may read what that one only reads, if that
+    one waits too before it lets others begin. LAST: the launch that follows is not ours. PDL: whether launches overlap.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
         if not LAST:
             gdc_launch_dependents()
 
 
 @triton.jit
+def slot_of_width(slot, ok, G: tl.constexpr, FORM: tl.constexpr):
+    """A slot counted from the first of width G on, and whether it is of that width, where ok.
+
+    FORM.slots: of each width. Triton 3.6 takes no tuple out of FORM as an argument.
+    """
+    for g in tl.static_range(G):
+        slot -= FORM.slots[g]
+    return slot, ok & (slot >= 0) & (slot < FORM.slots[G])
+
+
+@triton.jit
 def to_l2(pointer, ok):
-    """The lines that pointers point to where ok, asked for ahead; no value comes of it. Not for the interpreter."""
+    """Prefetch to L2 the cache lines that pointers point to, where ok; returns nothing. Not for the interpreter."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",

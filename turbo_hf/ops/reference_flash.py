@@ -8,8 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from turbo_hf.layout import E4M3_MAX, INT8_MAX, AttentionOutput
-from turbo_hf.ops.reference_softmax import sas_exp
+from turbo_hf.layout import E4M3_MAX, INT8_MAX, AttentionOutput, Scoring
 
 TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
@@ -65,25 +64,27 @@ class State(NamedTuple):
     acc: torch.Tensor
 
 
-class Scoring(NamedTuple):
-    """What is done to scores, and the type that P is rounded to: INT8, FP8 or 16 bit; None: it is not."""
+class FlashOptions(NamedTuple):
+    """What the loop does with scores.
 
-    scaling: float
+    scoring, causal, window: as in `ops.prefill`.
+    p_type: the type that P is rounded to: INT8, FP8 or 16 bit; None: it is not rounded.
+    """
+
+    scoring: Scoring
     causal: bool
     window: int | None
-    softcap: float | None
-    sas_threshold: float | None
     p_type: torch.dtype | None
 
 
-def flash(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> AttentionOutput:
+def flash(runs: list[Run], options: FlashOptions) -> AttentionOutput:
     """Attention over `runs`, in float32 (float64 for float64), the query tiles in a loop to bound memory."""
     q = runs[-1].q.x
     batch, heads, rows, _ = q.shape
     keys = sum(run.k.place.shape[1] for run in runs)
     tile = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 22) // max(batch * heads * keys, 1))
     parts = [
-        _queries([_cut(run, start, min(start + tile, rows), scoring.causal) for run in runs], scoring, sinks)
+        _queries([_cut(run, start, min(start + tile, rows), options.causal) for run in runs], options)
         for start in range(0, rows, tile)
     ]
     return AttentionOutput(torch.cat([out for out, _ in parts], 2), torch.cat([lse for _, lse in parts], 2))
@@ -102,7 +103,7 @@ def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
     return run
 
 
-def _queries(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _queries(runs: list[Run], options: FlashOptions) -> tuple[torch.Tensor, torch.Tensor]:
     q, kv_heads = runs[0].q.x, runs[0].k.scale.shape[1]
     batch, heads, rows, dim = q.shape
     # the query heads of a KV head are stacked, so that K and V are never repeated
@@ -110,10 +111,10 @@ def _queries(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> t
     state = State(q.new_full(shape, -torch.inf), q.new_zeros(shape), q.new_zeros(*shape, dim))
     for run in runs:
         if run.k.place.shape[1]:
-            state = _run(state, run, scoring)
+            state = _run(state, run, options)
     top, total, acc = state
-    if sinks is not None:
-        sink = sinks.to(top.dtype).reshape(1, *shape[1:3], 1)
+    if options.scoring.sinks is not None:
+        sink = options.scoring.sinks.to(top.dtype).reshape(1, *shape[1:3], 1)
         top = torch.maximum(top, sink)
         kept = torch.exp(state.top - top)
         total, acc = total * kept + torch.exp(sink - top), acc * kept[..., None]
@@ -122,11 +123,11 @@ def _queries(runs: list[Run], scoring: Scoring, sinks: torch.Tensor | None) -> t
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def _run(state: State, run: Run, how: Scoring) -> State:
+def _run(state: State, run: Run, options: FlashOptions) -> State:
     """All key tiles of a run side by side."""
-    batch, kv_heads, group, rows = state.top.shape
+    scoring, (batch, kv_heads, group, rows) = options.scoring, state.top.shape
     stacked = (batch, kv_heads, group * rows)
-    grouped, q_scale = run.q.x.reshape(*stacked, -1), (run.q.scale * how.scaling).reshape(*stacked, 1)
+    grouped, q_scale = run.q.x.reshape(*stacked, -1), (run.q.scale * scoring.scaling).reshape(*stacked, 1)
     if run.products is None:
         score = (grouped * q_scale) @ run.k.x.mT * run.k.scale[:, :, None]
     else:
@@ -134,9 +135,9 @@ def _run(state: State, run: Run, how: Scoring) -> State:
     score = score.unflatten(2, (group, rows))
     if run.bias is not None:
         score = score + run.bias.reshape(state.top.shape)[..., None]
-    if how.softcap is not None:
-        score = how.softcap * torch.tanh(score / how.softcap)
-    allowed = _allowed(run.q.place, run.k.place, how.causal, how.window)[:, None, None]
+    if scoring.softcap is not None:
+        score = scoring.softcap * torch.tanh(score / scoring.softcap)
+    allowed = _allowed(run.q.place, run.k.place, options.causal, options.window)[:, None, None]
     if run.chosen is not None:
         allowed = allowed & run.chosen.unflatten(1, (kv_heads, -1))
     score = score.masked_fill(~allowed, -torch.inf).unflatten(-1, (-1, run.tile))
@@ -144,12 +145,12 @@ def _run(state: State, run: Run, how: Scoring) -> State:
     own = score.amax(-1)
     # a query that sees no key of a tile has a maximum of -inf there; its P is 0 whatever is subtracted
     shifted = score - own.masked_fill(own == -torch.inf, 0.0)[..., None]
-    p = torch.exp(shifted) if how.sas_threshold is None else sas_exp(shifted, how.sas_threshold)
+    p = torch.exp(shifted) if scoring.sas_threshold is None else sas_exp(shifted, scoring.sas_threshold)
 
     top = torch.maximum(state.top, own.amax(-1))
     finite = top.masked_fill(top == -torch.inf, 0.0)
     moved, moves = torch.exp(state.top - finite), torch.exp(own - finite[..., None])
-    p_type = None if run.exact else how.p_type
+    p_type = None if run.exact else options.p_type
     codes, unit = _rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), p_type)
     if run.products is None:
         part = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3) @ run.v.x
@@ -158,6 +159,14 @@ def _run(state: State, run: Run, how: Scoring) -> State:
     part = part.unflatten(2, (group, rows))
     total = state.total * moved + (p.sum(-1) * moves).sum(-1)
     return State(top, total, state.acc * moved[..., None] + part)
+
+
+def sas_exp(x: torch.Tensor, threshold: float) -> torch.Tensor:
+    """exp(x) for x <= 0 by a table and a cubic; 0 below `threshold`. TurboAttention sec. 4, eq. 13-15, alg. 3."""
+    whole = torch.floor(-x.clamp(min=threshold))
+    fraction = -x.clamp(min=threshold) - whole
+    cubic = ((-0.1025 * fraction + 0.4626) * fraction - 0.9922) * fraction + 0.9996
+    return torch.where(x < threshold, 0.0, torch.exp(-whole) * cubic)
 
 
 def _rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from turbo_hf.layout import FULL
+from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops import gpu
 from turbo_hf.ops.gpu import H200_SHARED
 
@@ -77,9 +77,9 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
     """One line on how prompts are computed by layers of these head dims, for reports."""
     if attention != "auto":
         return f"prompts: {attention}"
-    stands = gpu.obstacle(device)
-    if stands is not None:
-        return f"prompts: fp16 (auto; {stands})"
+    reason = gpu.why_no_kernels_on(device)
+    if reason is not None:
+        return f"prompts: fp16 (auto; {reason})"
     if device.type != "cuda":
         return "prompts: turbo (auto, without a GPU)"
     parts = []
@@ -97,7 +97,7 @@ def _why_slow(device: torch.device) -> str:
 
 
 class DecodeTiles(NamedTuple):
-    """blocks: of a tile, one a warp (but in `full_tiles`). occupancy: CTAs of an SM. stages: tiles on their way, the
+    """blocks: of a tile, one a warp (but in `tiles_16bit`). occupancy: CTAs of an SM. stages: tiles on their way, the
     one at work included."""
 
     blocks: int
@@ -122,25 +122,25 @@ def decode_tiles(
     """
     if unpacks:
         return DecodeTiles(1, 2, 1)
-    full = bits == FULL
-    chosen = ONE_WARP_TILES if full else MANY_TILES + FEW_TILES if many else FEW_TILES
+    unquantized = bits == UNQUANTIZED
+    chosen = ONE_WARP_TILES if unquantized else MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
         waiting = tiles.blocks * (tiles.stages - 1) * codes * bits // 4
         # unpacked K and V pass through shared memory, those of 3 bit beside what waits, as does float32 from 16 bit
         unpacked = 0 if bits >= 8 else tiles.blocks * 2 * codes
-        beside = unpacked if bits == 3 else codes * 5 if full and itemsize > 2 else 0
-        room = shared - RESERVED
-        if max(tiles.occupancy * waiting, unpacked) <= room and waiting + beside <= shared:
+        beside = unpacked if bits == 3 else codes * 5 if unquantized and itemsize > 2 else 0
+        available = shared - RESERVED
+        if max(tiles.occupancy * waiting, unpacked) <= available and waiting + beside <= shared:
             return tiles
     return chosen[-1]
 
 
-FULL_WARPS = 4
+WARPS_16BIT = 4
 """Warps that share a block where all is in 16 bit."""
 
 
-def full_tiles(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:
-    """Tiles of `kernels.full`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
+def tiles_16bit(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:
+    """Tiles of `attend_16bit`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
 
     numbers: of K in a block, padding included. shared: as in `decode_tiles`. None: no such tile fits. From Triton 3.8
     on all stages take room, not all but one.
@@ -170,7 +170,7 @@ ONE_WARP_TILES = (
     DecodeTiles(1, 1, 2),
     DecodeTiles(1, 1, 1),
 )
-"""The same for 16 bit where `full_tiles` are not for it: beside other widths, other queries, SAS, sparse."""
+"""The same for 16 bit where `tiles_16bit` are not for it: beside other widths, other queries, SAS, sparse."""
 
 
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.2}

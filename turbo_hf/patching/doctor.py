@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS
 from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
-from turbo_hf.ops.gpu import obstacle as gpu_obstacle
+from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import key_bias_note, meta_model, patch_report
 from turbo_hf.patching.patch_model import patch
@@ -24,7 +24,14 @@ PACKAGES = ("turbo_hf", "torch", "triton", "transformers", "accelerate", "safete
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Versions by package (or "not installed"), GPUs by name, and any problems."""
+    """What a machine has.
+
+    Args:
+        versions: by package; "not installed" without one.
+        gpus: name, memory and compute capability of each.
+        backend: what attention runs on.
+        problems: what keeps turbo_hf from running as tested, one sentence each.
+    """
 
     versions: dict[str, str]
     gpus: tuple[str, ...]
@@ -34,8 +41,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What patching with the default preset did, and each preset's self-check; `refusal` if the model cannot be
-    patched; `unknown`: what could not be found out without weights."""
+    """What `patch` does with a model.
+
+    Args:
+        report: of the default preset; None if the model is refused.
+        checks: each preset's self-check, by name.
+        refusal: why the model cannot be patched; None if it can.
+        unknown: what cannot be known without weights, one sentence each.
+    """
 
     report: Report | None
     checks: dict[str, SelfCheck]
@@ -49,7 +62,7 @@ def machine() -> Machine:
     versions |= {package: version_of(package) or "not installed" for package in PACKAGES}
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     gpus = tuple(_gpu(i) for i in range(count))
-    problems = [version_problem(), *{gpu_obstacle(torch.device("cuda", i)) for i in range(count)}]
+    problems = [version_problem(), *{why_no_kernels_on(torch.device("cuda", i)) for i in range(count)}]
     if count and not any(map(shutil.which, COMPILERS)):
         problems.append("neither gcc nor clang found: on a GPU Triton needs a C compiler (or CC) and Python's headers")
     return Machine(
@@ -58,8 +71,8 @@ def machine() -> Machine:
 
 
 def _gpu(index: int) -> str:
-    found: Any = torch.cuda.get_device_properties(index)
-    return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, compute capability {found.major}.{found.minor}"
+    gpu: Any = torch.cuda.get_device_properties(index)
+    return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
 
 
 def tested_range() -> str:

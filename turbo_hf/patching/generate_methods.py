@@ -12,8 +12,8 @@ from transformers.generation.candidate_generator import EarlyExitCandidateGenera
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
-from turbo_hf.graphs.step_runner import Door, StepRunner, cuda_device, model_obstacle
-from turbo_hf.patches import Family
+from turbo_hf.graphs.step_runner import HandOff, StepRunner, cuda_device, model_obstacle
+from turbo_hf.patches.families import Family
 from turbo_hf.patching.handle import CacheMaker
 from turbo_hf.patching.hooks import by_name, is_own, say_replaced, uses_turbo
 
@@ -28,11 +28,11 @@ MAY_COMPILE, COMPILED = "_valid_auto_compile_criteria", "get_compiled_call"
 
 
 def replace_methods(
-    model: PreTrainedModel, family: Family | None, maker: CacheMaker, door: Door | None, strict: Strict
+    model: PreTrainedModel, family: Family | None, maker: CacheMaker, hand_off: HandOff | None, strict: Strict
 ) -> list[tuple[torch.nn.Module, str, Any]]:
     """Put the patch's methods on the instances; returns (module, name, previous attribute) for each.
 
-    family: whose methods are replaced too. door: hands runners of CUDA graphs to `generate`; None: none are wanted.
+    family: whose methods are replaced too. hand_off: hands runners of steps to `generate`; None: none are wanted.
     """
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
@@ -40,9 +40,9 @@ def replace_methods(
         (model, CANDIDATES, functools.partial(_candidates, model.__dict__.get(CANDIDATES))),
         (model, "init_continuous_batching", _refuse_continuous_batching),
     ]
-    if door is not None:
+    if hand_off is not None:
         methods += [
-            (model, name, functools.partial(replacement, door, model.__dict__.get(name)))
+            (model, name, functools.partial(replacement, hand_off, model.__dict__.get(name)))
             for name, replacement in ((MAY_COMPILE, _may_replay), (COMPILED, _compiled_call))
         ]
     if family is not None:
@@ -125,15 +125,15 @@ def _prepare_inputs(
     if kept is not None:
         say_replaced(model, given, kept, maker, strict)
         return inputs
-    held = given.get_seq_length()
-    if held:
+    tokens = given.get_seq_length()
+    if tokens:
         if _columns(inputs) < named["input_ids"].shape[1]:
-            said, mask = FORGETS.format(model=type(model).__name__, tokens=held), inputs.get("attention_mask")
+            said, mask = FORGETS.format(model=type(model).__name__, tokens=tokens), inputs.get("attention_mask")
             if mask is not None and not bool(mask.all()):
                 # the model would read the padding of the oldest columns as that of the newest token
                 raise Unsupported(f"{said} Until then, do not pad.")
-            # one token is what such a pass leaves behind: it has been said then
-            if held > 1:
+            # such a pass leaves one token behind; then the warning was issued already
+            if tokens > 1:
                 warnings.warn(said, stacklevel=5)
             inputs["attention_mask"] = None
         else:
@@ -205,28 +205,35 @@ def _check_rows(mask: Any) -> None:
         )
 
 
-def _may_replay(door: Door, before: Any, model: Any, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
+def _may_replay(
+    hand_off: HandOff, before: Any, model: Any, model_kwargs: dict[str, Any], generation_config: Any
+) -> bool:
     """In place of `_valid_auto_compile_criteria`: whether `generate` shall call a runner as its forward pass."""
-    door.offer(None)
+    hand_off.give(None)
     wanted = not (
         generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant
     )
     if wanted and isinstance(model_kwargs.get("past_key_values"), TurboCache):
-        reason = model_obstacle(model, is_own)
-        if reason is None:
-            limit = generation_config.max_length
-            door.offer(StepRunner(model, limit, cuda_device(model.device), door.demanded))
-            return True
-        if door.demanded:
+        reason, limit, compiled = model_obstacle(model, is_own), generation_config.max_length, hand_off.compiled
+        uncompiled = None if compiled is None else model_obstacle(model, is_own, captured=False)
+        if compiled is not None and uncompiled is not None:
+            compiled.refuse(uncompiled, lasting=False)
+            compiled = None
+        if hand_off.demanded and hand_off.graphs and reason is not None:
             raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
+        graphs = hand_off.graphs and reason is None
+        if graphs or compiled is not None:
+            device = cuda_device(model.device) if graphs else None
+            hand_off.give(StepRunner(model, limit, device, hand_off.demanded, compiled))
+            return True
     original: Callable[..., bool] = before or functools.partial(type(model)._valid_auto_compile_criteria, model)
     return original(model_kwargs, generation_config)
 
 
-def _compiled_call(door: Door, before: Any, model: Any, compile_config: Any) -> Callable[..., Any]:
+def _compiled_call(hand_off: HandOff, before: Any, model: Any, compile_config: Any) -> Callable[..., Any]:
     """In place of `get_compiled_call`: the runner, where `_may_replay` has just said so."""
     original: Callable[..., Any] = before or functools.partial(type(model).get_compiled_call, model)
-    return door.take() or original(compile_config)
+    return hand_off.take() or original(compile_config)
 
 
 def _refuse_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.sparse.selectors import Selectivity, Selector
 
@@ -25,10 +26,10 @@ class LayerReport:
 
     Args:
         index: the layer's number.
-        groups: (bits, number of KV heads) as in `TurboConfig.head_groups`, widest first; () for a dense layer.
+        groups: (bits, number of KV heads) as in `TurboConfig.head_groups`, widest first; (): in full precision.
         window: how many tokens a query sees; None: all.
         reason: why it is not stored at the config's widths; "" if it is.
-        refused: whether it is dense because it cannot be compressed.
+        refused: whether it stays in full precision because it cannot be compressed.
         kept_int8: whether it is kept at 8 bit although the config may ask for less.
         bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, if that is why it is
             kept at 8 bit; else 0.
@@ -111,9 +112,19 @@ class Report:
 
 @dataclass(slots=True)
 class CacheMaker:
-    """Makes the caches of a patched model with `layers` layers, and remembers the newest for `Handle.memory`.
+    """Makes the caches of a patched model, and remembers the newest for `Handle.memory`.
 
-    uncompressed: caches of Transformers' own that plain calls of the model have made; whoever passes one on is told.
+    Args:
+        layers: number of the model's layers.
+        config: the options of the patch.
+        int8_layers, dense_layers: layers kept at 8 bit, and in full precision.
+        head_orders: KV heads by their need of bits, for each layer that a calibration covers.
+        selectors: of the sparse layers, by number.
+        made: number of caches made so far.
+        newest: the latest of them, as long as it lives.
+        measured: bytes of the latest cache when it was released.
+        active: whether the patch is on.
+        uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
     """
 
     layers: int
@@ -196,6 +207,7 @@ class Handle:
     _hooks: list[RemovableHandle]
     _replaced: list[tuple[torch.nn.Module, str, Any]]
     _previous: str | dict[str, str]
+    _compiled: CompiledStep | None = None
     _active: bool = field(default=True)
 
     def __repr__(self) -> str:
@@ -221,13 +233,16 @@ class Handle:
             else:
                 module.__dict__[name] = before
         self._maker.active = False
+        if self._compiled is not None:
+            self._compiled.remove()
         if self._model.config.get_text_config(decoder=True)._attn_implementation == NAME:
             self._model.set_attn_implementation(self._previous)
 
     def report(self) -> Report:
         """What was patched, what was left alone and why, and what sparse layers have read so far."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
-        return replace(self._report, selectivity=read) if read else self._report
+        steps = self._report.steps + (f"; {self._compiled.words()}" if self._compiled is not None else "")
+        return replace(self._report, selectivity=read, steps=steps)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was

@@ -12,8 +12,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
+from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
-from turbo_hf.cache.compiling import untraced
+from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -26,7 +27,15 @@ OTHER_MODEL = "It was made for another model: use handle.new_cache()."
 
 
 class _Spec(NamedTuple):
-    """What the hook of one attention module needs to know."""
+    """What the hook of one attention module needs to know.
+
+    Args:
+        layer: the layer's number.
+        layers: number of the model's layers.
+        window: tokens that a query sees; None: all.
+        compress: whether the layer is compressed.
+        strict: as in `patch`.
+    """
 
     layer: int
     layers: int
@@ -50,7 +59,14 @@ def add_hooks(
         model.register_forward_pre_hook(functools.partial(_bring_cache, maker), with_kwargs=True),
         model.register_forward_hook(functools.partial(_watch_cache, maker, strict), with_kwargs=True),
     ]
-    for depth, module in enumerate(_around(model, modules.values()), start=STEP + 1):
+    around = _around(model, modules.values())
+    for module in around:
+        # a model inside the model (model.model) can be called directly, too
+        if isinstance(module, PreTrainedModel):
+            tell, remember = (functools.partial(hook, maker) for hook in (_tell_uncompressed, _remember_uncompressed))
+            hooks.append(module.register_forward_pre_hook(tell, with_kwargs=True))
+            hooks.append(module.register_forward_hook(remember, with_kwargs=True))
+    for depth, module in enumerate(around, start=STEP + 1):
         # behind the hook that may bring the cache
         hooks.append(module.register_forward_pre_hook(functools.partial(_begin_pass, depth), with_kwargs=True))
         failed = functools.partial(_abandon_pass, depth)
@@ -98,59 +114,78 @@ def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: C
     )
 
 
-@untraced
+@outside_of_steps(-1)
 def _bring_cache(
     maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of the model: a call with use_cache=True that passes no cache gets a compressed one."""
     given = by_name(type(model).forward, args, kwargs)
-    cache = given.get("past_key_values")
-    if cache is not None:
-        if isinstance(cache, Cache) and cache in maker.uncompressed and uses_turbo(model):
-            maker.uncompressed.discard(cache)
-            warn(
-                f"turbo_hf: this {type(cache).__name__} was made by a plain call of the model, and is not compressed. "
-                "For a compressed one, begin with model(..., use_cache=True) or past_key_values=handle.new_cache()."
-            )
+    if given.get("past_key_values") is not None or not given.get("use_cache") or model.training:
         return None
-    if not given.get("use_cache") or model.training or "past_key_values" not in _names(type(model).forward):
+    if "past_key_values" not in _names(type(model).forward) or not uses_turbo(model):
         return None
-    return ((), {**given, "past_key_values": maker.make(model.config)}) if uses_turbo(model) else None
+    return (), {**given, "past_key_values": maker.make(model.config)}
 
 
 @untraced
+def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of the model and of models in it: warn, once per cache, where one is not compressed."""
+    cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
+    if isinstance(cache, Cache) and cache in maker.uncompressed and uses_turbo(model):
+        maker.uncompressed.discard(cache)
+        warn(
+            f"turbo_hf: this {type(cache).__name__} was made by a plain call of the model, and is not compressed. "
+            "For a compressed one, begin with model(..., use_cache=True) or past_key_values=handle.new_cache()."
+        )
+
+
+def _uncompressed(model: Any, output: Any) -> Cache | None:
+    """The cache of Transformers' own that a patched model returns; None: a compressed one, or none."""
+    values = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+    cache = next((value for value in values if isinstance(value, Cache)), None)
+    return None if isinstance(cache, TurboCache) or not uses_turbo(model) else cache
+
+
+@untraced
+def _remember_uncompressed(
+    maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """Forward hook of the model and of models in it: remember a cache that none was passed for."""
+    made = _uncompressed(model, output)
+    if made is not None and by_name(type(model).forward, args, kwargs).get("past_key_values") is None:
+        maker.uncompressed.add(made)
+
+
+@outside_of_steps(-2)
 def _watch_cache(
     maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook of the model: which cache it returns."""
-    values = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
-    made = next((value for value in values if isinstance(value, Cache)), None)
-    if made is None or isinstance(made, TurboCache) or not uses_turbo(model):
+    """Forward hook of the model: it must return the compressed cache that it was given."""
+    other = _uncompressed(model, output)
+    if other is None:
         return
     cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
-    if cache is None:
-        maker.uncompressed.add(made)
-    elif isinstance(cache, TurboCache):
-        say_replaced(model, cache, made, maker, strict)
+    if isinstance(cache, TurboCache):
+        say_replaced(model, cache, other, maker, strict)
 
 
 def _around(model: torch.nn.Module, modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:
     """The modules whose forward pass calls all of `modules`, the outermost first."""
-    found = [model]
+    around = [model]
     while True:
-        inside = (x for x in found[-1].children() if {*modules} <= {*x.modules()})
-        # a list of layers is not called itself, and what stands in it is one layer of several
+        inside = (x for x in around[-1].children() if {*modules} <= {*x.modules()})
+        # a list of layers is not called itself, and each module in it is one layer of several
         called = next((x for x in inside if type(x).forward is not torch.nn.Module.forward), None)
         if called is None or called in modules:
-            return found
-        found.append(called)
+            return around
+        around.append(called)
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | None:
     return next((x for x in (kwargs.get("past_key_values"), *args) if isinstance(x, TurboCache)), None)
 
 
-@untraced
+@outside_of_steps(-1)
 def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of what calls all layers: refuse a cache of which an earlier pass has broken off."""
     cache = _cache_of(args, kwargs)
@@ -158,7 +193,7 @@ def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str
         cache.begin_pass(depth)
 
 
-@untraced
+@outside_of_steps(-2)
 def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of what calls all layers: the pass has not broken off."""
     cache = _cache_of(args, kwargs)
@@ -166,7 +201,7 @@ def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[st
         cache.integrity.leave(depth)
 
 
-@untraced
+@outside_of_steps(-2)
 def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of what calls all layers, also run after an error: one before anything is stored changes nothing."""
     cache = _cache_of(args, kwargs)
@@ -174,11 +209,20 @@ def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[s
         cache.integrity.abandon(depth)
 
 
-@untraced
 def _bring_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of an attention module: claim the cache layer and pass it to the attention function."""
+    view = step_view(kwargs)
+    if view is None:
+        return _claim_layer(spec, module, args, kwargs)
+    return args, {**kwargs, "turbo": view.slot(spec.layer, kwargs.get("position_embeddings"))}
+
+
+@untraced
+def _claim_layer(
+    spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     if module.config._attn_implementation != NAME:
         return None
     cache = given_cache(kwargs)
@@ -191,8 +235,8 @@ def _bring_layer(
             f"this pass goes over layer {spec.layer}, and its TurboCache is for the first {count}: this model's class "
             "has no early exit. Generate without assistant_early_exit."
         )
-    held = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
-    layer = held if isinstance(held, TurboLayer) else None
+    of_cache = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
+    layer = of_cache if isinstance(of_cache, TurboLayer) else None
     if layer is not None:
         if layer.window != spec.window:
             raise Unsupported(
@@ -211,7 +255,7 @@ def _bring_layer(
     return args, {**kwargs, "turbo": call}
 
 
-@untraced
+@outside_of_steps(-2)
 def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook, also run after an error: a claim that this call did not use must not carry over to a later one."""
     call = kwargs.get("turbo")
@@ -220,7 +264,7 @@ def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) 
         call.layer.integrity.unclaim(call.layer.index)
 
 
-@untraced
+@outside_of_steps(-2)
 def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
     cache = given_cache(kwargs)
@@ -233,6 +277,8 @@ def is_own(hook: Any) -> bool:
     return getattr(hook, "func", hook) in (
         _bring_cache,
         _watch_cache,
+        _tell_uncompressed,
+        _remember_uncompressed,
         _begin_pass,
         _finish_pass,
         _abandon_pass,

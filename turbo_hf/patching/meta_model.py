@@ -28,7 +28,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import NEWEST, OLDEST
-from turbo_hf.patches import attention_layers
+from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.patch_model import patch
 
@@ -114,6 +114,9 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
         Unsupported: an encoder-decoder, or a model that generates no text.
         ValueError: Transformers cannot build it; the error says what it said.
     """
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers < 0:
+        raise ValueError(f"num_hidden_layers must be a number of layers; the config has {layers}. Correct it there.")
     cls = auto_class(config)
     named = config.dtype or config.get_text_config(decoder=True).dtype
     # a narrower dtype is that of quantized weights
@@ -157,8 +160,14 @@ def key_bias_note(model: PreTrainedModel, report: Report) -> str | None:
     )
 
 
-class DenseLayer(NamedTuple):
-    """A layer of Transformers' own cache: what it takes, its KV heads, and the channels of a key (0: it has none)."""
+class UncompressedLayer(NamedTuple):
+    """A layer of Transformers' own cache.
+
+    Args:
+        cost: bytes that it takes.
+        heads: KV heads; 0: it keeps no keys.
+        head_dim: channels of a key; 0: it keeps none.
+    """
 
     cost: LayerCost
     heads: int
@@ -166,7 +175,7 @@ class DenseLayer(NamedTuple):
 
 
 @torch.no_grad()
-def dense_layers(model: PreTrainedModel) -> list[DenseLayer]:
+def uncompressed_layers(model: PreTrainedModel) -> list[UncompressedLayer]:
     """What each layer of Transformers' own cache takes in a meta model, measured in passes without numbers.
 
     Raises:
@@ -185,12 +194,13 @@ def dense_layers(model: PreTrainedModel) -> list[DenseLayer]:
                 f"{shortened(error)}"
             ) from error
         caches.append(cache.layers)
-    found = []
+    layers = []
     for (_, window), few, more in zip(layer_windows(text), *caches, strict=True):
         at_first, then = (sum(layer_bytes(layer).values()) for layer in (few, more))
         token = then - at_first
         # of a window, the newest token leaves no room for the oldest
         cost = LayerCost(token, None if window is None else window - 1, at_first - PASSES[0] * token)
         keys = getattr(few, "keys", None)
-        found.append(DenseLayer(cost, *((keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) else (0, 0))))
-    return found
+        heads, head_dim = (keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) else (0, 0)
+        layers.append(UncompressedLayer(cost, heads, head_dim))
+    return layers

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import full_type
+from turbo_hf.layout import type_16bit
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.ops.host_device import input_device
 
@@ -42,7 +42,13 @@ SLACK, MOST = 4, 0.5
 
 @dataclass(frozen=True, slots=True)
 class SelfCheck:
-    """error: |logits - reference| / |reference|, mean taken off; agreement: share of equal most likely tokens."""
+    """Logits compared with the unpatched model's.
+
+    Args:
+        error: |logits - reference| / |reference|, each less its mean over the vocabulary.
+        agreement: share of positions with the same most likely token.
+        tokens: number of positions.
+    """
 
     error: float
     agreement: float
@@ -55,7 +61,12 @@ class SelfCheck:
 
 
 class Batch(NamedTuple):
-    """Prompts of different length, padded at the left: ids and mask [rows, tokens]; parts: the tokens of each pass."""
+    """Prompts of different length, padded at the left.
+
+    Args:
+        ids, mask: [rows, tokens].
+        parts: number of tokens of each pass.
+    """
 
     ids: torch.Tensor
     mask: torch.Tensor
@@ -63,10 +74,13 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
-    """The unpatched model's logits, as `probe` gives them: in one pass, and over its own cache.
+class Unpatched:
+    """The unpatched model's logits, as `probe` gives them.
 
-    rounding: the distance from `plain` of logits with other rounding in attention.
+    Args:
+        plain: in one pass.
+        cached: over Transformers' own cache.
+        rounding: the distance from `plain` of logits with other rounding in attention.
     """
 
     plain: torch.Tensor
@@ -106,7 +120,7 @@ def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
     known = inspect.signature(type(model).forward).parameters
     places = (mask.cumsum(-1) - 1).clamp(min=0)
     kept, total = min(DECODED, parts[0]), ids.shape[1]
-    passes, found = (parts if cache is not None else (total,)), []
+    passes, kept_logits = (parts if cache is not None else (total,)), []
     for end, count in zip(torch.tensor(passes).cumsum(0).tolist(), passes, strict=True):
         here = slice(end - count, end)
         wanted = min(count, total - parts[0] + kept if cache is None else max(kept, parts[1]))
@@ -118,8 +132,8 @@ def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
         out = call(ids[:, here], attention_mask=mask[:, :end], **options)
         # a model without a head gives its states
         states = out.logits if hasattr(out, "logits") else out.last_hidden_state
-        found.append(torch.as_tensor(states)[:, -wanted:].float())
-    logits = torch.cat(found, 1)
+        kept_logits.append(torch.as_tensor(states)[:, -wanted:].float())
+    logits = torch.cat(kept_logits, 1)
     return logits[:, -(total - parts[0] + kept) :]
 
 
@@ -133,7 +147,7 @@ def compare(logits: torch.Tensor, reference: torch.Tensor) -> SelfCheck:
     return SelfCheck(error, agreement, reference[..., 0].numel())
 
 
-def own_logits(model: PreTrainedModel, modules: Iterable[torch.nn.Module]) -> Own:
+def unpatched_logits(model: PreTrainedModel, modules: Iterable[torch.nn.Module]) -> Unpatched:
     """What `require_agreement` compares with, taken before the patch. modules: the attention modules.
 
     Raises:
@@ -150,9 +164,9 @@ def own_logits(model: PreTrainedModel, modules: Iterable[torch.nn.Module]) -> Ow
     try:
         rounded = probe(model)
     finally:
-        for held in hooks:
-            held.remove()
-    return Own(plain, probe(model, DynamicCache(config=model.config)), _distance(rounded, plain))
+        for handle in hooks:
+            handle.remove()
+    return Unpatched(plain, probe(model, DynamicCache(config=model.config)), _distance(rounded, plain))
 
 
 class _Rounding:
@@ -175,21 +189,26 @@ class _Rounding:
 
 
 def require_agreement(
-    model: PreTrainedModel, own: Own, config: TurboConfig, dense: tuple[int, ...], cache: TurboCache
+    model: PreTrainedModel, unpatched: Unpatched, config: TurboConfig, uncompressed: tuple[int, ...], cache: TurboCache
 ) -> None:
     """`Unsupported` if the patched model's logits are not its own: without a cache, with one that quantizes nothing,
     and with `cache`.
 
-    Where nothing is quantized, what is left is rounding, of which `own` tells what it does to the logits. A wrong mask
-    does more.
+    Where nothing is quantized, only rounding is left, and `unpatched.rounding` is what it does to the logits. A wrong
+    mask does more.
     """
     exact = TurboConfig(bits=16, attention="fp16", block_size=config.block_size, backend=config.backend)
-    unrounded = TurboCache(model.config, exact, dense_layers=dense)
+    unrounded = TurboCache(model.config, exact, dense_layers=uncompressed)
     # keys and values in 16 bit of a wider model are rounded once more
-    wider = torch.finfo(full_type(model.dtype)).eps / torch.finfo(model.dtype).eps
+    wider = torch.finfo(type_16bit(model.dtype)).eps / torch.finfo(model.dtype).eps
     for case, got, want, rounding in (
-        ("without a cache", probe(model), own.plain, own.rounding),
-        ("over a cache that quantizes nothing", probe(model, unrounded), own.cached, own.rounding * max(wider, 1.0)),
+        ("without a cache", probe(model), unpatched.plain, unpatched.rounding),
+        (
+            "over a cache that quantizes nothing",
+            probe(model, unrounded),
+            unpatched.cached,
+            unpatched.rounding * max(wider, 1.0),
+        ),
     ):
         distance = _distance(got, want)
         if not distance <= min(SLACK * rounding, MOST):
@@ -198,10 +217,10 @@ def require_agreement(
                 f"rounding explains {rounding:.2%}. This model expects something of attention that a patch does not do "
                 "(a mask, a keyword). The patch is off again; run this model without it."
             )
-    found = compare(probe(model, cache), own.plain)
-    if not found.passed:
+    result = compare(probe(model, cache), unpatched.plain)
+    if not result.passed:
         raise Unsupported(
-            f"self-check failed: the logits differ by {found.error:.0%} from the unpatched model's. The patch is "
+            f"self-check failed: the logits differ by {result.error:.0%} from the unpatched model's. The patch is "
             "off again; try a preset with more bits, or TurboConfig(dense_layers=...)."
         )
 

@@ -107,7 +107,7 @@ class Selector:
         """
         return None
 
-    def _assign_and_score(
+    def _buckets_and_query_info(
         self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Buckets of new keys, as `buckets` gives them, and what `_visited` needs: logits, or the queries themselves.
@@ -117,25 +117,25 @@ class Selector:
         return self.buckets(keys, rotary), queries
 
     def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
-        """bool [B, Hkv, M, tables, C] from what `_assign_and_score` gives of queries; None: none is visited.
+        """bool [B, Hkv, M, tables, C] from what `_buckets_and_query_info` gives of queries; None: none is visited.
 
         sizes: float [B, Hkv, C], keys in each bucket beyond the dense part, where the selector `weighs` them.
         """
         return None
 
-    def assign_and_score(
+    def buckets_and_query_info(
         self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """`_assign_and_score`, of query heads together or each by itself; for `visited`. Arguments as there."""
+        """`_buckets_and_query_info`, of query heads together or each by itself; for `visited`. Arguments as there."""
         if not self.config.independent:
-            return self._assign_and_score(keys, queries, rotary)
+            return self._buckets_and_query_info(keys, queries, rotary)
         group = queries.shape[3]
         if rotary is not None:
             cos, sin = (part.repeat_interleave(group, 1) for part in rotary)
             rotary = cos, sin
         # each head as if it were a token of its own, alone in its group
         alone = queries.flatten(2, 3)[:, :, :, None]
-        found, query_info = self._assign_and_score(keys.repeat_interleave(group, 2), alone, rotary)
+        found, query_info = self._buckets_and_query_info(keys.repeat_interleave(group, 2), alone, rotary)
         return None if found is None else found[..., ::group], query_info
 
     def visited(self, query_info: torch.Tensor, group: int, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -198,7 +198,7 @@ class Centroids(Selector):
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         return assign(keys, self._on("centroids", keys.device), rotary=rotary, backend=self.backend)[:, :, None]
 
-    def _assign_and_score(
+    def _buckets_and_query_info(
         self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Buckets, and logits [B, Hkv, M, 1, C]."""
@@ -236,10 +236,10 @@ class Classifier(Centroids):
         self._weights |= classifier
         self.weighs = centroids.shape[1] if config.mass is not None else 0
 
-    def _assign_and_score(
+    def _buckets_and_query_info(
         self, keys: torch.Tensor, queries: torch.Tensor, rotary: Rotary | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        found, total = super()._assign_and_score(keys, queries, rotary)
+        found, total = super()._buckets_and_query_info(keys, queries, rotary)
         # shares of mass are those of the heads' mean
         return found, total if self.config.mass is None else total / queries.shape[3]
 
@@ -356,4 +356,4 @@ def selector_obstacle(config: SparseConfig | None) -> str | None:
         return None
     if UNTRAINED.get(config.selector, Selector).draws:
         return f'selector "{config.selector}" draws numbers on the host'
-    return config.kernel_obstacle
+    return config.why_no_kernel

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import Rotary
-from turbo_hf.ops.sparse.reference_select import undo_rotary_halves
+from turbo_hf.ops.maths import undo_rotary_halves
 
 
 def undo_rotary(module: Any, x: torch.Tensor, rotary: Rotary) -> torch.Tensor:

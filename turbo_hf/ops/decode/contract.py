@@ -2,24 +2,21 @@
 
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
+from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
-from turbo_hf.ops.decode import reference
-from turbo_hf.ops.prefill.contract import check_queries, check_scores
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.ops.decode.reference import reference_decode
+from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 
 
 def decode(
     q: torch.Tensor,
     store: KVStore,
+    scoring: Scoring,
     *,
-    scaling: float,
     starts: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
     backend: str = "auto",
 ) -> AttentionOutput:
     """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
@@ -28,14 +25,11 @@ def decode(
         q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified); rotated
             (`ops.rotate`) if the stored keys are.
         store: one layer's cache, including the M tokens; Hq is a multiple of its Hkv.
-        scaling: factor on q . k.
+        scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
         starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.
         window: how many tokens a query sees, including itself; None: all.
-        softcap: scores become softcap * tanh(score / softcap).
-        sinks: float [Hq], one additional logit per head in the softmax denominator, without a value.
         mode: "turbo" computes on the INT8 values with q in INT8, one scale per token and head; "fp16" on the
             dequantized ones. What is stored in 16 bit is computed in 16 bit in both.
-        sas_threshold: SAS softmax, which drops scores this far below their block's maximum; None: the exponential.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -49,28 +43,18 @@ def decode(
     Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the rescaling).
     """
     batch, kv_heads, _, dim = store.k_open.shape
-    check_queries(q, kv_heads, dim, mode, starts, sinks)
-    check_scores(window, softcap, sas_threshold)
+    check_queries(q, kv_heads, dim, mode, starts)
+    check_scoring(scoring, q.shape[1], window)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
     check_lengths(store)
-    run = reference.decode
-    exact = mode == "fp16" or any(pages.bits == FULL for pages in store.paged)
-    if uses_triton(backend, q.device, step_obstacle(q, store.block, "fp16" if exact else mode)):
-        from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
+    run = reference_decode
+    exact = mode == "fp16" or any(pages.bits == UNQUANTIZED for pages in store.paged)
+    if uses_triton(backend, q.device, why_no_step_kernel(q, store.block, "fp16" if exact else mode)):
+        from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
 
-        run = launch_decode.decode
-    return run(
-        q,
-        store,
-        scaling=scaling,
-        starts=starts,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        mode=mode,
-        sas_threshold=sas_threshold,
-    )
+        run = launch_decode
+    return run(q, store, scoring, starts, window, mode)
 
 
 def check_lengths(store: KVStore) -> tuple[int, ...] | None:
@@ -92,12 +76,12 @@ def check_lengths(store: KVStore) -> tuple[int, ...] | None:
     return known
 
 
-def step_obstacle(q: torch.Tensor, block: int, mode: str) -> str | None:
+def why_no_step_kernel(q: torch.Tensor, block: int, mode: str) -> str | None:
     """Why no kernel can serve queries like q over blocks of `block` tokens; None if one can."""
-    stands = kernel_obstacle(q)
-    if stands is not None:
-        return stands
-    numbers, room = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
-    if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > room):
+    reason = why_no_kernel(q)
+    if reason is not None:
+        return reason
+    numbers, shared = power_of_two(q.shape[3]) * block, gpu.shared_memory(q.device)
+    if mode == "fp16" and (numbers > 128 * 64 if q.dtype == torch.float32 else numbers * 4 > shared):
         return f"blocks of {block} tokens of {q.shape[3]} channels do not fit in {str(q.dtype)[6:]}; smaller ones do"
     return None

@@ -16,31 +16,33 @@ of one such type, `turbo_hf.ops.decode.kernel_16bit` takes the place of the loop
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.decode.kernel_16bit import attend_full
+from turbo_hf.ops.decode.kernel_16bit import attend_16bit
+from turbo_hf.ops.decode.kernel_arguments import Output, Run, Share
 from turbo_hf.ops.decode.kernel_block import accumulate, block_softmax, scores
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import channels_of, prepare, query_rows
-from turbo_hf.ops.decode.kernel_tiles import ask_ahead, channels, keys_of, packed_bytes, to_values, values_of
-from turbo_hf.ops.kernel_common import LOG2_E, await_launch, tanh
+from turbo_hf.ops.decode.kernel_tiles import channels, keys_of, packed_bytes, prefetch_pages, to_values, values_of
+from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, slot_of_width, tanh
 from turbo_hf.ops.kernel_unpack import entry, handed
 
 
 @triton.jit
-def attended(t, live, bucket, place, visited, sink, window, INDEX: tl.constexpr):
-    """Which of the tokens at places t, where they are live, a query at `place` attends to. bucket: theirs, if INDEX."""
+def attended(t, live, bucket, chosen):
+    """Which of the tokens at places t, where they are live, a query attends to. bucket: theirs, if any are visited."""
+    place, _, visited, sink, window = chosen
     live = live & (t <= place)
     kept = (t < sink) | (t > place - window)
-    if INDEX:
+    if visited is not None:
         bucket = bucket.to(tl.int32)
         kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
     return live & kept
 
 
 @triton.jit
-def _buckets_of(buckets, listed, live, BLOCK: tl.constexpr, INDEX: tl.constexpr):
-    """Buckets [NB, BLOCK] of the tokens of listed blocks; without INDEX nothing that is looked at."""
+def _buckets_of(buckets, listed, live, BLOCK: tl.constexpr):
+    """Buckets [NB, BLOCK] of the tokens of listed blocks; without buckets nothing that is looked at."""
     t = (listed & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if INDEX:
+    if buckets is not None:
         return tl.load(buckets + t, mask=live[:, None], other=0).to(tl.int32)
     else:
         return t
@@ -48,45 +50,69 @@ def _buckets_of(buckets, listed, live, BLOCK: tl.constexpr, INDEX: tl.constexpr)
 
 @triton.jit
 def attend_sealed(
-    paged, slot, table, blocks, page, sealed, begin, end, queries, factor, first, last, chosen, softcap,
-    sas_threshold, acc, m, denom,
-    SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, TURBO: tl.constexpr,
-    SAS: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr, STAGES: tl.constexpr, CHOSEN: tl.constexpr,
-    INDEX: tl.constexpr, ASM: tl.constexpr,
+    state, cache, slot, run, prepared, seen, chosen, scoring, FORM: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Tiles begin to end of sealed blocks of one slot. paged: (k, v, meta, scale); queries, factor: `prepare`.
+    """A run of tiles of sealed blocks of one slot. state: O [NB, DP, N], maximum and sum [NB, R]; prepared: `prepare`.
 
-    Each query row sees the tokens from `first` to `last`. CHOSEN: `table` is a list of `sealed` blocks, page << 32 |
-    number, and all rows see those of their tokens that `attended` keeps by `chosen`, with or without INDEX. `page` is
-    the entry of the first tile.
+    Each query row sees the tokens from `seen[0]` to `seen[1]`. Without `seen`, `chosen` is a `Chosen`,
+    `run.table` lists blocks, page << 32 | number, and all rows see those of their tokens that `attended` keeps.
 
-    Returns too how many tokens were kept, by warps and places, if CHOSEN.
+    Returns too how many tokens were kept, of each block of a tile, if chosen.
     """
-    k_ptr, v_ptr, meta_ptr, scale_ptr = paged
+    NB: tl.constexpr = FORM.tile
+    counted = tl.zeros([NB], tl.int32)
+    for g in tl.static_range(len(FORM.slots)):
+        own, here = slot_of_width(slot, True, g, FORM)
+        if here:
+            state, kept = _attend_width(
+                state, cache.paged[g], own, run, prepared, seen, chosen, scoring, FORM.slots[g], FORM.bits[g], FORM, ASM
+            )
+            if seen is None:
+                counted = tl.sum(kept, 1)
+    return state, counted
+
+
+@triton.jit
+def _attend_width(
+    state, pages, slot, run, prepared, seen, chosen, scoring, SLOTS: tl.constexpr, BITS: tl.constexpr,
+    FORM: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """That run in pages of one width, which has SLOTS slots; how many tokens were kept, by blocks and places."""
+    k_ptr, v_ptr, meta_ptr, scale_ptr = pages
+    table, blocks, page, sealed, begin, steps = run
+    acc, m, denom = state
+    D: tl.constexpr = FORM.dim
+    BLOCK: tl.constexpr = FORM.block
+    CHOSEN: tl.constexpr = seen is None
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
     STAGE2: tl.constexpr = BITS < 8
-    PLAIN: tl.constexpr = BITS == 16 or not TURBO
+    PLAIN: tl.constexpr = BITS == 16 or not FORM.turbo
     PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
     nb = tl.arange(0, NB)
     ahead = entry(table + begin * NB + NB + nb, begin * NB + NB + nb < blocks, ASM)
     d = tl.arange(0, DP)
     column = tl.arange(0, BLOCK)[None, None, :]
     c = channels(D, DP, 1 if BITS >= 8 else (8 if BITS == 3 else 8 // BITS))
+    queries, units = prepared
     q = channels_of(queries, c, c < D, PLAIN, D == DP)
-    codes_of, plain_factor = factor
-    factor = plain_factor if PLAIN else codes_of
+    code_units, plain_units = units
+    row_unit = plain_units if PLAIN else code_units
     if not CHOSEN:
+        first, last = seen
         # tiles that every query row sees whole
         inner_begin = tl.cdiv(tl.max(tl.max(tl.max(first, 2), 1), 0), NB * BLOCK)
         nearest = tl.min(tl.min(tl.min(tl.where(last > 0, last, sealed * BLOCK), 2), 1), 0)
         inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
         counted, bucket = page, page
     else:
-        buckets, visit = chosen
+        buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
-        bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK, INDEX)
-    for tile in tl.range(begin, end, num_stages=STAGES):
+        bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
+    end = tl.cdiv(sealed, NB)
+    if steps is not None:
+        end = tl.minimum(begin + steps, end)
+    for tile in tl.range(begin, end, num_stages=FORM.stages):
         block = tile * NB + nb
         live = block < sealed
         at = page * SLOTS + slot
@@ -111,51 +137,61 @@ def attend_sealed(
             k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            kept = attended(t, live[:, None], bucket, *visit, INDEX)
+            kept = attended(t, live[:, None], bucket, chosen)
             counted += kept.to(tl.int32)
         page = handed(ahead, ASM)
         # of the tile after the next one: a load whose keys would be asked for at once would be waited for
         ahead = entry(table + block + 2 * NB, block + 2 * NB < blocks, ASM)
         if CHOSEN:
             # a tile ahead too: the pipeline would not
-            bucket = _buckets_of(buckets, page, block + NB < sealed, BLOCK, INDEX)
+            bucket = _buckets_of(buckets, page, block + NB < sealed, BLOCK)
         x = scores(q, keys, k_step, k_zero, STAGE2, ASM)
         # never 0, so that -inf times it is -inf; NaN stays
-        unit = k_scale[:, None] * factor[None, :]
+        unit = k_scale[:, None] * row_unit[None, :]
         unit = tl.where(unit < 1e-37, 1e-37, unit)
-        if CAPPED:
-            x = tanh(x * unit[:, :, None] / softcap) * (softcap * LOG2_E)
+        if scoring.softcap is not None:
+            x = tanh(x * unit[:, :, None] / scoring.softcap) * (scoring.softcap * LOG2_E)
             unit = unit * 0 + 1
         if CHOSEN:
             x = tl.where(kept[:, None, :], x, -float("inf"))
         elif (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column
             x = tl.where((place >= first) & (place < last) & live[:, None, None], x, -float("inf"))
-        p, total, weight, keep, m, denom = block_softmax(x, unit, v_scale, m, denom, sas_threshold, SAS, False, q.dtype)
-        acc = accumulate(acc, to_values(p, BITS), total, values, v_step, v_zero, weight, keep, STAGE2, SPREAD, ASM)
-    return acc, m, denom, counted
+        p, total, weight, keep, m, denom = block_softmax(
+            x, unit, v_scale, m, denom, scoring.sas_threshold, False, q.dtype
+        )
+        acc = accumulate(acc, to_values(p, BITS), total, values, v_step, v_zero, weight, keep, STAGE2, FORM.spread, ASM)
+    return (acc, m, denom), counted
 
 
 @triton.jit
 def attend_open(
-    opened, at, cap, sealed, length, queries, factor, first, last, chosen, softcap, sas_threshold, acc, m, denom,
-    D: tl.constexpr, BLOCK: tl.constexpr, TURBO: tl.constexpr, SAS: tl.constexpr, CAPPED: tl.constexpr,
-    SPREAD: tl.constexpr, CHOSEN: tl.constexpr, INDEX: tl.constexpr, ASM: tl.constexpr,
+    state, cache, at, sealed, length, prepared, seen, chosen, scoring, FORM: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """The open tokens of one row and head: INT8 with one scale a token, or as they are. at: row * Hkv + head, int64.
+    """The open tokens of one row and head: INT8 with one scale per token, or as they are. at: row * Hkv + head, int64.
 
-    CHOSEN: those that `attended` keeps by `chosen`, with or without INDEX. Returns how many these are, too.
+    The rest is as in `attend_sealed`.
     """
-    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = opened
+    k_ptr, v_ptr, k_scale_ptr, v_scale_ptr = cache.opened
+    cap = cache.cap
+    acc, m, denom = state
+    D: tl.constexpr = FORM.dim
+    BLOCK: tl.constexpr = FORM.block
+    CHOSEN: tl.constexpr = seen is None
     PLAIN: tl.constexpr = k_ptr.dtype.element_ty != tl.int8
-    Q_PLAIN: tl.constexpr = PLAIN or not TURBO
+    Q_PLAIN: tl.constexpr = PLAIN or not FORM.turbo
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
     nb = tl.arange(0, NB)
     d = tl.arange(0, DP)
+    queries, units = prepared
     q = channels_of(queries, d, d < D, Q_PLAIN, True)
-    codes_of, plain_factor = factor
-    factor = plain_factor if Q_PLAIN else codes_of
+    code_units, plain_units = units
+    row_unit = plain_units if Q_PLAIN else code_units
+    if CHOSEN:
+        buckets = chosen.buckets
+    else:
+        first, last = seen
     t = tl.arange(0, BLOCK)
     # keys in such an order that `to_values` brings the probabilities into time order
     column = t if PLAIN else t // 16 * 16 + t % 8 // 2 * 4 + t % 16 // 8 * 2 + t % 2
@@ -166,146 +202,119 @@ def attend_open(
         token = start + nb[:, None] * BLOCK + column[None, :]
         place = sealed * BLOCK + token
         live = place < length
-        keys = packed_bytes(k_ptr + (at * cap + token)[:, None, :] * D + channel, live[:, None, :], channel, D, DP)
+        k_at = k_ptr + (at * cap + token)[:, None, :] * D
+        keys = packed_bytes(k_at + channel, live[:, None, :], channel, D, DP)
         stored = start + nb[:, None, None] * BLOCK + t[None, None, :]
-        # whole groups of 16, as `cap` has them: what lies past the last token meets a probability of 0
+        # whole groups of 16, as `cap` has them: what lies past the last token has a probability of 0
         values = packed_bytes(v_ptr + (at * D + channel) * cap + stored, stored // 16 * 16 < count, channel, D, DP)
         if PLAIN:
-            # which is no help where it may be NaN
+            # 0 * NaN is NaN, so the values are masked too
             values = tl.where(stored < count, values, 0.0)
             k_scale = tl.full([NB, BLOCK], 1.0, tl.float32)
             v_scale = tl.full([NB], 1.0, tl.float32)
         else:
             k_scale = tl.load(k_scale_ptr + at * cap + token, mask=live, other=0.0)
             v_scale = tl.load(v_scale_ptr + at * cap + token, mask=live, other=0.0)
-        x = scores(q, keys, k_scale, k_scale, False, ASM) * k_scale[:, None, :] * factor[None, :, None]
-        if CAPPED:
-            x = tanh(x / softcap) * (softcap * LOG2_E)
+        x = scores(q, keys, k_scale, k_scale, False, ASM) * k_scale[:, None, :] * row_unit[None, :, None]
+        if scoring.softcap is not None:
+            x = tanh(x / scoring.softcap) * (scoring.softcap * LOG2_E)
         if CHOSEN:
             bucket = place
-            if INDEX:
-                bucket = tl.load(chosen[0] + place, mask=live, other=0)
-            kept = attended(place, live, bucket, *chosen[1], INDEX)
+            if buckets is not None:
+                bucket = tl.load(buckets + place, mask=live, other=0)
+            kept = attended(place, live, bucket, chosen)
             counted += tl.sum(kept.to(tl.int32), 1)
             x = tl.where(kept[:, None, :], x, -float("inf"))
         else:
-            seen = (place[:, None, :] >= first) & (place[:, None, :] < last)
-            x = tl.where(seen & live[:, None, :], x, -float("inf"))
+            allowed = (place[:, None, :] >= first) & (place[:, None, :] < last)
+            x = tl.where(allowed & live[:, None, :], x, -float("inf"))
         p, total, weight, keep, m, denom = block_softmax(
-            x, denom * 0 + 1, v_scale, m, denom, sas_threshold, SAS, not PLAIN, q.dtype
+            x, denom * 0 + 1, v_scale, m, denom, scoring.sas_threshold, not PLAIN, q.dtype
         )
         p = to_values(p, 16 if PLAIN else 8)
-        acc = accumulate(acc, p, total, values, k_scale, k_scale, weight, keep, False, SPREAD, ASM)
-    return acc, m, denom, counted
+        acc = accumulate(acc, p, total, values, k_scale, k_scale, weight, keep, False, FORM.spread, ASM)
+    return (acc, m, denom), counted
 
 
 @triton.jit
-def _row_of(output, wanted, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr):
+def _row_of(output, wanted, row_parts, rows, groups_ptr, FORM: tl.constexpr):
     """Of an output: its row and slot; from memory, if `wanted`: head, sealed blocks, open tokens, first CTA, parts."""
-    row = (output // (kv_heads * chunks)).to(tl.int64)
-    slot = output // chunks % kv_heads
-    head = tl.load(order_ptr + row * kv_heads + slot, mask=wanted, other=0)
-    sealed = tl.load(sealed_ptr + row, mask=wanted, other=0).to(tl.int32)
-    opened = tl.load(open_len_ptr + row, mask=wanted, other=0).to(tl.int32)
+    row = (output // (FORM.kv_heads * row_parts)).to(tl.int64)
+    slot = output // row_parts % FORM.kv_heads
+    head = tl.load(rows.order + row * FORM.kv_heads + slot, mask=wanted, other=0)
+    sealed = tl.load(rows.sealed + row, mask=wanted, other=0).to(tl.int32)
+    opened = tl.load(rows.open_len + row, mask=wanted, other=0).to(tl.int32)
     first_cta = tl.load(groups_ptr + 2 * output, mask=wanted, other=0)
     count = tl.load(groups_ptr + 2 * output + 1, mask=wanted, other=0)
     return row, slot, head, sealed, opened, first_cta, count
 
 
-# whatever these are, the code is the same: no user waits for another compilation as a cache grows
+# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
+# one, Triton 3.6 specializes them all the same
 @triton.jit(do_not_specialize=["table_stride", "blocks", "window"])
 def decode_kernel(
-    q_ptr, out_ptr,  # [B, Hq, M, D]
-    lse_ptr, starts_ptr, sinks_ptr,  # float32 [B, Hq, M], int64 [B], [Hq]
-    paged,  # for each bit width (k, v, meta, scale), as in `PagedHeads`
-    opened,  # (k_open, v_open, k_scale, v_scale), as in `KVStore`
-    order_ptr, table_ptr, sealed_ptr, open_len_ptr,  # int64 [B, Hkv], [B, blocks], [B], [B]
-    plan_ptr,  # int32: 4 a CTA, 2 an output, as in `ops.schedule`
-    parts_ptr,  # float32 [CTAs + outputs, N * (DP + STATS)], as in `merge`
-    arrived_ptr,  # int32 [outputs], zeros before and after
-    q_strides, table_stride, blocks, cap, tokens, window, scaling, softcap, sas_threshold,
-    SLOTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, NB: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr, TURBO: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SAS: tl.constexpr, STARTS: tl.constexpr, SINKS: tl.constexpr,
-    STAGES: tl.constexpr, PARTS: tl.constexpr, FULL: tl.constexpr, EARLY: tl.constexpr,
-    ASM: tl.constexpr,
+    queries, result, cache, rows,  # `Queries`, `Result`, `Cache`, `Rows`
+    table_ptr,  # int64 [B, blocks]
+    plan_ptr,  # int32: 4 per CTA, 2 per output, as in `stream_k.Plan`
+    workspace, scoring,  # `Workspace`, `Scoring`
+    table_stride, blocks, window,  # stride of the table's rows, their blocks, window or None
+    tokens,  # M
+    FORM: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `plan` gives this CTA. SLOTS, BITS: heads of each width, and the width. R: query rows of a tile, padded.
+    """Tiles `plan` gives this CTA.
 
     The outputs lie [row, slot, part of the query rows]; each has its sealed tiles of NB blocks, then one for its open
-    tokens. With SPREAD, R is twice the rows (`rows_of`). FULL: all is of the queries' 16-bit type, in
-    tiles of one block; without SAS. EARLY: `await_launch`; only the plan is read before it.
+    tokens. PDL: `pdl_wait`; only the plan is read before it.
     """
-    N: tl.constexpr = R // 2 if SPREAD else R
+    NB: tl.constexpr = FORM.tile
+    DP: tl.constexpr = FORM.padded_dim
+    R: tl.constexpr = FORM.rows
+    N: tl.constexpr = R // 2 if FORM.spread else R
     cta = tl.program_id(0)
     share = plan_ptr + 4 * cta
     output, tile, left = tl.load(share), tl.load(share + 1), tl.load(share + 2)
-    await_launch(EARLY, True)
-    kv_heads = 0
-    for g in tl.static_range(len(SLOTS)):
-        kv_heads += SLOTS[g]
-    chunks = tl.cdiv(GROUP * tokens, N)
+    pdl_wait(PDL, True)
+    row_parts = tl.cdiv(FORM.group * tokens, N)
     groups_ptr = plan_ptr + 4 * tl.num_programs(0)
-    row, slot, head, sealed, opened_len, first_cta, count = _row_of(
-        output, True, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr
-    )
+    row, slot, head, sealed, opened_len, first_cta, count = _row_of(output, True, row_parts, rows, groups_ptr, FORM)
     # to the interpreter before 3.9 every `tl.condition` is true
     while tl.condition(left > 0, disable_licm=True) if ASM else left > 0:
         table = table_ptr + row * table_stride
         block = tile * NB + tl.arange(0, NB)
         page = entry(table + block, block < blocks, ASM)
-        length = sealed * BLOCK + opened_len
-        start = tl.load(starts_ptr + row).to(tl.int32) if STARTS else 0
+        length = sealed * FORM.block + opened_len
+        start = 0
+        if rows.starts is not None:
+            start = tl.load(rows.starts + row).to(tl.int32)
         pages = tl.cdiv(sealed, NB)
         steps = tl.minimum(left, pages + 1 - tile)
-        rows, place = query_rows(
-            q_ptr, q_strides, row, head, output % chunks, length, start, tokens, GROUP, D, DP, R, SPREAD
-        )
-        if not FULL:
-            own = slot
-            for g in tl.static_range(len(SLOTS)):
-                there = (block < sealed) & (own >= 0) & (own < SLOTS[g])
-                ask_ahead(paged[g], own, page, there, SLOTS[g], D, DP, BLOCK, BITS[g], ASM)
-                own -= SLOTS[g]
-        queries, factor = prepare(rows, TURBO)
-        unit = scaling if CAPPED else scaling * LOG2_E
-        factor = (factor * unit, tl.full([R], 1.0, tl.float32) * unit)
-        last = tl.where(rows[3], place + 1, 0)[None, :, None]
-        first = last - window if WINDOW else last * 0
+        own = Output(row, head, output % row_parts, length, start, tokens, 0, tokens)
+        query, place = query_rows(queries.data, queries.strides, own, FORM)
+        if not FORM.all_16bit:
+            prefetch_pages(cache, slot, page, block < sealed, FORM, ASM)
+        prepared = prepare(query, scoring, FORM.turbo)
+        last = tl.where(query[3], place + 1, 0)[None, :, None]
+        first = last * 0 if window is None else last - window
 
         # while this output is computed, what the next one needs to begin
-        following = _row_of(output + 1, left > steps, chunks, kv_heads, order_ptr, sealed_ptr, open_len_ptr, groups_ptr)
-        if FULL:
-            tl.static_assert(NB == 1 and len(SLOTS) == 1 and not SAS)
-            acc, m, denom = attend_full(
-                paged[0], opened, slot, row * kv_heads + head, table, blocks, tl.sum(page, 0), cap, sealed, length,
-                tile, steps, tl.trans(rows[0]), unit, first.reshape(R), last.reshape(R), softcap,
-                SLOTS[0], D, BLOCK, CAPPED, SPREAD, STAGES, ASM,
-            )  # fmt: skip
+        following = _row_of(output + 1, left > steps, row_parts, rows, groups_ptr, FORM)
+        at = row * FORM.kv_heads + head
+        if FORM.all_16bit:
+            run = Run(table, blocks, tl.sum(page, 0), sealed, tile, steps)
+            seen = first.reshape(R), last.reshape(R)
+            state = attend_16bit(cache, slot, at, run, length, tl.trans(query[0]), seen, scoring, FORM, ASM)
         else:
             acc = tl.zeros([NB, DP, N], tl.float32)
             m = tl.full([NB, R], -float("inf"), tl.float32)
-            denom = tl.zeros([NB, R], tl.float32)
-            own = slot
-            for g in tl.static_range(len(SLOTS)):
-                if (own >= 0) & (own < SLOTS[g]):
-                    acc, m, denom, _ = attend_sealed(
-                        paged[g], own, table, blocks, page, sealed, tile, tl.minimum(tile + steps, pages), queries,
-                        factor, first, last, last, softcap, sas_threshold, acc, m, denom,
-                        SLOTS[g], D, BLOCK, BITS[g], TURBO, SAS, CAPPED, SPREAD, STAGES, False, False, ASM,
-                    )  # fmt: skip
-                own -= SLOTS[g]
+            state = acc, m, tl.zeros([NB, R], tl.float32)
+            run = Run(table, blocks, page, sealed, tile, steps)
+            seen = first, last
+            state, _ = attend_sealed(state, cache, slot, run, prepared, seen, None, scoring, FORM, ASM)
             if tile + steps > pages:
-                acc, m, denom, _ = attend_open(
-                    opened, row * kv_heads + head, cap, sealed, length, queries, factor, first, last, last, softcap,
-                    sas_threshold, acc, m, denom, D, BLOCK, TURBO, SAS, CAPPED, SPREAD, False, False, ASM,
-                )  # fmt: skip
+                state, _ = attend_open(state, cache, at, sealed, length, prepared, seen, None, scoring, FORM, ASM)
 
-        finish_or_merge(
-            acc, m, denom, (tile == 0) & (steps == pages + 1), parts_ptr, first_cta + output, cta - first_cta, count,
-            arrived_ptr + output, out_ptr, lse_ptr, sinks_ptr, row, head, output % chunks, length, start, tokens,
-            kv_heads, 0, tokens, GROUP, D, SINKS, SPREAD, PARTS,
-        )  # fmt: skip
+        merged = Share((tile == 0) & (steps == pages + 1), first_cta + output, cta - first_cta, count)
+        finish_or_merge(state, merged, output, workspace, result, scoring.sinks, own, FORM)
         left -= steps
         output += 1
         tile = 0

@@ -12,35 +12,37 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.decode.kernel_block import even
+from turbo_hf.ops.decode.kernel_queries import unit_of
 from turbo_hf.ops.decode.kernel_tiles import packed_bytes
 from turbo_hf.ops.kernel_common import LOG2_E, tanh
 from turbo_hf.ops.kernel_unpack import entry, handed
 
-RISE = tl.constexpr(15)
-"""Binary places by which P lies above exp(S - m), whose least would be lost in float16: its range ends at 2^-24."""
+P_SCALE_LOG2 = tl.constexpr(15)
+"""P is exp(S - m) times 2^15, because float16 ends at 2^-24: without it the smallest P would become 0."""
 
-UNRISEN = tl.constexpr(2.0**-15)
-"""What takes RISE off again."""
+P_UNSCALE = tl.constexpr(2.0**-15)
+"""Takes that factor out of the sums."""
 
 
 @triton.jit
-def _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED: tl.constexpr, ASM: tl.constexpr):
-    """One block's part of the softmax. q: [DP, R]; keys: [T, DP]; values: [DP, T]; seen: [T, R]; unit: of the scores.
+def _absorb(state, q, keys, values, allowed, unit, softcap, ASM: tl.constexpr):
+    """One block's part of the softmax. q: [DP, R]; keys: [T, DP]; values: [DP, T]; allowed: [T, R]; unit: of scores.
 
-    acc and denom are 2^RISE times those that `attend_full` returns. The interpreter's product takes no bfloat16, which
-    float32 holds exactly.
+    acc and denom hold a factor of 2^P_SCALE_LOG2, which `attend_16bit` takes out. The interpreter's product takes no
+    bfloat16, which float32 holds exactly.
     """
+    acc, m, denom = state
     if ASM:
         x = tl.dot(keys, q) * unit
     else:
         x = tl.dot(keys.to(tl.float32), q.to(tl.float32)) * unit
-    if CAPPED:
+    if softcap is not None:
         x = tanh(x / softcap) * (softcap * LOG2_E)
-    x = tl.where(seen, x, -float("inf"))
+    x = tl.where(allowed, x, -float("inf"))
     new = tl.maximum(m, tl.max(x, 0))
     shift = tl.where(new == -float("inf"), 0.0, new)
-    # in this order: a large shift would round RISE to more, and P out of float16
-    p = tl.exp2(x - shift[None, :] + RISE)
+    # in this order: added to a large shift, the exponent would be rounded, and P overflow float16
+    p = tl.exp2(x - shift[None, :] + P_SCALE_LOG2)
     keep = tl.exp2(m - shift)
     denom = denom * keep + tl.sum(p, 0)
     p = p.to(values.dtype)
@@ -52,50 +54,54 @@ def _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED: tl.cons
 
 
 @triton.jit
-def attend_full(
-    paged, opened, slot, at, table, blocks, page, cap, sealed, length, begin, steps, q, unit, first, last, softcap,
-    SLOTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CAPPED: tl.constexpr, SPREAD: tl.constexpr,
-    STAGES: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """`steps` blocks of one output from `begin` on, the last of which is that of its open tokens.
+def attend_16bit(cache, slot, at, run, length, q, seen, scoring, FORM: tl.constexpr, ASM: tl.constexpr):
+    """A run of tiles of one output, of which that of its open tokens is the last.
 
-    All of one 16-bit type. paged: (k, v, ...) of the pages, of that width alone; page: the entry of the first block;
-    opened: (k, v, ...), at: row * Hkv + head, int64; q: [DP, R]; first, last: the tokens that each query row sees, [R].
+    All of one 16-bit type and width. at: row * Hkv + head, int64; run.page: one number; q: [DP, R]; seen: the first
+    token that each query row sees, and the one after the last, [R] each.
 
     Returns O [1, DP, N], the maximum and the sum [1, R], as `attend_sealed` of one block a tile does.
     """
+    D: tl.constexpr = FORM.dim
+    BLOCK: tl.constexpr = FORM.block
     DP: tl.constexpr = q.shape[0]
     R: tl.constexpr = q.shape[1]
-    acc = tl.zeros([DP, R], tl.float32)
-    m = tl.full([R], -float("inf"), tl.float32)
-    denom = tl.zeros([R], tl.float32)
+    tl.static_assert(FORM.tile == 1 and len(FORM.slots) == 1 and scoring.sas_threshold is None)
+    k_ptr, v_ptr, _, _ = cache.paged[0]
+    k_open, v_open, _, _ = cache.opened
+    first, last = seen
+    unit = unit_of(scoring)
+    page, sealed = run.page, run.sealed
+    state = tl.zeros([DP, R], tl.float32), tl.full([R], -float("inf"), tl.float32), tl.zeros([R], tl.float32)
     t = tl.arange(0, BLOCK)
     d = tl.arange(0, DP)
-    ahead = entry(table + begin + 1, begin + 1 < blocks, ASM)
-    for block in tl.range(begin, tl.minimum(begin + steps, sealed), num_stages=STAGES):
-        packed = (page * SLOTS + slot) * (BLOCK * D)
+    ahead = entry(run.table + run.begin + 1, run.begin + 1 < run.entries, ASM)
+    for block in tl.range(run.begin, tl.minimum(run.begin + run.steps, sealed), num_stages=FORM.stages):
+        packed = (page * FORM.slots[0] + slot) * (BLOCK * D)
         rows, columns = t[:, None] * D + d[None, :], d[:, None] * BLOCK + t[None, :]
         # t >= 0: each token of a sealed block is there
-        keys = packed_bytes(paged[0] + packed + rows, (t >= 0)[:, None], d[None, :], D, DP)
-        values = packed_bytes(paged[1] + packed + columns, (t >= 0)[None, :], d[:, None], D, DP)
+        keys = packed_bytes(k_ptr + packed + rows, (t >= 0)[:, None], d[None, :], D, DP)
+        values = packed_bytes(v_ptr + packed + columns, (t >= 0)[None, :], d[:, None], D, DP)
         page = handed(ahead, ASM)
         # of the block after the next one: a load whose keys would be asked for at once would be waited for
-        ahead = entry(table + block + 2, block + 2 < blocks, ASM)
+        ahead = entry(run.table + block + 2, block + 2 < run.entries, ASM)
         place = block * BLOCK + t[:, None]
-        seen = (place >= first[None, :]) & (place < last[None, :])
-        acc, m, denom = _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED, ASM)
+        allowed = (place >= first[None, :]) & (place < last[None, :])
+        state = _absorb(state, q, keys, values, allowed, unit, scoring.softcap, ASM)
     count = length - sealed * BLOCK
-    for start in tl.range(0, count if begin + steps > sealed else 0, BLOCK, num_stages=1):
+    for start in tl.range(0, count if run.begin + run.steps > sealed else 0, BLOCK, num_stages=1):
         token = start + t
         live = token < count
-        rows, columns = (at * cap + token)[:, None] * D + d[None, :], (at * D + d)[:, None] * cap + token[None, :]
-        keys = packed_bytes(opened[0] + rows, live[:, None], d[None, :], D, DP)
+        rows = (at * cache.cap + token)[:, None] * D + d[None, :]
+        columns = (at * D + d)[:, None] * cache.cap + token[None, :]
+        keys = packed_bytes(k_open + rows, live[:, None], d[None, :], D, DP)
         # whole groups of 16, as `cap` has them; what lies past the last token may be NaN
-        values = packed_bytes(opened[1] + columns, (token // 16 * 16 < count)[None, :], d[:, None], D, DP)
+        values = packed_bytes(v_open + columns, (token // 16 * 16 < count)[None, :], d[:, None], D, DP)
         values = tl.where(live[None, :], values, 0.0)
         place = sealed * BLOCK + token[:, None]
-        seen = (place >= first[None, :]) & (place < last[None, :]) & live[:, None]
-        acc, m, denom = _absorb(q, keys, values, seen, unit, softcap, acc, m, denom, CAPPED, ASM)
-    if SPREAD:
+        allowed = (place >= first[None, :]) & (place < last[None, :]) & live[:, None]
+        state = _absorb(state, q, keys, values, allowed, unit, scoring.softcap, ASM)
+    acc, m, denom = state
+    if FORM.spread:
         acc = even(acc)
-    return (acc * UNRISEN)[None], m[None], (denom * UNRISEN)[None]
+    return (acc * P_UNSCALE)[None], m[None], (denom * P_UNSCALE)[None]

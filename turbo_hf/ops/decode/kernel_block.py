@@ -8,12 +8,12 @@ from turbo_hf.ops.kernel_unpack import digits
 
 INT8_MAX = tl.constexpr(127)
 ROUND_BITS = tl.constexpr(0x4B400000)
-"""Those of `ROUND`."""
+"""The bit pattern of `ROUND`."""
 
 
 @triton.jit
 def block_softmax(
-    x, unit, v_scale, m, denom, sas_threshold, SAS: tl.constexpr, TOKEN_SCALE: tl.constexpr, DTYPE: tl.constexpr
+    x, unit, v_scale, m, denom, sas_threshold, TOKEN_SCALE: tl.constexpr, DTYPE: tl.constexpr
 ):  # fmt: skip
     """One block's softmax. x * unit: scores in base 2, x [NB, R, T], -inf where hidden, unit [NB, R] above 0.
 
@@ -24,7 +24,7 @@ def block_softmax(
     top = most * unit
     # subtracted before they are scaled: a product fused with the subtraction is not rounded as the maximum would be
     p = (x - tl.where(most == -float("inf"), 0.0, most)[:, :, None]) * unit[:, :, None]
-    if SAS:
+    if sas_threshold is not None:
         p = sas(p * LN_2, sas_threshold)
     else:
         p = tl.exp2(p)

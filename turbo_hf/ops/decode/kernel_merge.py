@@ -59,14 +59,14 @@ def store_part(o, top, total, parts_ptr, place):
 
 
 @triton.jit
-def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
+def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
     """The partial results of one output, in places from `first` on: O [N, DP], maximum [N], sum [N].
 
-    PARTS at a time, all of whose loads are on their way at once: what counts here is the number of waits. The order of
+    AT_ONCE parts per iteration, whose loads are in flight together: what counts is the number of waits. The order of
     the dimensions gives a row of O to a warp and its maxima to the lanes of one (4 rows of 128 channels, 4 warps): what
     is added lies in one thread, what is compared in one warp.
     """
-    i = tl.arange(0, PARTS)
+    i = tl.arange(0, AT_ONCE)
     place = i * (N * (DP + STATS))
     n = tl.arange(0, N) * (DP + STATS)
     stats = place[:, None] + n[None, :] + DP
@@ -74,7 +74,7 @@ def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, PARTS: tl.
     top = tl.full([N], -float("inf"), tl.float32)
     total = tl.zeros([N], tl.float32)
     o = tl.zeros([N, DP], tl.float32)
-    for start in tl.range(0, count, PARTS, num_stages=1):
+    for start in tl.range(0, count, AT_ONCE, num_stages=1):
         at = parts_ptr + (first + start).to(tl.int64) * (N * (DP + STATS))
         live = i < count - start
         part = tl.load(at + values, mask=live[None, :, None], other=0.0, cache_modifier=".cg")
@@ -103,50 +103,37 @@ def with_sinks(o, top, total, sinks_ptr, head_of, live):
 
 
 @triton.jit
-def finish(
-    o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, first, columns,
-    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N].
-
-    Tokens stand in out from column `first` of `columns` on.
-    """
-    place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, o.shape[0], False)
-    padding = (place < 0) | (place - length + tokens < start)
-    if SINKS:
+def finish(o, top, total, result, sinks_ptr, output, FORM: tl.constexpr):
+    """Write out and lse of N query rows from their sums. o: [N, DP]; top, total: [N]."""
+    GROUP: tl.constexpr = FORM.group
+    D: tl.constexpr = FORM.dim
+    place, live, query, head_of = rows_of(output, o.shape[0], GROUP, False)
+    padding = (place < 0) | (place - output.length + output.tokens < output.start)
+    if sinks_ptr is not None:
         o, top, total = with_sinks(o, top, total, sinks_ptr, head_of, live)
     o = o / tl.where(total > 0, total, 1.0)[:, None]
     lse = tl.where(padding | (total == 0), -float("inf"), (top + tl.log2(total)) * LN_2)
     d = tl.arange(0, o.shape[1])
-    at = (row * (kv_heads * GROUP) + head_of) * columns + first + query
-    out = tl.where(padding[:, None], 0.0, o).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (at * D)[:, None] + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
-    tl.store(lse_ptr + at, lse, mask=live)
+    at = (output.row * (FORM.kv_heads * GROUP) + head_of) * output.columns + output.column + query
+    out = tl.where(padding[:, None], 0.0, o).to(result.out.dtype.element_ty)
+    tl.store(result.out + (at * D)[:, None] + d[None, :], out, mask=live[:, None] & (d < D)[None, :])
+    tl.store(result.lse + at, lse, mask=live)
 
 
 @triton.jit
-def finish_or_merge(
-    acc, m, denom, alone, parts_ptr, first, part, count, arrived_ptr,
-    out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column, columns,
-    GROUP: tl.constexpr, D: tl.constexpr, SINKS: tl.constexpr, SPREAD: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """What a CTA has computed of an output becomes the output, or part `part` of `count`, in places from `first` on.
+def finish_or_merge(state, share, number, workspace, result, sinks_ptr, output, FORM: tl.constexpr):
+    """What a CTA has computed of output `number` becomes the output, or one part of it.
 
-    The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts. alone: there
-    is one part.
+    The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts.
     """
-    o, top, total = combine(acc, m, denom, SPREAD)
-    if alone:
-        finish(
-            o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
-            columns, GROUP, D, SINKS,
-        )  # fmt: skip
+    acc, m, denom = state
+    o, top, total = combine(acc, m, denom, FORM.spread)
+    if share.alone:
+        finish(o, top, total, result, sinks_ptr, output, FORM)
     else:
-        store_part(o, top, total, parts_ptr, first + part)
-        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == count - 1:
-            tl.store(arrived_ptr, 0)
-            o, top, total = merge(parts_ptr, first, count, o.shape[0], o.shape[1], PARTS)
-            finish(
-                o, top, total, out_ptr, lse_ptr, sinks_ptr, row, head, chunk, length, start, tokens, kv_heads, column,
-                columns, GROUP, D, SINKS,
-            )  # fmt: skip
+        store_part(o, top, total, workspace.parts, share.first + share.part)
+        arrived = workspace.arrived + number
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == share.parts - 1:
+            tl.store(arrived, 0)
+            o, top, total = merge(workspace.parts, share.first, share.parts, o.shape[0], o.shape[1], FORM.at_once)
+            finish(o, top, total, result, sinks_ptr, output, FORM)

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.decode.kernel_block import INT8_MAX
-from turbo_hf.ops.kernel_common import as_int8
+from turbo_hf.ops.kernel_common import LOG2_E, as_int8
 
 
 @triton.jit
-def rows_of(chunk, length, head, tokens, GROUP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr):
+def rows_of(output, R: tl.constexpr, GROUP: tl.constexpr, SPREAD: tl.constexpr):
     """Of R places of query rows: the token's place in its row, whether there is one, its column, its query head.
 
     SPREAD: every other place is empty. What is computed of those is left out wherever a thread has both of a pair.
@@ -19,29 +19,32 @@ def rows_of(chunk, length, head, tokens, GROUP: tl.constexpr, R: tl.constexpr, S
     if SPREAD:
         live = r % 2 == 0
         r = r // 2
-    r = chunk * size + r
-    query = r % tokens
-    live = live & (r < GROUP * tokens)
-    return length - tokens + query, live, query, head * GROUP + r // tokens
+    r = output.row_part * size + r
+    query = r % output.tokens
+    live = live & (r < GROUP * output.tokens)
+    return output.length - output.tokens + query, live, query, output.head * GROUP + r // output.tokens
 
 
 @triton.jit
-def query_rows(
-    q_ptr, q_strides, row, head, chunk, length, start, tokens,
-    GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr, SPREAD: tl.constexpr,
-):  # fmt: skip
+def query_rows(q_ptr, strides, output, FORM: tl.constexpr):
     """The query rows of an output: as they are, where they lie, which hold a token; and their places."""
-    place, live, query, head_of = rows_of(chunk, length, head, tokens, GROUP, R, SPREAD)
-    shown = live & (place >= 0) & (place - length + tokens >= start)
-    d = tl.arange(0, DP)
-    at = q_ptr + row * q_strides[0] + head_of * q_strides[1] + query * q_strides[2]
-    x = tl.load(at[:, None] + d[None, :] * q_strides[3], mask=shown[:, None] & (d < D)[None, :], other=0.0)
-    return (x, at, q_strides[3], shown), place
+    place, live, query, head_of = rows_of(output, FORM.rows, FORM.group, FORM.spread)
+    shown = live & (place >= 0) & (place - output.length + output.tokens >= output.start)
+    d = tl.arange(0, FORM.padded_dim)
+    at = q_ptr + output.row * strides[0] + head_of * strides[1] + query * strides[2]
+    x = tl.load(at[:, None] + d[None, :] * strides[3], mask=shown[:, None] & (d < FORM.dim)[None, :], other=0.0)
+    return (x, at, strides[3], shown), place
 
 
 @triton.jit
-def prepare(rows, TURBO: tl.constexpr):
-    """What `channels_of` needs of `query_rows`, and their INT8 scales."""
+def unit_of(scoring):
+    """The factor of a product of query and key: scores are in units of log2, unless they will be capped."""
+    return scoring.scaling * LOG2_E if scoring.softcap is None else scoring.scaling
+
+
+@triton.jit
+def prepare(rows, scoring, TURBO: tl.constexpr):
+    """What `channels_of` needs of `query_rows`; what scores are multiplied by, of INT8 rows and of rows as they are."""
     x, at, stride, shown = rows
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     inverse = factor
@@ -51,7 +54,8 @@ def prepare(rows, TURBO: tl.constexpr):
         largest = tl.max(tl.abs(wide), 1) + tl.sum(wide * 0.0, 1)
         factor = tl.div_rn(largest, tl.full([x.shape[0]], INT8_MAX, tl.float32))
         inverse = tl.div_rn(tl.full([x.shape[0]], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))
-    return (x, at, stride, shown, inverse), factor
+    unit = unit_of(scoring)
+    return (x, at, stride, shown, inverse), (factor * unit, tl.full([x.shape[0]], 1.0, tl.float32) * unit)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import to_l2
+from turbo_hf.ops.kernel_common import slot_of_width, to_l2
 from turbo_hf.ops.kernel_unpack import lanes1, lanes2, lanes4
 
 
@@ -120,13 +120,23 @@ def _by_thread(x):
 
 
 @triton.jit
-def ask_ahead(
-    paged, slot, page, ok, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    BITS: tl.constexpr, ASM: tl.constexpr,
+def prefetch_pages(cache, slot, page, ok, FORM: tl.constexpr, ASM: tl.constexpr):
+    """Pages [NB] of one slot, where ok, come to the L2 cache as queries are prepared."""
+    for g in tl.static_range(len(FORM.slots)):
+        own, there = slot_of_width(slot, ok, g, FORM)
+        _prefetch(cache.paged[g], own, page, there, FORM.slots[g], FORM.bits[g], FORM, ASM)
+
+
+@triton.jit
+def _prefetch(
+    pages, slot, page, ok, SLOTS: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Pages [NB] of one slot, where ok, come to the L2 cache as queries are prepared. paged: as in `attend_sealed`."""
+    """Those of one width, which has SLOTS slots."""
     if ASM:
-        k_ptr, v_ptr, meta_ptr, scale_ptr = paged
+        D: tl.constexpr = FORM.dim
+        DP: tl.constexpr = FORM.padded_dim
+        BLOCK: tl.constexpr = FORM.block
+        k_ptr, v_ptr, meta_ptr, scale_ptr = pages
         PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
         LINE: tl.constexpr = 128 * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
         PADDED: tl.constexpr = BLOCK * DP * (4 if BITS == 3 else min(BITS, 8)) // 8

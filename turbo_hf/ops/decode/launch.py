@@ -7,75 +7,63 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from turbo_hf.layout import FULL, AttentionOutput, KVStore, power_of_two
+from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
+from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
-from turbo_hf.ops.decode.stream_k import (
-    LivePlan,
-    Plan,
-    fixed_split,
-    full_rounds,
-    split_count,
-    stream_k,
-    tiles_of,
-    whole_outputs,
-)
-from turbo_hf.ops.room import room_for
-from turbo_hf.ops.tuning import FULL_WARPS, TILE_COST, TILE_SETUP, DecodeTiles, decode_tiles, full_tiles
+from turbo_hf.ops.decode.stream_k import LivePlan, Plan, even_rounds, stream_k, tiles_of
+from turbo_hf.ops.kernel_arguments import Rows, cache_of
+from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
-PARTS = 16
-"""Parts of an output: what a merge takes grows with their number's next power of two, so that CTAs are rounded down."""
+OUTPUT_PARTS = 16
+"""CTAs are rounded down to a multiple of so many parts per output: a merge costs as much as the next power of two."""
 
 MERGED = 128
-"""Numbers of partial results that a thread merges at a time: more do not fit its registers."""
+"""Floats of partial results that a thread merges at a time: more do not fit its registers."""
 
 MANY = 2.0
-"""Outputs an SM from which on most CTAs have whole ones."""
+"""Above this many outputs per SM, most CTAs process whole outputs."""
 
 FILLED = 10
-"""Tiles of each CTA from which on several share an SM. Below, half as many parts to merge are worth more."""
+"""Minimum tiles per CTA before more than one CTA per SM is used: below, merging half as many parts is faster."""
 
 FILLED_SINGLE = 5
-"""The same of tiles of one block."""
+"""The same where a tile is one block."""
 
 LEAST = 2
-"""Tiles of a CTA, where there is a choice; twice as many where it is one warp."""
+"""Minimum tiles per CTA, where there is a choice; twice as many where a CTA is one warp."""
 
 
 class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
-    groups: (bits, slots) of each width. chunks: parts of the query rows. ctas: CTAs that run at once; alone: fewer, for
-    few tiles. blocks: of a tile. warps: of a CTA. plan: "stream-k", "whole" or "split".
+    groups: (bits, slots) of each width. row_parts: of the query rows. ctas: CTAs that run at once; alone: fewer, for
+    few tiles. blocks: of a tile. warps: of a CTA.
     """
 
     groups: tuple[tuple[int, int], ...]
-    chunks: int
+    row_parts: int
     ctas: int
     alone: int
     blocks: int
     warps: int
-    plan: str
 
 
 @lru_cache(maxsize=64)
 def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     """The plan of a cache whose rows have these numbers of tiles."""
-    groups, chunks, ctas, alone, blocks, warps, plan = shape
-    cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * chunks)], dtype=np.float64)
+    groups, row_parts, ctas, alone, blocks, warps = shape
+    cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * row_parts)], dtype=np.float64)
     each = np.repeat(np.array(tiles), len(cost))
-    if plan != "stream-k":
-        parts = 1 if plan == "whole" else split_count(len(each), max(tiles), ctas)
-        return whole_outputs(each) if parts == 1 else fixed_split(each, parts)
     steps = int(each.sum())
     if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
         ctas = alone
     if warps == 1:
         # one warp merges a few parts at a time: more CTAs would cost it more than they do
-        ctas = min(ctas, 2 * PARTS * len(each))
+        ctas = min(ctas, 2 * OUTPUT_PARTS * len(each))
     # a part of a single tile is not worth its merge
-    ctas = full_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), PARTS)
+    ctas = even_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), OUTPUT_PARTS)
     return stream_k(each, np.tile(cost, len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 
@@ -137,8 +125,8 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
     """Tiles for queries like q, whether they become INT8, their channels, padded."""
     padded = max(32, power_of_two(q.shape[3]))
     widths = {pages.bits for pages in store.paged}
-    turbo = mode == "turbo" and widths != {FULL}
-    unpacks = widths != {FULL} if mode == "fp16" else max(widths) == FULL and q.element_size() > 2
+    turbo = mode == "turbo" and widths != {UNQUANTIZED}
+    unpacks = widths != {UNQUANTIZED} if mode == "fp16" else max(widths) == UNQUANTIZED and q.element_size() > 2
     tiles = decode_tiles(
         padded * store.block,
         max(widths),
@@ -150,95 +138,71 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
     return tiles, turbo, padded
 
 
-def decode(
+def launch_decode(
     q: torch.Tensor,
     store: KVStore,
-    *,
-    scaling: float,
+    scoring: Scoring,
     starts: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
-    plan: str = "stream-k",
 ) -> AttentionOutput:
-    """`ops.decode` by the Triton kernel; arguments as there, checked.
-
-    plan: "stream-k", or for comparison "whole" (FlashAttention-2) or "split" (FlashDecoding).
-    """
+    """`ops.decode` by the Triton kernel; arguments as there, checked."""
     _, heads, tokens, dim = q.shape
-    kv_heads, cap = store.k_open.shape[1:3]
+    kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group * tokens <= 4
     per_output = rows // 2 if spread else rows
-    chunks = -(-group * tokens // per_output)
+    row_parts = -(-group * tokens // per_output)
     groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.paged)
-    many = q.shape[0] * kv_heads * chunks >= MANY * gpu.sms(q.device)
+    many = q.shape[0] * kv_heads * row_parts >= MANY * gpu.sms(q.device)
     tune, turbo, padded = tiles_for(q, store, mode, many=many)
     sealed = store.sealed_host
     if sealed is None:
         sealed = tuple(store.sealed.tolist())
     types = {store.k_open.dtype, store.v_open.dtype, *(pages.k.dtype for pages in store.paged)}
-    alike = types == {q.dtype} and len(store.paged) == 1 and sas_threshold is None
-    full = full_tiles(padded * store.block, gpu.shared_memory(q.device)) if alike else None
-    tune = full or tune
-    warps = FULL_WARPS if full else tune.blocks
+    alike = types == {q.dtype} and len(store.paged) == 1 and scoring.sas_threshold is None
+    tune_16bit = tiles_16bit(padded * store.block, gpu.shared_memory(q.device)) if alike else None
+    tune = tune_16bit or tune
+    warps = WARPS_16BIT if tune_16bit else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
-    shape = Shape(groups, chunks, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps, plan)
-    ctas = most if plan == "stream-k" else max(most, _plan(tuple(tiles_of(sealed, tune.blocks)), shape).ctas)
-    outputs, floats = len(sealed) * kv_heads * chunks, per_output * (padded + STATS.value)
-    place = Place(q.device, gpu.stream(q.device), get_ident(), ctas, outputs, floats)
-    # only stream-K has a bound that holds at any length, which a replay needs
-    plans = store.plans if plan == "stream-k" else None
-    words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, plans, place)
-    with torch.cuda.device_of(q), room_for(q):
+    shape = Shape(groups, row_parts, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
+    outputs, floats = len(sealed) * kv_heads * row_parts, per_output * (padded + STATS.value)
+    place = Place(q.device, gpu.stream(q.device), get_ident(), most, outputs, floats)
+    words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         decode_kernel[(grid,)](
-            q,
-            out,
-            lse,
-            store.open_len if starts is None else starts,
-            lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
-            (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            store.order.contiguous(),
+            Queries(q, q.stride()),
+            Result(out, lse),
+            cache_of(store),
+            Rows(store.order.contiguous(), store.sealed, store.open_len, starts),
             store.table,
-            store.sealed,
-            store.open_len,
             words,
-            parts,
-            arrived,
-            q.stride(),
+            Workspace(parts, arrived),
+            scoring,
             store.table.stride(0),
             store.table.shape[1],
-            cap,
+            window,
             tokens,
-            window or 0,
-            scaling,
-            softcap or 0.0,
-            sas_threshold or 0.0,
-            SLOTS=tuple(slots for _, slots in groups),
-            BITS=tuple(bits for bits, _ in groups),
-            GROUP=group,
-            D=dim,
-            DP=padded,
-            BLOCK=store.block,
-            NB=tune.blocks,
-            R=rows,
-            SPREAD=spread,
-            TURBO=turbo,
-            WINDOW=window is not None,
-            CAPPED=softcap is not None,
-            SAS=sas_threshold is not None,
-            STARTS=starts is not None,
-            SINKS=sinks is not None,
-            STAGES=tune.stages,
-            PARTS=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
-            FULL=full is not None,
-            **gpu.early(q.device),
+            FORM=Form(
+                slots=tuple(slots for _, slots in groups),
+                bits=tuple(bits for bits, _ in groups),
+                kv_heads=kv_heads,
+                group=group,
+                dim=dim,
+                padded_dim=padded,
+                block=store.block,
+                tile=tune.blocks,
+                rows=rows,
+                spread=spread,
+                turbo=turbo,
+                all_16bit=tune_16bit is not None,
+                stages=tune.stages,
+                at_once=max(1, min(most_parts, MERGED * 32 * warps // (per_output * padded))),
+            ),
+            **gpu.pdl(q.device),
             ASM=q.is_cuda,
             num_warps=warps,
-            **gpu.FUSED,
+            **gpu.FMA,
         )
     return AttentionOutput(out, lse)

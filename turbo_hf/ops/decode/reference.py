@@ -2,22 +2,115 @@
 
 import torch
 
-from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.decode.reference_stored import attend
-from turbo_hf.ops.reference_flash import Scoring
+from turbo_hf.layout import INT8_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
+from turbo_hf.ops.decode.reference_products import SealedProducts
+from turbo_hf.ops.maths import ratio, scaled
+from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
+from turbo_hf.ops.store.reference_pages import expand
 
 
-def decode(
+def reference_decode(
     q: torch.Tensor,
     store: KVStore,
-    *,
-    scaling: float,
+    scoring: Scoring,
     starts: torch.Tensor | None = None,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
 ) -> AttentionOutput:
-    how = Scoring(scaling, True, window, softcap, sas_threshold, None if mode == "fp16" else torch.int8)
-    return attend(q, store, how, starts, sinks)
+    return attend(q, store, FlashOptions(scoring, True, window, None if mode == "fp16" else torch.int8), starts)
+
+
+def attend(
+    q: torch.Tensor,
+    store: KVStore,
+    how: FlashOptions,
+    starts: torch.Tensor | None,
+    chosen: torch.Tensor | None = None,
+) -> AttentionOutput:
+    """Attention to the keys `chosen`, bool [B, Hkv or Hq, M, T] by place in the row (as in `expand`); None: to all."""
+    found = _attend(q, store, how, starts, chosen)
+    if how.p_type is not None and store.k_open.dtype != torch.int8:
+        # heads of 16 bit are computed as they are stored
+        as_stored = _attend(q, store, how._replace(p_type=None), starts, chosen)
+        as_is = _unquantized_heads(store).repeat_interleave(q.shape[1] // store.order.shape[1], 1)[:, :, None]
+        found = AttentionOutput(
+            torch.where(as_is[..., None], as_stored.out, found.out), torch.where(as_is, as_stored.lse, found.lse)
+        )
+    return found
+
+
+def _attend(
+    q: torch.Tensor,
+    store: KVStore,
+    how: FlashOptions,
+    starts: torch.Tensor | None,
+    chosen: torch.Tensor | None,
+) -> AttentionOutput:
+    """Every head alike: q and P in INT8 on INT8 codes, unless P is not to be rounded or the keys are no codes."""
+    acc = torch.promote_types(q.dtype, torch.float32)
+    batch, _, tokens, _ = q.shape
+    # the queries are the row's last tokens, so they end where the row ends
+    column = torch.arange(tokens, device=q.device).expand(batch, tokens)
+    query = column + (store.sealed * store.block + store.open_len)[:, None] - tokens
+    padding = query < 0 if starts is None else (query < 0) | (column < starts[:, None])
+    query = query.masked_fill(padding, -1)
+    plain = Operand(q.to(acc), q.new_ones(q.shape[:3], dtype=acc), query)
+    rounded = plain
+    if how.p_type == torch.int8:
+        x = q.masked_fill(padding[:, None, :, None], 0.0).float()
+        largest = x.abs().amax(-1)
+        codes = torch.round(scaled(x, largest, INT8_MAX))
+        rounded = Operand(codes.to(acc), ratio(largest, INT8_MAX).to(acc), query)
+    runs = (_of_codes if store.k_open.dtype == torch.int8 else _of_numbers)(store, rounded, plain, chosen)
+    out, lse = flash(runs, how)
+    out = out.masked_fill(padding[:, None, :, None], 0.0)
+    return AttentionOutput(out.to(q.dtype), lse.masked_fill(padding[:, None], -torch.inf).float())
+
+
+def _of_codes(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
+    """The sealed blocks, as they are packed, and the open tokens."""
+    acc, (batch, _, cap, _), block = q.x.dtype, store.k_open.shape, store.block
+    blocks, sealed = store.table.shape[1], store.sealed[:, None] * block
+    runs = []
+    if blocks:
+        place = torch.arange(blocks * block, device=sealed.device).expand(batch, -1)
+        place = torch.where(place < sealed, place, -1)
+        products = SealedProducts(store, acc)
+        # pages beyond a row's end are another row's or uninitialized: their scales must not reach a product
+        k_scale, v_scale = products.scales().masked_fill((place < 0)[:, None, :, None], 0.0).to(acc).unbind(-1)
+        k, v = (Operand(q.x, scale, place) for scale in (k_scale, v_scale))
+        own = None if chosen is None else chosen[..., : blocks * block]
+        runs.append(Run(q, k, v, block, chosen=own, products=products))
+    slot, pad = torch.arange(-(-cap // block) * block, device=sealed.device), torch.nn.functional.pad
+    place = torch.where(slot < store.open_len[:, None], slot + sealed, -1)
+    hidden, tail = (place < 0)[:, None], slot.shape[0] - cap
+    k, v = (
+        Operand(pad(x, (0, 0, 0, tail)).to(acc), pad(scale, (0, tail)).masked_fill(hidden, 0.0).to(acc), place)
+        for x, scale in ((store.k_open, store.k_scale), (store.v_open.mT, store.v_scale))
+    )
+    if chosen is not None:
+        where = place.clamp(min=0)[:, None, None].expand(*chosen.shape[:3], -1)
+        chosen = chosen.gather(3, where)
+    return [*runs, Run(q, k, v, block, chosen=chosen)]
+
+
+def _of_numbers(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
+    """A layer with 16-bit heads, whose open tokens are no codes either. q: in INT8, if P is."""
+    acc = q.x.dtype
+    k, k_scale, v, v_scale, index = expand(store)
+    keys, values = Operand(k.to(acc), k_scale.to(acc), index), Operand(v.to(acc), v_scale.to(acc), index)
+    run = Run(q, keys, values, store.block, chosen=chosen)
+    if q is plain:
+        return [run]
+    opened = (index >= store.sealed[:, None] * store.block) & (index >= 0)
+    return [
+        one._replace(k=one.k._replace(place=index.masked_fill(hidden, -1)))
+        for one, hidden in ((run, opened), (run._replace(q=plain, exact=True), ~opened))
+    ]
+
+
+def _unquantized_heads(store: KVStore) -> torch.Tensor:
+    """bool [B, Hkv]: which heads are stored unquantized."""
+    widths = [pages.bits == UNQUANTIZED for pages in store.paged for _ in range(pages.k.shape[1])]
+    slot = torch.tensor(widths, device=store.order.device).expand(store.order.shape)
+    return torch.zeros_like(slot).scatter(1, store.order, slot)

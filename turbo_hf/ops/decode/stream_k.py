@@ -77,37 +77,11 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
     return from_edges(tiles, first[output] + tile)
 
 
-def whole_outputs(tiles: Numbers) -> Plan:
-    """One CTA per output: FlashAttention-2. tiles: [outputs]."""
-    return from_edges(tiles, np.cumsum(tiles)[:-1])
-
-
-def full_rounds(ctas: int, outputs: int, parts: int) -> int:
+def even_rounds(ctas: int, outputs: int, parts: int) -> int:
     """CTAs without a few that would give outputs more parts than a power of two, or than a multiple of `parts`."""
     each = min(parts, 1 << max(0, (ctas // outputs).bit_length() - 1)) * outputs
     fewer = ctas // each * each
     return fewer if fewer > 0.9 * ctas else ctas
-
-
-def fixed_split(tiles: Numbers, parts: int) -> Plan:
-    """Each output in `parts` equal shares, as far as it has tiles: FlashDecoding. tiles: [outputs]."""
-    first = np.cumsum(tiles) - tiles
-    share = -(-(tiles[:, None] * np.arange(parts)) // parts)
-    return from_edges(tiles, (first[:, None] + share).flatten()[1:])
-
-
-def split_count(outputs: int, tiles: int, ctas: int) -> int:
-    """Parts in which FlashDecoding cuts each of `outputs` outputs of `tiles` tiles, for `ctas` CTAs at once.
-
-    The fewest that fill the waves of CTAs to 85 % of what the best number does; 1 where the outputs nearly fill one.
-
-    Source: FlashAttention's `num_splits_heuristic`.
-    """
-    if outputs >= 0.8 * ctas:
-        return 1
-    most = max(1, min(tiles, ctas, 128))
-    filled = [n * outputs / ctas / -(-n * outputs // ctas) for n in range(1, most + 1)]
-    return next(n for n, share in enumerate(filled, 1) if share >= 0.85 * max(filled))
 
 
 def from_edges(tiles: Numbers, edges: Numbers) -> Plan:

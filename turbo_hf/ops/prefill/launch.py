@@ -1,22 +1,28 @@
 """Launches of the prefill kernels. Imported only where one runs, as it needs Triton."""
 
 import math
-from typing import Any
 
 import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from turbo_hf.layout import SAS_TILE, V_TOP, AttentionOutput, KVStore, Operands, Scoring, half_type, power_of_two
+from turbo_hf.layout import (
+    SAS_TILE,
+    V_TOP,
+    AttentionOutput,
+    KVStore,
+    Operands,
+    Rounding,
+    Scoring,
+    half_type,
+    power_of_two,
+)
 from turbo_hf.ops import gpu
+from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Form, Past, Queries, Result, View
 from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
-from turbo_hf.ops.prefill.reference_operands import align, key_mean
-from turbo_hf.ops.reference_division import ratio
-from turbo_hf.ops.room import room_for
-from turbo_hf.ops.store import launch as launch_store
-from turbo_hf.ops.store.reference_rotate import key_shift, query_shift
+from turbo_hf.ops.store.launch import launch_rotate, pairs_of
 from turbo_hf.ops.tuning import prefill_tiles
 
 P_LOG2 = {mode: math.log2(top) for mode, top in V_TOP.items()} | {"half": 0.0, "fp16": 0.0}
@@ -42,25 +48,19 @@ def _view(x: torch.Tensor) -> View:
     return View(x, x.stride()[:3])
 
 
-def quantize_operands(k: torch.Tensor, v: torch.Tensor, **choices: Any) -> Operands:
+def launch_quantize_operands(
+    k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
+) -> Operands:
     """`ops.operands.quantize_operands` in one pass over k and v, in two where V is scaled by more than a block."""
     broken = torch.empty(k.shape[0] * k.shape[1], dtype=torch.int32, device=k.device)
-    return _quantize(k, v, broken=broken, **choices)[0]
+    return _quantize(k, v, rounding, starts, broken)[0]
 
 
 def _quantize(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mode: str,
-    block: int,
-    v_scale: str,
-    smooth_k: bool,
-    hadamard: bool,
-    starts: torch.Tensor | None,
-    broken: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None, broken: torch.Tensor
 ) -> tuple[Operands, torch.Tensor | None]:
     """Operands, and the log2 of their `v_scale`. broken: int32 [B*Hkv], set to 1 for heads that contain NaN or Inf."""
+    mode, block, v_scale, smooth_k, hadamard = rounding
     batch, heads, tokens, dim = k.shape
     padded = -(-tokens // block) * block
     device, by_token, with_v = k.device, mode in ("int8", "half"), mode != "half"
@@ -68,11 +68,11 @@ def _quantize(
     taken = mean
     if hadamard:
         shift = key_shift(dim)
-        taken = None if mean is None else launch_store.rotate(mean[:, :, None], shift, torch.float32)[:, :, 0]
-        k = launch_store.rotate(k, shift, torch.float32)
+        taken = None if mean is None else launch_rotate(mean[:, :, None], shift, torch.float32)[:, :, 0]
+        k = launch_rotate(k, shift, torch.float32)
     k, v = _last_contiguous(k), _last_contiguous(v)
     shape = {"HEADS": heads, "D": dim, "DP": _padded_dim(dim), "BLOCK": block, "STARTS": starts is not None}
-    shape |= gpu.FUSED
+    shape |= gpu.FMA
     k_codes = torch.empty(batch, heads, padded, dim, dtype=torch.int8, device=device)
     k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
     v_codes = ranges = v_block = v_log2 = None
@@ -83,7 +83,7 @@ def _quantize(
             v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
         else:
             ranges = torch.zeros(batch, heads, dim, device=device)
-    grid = (padded // block, launch_store.pairs_of(batch, heads))
+    grid = (padded // block, pairs_of(batch, heads))
     with torch.cuda.device_of(k):
         if ranges is not None:
             channel_range_kernel[grid](v, ranges.view(torch.int32), starts, *v.stride()[:3], tokens, **shape)
@@ -123,7 +123,7 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
                     blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits, **gpu.FUSED,
+                    BITS=pages.bits, **gpu.FMA,
                 )  # fmt: skip
             first += slots
     return k, v, scale
@@ -134,24 +134,16 @@ def _held(past: KVStore) -> Past:
     return Past(*unpack_past(past), past.sealed, *opened, past.table.shape[1] * past.block, past.k_open.shape[2])
 
 
-def prefill(
+def launch_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
-    scaling: float,
+    scoring: Scoring,
+    rounding: Rounding,
     past: KVStore | None,
     starts: torch.Tensor | None,
     causal: bool,
     window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    mode: str,
-    sas_threshold: float | None,
-    block: int,
-    v_scale: str,
-    smooth_k: bool,
-    hadamard: bool,
 ) -> AttentionOutput:
     """`ops.prefill.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
     batch, heads, tokens, dim = q.shape
@@ -165,7 +157,8 @@ def prefill(
         lse.fill_(-torch.inf)
     broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past)
-    scoring, written = Scoring(scaling, _log2(softcap), sinks, sas_threshold), Result(_view(result), lse, broken)
+    block, written = rounding.block, Result(_view(result), lse, broken)
+    kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
 
     def run(
         parts: Operands,
@@ -179,7 +172,7 @@ def prefill(
         precise = mode == "fp16"
         wide = half_type(q.dtype) if mode == "half" else q.dtype
         padded_dim = _padded_dim(dim)
-        tile = SAS_TILE if precise and sas_threshold is not None else block
+        tile = SAS_TILE if precise and scoring.sas_threshold is not None else block
         tiles = prefill_tiles(mode, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
         past_block = 64 if past is None else past.block
         past_tile = min(past_block, tiles.block_n) if precise else past_block
@@ -201,45 +194,41 @@ def prefill(
         programs = -(-tokens // tiles.block_m) * pairs
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
             Queries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
-            scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
+            kernel_scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
-            **gpu.FUSED,
+            **gpu.FMA,
         )  # fmt: skip
 
     precise_parts = Operands(k, k)
-    with torch.cuda.device_of(q), room_for(q):
-        if mode == "fp16":
-            run(precise_parts, mode)
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
+        if rounding.mode == "fp16":
+            run(precise_parts, "fp16")
             return AttentionOutput(result, lse)
-        parts, v_log2 = _quantize(
-            k, v, mode=mode, block=block, v_scale=v_scale, smooth_k=smooth_k, hadamard=hadamard, starts=starts,
-            broken=broken[pairs:],
-        )  # fmt: skip
+        parts, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
         bias = None
         if parts.k_mean is not None:
             grouped = q.unflatten(1, (kv_heads, -1)).float()
-            bias = torch.einsum("bhgmd,bhd->bhgm", grouped, parts.k_mean).flatten(1, 2).contiguous() * scaling
-        rotated = launch_store.rotate(q, query_shift(dim), torch.float32) if hadamard else None
-        plain = past is None and starts is None and softcap is None and sinks is None and sas_threshold is None
-        plain = plain and not hadamard
-        if plain and (window is None or window >= tokens) and _hopper_serves(q, parts, mode, block):
-            from turbo_hf.ops.prefill import launch_hopper  # noqa: PLC0415 - needs Gluon
+            bias = torch.einsum("bhgmd,bhd->bhgm", grouped, parts.k_mean).flatten(1, 2).contiguous() * scoring.scaling
+        rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
+        plain = past is None and starts is None and scoring.is_plain and not rounding.hadamard
+        if plain and (window is None or window >= tokens) and _hopper_serves(q, parts, rounding):
+            from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
-            fp8 = mode == "fp8"
             assert v_log2 is not None
-            launch_hopper.attend(q, parts, v_log2, result, lse, broken, scaling=scaling, causal=causal, fp8=fp8)
+            to = AttentionOutput(result, lse)
+            launch_hopper_prefill(q, parts, v_log2, to, broken, scoring, causal, rounding)
         else:
-            run(parts, mode, v_log2, rotated, bias)
+            run(parts, rounding.mode, v_log2, rotated, bias)
         # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
         run(precise_parts, "fp16", repair=True)
     return AttentionOutput(result, lse)
 
 
-def _hopper_serves(q: torch.Tensor, parts: Operands, mode: str, block: int) -> bool:
+def _hopper_serves(q: torch.Tensor, parts: Operands, rounding: Rounding) -> bool:
     """Whether the kernel for Hopper computes what `prefill_kernel` would."""
-    scales = mode in ("turbo", "fp8") and parts.v_scale is not None and parts.k_mean is None and block == 128
+    scales = rounding.mode in ("turbo", "fp8") and parts.v_scale is not None and parts.k_mean is None
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
-    return gpu.hopper(q.device) and scales and narrow
+    return gpu.hopper(q.device) and scales and rounding.block == 128 and narrow
 
 
 def _log2(softcap: float | None) -> float | None:

@@ -7,7 +7,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from turbo_hf.layout import Operands
+from turbo_hf.layout import AttentionOutput, Operands, Rounding, Scoring
 from turbo_hf.ops import gpu
 from turbo_hf.ops.prefill.kernel_hopper import hopper_prefill_kernel
 
@@ -21,22 +21,22 @@ STAGES = {64: 8, 128: 5}
 """Tiles of K and V in flight, by head dim."""
 
 
-def attend(
+def launch_hopper_prefill(
     q: torch.Tensor,
     parts: Operands,
     v_log2: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
+    to: AttentionOutput,
     broken: torch.Tensor,
-    *,
-    scaling: float,
+    scoring: Scoring,
     causal: bool,
-    fp8: bool,
+    rounding: Rounding,
 ) -> None:
-    """Write out [B, Hq, M, D] and lse [B, Hq, M] of q over `parts`, v_log2 being the log2 of `parts.v_scale`.
+    """Write out and lse of q over `parts` to `to`, v_log2 being the log2 of `parts.v_scale`. scoring: a plain one.
 
     `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
     """
+    out, lse = to
+    scaling, fp8 = scoring.scaling, rounding.mode == "fp8"
     batch, heads, tokens, dim = q.shape
     kv_heads, padded = parts.k.shape[1:3]
     assert parts.v is not None

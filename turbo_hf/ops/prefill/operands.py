@@ -1,13 +1,11 @@
 """Keys and values of a chunk, quantized for the flash loop of `prefill`."""
 
-from typing import Any
-
 import torch
 
 from turbo_hf.config.turbo_config import V_SCALES
-from turbo_hf.layout import Operands
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
-from turbo_hf.ops.prefill import reference_operands as reference
+from turbo_hf.layout import Operands, Rounding
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 from turbo_hf.ops.store.quantize import check_block, check_float
 
 QUANTIZED_MODES = ("turbo", "int8", "half", "fp8")
@@ -16,12 +14,8 @@ QUANTIZED_MODES = ("turbo", "int8", "half", "fp8")
 def quantize_operands(
     k: torch.Tensor,
     v: torch.Tensor,
+    rounding: Rounding,
     *,
-    mode: str,
-    block: int = 128,
-    v_scale: str = "block",
-    smooth_k: bool = False,
-    hadamard: bool = False,
     starts: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Operands:
@@ -29,12 +23,8 @@ def quantize_operands(
 
     Args:
         k, v: float [B, Hkv, M, D].
-        mode: "turbo" (one key scale per block, INT8 values), "int8" (one key scale per token, INT8 values), "half" (one
-            key scale per token, values unchanged) or "fp8" (one key scale per block, FP8 e4m3 values).
-        block: tokens per block.
-        v_scale: scales of V: one per "block", one per "channel" of a row, or one for the whole row and head ("tensor").
-        smooth_k: subtract each row's mean key from its keys.
-        hadamard: rotate keys as `ops.rotate.rotate_keys` does; queries must be rotated too.
+        rounding: as in `ops.prefill`, of any mode but "fp16"; with `hadamard`, keys are rotated as
+            `ops.rotate.rotate_keys` does, and queries must be rotated too.
         starts: int64 [B], the first real column of each row.
         backend: "auto", "triton" or "reference".
 
@@ -48,25 +38,18 @@ def quantize_operands(
     """
     check_float("k", k)
     check_float("v", v)
-    check_block(block)
-    check_v_scale(v_scale)
-    if mode not in QUANTIZED_MODES:
-        raise ValueError(f"mode must be one of {', '.join(QUANTIZED_MODES)}; got {mode!r}.")
-    choices: dict[str, Any] = {
-        "mode": mode,
-        "block": block,
-        "v_scale": v_scale,
-        "smooth_k": smooth_k,
-        "hadamard": hadamard,
-    }
-    if uses_triton(backend, k.device, kernel_obstacle(k, mode)):
-        from turbo_hf.ops.prefill import launch  # noqa: PLC0415 - needs Triton
+    check_rounding(rounding)
+    if rounding.mode not in QUANTIZED_MODES:
+        raise ValueError(f"mode must be one of {', '.join(QUANTIZED_MODES)}; got {rounding.mode!r}.")
+    if uses_triton(backend, k.device, why_no_kernel(k, rounding.mode)):
+        from turbo_hf.ops.prefill.launch import launch_quantize_operands  # noqa: PLC0415 - needs Triton
 
-        return launch.quantize_operands(k, v, starts=starts, **choices)
-    return reference.quantize_operands(k, v, starts=starts, **choices)
+        return launch_quantize_operands(k, v, rounding, starts)
+    return reference_quantize_operands(k, v, rounding, starts)
 
 
-def check_v_scale(v_scale: str) -> None:
-    """ValueError unless `v_scale` exists."""
-    if v_scale not in V_SCALES:
-        raise ValueError(f"v_scale must be one of {', '.join(V_SCALES)}; got {v_scale!r}.")
+def check_rounding(rounding: Rounding) -> None:
+    """ValueError unless the blocks and the scales of V exist."""
+    check_block(rounding.block)
+    if rounding.v_scale not in V_SCALES:
+        raise ValueError(f"v_scale must be one of {', '.join(V_SCALES)}; got {rounding.v_scale!r}.")

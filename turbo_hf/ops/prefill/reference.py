@@ -1,38 +1,39 @@
 """Attention of a prompt, or of a chunk of one over a compressed past, in plain torch."""
 
-from typing import Any
-
 import torch
 
-from turbo_hf.layout import INT8_MAX, SAS_TILE, SCORE_LIMIT, AttentionOutput, KVStore, Operands, half_type, value_order
-from turbo_hf.ops.prefill.reference_operands import align, quantize_operands
-from turbo_hf.ops.reference_division import ratio, scaled
-from turbo_hf.ops.reference_flash import Operand, Run, Scoring, flash
+from turbo_hf.layout import (
+    INT8_MAX,
+    SAS_TILE,
+    SCORE_LIMIT,
+    AttentionOutput,
+    KVStore,
+    Operands,
+    Rounding,
+    Scoring,
+    half_type,
+    value_order,
+)
+from turbo_hf.ops.maths import align, query_shift, ratio, scaled
+from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
+from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import sealed_tokens, stored
-from turbo_hf.ops.store.reference_rotate import query_shift, rotate
+from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 P_TYPES = {"turbo": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": None}
-"""The type that P is rounded to (`Scoring.p_type`); in mode "half" it depends on the queries' type."""
+"""The type that P is rounded to (`FlashOptions.p_type`); in mode "half" it depends on the queries' type."""
 
 
-def prefill(
+def reference_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
-    scaling: float,
+    scoring: Scoring,
+    rounding: Rounding,
     past: KVStore | None = None,
     starts: torch.Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    mode: str = "turbo",
-    sas_threshold: float | None = None,
-    block: int = 128,
-    v_scale: str = "block",
-    smooth_k: bool = False,
-    hadamard: bool = False,
 ) -> AttentionOutput:
     batch, _, tokens, _ = q.shape
     column = torch.arange(tokens, device=q.device).expand(batch, tokens)
@@ -41,28 +42,26 @@ def prefill(
     count = torch.full((batch, 1), tokens, device=q.device) if starts is None else tokens - starts[:, None]
     length = 0 if past is None else (past.sealed * past.block + past.open_len)[:, None]
     place = torch.where(column < count, column + length, -1)
-    precise = mode == "fp16"
+    precise, block = rounding.mode == "fp16", rounding.block
     plain = _queries(queries, place, precise)
     turned = plain
-    if hadamard:
-        turned = _queries(rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
+    if rounding.hadamard:
+        turned = _queries(reference_rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
 
-    sas_tile = SAS_TILE if precise and sas_threshold is not None else None
-    runs = [] if past is None else _past(past, plain, mode == "fp8", sas_tile or past.block)
+    sas_tile = SAS_TILE if precise and scoring.sas_threshold is not None else None
+    runs = [] if past is None else _past(past, plain, rounding.mode == "fp8", sas_tile or past.block)
     if precise:
         block = sas_tile or block
         keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
         bias = None
     else:
-        parts = quantize_operands(
-            k, v, mode=mode, block=block, v_scale=v_scale, smooth_k=smooth_k, hadamard=hadamard, starts=starts
-        )
+        parts = reference_quantize_operands(k, v, rounding, starts)
         keys, values = _chunk(parts, align(v, starts), place, block)
-        bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scaling
+        bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scoring.scaling
     runs.append(Run(turned, keys, values, block, bias, own=True))
 
-    p_type = P_TYPES[mode] if mode in P_TYPES else half_type(q.dtype)
-    out, lse = flash(runs, Scoring(scaling, causal, window, softcap, sas_threshold, p_type), sinks)
+    p_type = P_TYPES[rounding.mode] if rounding.mode in P_TYPES else half_type(q.dtype)
+    out, lse = flash(runs, FlashOptions(scoring, causal, window, p_type))
     wild = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
     if starts is not None:
         back = (column - starts[:, None]).clamp(min=0)
@@ -71,9 +70,7 @@ def prefill(
         lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
     out, lse = out.to(q.dtype), lse.float()
     if not precise and bool(wild.any()):
-        given: dict[str, Any] = {"past": past, "starts": starts, "causal": causal, "window": window, "softcap": softcap}
-        given |= {"sinks": sinks, "sas_threshold": sas_threshold}
-        exact = prefill(q, k, v, scaling=scaling, mode="fp16", **given)
+        exact = reference_prefill(q, k, v, scoring, Rounding("fp16"), past, starts, causal, window)
         out = torch.where(wild[..., None, None], exact.out, out)
         lse = torch.where(wild[..., None], exact.lse, lse)
     return AttentionOutput(out, lse)

@@ -2,31 +2,22 @@
 
 import torch
 
-from turbo_hf.layout import INT8_MAX, V_TOP, Operands, value_order
-from turbo_hf.ops.reference_division import ratio, scaled
-from turbo_hf.ops.store.reference_rotate import key_shift, rotate
-
-__all__ = ["quantize_operands"]
+from turbo_hf.layout import INT8_MAX, V_TOP, Operands, Rounding, value_order
+from turbo_hf.ops.maths import align, key_mean, key_shift, occupied, ratio, scaled
+from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
-def quantize_operands(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mode: str,
-    block: int = 128,
-    v_scale: str = "block",
-    smooth_k: bool = False,
-    hadamard: bool = False,
-    starts: torch.Tensor | None = None,
+def reference_quantize_operands(
+    k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
 ) -> Operands:
+    mode, block, v_scale, smooth_k, hadamard = rounding
     k, v = (align(x, starts) for x in (k, v))
     mean = key_mean(k, starts) if smooth_k else None
     if mean is not None:
         k = k.float() - mean[:, :, None]
-        k = k.masked_fill(~_valid(k, starts)[:, None, :, None], 0.0)
+        k = k.masked_fill(~occupied(k, starts)[:, None, :, None], 0.0)
     if hadamard:
-        k = rotate(k, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
+        k = reference_rotate(k, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
     k, v = (_blocks(x.float(), block) for x in (k, v))
     k_range = k.abs().amax(-1 if mode in ("int8", "half") else (-1, -2))
     k_codes = torch.round(scaled(k, k_range, INT8_MAX)).to(torch.int8).flatten(2, 3)
@@ -51,32 +42,10 @@ def quantize_operands(
     )
 
 
-def align(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """x [B, H, M, D] with each row's tokens from slot 0 on, followed by zeros."""
-    if starts is None:
-        return x
-    column = torch.arange(x.shape[2], device=x.device)
-    take = (column + starts[:, None]).clamp(max=x.shape[2] - 1)
-    return torch.take_along_dim(x, take[:, None, :, None], 2).masked_fill(~_valid(x, starts)[:, None, :, None], 0.0)
-
-
-def key_mean(k: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """float32 [B, Hkv, D]: the mean key of each row, its tokens aligned to slot 0."""
-    tokens = k.shape[2] if starts is None else (k.shape[2] - starts).clamp(min=1)[:, None, None]
-    return k.sum(2, dtype=torch.float32) / tokens
-
-
 def channel_range(v: torch.Tensor, v_scale: str) -> torch.Tensor:
     """float32 [B, Hkv, D]: max|v| of each channel, or the same for all channels of a head ("tensor")."""
     by_channel = v.abs().amax(2).float()
     return by_channel if v_scale == "channel" else by_channel.amax(-1, keepdim=True).expand_as(by_channel)
-
-
-def _valid(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """bool [B, M]: which slots of aligned x hold a token."""
-    column = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
-    count = torch.full_like(column[:, :1], x.shape[2])
-    return column < (count if starts is None else count - starts[:, None])
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:

@@ -4,7 +4,24 @@ from collections.abc import Sequence
 
 import torch
 
-from turbo_hf.layout import AttentionOutput, KVStore, PagedHeads
+from turbo_hf.layout import AttentionOutput, KVStore, PagedHeads, Rounding, Scoring
+
+
+def traced_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+    rounding: Rounding,
+    past: KVStore | None,
+    starts: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+) -> AttentionOutput:
+    """`launch_prefill` as the one node of a graph that `torch.compile` makes. Operators take no tuples, so these are
+    unpacked here and packed again in `_prefill`."""
+    tensors, numbers = pack_past(past)
+    return AttentionOutput(*_prefill(q, k, v, *scoring, *rounding, tensors, numbers, starts, causal, window))
 
 
 def pack_past(past: KVStore | None) -> tuple[list[torch.Tensor], list[int]]:
@@ -25,50 +42,35 @@ def unpack_past(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> KVSt
 
 
 @torch.library.custom_op("turbo_hf::prefill", mutates_args=())
-def prefill(
+def _prefill(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    past: Sequence[torch.Tensor],
-    past_numbers: Sequence[int],
-    starts: torch.Tensor | None,
-    sinks: torch.Tensor | None,
     scaling: float,
-    causal: bool,
-    window: int | None,
     softcap: float | None,
-    mode: str,
+    sinks: torch.Tensor | None,
     sas_threshold: float | None,
+    mode: str,
     block: int,
     v_scale: str,
     smooth_k: bool,
     hadamard: bool,
+    past: Sequence[torch.Tensor],
+    past_numbers: Sequence[int],
+    starts: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`turbo_hf.ops.prefill.prefill` through its kernels, on checked arguments; `past` as `pack_past` gives it."""
-    from turbo_hf.ops.prefill import launch  # noqa: PLC0415 - needs Triton
+    """past, past_numbers: as `pack_past` gives them."""
+    from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
-    out, lse = launch.prefill(
-        q,
-        k,
-        v,
-        scaling=scaling,
-        past=unpack_past(past, past_numbers),
-        starts=starts,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        mode=mode,
-        sas_threshold=sas_threshold,
-        block=block,
-        v_scale=v_scale,
-        smooth_k=smooth_k,
-        hadamard=hadamard,
-    )
+    scoring = Scoring(scaling, softcap, sinks, sas_threshold)
+    rounding = Rounding(mode, block, v_scale, smooth_k, hadamard)
+    out, lse = launch_prefill(q, k, v, scoring, rounding, unpack_past(past, past_numbers), starts, causal, window)
     return out, lse
 
 
-@prefill.register_fake
+@_prefill.register_fake
 def _(q: torch.Tensor, *args: object) -> AttentionOutput:
     batch, heads, tokens, dim = q.shape
     out = q.new_empty(batch, tokens, heads, dim).transpose(1, 2)

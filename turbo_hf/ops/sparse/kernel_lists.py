@@ -8,7 +8,7 @@ next one knows how many there are for each output, and shares them out in whole 
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import await_launch, to_l2
+from turbo_hf.ops.kernel_common import pdl_wait, to_l2
 
 
 @triton.jit
@@ -25,15 +25,15 @@ def extent(place, closed, sink, window):
 
 
 @triton.jit
-def place_of(query, row, queries, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOCK: tl.constexpr, STARTS: tl.constexpr):
+def place_of(query, row, queries, ok, rows, BLOCK: tl.constexpr):
     """A query's place in its row, -1: none; the row's tokens in sealed blocks.
 
     Past the L1 cache: these were written a few launches ago, and launches overlap.
     """
-    closed = tl.load(sealed_ptr + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) * BLOCK
-    place = closed + tl.load(open_len_ptr + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) - queries + query
-    if STARTS:
-        place = tl.where(query < tl.load(starts_ptr + row, mask=ok, other=0).to(tl.int32), -1, place)
+    closed = tl.load(rows.sealed + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) * BLOCK
+    place = closed + tl.load(rows.open_len + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) - queries + query
+    if rows.starts is not None:
+        place = tl.where(query < tl.load(rows.starts + row, mask=ok, other=0).to(tl.int32), -1, place)
     return place, closed
 
 
@@ -48,40 +48,42 @@ def _blocks_from(start, table, blocks, spans, spanned, begin, end, SCAN: tl.cons
     return n, page, tl.load(spans + n, mask=(n >= begin) & (n < tl.minimum(end, spanned)), other=-1)
 
 
-# whatever these are, the code is the same: no user waits for another compilation as a cache grows
-@triton.jit(do_not_specialize=["table_stride", "room", "spanned", "window"])
+# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
+# one, Triton 3.6 specializes them all the same
+@triton.jit(do_not_specialize=["table_stride", "capacity", "spanned", "window"])
 def list_kernel(
     spans_ptr,  # int32 [B, Hkv, spanned]: largest bucket << 16 | smallest
     visited_ptr,  # uint8 [B, Hkv, M, buckets]
-    order_ptr, table_ptr,  # int64 [B, Hkv], [B, blocks]
-    starts_ptr, sealed_ptr, open_len_ptr,  # int64 [B]
-    listed_ptr, listed_count_ptr,  # int64 [lists, room]: page << 32 | number, int32 [lists]
-    table_stride, queries, room, spanned, buckets, sink, window,
+    rows,  # `Rows`
+    table_ptr,  # int64 [B, blocks]
+    lists,  # `Lists`
+    table_stride, capacity, spanned, window,  # of the table's rows, of a list, blocks with spans
+    queries, buckets, sink,
     KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, BUCKETS: tl.constexpr, INDEX: tl.constexpr,
-    STARTS: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The sealed blocks that one list [row, slot, query] reads, and how many they are.
 
-    A block whose buckets are not known is read. BUCKETS: `buckets`, padded. EARLY: `await_launch`.
+    A block whose buckets are not known is read. BUCKETS: `buckets`, padded. PDL: `pdl_wait`.
     """
     own = tl.program_id(0)
     query, slot = own % queries, own // queries
     row = slot // KV
-    if EARLY:
+    if PDL:
         # what will be looked through; if the order has just changed, other lines come, and nothing else follows
-        stale = row * KV + tl.minimum(tl.maximum(tl.load(order_ptr + slot, cache_modifier=".cg"), 0), KV - 1)
+        stale = row * KV + tl.minimum(tl.maximum(tl.load(rows.order + slot, cache_modifier=".cg"), 0), KV - 1)
         line = tl.arange(0, (SCAN + 31) // 32) * 32
         if INDEX:
             to_l2(spans_ptr + stale * spanned + line, line < spanned)
         line = tl.arange(0, (SCAN + 15) // 16) * 16
         to_l2(table_ptr + row * table_stride + line, line < table_stride)
-    await_launch(EARLY)
-    pair = row * KV + tl.load(order_ptr + slot, cache_modifier=".cg")
-    place, closed = place_of(query, row, queries, True, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS)
+    pdl_wait(PDL)
+    pair = row * KV + tl.load(rows.order + slot, cache_modifier=".cg")
+    place, closed = place_of(query, row, queries, True, rows, BLOCK)
     first, recent, sealed, _ = extent(place, closed, sink, window)
     blocks, begin = tl.cdiv(sealed, BLOCK), tl.cdiv(first, BLOCK)
     end = tl.maximum(recent // BLOCK, begin)
-    listed, table = listed_ptr + own.to(tl.int64) * room, table_ptr + row * table_stride
+    listed, table = lists.blocks + own.to(tl.int64) * capacity, table_ptr + row * table_stride
     spans = spans_ptr + pair * spanned
     if not INDEX:
         spanned = 0
@@ -105,22 +107,17 @@ def list_kernel(
         tl.store(listed + listed_count + tl.cumsum(kept, 0) - 1, (page << 32) + n, mask=kept != 0)
         listed_count += tl.sum(kept, 0)
         n, page, span = following
-    tl.store(listed_count_ptr + own, listed_count)
+    tl.store(lists.counts + own, listed_count)
 
 
 @triton.jit
-def outputs_of(
-    o, outputs, chunks: tl.constexpr, queries, order_ptr, starts_ptr, sealed_ptr, open_len_ptr,
-    KV: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
-):  # fmt: skip
-    """Of outputs o [row, slot, query, chunk]: its query's place, -1: none; tokens in sealed blocks; KV head."""
+def outputs_of(o, outputs, row_parts: tl.constexpr, queries, rows, KV: tl.constexpr, BLOCK: tl.constexpr):
+    """Of outputs o [row, slot, query, row part]: the query's place, -1: none; the row's sealed tokens; the KV head."""
     ok = o < outputs
-    own = o // chunks
+    own = o // row_parts
     slot = own // queries
-    place, closed = place_of(
-        own % queries, slot // KV, queries, ok, starts_ptr, sealed_ptr, open_len_ptr, BLOCK, STARTS
-    )
-    return place, closed, tl.load(order_ptr + slot, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
+    place, closed = place_of(own % queries, slot // KV, queries, ok, rows, BLOCK)
+    return place, closed, tl.load(rows.order + slot, mask=ok, other=0, cache_modifier=".cg").to(tl.int32)
 
 
 @triton.jit
@@ -142,13 +139,13 @@ def over(x, y):
 
 @triton.jit
 def tiles_of_share(
-    tiles, outputs, ctas, alone, PARTS: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr
+    tiles, outputs, ctas, alone, AT_ONCE: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr
 ):  # fmt: skip
     """Tiles that one share has of its output, at most. tiles: of each output.
 
-    The fewest with which there is a CTA for each share, or a few more, where the longest output is merged in a round of
-    PARTS less; of many outputs those with which a CTA has about SHARES. Below FILLED tiles for each of the CTAs, these
-    are `alone`: fewer of them share an SM.
+    The fewest with which there is a CTA for each share, or a few more, where that saves the longest output a round of
+    its merge, which takes AT_ONCE parts. With many outputs those with which a CTA has about SHARES. Below FILLED tiles
+    per CTA only `alone` CTAs work: fewer of them share an SM.
     """
     total = tl.sum(tiles, 0)
     if 2 * outputs > ctas:
@@ -159,7 +156,7 @@ def tiles_of_share(
         while tl.sum(over(tiles, most), 0) > ctas:
             most += 1
         longest = tl.max(tiles, 0)
-        fewer = over(longest, most) // PARTS * PARTS
+        fewer = over(longest, most) // AT_ONCE * AT_ONCE
         more = over(longest, tl.maximum(fewer, 1))
         most = tl.where((fewer > 0) & (10 * more <= 11 * most), more, most)
     return most

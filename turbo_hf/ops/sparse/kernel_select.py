@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import await_launch, to_l2
+from turbo_hf.ops.kernel_common import pdl_wait, to_l2
 
 
 @triton.jit
@@ -138,14 +138,14 @@ def rank_kernel(
     logits_ptr,  # [N, G, C]
     out_ptr,  # uint8 [N, C]
     group, buckets, count,
-    G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+    G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One KV head and query: which of OWN buckets are among its `count` best, of equals the first. G: padded.
 
     A comparison is the sign of a difference, which takes two instructions with its sum; of a predicate it takes four.
-    EARLY: `await_launch`.
+    PDL: `pdl_wait`.
     """
-    await_launch(EARLY)
+    pdl_wait(PDL)
     n = tl.program_id(0).to(tl.int64)
     at = logits_ptr + n * group * buckets
     begin = tl.program_id(1) * OWN
@@ -276,14 +276,14 @@ def layer_kernel(
     new,  # as in `_nearest`
     strides, weight_strides, key_strides, rotary_stride, tokens, queries, heads, units, buckets,
     GROUP: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    ROTARY: tl.constexpr, RELU: tl.constexpr, KEYS: tl.constexpr, NEAR: tl.constexpr, EARLY: tl.constexpr,
+    ROTARY: tl.constexpr, RELU: tl.constexpr, KEYS: tl.constexpr, NEAR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A linear layer on queries; and new keys, KEYS at a time, against NEAR centroids in programs of their own.
 
     tokens: of all rows. G: the group, padded. RELU: with a bias and a ReLU, the first layer of a classifier; otherwise
-    inner products, as with centroids. KEYS: 0 without keys. EARLY: `await_launch`.
+    inner products, as with centroids. KEYS: 0 without keys. PDL: `pdl_wait`.
     """
-    await_launch(EARLY)
+    pdl_wait(PDL)
     tile, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tiles = tl.cdiv(units, TILE)
     if tile < tiles:
@@ -308,18 +308,18 @@ def logits_kernel(
     out_ptr,  # float32 [B, Hkv, vectors, C]
     vectors, rows, heads, hidden, buckets, times,
     ROWS: tl.constexpr, TILE: tl.constexpr, UNITS: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The second layer for ROWS vectors of one KV head, of any rows, and TILE buckets. times: biases added.
 
-    WHOLE: UNITS divide the hidden units, and TILE the buckets. EARLY: `await_launch`; the first layer writes no
+    WHOLE: UNITS divide the hidden units, and TILE the buckets. PDL: `pdl_wait`; the first layer writes no
     weights, which come to the L2 cache meanwhile.
     """
     head = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * TILE + tl.arange(0, TILE)
     unit = tl.arange(0, UNITS)
     weights = weight_ptr + head * hidden * buckets
-    if EARLY:
+    if PDL:
         line: tl.constexpr = 128 * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
         first = tl.program_id(0) * TILE + tl.arange(0, TILE // line if TILE > line else 1) * line
         lines = weights + (unit[:, None] * buckets + first[None, :])
@@ -333,7 +333,7 @@ def logits_kernel(
     x_at = hidden_ptr + n[:, None] * hidden + unit[None, :]
     inside = (c < buckets)[None, :]
     acc = tl.zeros([ROWS, TILE], tl.float32)
-    await_launch(EARLY)
+    pdl_wait(PDL)
     for start in tl.range(0, hidden, UNITS, num_stages=STAGES):
         if WHOLE:
             x = tl.load(x_at, mask=live, other=0.0)

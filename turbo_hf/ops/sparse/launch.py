@@ -8,16 +8,17 @@ from typing import NamedTuple
 import torch
 import triton
 
-from turbo_hf.layout import AttentionOutput, KVStore, Rotary, power_of_two
+from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, power_of_two
 from turbo_hf.ops import gpu
+from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
-from turbo_hf.ops.room import room_for
+from turbo_hf.ops.kernel_arguments import Rows, cache_of
+from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
-from turbo_hf.ops.sparse.reference_select import CLASSIFIER
 from turbo_hf.ops.store.launch import pairs_of
 
 SCAN = 2048
@@ -38,7 +39,7 @@ def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, t
     return cos, sin, 0 if cos.shape[0] == 1 else cos.stride(0), cos.shape[2]
 
 
-def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+def launch_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     """`ops.select.assign`."""
     batch, heads, tokens, dim = keys.shape
     out = torch.empty(batch, heads, tokens, dtype=torch.int16, device=keys.device)
@@ -49,7 +50,7 @@ def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None
     with torch.cuda.device_of(keys):
         assign_kernel[(triton.cdiv(tokens, 64), pairs_of(batch, heads))](
             keys, centroids.contiguous(), out, cos, sin, keys.stride(), stride, tokens, centroids.shape[1],
-            HEADS=heads, D=dim, DP=padded, TOKENS=64, TILE=tile, ROTARY=turned, STAGES=2, num_warps=4, **gpu.FUSED,
+            HEADS=heads, D=dim, DP=padded, TOKENS=64, TILE=tile, ROTARY=turned, STAGES=2, num_warps=4, **gpu.FMA,
         )  # fmt: skip
     return out
 
@@ -96,7 +97,7 @@ def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple
         return least, torch.zeros(chunks, dtype=torch.int32, device=device)
 
 
-def classify(
+def launch_classify(
     queries: torch.Tensor,
     classifier: Mapping[str, torch.Tensor],
     *,
@@ -115,12 +116,12 @@ def classify(
         logits_kernel[(triton.cdiv(buckets, tile), heads, triton.cdiv(batch * tokens, VECTORS))](
             x, weight_2, bias_2, out, tokens, batch, heads, hidden, buckets, group, ROWS=VECTORS, TILE=tile,
             UNITS=2 * UNITS, WHOLE=hidden % (2 * UNITS) == 0 and buckets % tile == 0, STAGES=4,
-            **gpu.early(queries.device), num_warps=4, **gpu.FUSED,
+            **gpu.pdl(queries.device), num_warps=4, **gpu.FMA,
         )  # fmt: skip
     return out
 
 
-def score(
+def launch_score(
     queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: New | None = None
 ) -> torch.Tensor:
     """`ops.select.score`; new: as in `classify`."""
@@ -131,7 +132,7 @@ def score(
     return out
 
 
-def assign_and_score(
+def launch_assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
@@ -142,8 +143,8 @@ def assign_and_score(
     """`ops.select.assign_and_score`: no launch more than the logits alone."""
     new = New(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
     if classifier is None:
-        return new.out, score(queries, centroids, rotary=rotary, new=new)
-    return new.out, classify(queries, classifier, rotary=rotary, new=new)
+        return new.out, launch_score(queries, centroids, rotary=rotary, new=new)
+    return new.out, launch_classify(queries, classifier, rotary=rotary, new=new)
 
 
 def _layer(
@@ -173,11 +174,11 @@ def _layer(
         queries, weight, weight if bias is None else bias, out, cos, sin, known, queries.stride(), weight.stride(),
         strides, stride, batch * tokens, tokens, heads, units, buckets, GROUP=group, G=padded, ROWS=rows, D=dim,
         DP=max(16, power_of_two(dim)), TILE=UNITS, ROTARY=turned, RELU=bias is not None,
-        KEYS=0 if new is None else KEYS, NEAR=NEAR, EARLY=gpu.early(queries.device)["EARLY"], num_warps=4, **gpu.FUSED,
+        KEYS=0 if new is None else KEYS, NEAR=NEAR, PDL=gpu.pdl(queries.device)["PDL"], num_warps=4, **gpu.FMA,
     )  # fmt: skip
 
 
-def visit(
+def launch_visit(
     logits: torch.Tensor,
     *,
     probes: int | None = None,
@@ -193,73 +194,65 @@ def visit(
         if probes is not None:
             rank_kernel[(lists, triton.cdiv(buckets, RANKED))](
                 logits.contiguous(), out.view(torch.uint8), group, buckets, probes, G=power_of_two(group),
-                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.early(logits.device),
-                num_warps=4, **gpu.FUSED,
+                OWN=RANKED, TILE=min(COMPARED, max(16, power_of_two(buckets))), **gpu.pdl(logits.device),
+                num_warps=4, **gpu.FMA,
             )  # fmt: skip
         else:
             visit_kernel[(lists,)](
                 logits.contiguous(), logits if sizes is None else sizes.float().contiguous(), out.view(torch.uint8),
                 group, buckets, shape[2], most or 0, mass, G=power_of_two(group),
-                C=power_of_two(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4, **gpu.FUSED,
+                C=power_of_two(buckets), COUNT=most is not None, SIZED=sizes is not None, num_warps=4, **gpu.FMA,
             )  # fmt: skip
     return out
 
 
 @lru_cache(maxsize=16)
 def _workspace(
-    device: torch.device, stream: int, thread: int, lists: int, room: int, outputs: int, shares: int, floats: int
+    device: torch.device, stream: int, thread: int, lists: int, capacity: int, outputs: int, shares: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
     """Blocks listed, how many; arrival counters of outputs (zeros, as each launch leaves them); parts.
 
     Two launches use it, so that threads that share a stream have one each.
     """
     return (
-        torch.empty(lists * room, dtype=torch.int64, device=device),
+        torch.empty(lists * capacity, dtype=torch.int64, device=device),
         torch.empty(lists, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(shares * floats, dtype=torch.float32, device=device),
     )
 
 
-def sparse_decode(
+def launch_sparse_decode(
     q: torch.Tensor,
     store: KVStore,
-    buckets: torch.Tensor | None,
-    visited: torch.Tensor | None,
-    *,
-    scaling: float,
-    sink_tokens: int,
-    window_tokens: int,
-    spans: torch.Tensor | None = None,
-    min_collisions: int = 1,
+    scoring: Scoring,
+    visits: Visits | None,
+    always: AlwaysRead,
     starts: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one collision is asked for."""
     batch, heads, queries, dim = q.shape
-    kv_heads, cap = store.k_open.shape[1:3]
+    kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
     rows, spread = 8, group <= 4
     per_output = rows // 2 if spread else rows
-    chunks, lists = -(-group // per_output), batch * kv_heads * queries
+    row_parts, lists = -(-group // per_output), batch * kv_heads * queries
     tune, turbo, padded = tiles_for(q, store, mode)
     ctas = gpu.sms(q.device) * tune.occupancy
     alone = gpu.sms(q.device) if tune.blocks == 4 else ctas
     # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
-    usual = power_of_two(max(4, alone // (2 * lists * chunks)))
-    parts_at_once = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
+    usual = power_of_two(max(4, alone // (2 * lists * row_parts)))
+    merged = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
     # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
-    shares = SHARES * ctas + lists * chunks
+    shares = SHARES * ctas + lists * row_parts
     # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
     # workspace behind at each step
-    room = power_of_two(max(1, store.table.shape[1]))
+    capacity = power_of_two(max(1, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
-    shape = (q.device, gpu.stream(q.device), get_ident(), lists, room, lists * chunks, shares, floats)
+    shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats)
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -268,34 +261,33 @@ def sparse_decode(
             store.plans[shape] = KeptWorkspace(_workspace(*shape))
         workspace = store.plans[shape].words
     listed, listed_count, arrived, parts = workspace
-    indexed = buckets is not None and visited is not None
-    flags = listed_count
-    if visited is not None:
-        flags = visited.contiguous().view(torch.uint8)
-    order = store.order.contiguous()
-    places = (store.open_len if starts is None else starts, store.sealed, store.open_len)
-    sink, window = min(sink_tokens, EVERY), min(window_tokens, EVERY)
-    known = {"KV": kv_heads, "BLOCK": store.block, "INDEX": indexed, "STARTS": starts is not None}
-    known |= gpu.early(q.device)
+    index, flags = None, listed_count
+    if visits is not None:
+        flags = visits.visited.contiguous().view(torch.uint8)
+        index = Index(visits.buckets.contiguous(), flags, flags.shape[-1])
+    spans = None if visits is None else visits.spans
+    rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
+    lists_held = Lists(listed, listed_count)
+    sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
-    with torch.cuda.device_of(q), room_for(q):
+    pdl = gpu.pdl(q.device)
+    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         list_kernel[(lists,)](
-            spanned, flags, order, store.table, *places, listed, listed_count, store.table.stride(0), queries, room,
-            0 if spans is None else spans.shape[2], flags.shape[-1], sink, window, SCAN=SCAN,
-            BUCKETS=power_of_two(flags.shape[-1]) if indexed else 1, **known, num_warps=8, **gpu.FUSED,
+            spanned, flags, rows_held, store.table, lists_held,
+            store.table.stride(0), capacity, 0 if spans is None else spans.shape[2], window, queries, flags.shape[-1],
+            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, INDEX=index is not None,
+            BUCKETS=1 if index is None else power_of_two(index.clusters), **pdl, num_warps=8, **gpu.FMA,
+        )  # fmt: skip
+        form = Form(
+            slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
+            kv_heads=kv_heads, group=group, dim=dim, padded_dim=padded, block=store.block, tile=tune.blocks, rows=rows,
+            spread=spread, turbo=turbo, all_16bit=False, stages=tune.stages, at_once=merged,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
-            q, out, lse, lse if sinks is None else sinks,
-            tuple((pages.k, pages.v, pages.meta, pages.scale) for pages in store.paged),
-            (store.k_open, store.v_open, store.k_scale, store.v_scale),
-            listed_count if buckets is None else buckets.contiguous(), flags, order, *places, listed, listed_count,
-            parts, arrived, listed_count if read is None else read, q.stride(), room, cap,
-            buckets.shape[-1] if buckets is not None else 0, queries, lists * chunks, flags.shape[-1], sink, window,
-            scaling, softcap or 0.0, sas_threshold or 0.0, alone,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BITS=tuple(pages.bits for pages in store.paged),
-            GROUP=group, D=dim, DP=padded, NB=tune.blocks, R=rows, SPREAD=spread, TURBO=turbo,
-            OUTPUTS=power_of_two(lists * chunks), FILLED=FILLED, SHARES=SHARES, CAPPED=softcap is not None,
-            SAS=sas_threshold is not None, SINKS=sinks is not None, READ=read is not None, STAGES=tune.stages,
-            PARTS=parts_at_once, ASM=q.is_cuda, **known, num_warps=tune.blocks, **gpu.FUSED,
+            Queries(q, q.stride()), Result(out, lse), cache_of(store), rows_held,
+            index, lists_held, Workspace(parts, arrived), scoring, read,
+            capacity, 0 if visits is None else visits.buckets.shape[-1], lists * row_parts, window, queries, sink,
+            alone, FORM=form, SHARING=Sharing(power_of_two(lists * row_parts), FILLED, SHARES), **pdl, ASM=q.is_cuda,
+            num_warps=tune.blocks, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)

@@ -2,27 +2,19 @@
 
 import torch
 
-from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops.decode.reference_stored import attend
-from turbo_hf.ops.reference_flash import Scoring
+from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
+from turbo_hf.ops.decode.reference import attend
+from turbo_hf.ops.reference_flash import FlashOptions
 
 
-def sparse_decode(
+def reference_sparse_decode(
     q: torch.Tensor,
     store: KVStore,
-    buckets: torch.Tensor | None,
-    visited: torch.Tensor | None,
-    *,
-    scaling: float,
-    sink_tokens: int,
-    window_tokens: int,
-    spans: torch.Tensor | None = None,
-    min_collisions: int = 1,
+    scoring: Scoring,
+    visits: Visits | None,
+    always: AlwaysRead,
     starts: torch.Tensor | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     mode: str = "turbo",
-    sas_threshold: float | None = None,
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
     batch, _, tokens, _ = q.shape
@@ -37,15 +29,16 @@ def sparse_decode(
     place = place.masked_fill(padding, -1)[..., None]
 
     causal = key <= place
-    choices = heads if visited is None else visited.shape[1]
-    kept = (causal & ((key < sink_tokens) | (key > place - window_tokens)))[:, None].expand(-1, choices, -1, -1)
-    if buckets is not None and visited is not None:
-        own = buckets.repeat_interleave(choices // heads, 1)
-        kept = kept | (causal[:, None] & _collides(own, visited, places, min_collisions))
+    choices = heads if visits is None else visits.visited.shape[1]
+    first, newest = key < always.sink_tokens, key > place - always.window_tokens
+    kept = (causal & (first | newest))[:, None].expand(-1, choices, -1, -1)
+    if visits is not None:
+        own = visits.buckets.repeat_interleave(choices // heads, 1)
+        kept = kept | (causal[:, None] & _collides(own, visits.visited, places, visits.min_collisions))
     if read is not None:
         read += kept.unflatten(1, (heads, -1)).any(2).sum()
-    how = Scoring(scaling, True, None, softcap, sas_threshold, None if mode == "fp16" else torch.int8)
-    return attend(q, store, how, starts, sinks, kept)
+    options = FlashOptions(scoring, True, None, None if mode == "fp16" else torch.int8)
+    return attend(q, store, options, starts, kept)
 
 
 def _collides(buckets: torch.Tensor, visited: torch.Tensor, tokens: int, min_collisions: int) -> torch.Tensor:

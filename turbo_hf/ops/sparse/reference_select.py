@@ -4,38 +4,21 @@ from collections.abc import Mapping
 
 import torch
 
-from turbo_hf.layout import Rotary
-
-CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
-"""The classifier's tensors: [Hkv, D, hidden], [Hkv, hidden], [Hkv, hidden, C], [Hkv, C]."""
+from turbo_hf.layout import CLASSIFIER, Rotary
+from turbo_hf.ops.maths import undo_rotary_halves
 
 PART = 4096
 """Keys assigned at a time: bounds the float32 scores, one per key and centroid."""
 
 
-def undo_rotary_halves(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
-    """x [B, H, M, D] in float32 before rotary embedding; rotary: (cos, sin) [1 or B, M, r] of its tokens, or None.
-
-    Half layout: channels c and c + r/2 rotate together; channels from r on do not rotate.
-    """
-    if rotary is None:
-        return x.float()
-    cos, sin = (part.float()[:, None] for part in rotary)
-    size = cos.shape[-1]
-    turned, rest = x.float()[..., :size], x.float()[..., size:]
-    low, high = turned.chunk(2, -1)
-    plain = (turned * cos - torch.cat((-high, low), -1) * sin) / (cos * cos + sin * sin)
-    return torch.cat((plain, rest), -1)
-
-
-def assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+def reference_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     keys = undo_rotary_halves(keys, rotary)
     wide = centroids.float().mT
     parts = [(part @ wide).argmax(-1) for part in keys.split(PART, 2)]
     return torch.cat(parts, 2).to(torch.int16)
 
 
-def visit(
+def reference_visit(
     logits: torch.Tensor,
     *,
     probes: int | None = None,
@@ -60,7 +43,7 @@ def visit(
     return torch.zeros_like(score, dtype=torch.bool).scatter(-1, bucket, taken)
 
 
-def classify(
+def reference_classify(
     queries: torch.Tensor,
     classifier: Mapping[str, torch.Tensor],
     *,
@@ -75,13 +58,13 @@ def classify(
     return logits.transpose(2, 3)
 
 
-def score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
+def reference_score(queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
     # inner products are linear: those of the sum
     x = _pre_rotary(queries, rotary).sum(2, keepdim=True)
     return torch.matmul(x, centroids.float().mT[:, None]).transpose(2, 3)
 
 
-def assign_and_score(
+def reference_assign_and_score(
     keys: torch.Tensor,
     queries: torch.Tensor,
     centroids: torch.Tensor,
@@ -90,8 +73,8 @@ def assign_and_score(
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if classifier is None:
-        return assign(keys, centroids, rotary=rotary), score(queries, centroids, rotary=rotary)
-    return assign(keys, centroids, rotary=rotary), classify(queries, classifier, rotary=rotary)
+        return reference_assign(keys, centroids, rotary=rotary), reference_score(queries, centroids, rotary=rotary)
+    return reference_assign(keys, centroids, rotary=rotary), reference_classify(queries, classifier, rotary=rotary)
 
 
 def _pre_rotary(queries: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:

@@ -5,9 +5,15 @@ from collections.abc import Mapping
 import torch
 
 from turbo_hf.config.turbo_config import MOST_BUCKETS
-from turbo_hf.layout import Rotary
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
-from turbo_hf.ops.sparse import reference_select as reference
+from turbo_hf.layout import CLASSIFIER, Rotary
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.ops.sparse.reference_select import (
+    reference_assign,
+    reference_assign_and_score,
+    reference_classify,
+    reference_score,
+    reference_visit,
+)
 
 
 def assign(
@@ -33,11 +39,11 @@ def assign(
     _check_keys(keys, centroids)
     dim = centroids.shape[2]
     _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
-    if keys.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+    if keys.numel() and uses_triton(backend, keys.device, why_no_kernel(keys)):
+        from turbo_hf.ops.sparse.launch import launch_assign  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.assign(keys, centroids, rotary=rotary)
-    return reference.assign(keys, centroids, rotary=rotary)
+        return launch_assign(keys, centroids, rotary=rotary)
+    return reference_assign(keys, centroids, rotary=rotary)
 
 
 def classify(
@@ -72,11 +78,11 @@ def classify(
             f"{tuple(queries.shape)}."
         )
     _check_rotary(rotary, queries.shape[0], queries.shape[2], queries.shape[4])
-    if queries.numel() and uses_triton(backend, queries.device, kernel_obstacle(queries)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+    if queries.numel() and uses_triton(backend, queries.device, why_no_kernel(queries)):
+        from turbo_hf.ops.sparse.launch import launch_classify  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.classify(queries, classifier, rotary=rotary)
-    return reference.classify(queries, classifier, rotary=rotary)
+        return launch_classify(queries, classifier, rotary=rotary)
+    return reference_classify(queries, classifier, rotary=rotary)
 
 
 def score(
@@ -104,11 +110,11 @@ def score(
     if queries.device != centroids.device:
         raise ValueError(f"queries and centroids must be on one device; got {queries.device} and {centroids.device}.")
     _check_rotary(rotary, queries.shape[0], queries.shape[2], dim)
-    if queries.numel() and uses_triton(backend, queries.device, kernel_obstacle(queries)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+    if queries.numel() and uses_triton(backend, queries.device, why_no_kernel(queries)):
+        from turbo_hf.ops.sparse.launch import launch_score  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.score(queries, centroids, rotary=rotary)
-    return reference.score(queries, centroids, rotary=rotary)
+        return launch_score(queries, centroids, rotary=rotary)
+    return reference_score(queries, centroids, rotary=rotary)
 
 
 def assign_and_score(
@@ -151,11 +157,11 @@ def assign_and_score(
             f"{keys.device}, {queries.device} and {weight.device}."
         )
     _check_rotary(rotary, keys.shape[0], keys.shape[2], dim)
-    if queries.numel() and uses_triton(backend, keys.device, kernel_obstacle(keys) or kernel_obstacle(queries)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+    if queries.numel() and uses_triton(backend, keys.device, why_no_kernel(keys) or why_no_kernel(queries)):
+        from turbo_hf.ops.sparse.launch import launch_assign_and_score  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
-    return reference.assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+        return launch_assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
+    return reference_assign_and_score(keys, queries, centroids, classifier, rotary=rotary)
 
 
 def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
@@ -170,7 +176,7 @@ def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
 
 
 def _check_classifier(classifier: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    names = reference.CLASSIFIER
+    names = CLASSIFIER
     missing = [name for name in names if name not in classifier]
     if missing:
         raise ValueError(f"classifier must hold {', '.join(names)}; it lacks {', '.join(missing)}.")
@@ -243,14 +249,14 @@ def visit(
         raise ValueError(
             f"sizes must be {shape} on {logits.device}, and come with mass; got {tuple(sizes.shape)} on {sizes.device}."
         )
-    if logits.numel() and uses_triton(backend, logits.device, _obstacle(logits, mass)):
-        from turbo_hf.ops.sparse import launch as launch_sparse  # noqa: PLC0415 - needs Triton
+    if logits.numel() and uses_triton(backend, logits.device, _why_no_kernel(logits, mass)):
+        from turbo_hf.ops.sparse.launch import launch_visit  # noqa: PLC0415 - needs Triton
 
-        return launch_sparse.visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
-    return reference.visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
+        return launch_visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
+    return reference_visit(logits, probes=probes, mass=mass, most=most, sizes=sizes)
 
 
-def _obstacle(logits: torch.Tensor, mass: float | None) -> str | None:
+def _why_no_kernel(logits: torch.Tensor, mass: float | None) -> str | None:
     """Why the kernels cannot serve this call (the one for `mass` holds all logits of a KV head at once)."""
     if logits.dtype == torch.float64:
         return "float64 has no kernel"

@@ -6,9 +6,9 @@ import torch
 
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
-from turbo_hf.ops.store import reference_append as reference
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
 from turbo_hf.ops.store.rotate import rotate_keys
 
 
@@ -48,7 +48,7 @@ def append_tokens(
 
     Source: TurboAttention sec. 3.3 (decode buffer); INT-FlashAttention alg. 1 (token-level scales).
     """
-    batch, heads, room, dim = store.k_open.shape
+    batch, heads, capacity, dim = store.k_open.shape
     for name, x in (("k", k), ("v", v)):
         if x.dim() != 4 or x.shape != k.shape or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, dim):
             raise ValueError(f"{name} must be [{batch}, {heads}, M, {dim}] like the store; got {tuple(x.shape)}.")
@@ -60,18 +60,18 @@ def append_tokens(
         max_scale=(max_scale, scales),
         nonfinite=(nonfinite, (1,)),
     )
-    if starts is None and k.shape[2] > room:
-        raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {room}, open ones included.")
+    if starts is None and k.shape[2] > capacity:
+        raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {capacity}, open ones included.")
     if rotate:
         check_float("k", k)
-    if uses_triton(backend, k.device, kernel_obstacle(k)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+    if uses_triton(backend, k.device, why_no_kernel(k)):
+        from turbo_hf.ops.store.launch import launch_append_tokens  # noqa: PLC0415 - needs Triton
 
         counters = _counters(batch, k.device, gpu.stream(k.device))
-        launch_store.append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
+        launch_append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k
-        reference.append_tokens(
+        reference_append_tokens(
             k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
         )
 
@@ -114,12 +114,12 @@ def append_step(
 
     Source: TurboAttention alg. 2 (decode: quantize, and compress the buffer once it is full).
     """
-    batch, heads, room, dim = store.k_open.shape
+    batch, heads, capacity, dim = store.k_open.shape
     for name, x in (("k", k), ("v", v)):
         if x.shape != (batch, heads, 1, dim):
             raise ValueError(f"{name} must be [{batch}, {heads}, 1, {dim}] like the store; got {tuple(x.shape)}.")
-    if room < store.block:
-        raise ValueError(f"store must have room for {store.block} open tokens; it has {room}.")
+    if capacity < store.block:
+        raise ValueError(f"store must have room for {store.block} open tokens; it has {capacity}.")
     if store.k_open.dtype != torch.int8:
         raise ValueError(
             f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
@@ -133,13 +133,13 @@ def append_step(
             f"noted must be an index [{batch}, {heads}, L, places] and buckets [{batch}, {heads}, L, 1]; got "
             f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
         )
-    if uses_triton(backend, k.device, kernel_obstacle(k)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+    if uses_triton(backend, k.device, why_no_kernel(k)):
+        from turbo_hf.ops.store.launch import launch_append_step  # noqa: PLC0415 - needs Triton
 
-        launch_store.append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate)
+        launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k
-        reference.append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
+        reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
 
 
 def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
@@ -161,12 +161,12 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
 
     Source: as for `ops.quantize.seal_blocks`, which gives the same bits.
     """
-    if uses_triton(backend, store.k_open.device, kernel_obstacle(store.k_open)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+    if uses_triton(backend, store.k_open.device, why_no_kernel(store.k_open)):
+        from turbo_hf.ops.store.launch import launch_seal_open  # noqa: PLC0415 - needs Triton
 
-        launch_store.seal_open(store, blocks)
+        launch_seal_open(store, blocks)
     else:
-        reference.seal_open(store, blocks)
+        reference_seal_open(store, blocks)
 
 
 def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[int, ...]]) -> None:

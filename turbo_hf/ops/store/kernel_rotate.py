@@ -29,13 +29,14 @@ def rotated(x, LEVELS: tl.constexpr):
 def rotate_kernel(
     x_ptr, out_ptr,  # [B, H, M, D], the second contiguous
     stride_b, stride_h, stride_m, heads, tokens, runs, scale,
-    PARTS: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
+    RUNS_PER_TOKEN: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS runs of SIZE = 2^LEVELS channels, PARTS of them to a token."""
+    """ROWS runs of SIZE = 2^LEVELS channels, RUNS_PER_TOKEN of them to a token."""
     run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token = run // PARTS
+    token = run // RUNS_PER_TOKEN
     row_head = token // tokens
-    at = row_head // heads * stride_b + row_head % heads * stride_h + token % tokens * stride_m + run % PARTS * SIZE
+    at = row_head // heads * stride_b + row_head % heads * stride_h + token % tokens * stride_m
+    at += run % RUNS_PER_TOKEN * SIZE
     d = tl.arange(0, SIZE)
     inside = (run < runs)[:, None]
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, value_order
+from turbo_hf.ops.store.kernel_arguments import Block
 
 
 @triton.jit
@@ -65,27 +66,28 @@ def _codes(q1, step, zero, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _store_planes(ptr, at, codes, inside, part: tl.constexpr, before, width, BITS: tl.constexpr, PARTS: tl.constexpr):
-    """One part of a half-split run joins the bytes of the parts `before`; stores them with the last.
+def _store_planes(ptr, at, codes, inside, lane: tl.constexpr, before, width, BITS: tl.constexpr, LANES: tl.constexpr):
+    """One lane of a half-split run joins the bytes of the lanes `before`; stores them with the last.
 
-    Parts stand one after the other in the run and each covers the lane of a bit position. `width`: codes of a part.
+    A lane is the codes that have the same bits of their bytes; lanes stand one after another in the run. width: codes
+    of a lane.
     """
     if BITS == 3:
         low, other, high = before
-        shifted = (codes & 3) << (part // 2 * 2)
-        if part % 2 == 0:
+        shifted = (codes & 3) << (lane // 2 * 2)
+        if lane % 2 == 0:
             low = low | shifted
         else:
             other = other | shifted
-        high = high | (codes >> 2) << part
-        if part == PARTS - 1:
+        high = high | (codes >> 2) << lane
+        if lane == LANES - 1:
             tl.store(ptr + at, low.to(tl.uint8), mask=inside)
             tl.store(ptr + at + width, other.to(tl.uint8), mask=inside)
             tl.store(ptr + at + 2 * width, high.to(tl.uint8), mask=inside)
     else:
         low, other, high = before
-        low = low | codes << (part * BITS)
-        if part == PARTS - 1:
+        low = low | codes << (lane * BITS)
+        if lane == LANES - 1:
             tl.store(ptr + at, low.to(tl.uint8), mask=inside)
     return low, other, high
 
@@ -93,18 +95,18 @@ def _store_planes(ptr, at, codes, inside, part: tl.constexpr, before, width, BIT
 @triton.jit
 def _seal_lines(
     x_ptr, token, channel, ratio, out_ptr, meta_ptr, page,
-    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr, KP: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, LANE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; its steps and zeros to `meta_ptr`."""
     LEVELS: tl.constexpr = 2.0**BITS - 1
-    WIDTH: tl.constexpr = D // PARTS
+    WIDTH: tl.constexpr = D // LANES
     n = tl.arange(0, BLOCK)
-    j = tl.arange(0, KP)
-    none = tl.zeros((BLOCK, KP), tl.int32)
+    j = tl.arange(0, LANE_WIDTH)
+    none = tl.zeros((BLOCK, LANE_WIDTH), tl.int32)
     planes = (none, none, none)
     at = page * (BLOCK * D * BITS // 8) + n[:, None] * (D * BITS // 8) + j[None, :]
-    for part in tl.static_range(PARTS):
-        run = part * WIDTH + j
+    for lane in tl.static_range(LANES):
+        run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
         q1 = _stage1(x_ptr, n[:, None] * token + run[None, :] * channel, inside, ratio[:, None])
         if BITS == 8:
@@ -114,81 +116,76 @@ def _seal_lines(
             tl.store(meta_ptr + run, step.to(tl.int8), mask=j < WIDTH)
             tl.store(meta_ptr + D + run, zero.to(tl.int8), mask=j < WIDTH)
             codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
-            planes = _store_planes(out_ptr, at, codes, inside, part, planes, WIDTH, BITS, PARTS)
+            planes = _store_planes(out_ptr, at, codes, inside, lane, planes, WIDTH, BITS, LANES)
 
 
 @triton.jit
-def seal_block(
-    k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, v_token, v_channel, k_out_ptr, v_out_ptr, meta_ptr, scale_ptr, page,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
-    KP: tl.constexpr,
-):  # fmt: skip
-    """One block of one head to page `page`, int64, of its width. k_ptr: [BLOCK, D]; v_ptr: with strides of its own.
-
-    PARTS: codes in a byte of the finest plane; KP: a part's channels, padded.
-    """
+def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
+    """One block of one head, `Block`, to page `page`, int64, of width G. pages: (k, v, meta, scale) of that width."""
+    k_out, v_out, meta_out, scale_out = pages
+    D: tl.constexpr = FORM.dim
+    DP: tl.constexpr = FORM.padded_dim
+    BLOCK: tl.constexpr = FORM.block
+    BITS: tl.constexpr = FORM.bits[G]
+    LANES: tl.constexpr = FORM.lanes[G]
     LEVELS: tl.constexpr = 2.0**BITS - 1
     n = tl.arange(0, BLOCK)
-    k_scale, k_ratio = _ratios(k_scale_ptr, 0, n)
-    v_scale, v_ratio = _ratios(v_scale_ptr, 0, n)
-    tl.store(scale_ptr + page * 2, k_scale)
-    tl.store(scale_ptr + page * 2 + 1, v_scale)
+    k_scale, k_ratio = _ratios(tokens.k_scale, 0, n)
+    v_scale, v_ratio = _ratios(tokens.v_scale, 0, n)
+    tl.store(scale_out + page * 2, k_scale)
+    tl.store(scale_out + page * 2 + 1, v_scale)
     base = page * BLOCK * D
-    meta = meta_ptr + page * 4 * D
-    _seal_lines(k_ptr, D, 1, k_ratio, k_out_ptr, meta, page, D, BLOCK, BITS, PARTS, KP)
+    meta = meta_out + page * 4 * D
+    _seal_lines(tokens.k, D, 1, k_ratio, k_out, meta, page, D, BLOCK, BITS, LANES, FORM.lane_width[G])
     d = tl.arange(0, DP)
     step = tl.full((DP,), 1.0, tl.float32)
     zero = step
     if BITS != 8:
-        at = n[:, None] * v_token + d[None, :] * v_channel
-        q1 = _stage1(v_ptr, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
+        at = n[:, None] * tokens.v_token + d[None, :] * tokens.v_channel
+        q1 = _stage1(tokens.v, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
         step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
         tl.store(meta + 2 * D + d, step.to(tl.int8), mask=d < D)
         tl.store(meta + 3 * D + d, zero.to(tl.int8), mask=d < D)
-    TOKENS: tl.constexpr = BLOCK // PARTS
+    TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
     none = tl.zeros((DP, TOKENS), tl.int32)
     planes = (none, none, none)
     inside = (d < D)[:, None] & (i >= 0)[None, :]
     v_at = page * (D * BLOCK * BITS // 8) + d[:, None] * (BLOCK * BITS // 8) + i[None, :]
-    for part in tl.static_range(PARTS):
-        token = value_order(part * TOKENS + i)
-        share = tl.div_rn(tl.load(v_scale_ptr + token), tl.where(v_scale > 0, v_scale, 1.0))
-        q1 = _stage1(v_ptr, token[None, :] * v_token + d[:, None] * v_channel, inside, share[None, :])
+    for lane in tl.static_range(LANES):
+        token = value_order(lane * TOKENS + i)
+        share = tl.div_rn(tl.load(tokens.v_scale + token), tl.where(v_scale > 0, v_scale, 1.0))
+        v_from = token[None, :] * tokens.v_token + d[:, None] * tokens.v_channel
+        q1 = _stage1(tokens.v, v_from, inside, share[None, :])
         if BITS == 8:
-            tl.store(v_out_ptr + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
+            tl.store(v_out + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
         else:
             codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
-            planes = _store_planes(v_out_ptr, v_at, codes, inside, part, planes, TOKENS, BITS, PARTS)
+            planes = _store_planes(v_out, v_at, codes, inside, lane, planes, TOKENS, BITS, LANES)
 
 
 @triton.jit
-def copy_block(
-    k_ptr, v_ptr, v_token, v_channel, k_out_ptr, v_out_ptr, scale_ptr, page,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One block of one head to a page of 16 bit, as it is. The pointers are those of `seal_block`."""
+def copy_block(tokens, pages, page, FORM: tl.constexpr):
+    """One block of one head to a page of 16 bit, as it is: `seal_block` without codes."""
+    k_out, v_out, _, scale_out = pages
+    D: tl.constexpr = FORM.dim
+    BLOCK: tl.constexpr = FORM.block
     n = tl.arange(0, BLOCK)
-    d = tl.arange(0, DP)
+    d = tl.arange(0, FORM.padded_dim)
     inside = (n >= 0)[:, None] & (d < D)[None, :]
     k_at = n[:, None] * D + d[None, :]
-    tl.store(k_out_ptr + page * BLOCK * D + k_at, tl.load(k_ptr + k_at, mask=inside), mask=inside)
-    v = tl.load(v_ptr + n[:, None] * v_token + d[None, :] * v_channel, mask=inside)
-    tl.store(v_out_ptr + page * BLOCK * D + d[None, :] * BLOCK + n[:, None], v, mask=inside)
-    tl.store(scale_ptr + page * 2, 1.0)
-    tl.store(scale_ptr + page * 2 + 1, 1.0)
+    tl.store(k_out + page * BLOCK * D + k_at, tl.load(tokens.k + k_at, mask=inside), mask=inside)
+    v = tl.load(tokens.v + n[:, None] * tokens.v_token + d[None, :] * tokens.v_channel, mask=inside)
+    tl.store(v_out + page * BLOCK * D + d[None, :] * BLOCK + n[:, None], v, mask=inside)
+    tl.store(scale_out + page * 2, 1.0)
+    tl.store(scale_out + page * 2 + 1, 1.0)
 
 
 @triton.jit
-def seal_kernel(
-    k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, k_out_ptr, v_out_ptr, meta_ptr, scale_ptr,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, PARTS: tl.constexpr,
-    KP: tl.constexpr,
-):  # fmt: skip
-    """One block of one head to the page of the same number."""
+def seal_kernel(k_ptr, k_scale_ptr, v_ptr, v_scale_ptr, pages, FORM: tl.constexpr):
+    """One block of one head to the page of the same number. pages: (k, v, meta, scale) of the only width."""
     page = tl.program_id(0).to(tl.int64)
-    base = page * BLOCK * D
-    seal_block(
-        k_ptr + base, k_scale_ptr + page * BLOCK, v_ptr + base, v_scale_ptr + page * BLOCK, D, 1, k_out_ptr, v_out_ptr,
-        meta_ptr, scale_ptr, page, D, DP, BLOCK, BITS, PARTS, KP,
-    )  # fmt: skip
+    base = page * FORM.block * FORM.dim
+    scales = page * FORM.block
+    tokens = Block(k_ptr + base, v_ptr + base, k_scale_ptr + scales, v_scale_ptr + scales, FORM.dim, 1)
+    seal_block(tokens, pages, page, 0, FORM)

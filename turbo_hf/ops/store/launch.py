@@ -1,17 +1,18 @@
 """Launches of the kernels that store tokens. Imported only where one runs, as it needs Triton."""
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from turbo_hf.layout import FULL, KVStore, PagedHeads, empty_pages, power_of_two
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, empty_pages, power_of_two
+from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.store.kernel_append import append_kernel, append_step_kernel, seal_open_kernel
+from turbo_hf.ops.store.kernel_arguments import Form, NewTokens, Noted
 from turbo_hf.ops.store.kernel_rotate import rotate_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
 
 TOKENS = 64
-"""Tokens of one program."""
+"""Tokens per program."""
 
 ROTATED = 32
 """Runs of channels that a program rotates: few enough for a decode step to be spread over the SMs."""
@@ -19,12 +20,12 @@ ROTATED = 32
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
 
-PARTS = {FULL: 1, 8: 1, 4: 2, 3: 8, 2: 4}
-"""Parts of a half-split run: the codes in one byte of its finest plane."""
+LANES = {UNQUANTIZED: 1, 8: 1, 4: 2, 3: 8, 2: 4}
+"""Lanes of a half-split run: the codes in one byte of its finest plane."""
 
 
 MOST_PAIRS = (1 << 16) - 1
-"""Of CUDA's grids, whose second dimension pairs take."""
+"""CUDA's limit of gridDim.y, the dimension of rows times heads."""
 
 
 def pairs_of(batch: int, heads: int) -> int:
@@ -38,11 +39,16 @@ def pairs_of(batch: int, heads: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _constants(bits: tuple[int, ...], dim: int) -> dict[str, Any]:
-    """What a kernel that seals is told of the widths of the pages, and of the head dim."""
-    parts = tuple(PARTS[width] for width in bits)
-    packed = tuple(power_of_two(dim // n) for n in parts)
-    return {"BITS": bits, "PARTS": parts, "KP": packed, "D": dim, "DP": power_of_two(dim), "enable_fp_fusion": False}
+def _form(slots: tuple[int, ...], bits: tuple[int, ...], heads: int, dim: int, block: int) -> Form:
+    """What a kernel that seals is compiled for."""
+    lanes = tuple(LANES[width] for width in bits)
+    widths = tuple(power_of_two(dim // n) for n in lanes)
+    return Form(slots, bits, lanes, widths, heads, dim, power_of_two(dim), block)
+
+
+def _form_of(store: KVStore) -> Form:
+    slots, bits = tuple(pages.k.shape[1] for pages in store.paged), tuple(pages.bits for pages in store.paged)
+    return _form(slots, bits, store.k_open.shape[1], store.k_open.shape[3], store.block)
 
 
 def _levels(dim: int) -> int:
@@ -50,7 +56,7 @@ def _levels(dim: int) -> int:
     return (dim & -dim).bit_length() - 1
 
 
-def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.quantize.quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -64,7 +70,7 @@ def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.
     return codes, own
 
 
-def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
+def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     """`ops.rotate`: x times the matrix with entries +-2^-shift."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -73,30 +79,29 @@ def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     runs = batch * heads * tokens * (dim // size)
     with torch.cuda.device_of(x):
         rotate_kernel[(-(-runs // ROTATED),)](
-            x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, PARTS=dim // size, SIZE=size,
+            x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, RUNS_PER_TOKEN=dim // size, SIZE=size,
             LEVELS=_levels(dim), ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
-def seal_blocks(
+def launch_seal_blocks(
     k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
 ) -> PagedHeads:
     """`ops.quantize.seal_blocks`."""
     pages, slots, block, dim = k.shape
     sealed = empty_pages(bits, pages, slots, dim, block, k.device)
-    parts = PARTS[bits]
     k, k_scale, v, v_scale = (x.contiguous() for x in (k, k_scale, v, v_scale))
     with torch.cuda.device_of(k):
         # products must round as the reference's do, so that a block has the same bits wherever it is sealed
         seal_kernel[(pages * slots,)](
-            k, k_scale, v, v_scale, *sealed[1:], D=dim, DP=power_of_two(dim), BLOCK=block, BITS=bits,
-            PARTS=parts, KP=power_of_two(dim // parts), enable_fp_fusion=False,
+            k, k_scale, v, v_scale, sealed[1:], FORM=_form((slots,), (bits,), slots, dim, block),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return sealed
 
 
-def append_tokens(
+def launch_append_tokens(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
@@ -112,37 +117,35 @@ def append_tokens(
     part = min(APPENDED, power_of_two(tokens))
     with torch.cuda.device_of(k):
         append_kernel[(-(-tokens // part), pairs_of(batch, heads))](
-            k, v, store.k_open, store.v_open, store.k_scale, store.v_scale, store.open_len,
-            store.open_len if starts is None else starts,
-            store.k_scale if given_scale is None else given_scale.contiguous(),
-            nonfinite if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, k.stride(),
-            v.stride(), tokens, store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
-            STARTS=starts is not None, GIVEN=given_scale is not None, MAX_SCALE=max_scale is not None,
+            NewTokens(k, v, k.stride(), v.stride()),
+            None if given_scale is None else given_scale.contiguous(),
+            (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
+            starts, None if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, tokens,
+            store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
             LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def seal_open(store: KVStore, blocks: int) -> None:
+def launch_seal_open(store: KVStore, blocks: int) -> None:
     """`ops.append.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
     bits = tuple(pages.bits for pages in store.paged)
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
     codes = held
-    if store.k_open.dtype != torch.int8 and min(bits) < FULL:
+    if store.k_open.dtype != torch.int8 and min(bits) < UNQUANTIZED:
         # narrower heads in a layer whose open tokens are in 16 bit
-        (k, k_scale), (v, v_scale) = (quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
+        (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
         codes = (k, v, k_scale, v_scale, dim, 1)
     with torch.cuda.device_of(store.k_open):
         # as in `seal_blocks`, products must round as the reference's do
         seal_open_kernel[(blocks, pairs_of(batch, heads))](
-            tuple(pages[1:] for pages in store.paged),
-            tuple(held if width == FULL else codes for width in bits), store.order.contiguous(), store.table,
-            store.sealed, store.open_len, store.table.stride(0), cap, HEADS=heads,
-            SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block, **_constants(bits, dim),
+            tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
+            Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.table.stride(0), cap,
+            FORM=_form_of(store), enable_fp_fusion=False,
         )  # fmt: skip
 
 
-def append_step(
+def launch_append_step(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
@@ -154,15 +157,12 @@ def append_step(
 ) -> None:
     """`ops.append.append_step`."""
     batch, heads, _, dim = k.shape
-    index, buckets = (arrived, arrived) if noted is None else (noted[0], noted[1].contiguous())
-    tables, places = (0, 0) if noted is None else index.shape[2:]
-    bits = tuple(pages.bits for pages in store.paged)
     with torch.cuda.device_of(k):
         append_step_kernel[(batch * heads,)](
-            k, v, tuple(pages[1:] for pages in store.paged),
-            (store.k_open, store.v_open, store.k_scale, store.v_scale), store.order.contiguous(), store.table,
-            store.sealed, store.open_len, store.k_scale if given_scale is None else given_scale.contiguous(), index,
-            buckets, nonfinite, arrived, k.stride(), v.stride(), store.table.stride(0), store.k_open.shape[2], places,
-            HEADS=heads, SLOTS=tuple(pages.k.shape[1] for pages in store.paged), BLOCK=store.block,
-            GIVEN=given_scale is not None, TABLES=tables, LEVELS=_levels(dim) if rotate else 0, **_constants(bits, dim),
+            NewTokens(k, v, k.stride(), v.stride()),
+            None if given_scale is None else given_scale.contiguous(), cache_of(store),
+            Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
+            None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[3]), nonfinite, arrived,
+            store.table.stride(0), FORM=_form_of(store), TABLES=0 if noted is None else noted[0].shape[2],
+            LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
         )  # fmt: skip

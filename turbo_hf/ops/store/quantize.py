@@ -3,9 +3,15 @@
 import torch
 
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BLOCK_SIZES, FULL, HEAD_DIM_MULTIPLE, WIDTHS, KVStore, PagedHeads
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
-from turbo_hf.ops.store import reference_quantize as reference
+from turbo_hf.layout import BLOCK_SIZES, HEAD_DIM_MULTIPLE, UNQUANTIZED, WIDTHS, KVStore, PagedHeads
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
+from turbo_hf.ops.store.reference_quantize import (
+    reference_dequantize,
+    reference_head_scores,
+    reference_quantize_tokens,
+    reference_seal_blocks,
+)
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -50,31 +56,11 @@ def quantize_tokens(
     check_float("x", x)
     if scale is not None and scale.shape != x.shape[:3]:
         raise ValueError(f"scale must be [B, H, M] = {tuple(x.shape[:3])}; got {tuple(scale.shape)}.")
-    if x.numel() and uses_triton(backend, x.device, kernel_obstacle(x)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+    if x.numel() and uses_triton(backend, x.device, why_no_kernel(x)):
+        from turbo_hf.ops.store.launch import launch_quantize_tokens  # noqa: PLC0415 - needs Triton
 
-        return launch_store.quantize_tokens(x, scale)
-    return reference.quantize_tokens(x, scale)
-
-
-def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stage 1: INT8 codes with one scale per head and block of tokens.
-
-    Args:
-        x: float [B, H, M, D].
-        block: tokens per block; the last one may be short.
-
-    Returns:
-        codes int8 [B, H, M, D] in [-119, 119] and scale float32 [B, H, ceil(M / block)].
-
-    Raises:
-        ValueError: wrong dtype, rank, head dim or block.
-
-    Source: TurboAttention eq. 4, alg. 1.
-    """
-    check_float("x", x)
-    check_block(block)
-    return reference.quantize_blocks(x, block)
+        return launch_quantize_tokens(x, scale)
+    return reference_quantize_tokens(x, scale)
 
 
 def seal_blocks(
@@ -106,20 +92,20 @@ def seal_blocks(
     """
     if bits not in WIDTHS:
         raise ValueError(f"bits must be one of {', '.join(map(str, WIDTHS))}; got {bits}.")
-    types = (torch.float16, torch.bfloat16) if bits == FULL else (torch.int8,)
+    types = (torch.float16, torch.bfloat16) if bits == UNQUANTIZED else (torch.int8,)
     for name, x in (("k", k), ("v", v)):
         if x.dtype not in types or x.dtype != k.dtype or x.dim() != 4 or x.shape != k.shape:
-            wanted = "float16 or bfloat16" if bits == FULL else "int8"
+            wanted = "float16 or bfloat16" if bits == UNQUANTIZED else "int8"
             raise ValueError(f"{name} must be {wanted} [P, S, b, D] like k; got {x.dtype} {tuple(x.shape)}.")
     check_block(k.shape[2])
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale.shape != k.shape[:3]:
             raise ValueError(f"{name} must be [P, S, b] = {tuple(k.shape[:3])}; got {tuple(scale.shape)}.")
-    if bits != FULL and k.numel() and uses_triton(backend, k.device, kernel_obstacle(k)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+    if bits != UNQUANTIZED and k.numel() and uses_triton(backend, k.device, why_no_kernel(k)):
+        from turbo_hf.ops.store.launch import launch_seal_blocks  # noqa: PLC0415 - needs Triton
 
-        return launch_store.seal_blocks(k, k_scale, v, v_scale, bits)
-    return reference.seal_blocks(k, k_scale, v, v_scale, bits)
+        return launch_seal_blocks(k, k_scale, v, v_scale, bits)
+    return reference_seal_blocks(k, k_scale, v, v_scale, bits)
 
 
 def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,7 +124,7 @@ def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if pages.bits not in WIDTHS:
         raise ValueError(f"pages.bits must be one of {', '.join(map(str, WIDTHS))}; got {pages.bits}.")
-    return reference.unpack_blocks(pages)
+    return reference_unpack_blocks(pages)
 
 
 def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +145,7 @@ def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tup
     """
     if dtype not in FLOATS:
         raise ValueError(f"dtype must be float16, bfloat16, float32 or float64; got {dtype}.")
-    return reference.dequantize(store, dtype, rotated)
+    return reference_dequantize(store, dtype, rotated)
 
 
 def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:
@@ -182,4 +168,4 @@ def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:
     check_float("v", v)
     if metric not in HEAD_METRICS:
         raise ValueError(f"metric must be one of {', '.join(HEAD_METRICS)}; got {metric!r}.")
-    return reference.head_scores(k, v, metric)
+    return reference_head_scores(k, v, metric)

@@ -2,14 +2,14 @@
 
 import torch
 
-from turbo_hf.layout import FULL, KVStore, PagedHeads
-from turbo_hf.ops.store.reference_quantize import quantize_tokens, seal_blocks
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads
+from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks
 
 SEAL_ELEMENTS = 1 << 22
 """INT8 elements sealed at a time: bounds the float temporaries of sealing a long prompt."""
 
 
-def append_tokens(
+def reference_append_tokens(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
@@ -21,31 +21,39 @@ def append_tokens(
 ) -> None:
     tokens = k.shape[2]
     begin = [0] * len(k) if starts is None else starts.tolist()
-    for row, (start, held) in enumerate(zip(begin, store.open_len.tolist(), strict=True)):
-        to = slice(held, held + tokens - start)
-        for i, (x, codes_to, scale_to) in enumerate(
-            ((k, store.k_open, store.k_scale), (v, store.v_open, store.v_scale))
-        ):
-            new = x[row : row + 1, :, start:]
-            if codes_to.dtype == torch.int8:
-                codes, scale = quantize_tokens(new)
-            else:
-                codes = new.to(codes_to.dtype)
-                # 1, or NaN where a token cannot be stored
-                scale = 1 + (codes.float() * 0).sum(-1)
-            nonfinite |= (~torch.isfinite(scale)).any().to(nonfinite.dtype)
-            if given_scale is not None:
-                own = given_scale[row : row + 1, :, i, None]
-                codes, scale = quantize_tokens(new, torch.where(own > 0, own, scale))
-            if max_scale is not None and new.shape[2]:
-                max_scale[row, :, i] = torch.maximum(max_scale[row, :, i], scale[0].amax(-1))
-            place = codes_to[row, :, to] if i == 0 else codes_to[row, :, :, to].mT
-            place.copy_(codes[0])
-            scale_to[row, :, to] = scale[0]
-        store.open_len[row] += tokens - start
+    opened = store.open_len.tolist()
+    # rows of equal lengths are copied at once
+    alike = len({*zip(begin, opened, strict=True)}) == 1
+    rows = [slice(None)] if alike else [slice(row, row + 1) for row in range(len(k))]
+    places = [
+        (row, start, slice(held, held + tokens - start)) for row, start, held in zip(rows, begin, opened, strict=False)
+    ]
+    scales = []
+    padding = None if starts is None else (torch.arange(tokens, device=k.device) < starts[:, None])[:, None]
+    for i, (x, codes_to, scale_to) in enumerate(((k, store.k_open, store.k_scale), (v, store.v_open, store.v_scale))):
+        # the contents of padding are arbitrary, and must not be noted
+        new = x if padding is None else x.masked_fill(padding[..., None], 0.0)
+        if codes_to.dtype == torch.int8:
+            codes, scale = reference_quantize_tokens(new)
+        else:
+            codes = new.to(codes_to.dtype)
+            # 1, or NaN where a token cannot be stored
+            scale = 1 + (codes.float() * 0).sum(-1)
+        scales.append(scale)
+        if given_scale is not None:
+            given = given_scale[..., i, None]
+            codes, scale = reference_quantize_tokens(new, torch.where(given > 0, given, scale))
+        if max_scale is not None and tokens:
+            largest = (scale if padding is None else scale.masked_fill(padding, 0.0)).amax(-1)
+            max_scale[..., i] = torch.maximum(max_scale[..., i], largest)
+        for row, start, place in places:
+            (codes_to[row, :, place] if i == 0 else codes_to[row, :, :, place].mT).copy_(codes[row, :, start:])
+            scale_to[row, :, place] = scale[row, :, start:]
+    nonfinite |= ~torch.isfinite(torch.stack(scales)).all()
+    store.open_len.add_(tokens if starts is None else tokens - starts)
 
 
-def append_step(
+def reference_append_step(
     k: torch.Tensor,
     v: torch.Tensor,
     store: KVStore,
@@ -61,12 +69,12 @@ def append_step(
         index.scatter_(3, place[:, None, None, None].expand_as(buckets), buckets)
     full = store.open_len == store.block
     store.sealed.add_(full)
-    seal_open(store, 1)
+    reference_seal_open(store, 1)
     store.open_len[full] = 0
-    append_tokens(k, v, store, given_scale=given_scale, nonfinite=nonfinite)
+    reference_append_tokens(k, v, store, given_scale=given_scale, nonfinite=nonfinite)
 
 
-def seal_open(store: KVStore, blocks: int) -> None:
+def reference_seal_open(store: KVStore, blocks: int) -> None:
     block, (_, heads, _, dim) = store.block, store.k_open.shape
     whole, n = (store.open_len // block)[:, None], torch.arange(blocks, device=store.k_open.device)
     entry = store.sealed[:, None] - whole + n
@@ -89,7 +97,7 @@ def _sealed(store: KVStore, bits: int, row: torch.Tensor, head: torch.Tensor, to
     """P pages of the open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S]."""
     at = (row[:, None, None], head[:, :, None], token[:, None])
     k, k_scale, v, v_scale = store.k_open[at], store.k_scale[at], store.v_open.mT[at], store.v_scale[at]
-    if k.is_floating_point() and bits != FULL:
+    if k.is_floating_point() and bits != UNQUANTIZED:
         # a narrower head of a layer whose open tokens are in 16 bit
-        (k, k_scale), (v, v_scale) = quantize_tokens(k), quantize_tokens(v)
-    return seal_blocks(k, k_scale, v, v_scale, bits)
+        (k, k_scale), (v, v_scale) = reference_quantize_tokens(k), reference_quantize_tokens(v)
+    return reference_seal_blocks(k, k_scale, v, v_scale, bits)

@@ -2,25 +2,15 @@
 
 import torch
 
-from turbo_hf.layout import CODE_MAX, FULL, KVStore, PagedHeads, half_split, narrowed, value_order
-from turbo_hf.ops.reference_division import ratio
-from turbo_hf.ops.store.reference_pages import expand, unpack_blocks
-from turbo_hf.ops.store.reference_rotate import query_shift, rotate
-
-__all__ = ["dequantize", "head_scores", "quantize_blocks", "quantize_tokens", "seal_blocks", "unpack_blocks"]
+from turbo_hf.layout import CODE_MAX, UNQUANTIZED, KVStore, PagedHeads, half_split, narrowed, value_order
+from turbo_hf.ops.maths import query_shift, ratio
+from turbo_hf.ops.store.reference_pages import expand
+from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
-def quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     own = ratio(x.abs().amax(-1).float(), CODE_MAX) if scale is None else scale
     return _codes(x, own[..., None]), own
-
-
-def quantize_blocks(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tail = -x.shape[-2] % block
-    blocks = torch.nn.functional.pad(x, (0, 0, 0, tail)).unflatten(-2, (-1, block))
-    scale = ratio(blocks.abs().amax((-1, -2)).float(), CODE_MAX)
-    codes = _codes(blocks, scale[..., None, None]).flatten(-3, -2)
-    return codes[..., : x.shape[-2], :], scale
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -28,13 +18,13 @@ def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.round(x.float() / divisor).clamp(-CODE_MAX, CODE_MAX).to(torch.int8)
 
 
-def seal_blocks(
+def reference_seal_blocks(
     k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
 ) -> PagedHeads:
-    if bits == FULL:
+    if bits == UNQUANTIZED:
         one = torch.ones(*k.shape[:2], 2, device=k.device)
         none = torch.empty(*k.shape[:2], 0, k.shape[-1], dtype=torch.int8, device=k.device)
-        return PagedHeads(FULL, k.contiguous(), v.mT.contiguous(), none, one)
+        return PagedHeads(UNQUANTIZED, k.contiguous(), v.mT.contiguous(), none, one)
     k1, ks = _stage1(k, k_scale)
     v1, vs = _stage1(v, v_scale)
     scale = torch.stack((ks, vs), -1)
@@ -67,15 +57,17 @@ def _stage2(q1: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, to
     return code.to(torch.uint8), step.to(torch.int8), zero.to(torch.int8)
 
 
-def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_dequantize(
+    store: KVStore, dtype: torch.dtype, rotated: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     codes_k, k_scale, codes_v, v_scale, _ = expand(store)
     k, v = codes_k * k_scale[..., None], codes_v * v_scale[..., None]
-    k = rotate(k, query_shift(k.shape[-1]), k.dtype) if rotated else k
+    k = reference_rotate(k, query_shift(k.shape[-1]), k.dtype) if rotated else k
     # codes are rounded, and so a value near the end of float16's range may come back from beyond it
     return narrowed(k, dtype), narrowed(v, dtype)
 
 
-def head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:
+def reference_head_scores(k: torch.Tensor, v: torch.Tensor, metric: str) -> torch.Tensor:
     return _head_score(k.float(), metric) * _head_score(v.float(), metric)
 
 

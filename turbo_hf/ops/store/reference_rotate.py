@@ -3,17 +3,7 @@
 import torch
 
 
-def key_shift(dim: int) -> int:
-    """The power of two by which the matrix is smaller for keys of `dim` channels; for queries `query_shift`."""
-    return ((dim & -dim).bit_length() - 1) // 2
-
-
-def query_shift(dim: int) -> int:
-    """The rest of the matrix' norm, so that keys and queries rotated by their own shifts give the same scores."""
-    return (dim & -dim).bit_length() - 1 - key_shift(dim)
-
-
-def rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
+def reference_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
     """x [..., D] times Sylvester's matrix with entries +-2^-shift, in runs of the largest power of two that divides D.
 
     By sums and differences, in float32 at least: each sum has a fixed order, whatever else is in the batch.

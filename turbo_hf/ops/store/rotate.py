@@ -6,9 +6,10 @@ levels of a narrow code.
 
 import torch
 
-from turbo_hf.ops.backend import kernel_obstacle, uses_triton
-from turbo_hf.ops.store import reference_rotate as reference
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.ops.maths import key_shift, query_shift
 from turbo_hf.ops.store.quantize import check_float
+from turbo_hf.ops.store.reference_rotate import reference_rotate
 
 
 def rotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
@@ -27,7 +28,7 @@ def rotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
 
     Source: QuaRot (arXiv:2404.00456), sec. 4.2; Sylvester's matrix.
     """
-    return _rotate(k, backend, reference.key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
+    return _rotate(k, backend, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
 
 
 def rotate_queries(q: torch.Tensor, backend: str = "auto") -> torch.Tensor:
@@ -45,7 +46,7 @@ def rotate_queries(q: torch.Tensor, backend: str = "auto") -> torch.Tensor:
 
     Source: as for `rotate_keys`.
     """
-    return _rotate(q, backend, reference.query_shift(q.shape[-1]), q.dtype)
+    return _rotate(q, backend, query_shift(q.shape[-1]), q.dtype)
 
 
 def unrotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
@@ -63,13 +64,13 @@ def unrotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
 
     Source: as for `rotate_keys`; the matrix is its own transpose.
     """
-    return _rotate(k, backend, reference.query_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
+    return _rotate(k, backend, query_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
 
 
 def _rotate(x: torch.Tensor, backend: str, shift: int, dtype: torch.dtype) -> torch.Tensor:
     check_float("x", x)
-    if x.numel() and uses_triton(backend, x.device, kernel_obstacle(x)):
-        from turbo_hf.ops.store import launch as launch_store  # noqa: PLC0415 - needs Triton
+    if x.numel() and uses_triton(backend, x.device, why_no_kernel(x)):
+        from turbo_hf.ops.store.launch import launch_rotate  # noqa: PLC0415 - needs Triton
 
-        return launch_store.rotate(x, shift, dtype)
-    return reference.rotate(x, shift, dtype)
+        return launch_rotate(x, shift, dtype)
+    return reference_rotate(x, shift, dtype)

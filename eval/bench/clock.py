@@ -1,0 +1,140 @@
+"""One `generate` of random prompts under a clock: what `bench generate` and the suite serve time."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from transformers import LogitsProcessor
+
+from turbo_hf.errors import out_of_memory
+from turbo_hf.eval.bench.timing import free_memory, spread
+
+Result = TypeVar("Result")
+
+CHECKED = 2
+"""New tokens whose logits are recorded: those of the prompt pass, and of the first step over the cache."""
+
+
+class Clock(LogitsProcessor):
+    """Notes when the logits of each new token are there. On a GPU by events: the host waits for nothing.
+
+    Marks: the start, the logits of each new token, the end. first_logits: of the first row, (tokens before it [1, N],
+    logits [1, V]) for the first CHECKED new tokens, if `record`.
+    """
+
+    def __init__(self, device: torch.device, record: bool = False) -> None:
+        self.device, self.record = device, record
+        self.marks: list[Any] = []
+        self.first_logits: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._of_drafter = False
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """`scores`, unchanged."""
+        if self._of_drafter:
+            self._of_drafter = False
+            return scores
+        self.mark()
+        if self.record and len(self.first_logits) < CHECKED:
+            self.first_logits.append((input_ids[:1].clone(), scores[:1].clone().float()))
+        return scores
+
+    def after_drafter(self, *_: Any) -> None:
+        """Forward hook of a drafter, whose `generate` hands its logits to the same processors: they are no mark."""
+        self._of_drafter = True
+
+    def mark(self) -> None:
+        """Note the time, once the device has done what it was given so far."""
+        if self.device.type != "cuda":
+            self.marks.append(time.perf_counter())
+            return
+        with torch.cuda.device(self.device):
+            event: Any = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self.marks.append(event)
+
+    def ms(self, start: int, end: int) -> float:
+        """Milliseconds between two marks."""
+        first, last = self.marks[start], self.marks[end]
+        if self.device.type != "cuda":
+            return 1e3 * float(last - first)
+        last.synchronize()
+        return float(first.elapsed_time(last))
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Medians of several rounds of one `generate`.
+
+    tokens_s: new tokens of all rows over the whole time, prompt included.
+    first_ms: until the first token.
+    first_spread: interquartile range of first_ms over it; None of a single round.
+    step_ms: from one token to the next, mean of a round; None where there is no second one.
+    """
+
+    tokens_s: float
+    first_ms: float
+    first_spread: float | None
+    step_ms: float | None
+
+
+def speed(clocks: Sequence[Clock], rows: int, new: int) -> Speed:
+    """What the rounds say of `new` tokens in each of `rows` rows."""
+    first = [clock.ms(0, 1) for clock in clocks]
+    return Speed(
+        tokens_s=1e3 * rows * new / statistics.median(clock.ms(0, -1) for clock in clocks),
+        first_ms=statistics.median(first),
+        first_spread=spread(first) if len(first) > 1 else None,
+        step_ms=statistics.median(clock.ms(1, -2) / (new - 1) for clock in clocks) if new > 1 else None,
+    )
+
+
+def random_prompts(model: Any, lengths: Sequence[int], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, int64 [rows, max(lengths)] on the model's device, padded at the left."""
+    generator = torch.Generator().manual_seed(seed)
+    width, vocabulary = max(lengths), model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(10, vocabulary, (len(lengths), width), generator=generator)
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    return (ids * mask).to(model.device), mask.to(model.device)
+
+
+def clocked(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, new: int, *, record: bool = False, **options: Any
+) -> tuple[Clock, Any]:
+    """One greedy `generate` of exactly `new` tokens: its clock, and what it returned as a dictionary.
+
+    record: also the first logits. options: further ones of `generate`; the marks of an `assistant_model` are left out.
+    """
+    clock, drafter = Clock(model.device, record), options.get("assistant_model")
+    hook = None if drafter is None else drafter.register_forward_hook(clock.after_drafter)
+    try:
+        clock.mark()
+        made = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            logits_processor=[clock],
+            return_dict_in_generate=True,
+            **options,
+        )
+        clock.mark()
+    finally:
+        if hook is not None:
+            hook.remove()
+    return clock, made
+
+
+def attempt(call: Callable[[], Result]) -> Result | None:
+    """What the call returns; None where the memory does not suffice. All other errors as they are."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    free_memory()  # behind the handler: the error holds the frames that hold the tensors
+    return None

@@ -1,0 +1,70 @@
+"""Models of known shapes with random weights: they cost the same as trained ones of that shape."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+
+KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
+    "llama3-8b": (
+        LlamaConfig,
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "num_hidden_layers": 32,
+            "vocab_size": 128256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+        {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1},
+    ),
+    "qwen2.5-0.5b": (
+        Qwen2Config,
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 24,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        {"hidden_size": 112, "intermediate_size": 256, "num_attention_heads": 7, "num_key_value_heads": 1},
+    ),
+}
+"""Config class, sizes, and those at which `tiny` differs: the same ratio of heads."""
+
+TINY = {"num_hidden_layers": 2, "vocab_size": 512}
+
+
+def random_model(shape: str, layers: int | None, device: torch.device, *, tiny: bool = False) -> Any:
+    """A bfloat16 model of KINDS under SDPA, its weights drawn on the device; `layers` None: as many as it has.
+
+    tiny: at a size for tests.
+    """
+    kind, sizes, small = KINDS[shape]
+    chosen = sizes | (small | TINY if tiny else {})
+    if layers is not None:
+        chosen["num_hidden_layers"] = layers
+    # no prompt is too long: a random model has no positions that it was trained for
+    config = kind(**chosen | {"max_position_embeddings": 1 << 20})
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    return model.eval()
+
+
+def random_drafter(model: Any, drafted: int) -> Any:
+    """A small Llama of random weights with the vocabulary of `model`, which drafts `drafted` tokens at a time."""
+    sizes = {"hidden_size": min(512, model.config.hidden_size), "num_attention_heads": 4, "num_hidden_layers": 2}
+    config = LlamaConfig(
+        **sizes, intermediate_size=1024, vocab_size=model.config.vocab_size, max_position_embeddings=1 << 20
+    )
+    with torch.device(model.device):
+        drafter: Any = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+    # the same number each time, or an adaptive schedule would draft less and less for a random drafter
+    drafter.generation_config.update(
+        num_assistant_tokens=drafted, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    return drafter.eval()

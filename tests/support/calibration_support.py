@@ -1,0 +1,47 @@
+"""The carried model calibrated with little text, for tests of all that calibrations are used for."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from models import LAB_MODEL, lab_model
+from typer.testing import CliRunner
+
+import turbo_hf
+from turbo_hf import Calibration, TurboConfig
+from turbo_hf.calibration.run import calibrate
+from turbo_hf.calibration.settings import Settings
+from turbo_hf.cli.main import app
+
+PROSE = (Path(turbo_hf.__file__).parent / "eval" / "haystack.txt").read_text()
+TEXTS = [PROSE] * 8
+SMALL = Settings(window=256, windows=3, queries=48, hidden=32, clusters=16, steps=8, batch=16, local=31, far=16)
+HEADS = replace(SMALL, index=False)
+MIXED = TurboConfig(block_size=32, low_heads=0.5)
+
+
+def lab(**options: Any) -> Calibration:
+    model, tokenizer = lab_model()
+    return calibrate(model, tokenizer, TEXTS, **{"settings": HEADS, **options})
+
+
+def reversed_heads(calibration: Calibration) -> Calibration:
+    """The same with every head ranked the other way round."""
+    layers = [replace(at, scores={name: -x for name, x in at.scores.items()}) for at in calibration.layers]
+    return replace(calibration, layers=tuple(layers))
+
+
+def same(a: Calibration, b: Calibration) -> bool:
+    """Whether all that is stored is equal, bit by bit."""
+    return a._files() == b._files()
+
+
+SHORT = ["--window", "256", "--windows", "3", "--local", "31", "--far", "16", "--steps", "4", "--clusters", "16"]
+
+
+def command(tmp_path: Path, *words: str, code: int = 0) -> str:
+    (tmp_path / "text.txt").write_text(PROSE)
+    line = ["calibrate", str(LAB_MODEL), "--texts", str(tmp_path), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    result = CliRunner().invoke(app, [*line, *words])
+    assert result.exit_code == code, result.output
+    return result.output

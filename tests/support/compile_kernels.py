@@ -1,0 +1,223 @@
+"""Compile the prefill, store, append, decode and sparse kernels for a GPU without one, through their launchers.
+
+A program of its own: Triton decides at import whether it interprets, and the driver below is a stub that only names the
+target. One JSON line a launch: {"case", "kernel", "shared", "hash"}; launches of one hash share what is compiled.
+`--all` takes minutes; `--capability 8.9` compiles for another GPU what comes nearest to its shared memory.
+"""
+
+import argparse
+import json
+from typing import Any
+
+import torch
+from op_calls import taken
+from stores import make_store
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from turbo_hf.layout import AlwaysRead, Rounding, Scoring, Visits
+from turbo_hf.ops import gpu
+from turbo_hf.ops.decode import launch as launch_decode
+from turbo_hf.ops.prefill import launch
+from turbo_hf.ops.sparse import launch as launch_sparse
+from turbo_hf.ops.store import launch as launch_store
+
+SHARED_KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
+"""KiB of shared memory that one program may have, by compute capability."""
+
+
+class Stub:
+    """What compiling asks of a driver."""
+
+    def __init__(self, capability: str):
+        self.capability = int(capability.replace(".", ""))
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_only(case: list[str], capability: str) -> None:
+    """From here on a launch compiles its kernel, prints, and runs nothing."""
+    stub = Stub(capability)
+    driver.set_active(stub)
+    room = SHARED_KIB[capability] << 10
+    gpu.shared_memory = lambda device: room
+    run: Any = JITFunction.run
+
+    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        as_on_a_gpu = {"ASM": True, "PDL": stub.capability >= 90}
+        options |= {name: value for name, value in as_on_a_gpu.items() if name in options}
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        facts = {"case": case[0], "kernel": self.__name__, "shared": kernel.metadata.shared, "hash": kernel.hash}
+        print(json.dumps(facts), flush=True)  # noqa: T201
+        return kernel
+
+    JITFunction.run = warm
+
+
+def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options: Any) -> None:
+    """One prefill of a ragged batch, which takes the general kernel."""
+    q = torch.zeros(2, 300, 4, dim, dtype=dtype).transpose(1, 2)
+    k, v = (torch.zeros(2, 300, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
+    starts, window = torch.zeros(2, dtype=torch.int64), options.pop("window", None)
+    scoring = taken(Scoring, {"scaling": 0.1} | options)
+    rounding = taken(Rounding, {"mode": mode} | options)
+    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window)
+
+
+def one_output(dim: int, heads: int) -> None:
+    """Decode and sparse decode of one row of one KV head: arguments of 1 are constants to Triton."""
+    k, v = (torch.randn(1, 1, 150, dim) for _ in range(2))
+    store = make_store(k, v, [150], groups=((4, 1),))
+    q = torch.zeros(1, heads, 1, dim, dtype=torch.float16)
+    launch_decode.launch_decode(q, store, Scoring(0.1))
+    index, visited = torch.zeros(1, 1, 1, 150, dtype=torch.int16), torch.zeros(1, 1, 1, 1, 16, dtype=torch.bool)
+    spans = torch.zeros(1, 1, 2, 2, dtype=torch.int16)
+    launch_sparse.launch_sparse_decode(q, store, Scoring(0.1), Visits(index, visited, spans), AlwaysRead(1, 64))
+
+
+def full(dim: int, block: int, heads: int) -> None:
+    """Decode of a ragged batch where all is in 16 bit."""
+    k, v = (torch.zeros(2, 2, 280, dim, dtype=torch.float16) for _ in range(2))
+    store = make_store(k, v, [280, 70], groups=((16, 2),), block=block)
+    launch_decode.launch_decode(torch.zeros(2, heads, 1, dim, dtype=torch.float16), store, Scoring(0.1))
+
+
+def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, heads: int, **options: Any) -> None:
+    """One sparse decode of a ragged batch, and the selection before it."""
+    k, v = (torch.randn(2, 2, 150, dim) for _ in range(2))
+    store = make_store(k, v, [150, 70], groups=groups)
+    q = torch.zeros(2, heads, 1, dim, dtype=dtype)
+    index = launch_sparse.launch_assign(k.to(dtype), torch.zeros(2, 1024, dim, dtype=torch.float16))
+    shapes = {"weight_1": (2, dim, 512), "bias_1": (2, 512), "weight_2": (2, 512, 1024), "bias_2": (2, 1024)}
+    model = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}
+    grouped, turn = q.unflatten(1, (2, -1)).transpose(2, 3), (torch.zeros(1, 1, dim), torch.zeros(1, 1, dim))
+    launch_sparse.launch_classify(grouped, model, rotary=turn)
+    centroids = torch.zeros(2, 1024, dim, dtype=torch.float16)
+    _, logits = launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids, model, rotary=turn)
+    launch_sparse.launch_assign_and_score(k[:, :, :1].to(dtype), grouped, centroids)
+    launch_sparse.launch_visit(logits, mass=0.1, most=64, sizes=torch.ones(2, 2, 1024))
+    visited = launch_sparse.launch_visit(logits, probes=32)[:, :, :, None]
+    visits = Visits(index[:, :, None], visited, torch.zeros(2, 2, 2, 2, dtype=torch.int16))
+    scoring = taken(Scoring, options := {"scaling": 0.1} | options)
+    launch_sparse.launch_sparse_decode(q, store, scoring, visits, AlwaysRead(1, 2047), **options)
+
+
+QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]
+"""The cases that come nearest to the limit of shared memory. Each compiles the 16-bit mode too, for heads with NaN."""
+
+
+def nearest(capability: str) -> None:
+    """What comes nearest to the limit where shared memory is less than an H200's."""
+    case = [""]
+    compile_only(case, capability)
+    pasts = {}
+    for dim, groups in ((128, ((4, 2),)), (256, ((16, 2),))):
+        k, v = (torch.randn(2, 2, 80, dim).to(torch.bfloat16) for _ in range(2))
+        pasts[dim] = make_store(k, v, [80, 70], groups=groups)
+    for mode, dim, past in (("turbo", 128, pasts[128]), ("half", 256, None), ("fp16", 256, pasts[256])):
+        case[0] = f"{mode}, d = {dim}"
+        prefill(mode, dim, torch.bfloat16, past)
+    case[0] = "fp16 with SAS, d = 256"
+    prefill("fp16", 256, torch.bfloat16, pasts[256], sas_threshold=-6.0)
+    for bits, dim, block in ((16, 128, 64), (8, 128, 64), (4, 256, 64), (3, 64, 128)):
+        case[0] = f"decode, {bits} bit, d = {dim}, blocks of {block}"
+        k, v = (torch.zeros(1, 2, 2 * block, dim, dtype=torch.bfloat16) for _ in range(2))
+        store = make_store(k, v, [2 * block], groups=((bits, 2),), block=block)
+        launch_decode.launch_decode(torch.zeros(1, 8, 1, dim, dtype=torch.bfloat16), store, Scoring(0.1))
+    case[0] = "sparse, 8 bit, d = 128"
+    sparse(((8, 2),), 128, torch.bfloat16, 8)
+
+
+def main(everything: bool) -> None:
+    """The quick cases, or every mode, head dim and type; every option once; each width of a page."""
+    modes, types = ("turbo", "int8", "half", "fp8", "fp16"), (torch.bfloat16, torch.float32)
+    cases = [(d, t, m) for d in (64, 80, 128, 256) for t in types for m in modes] if everything else QUICK
+    pasts = {}
+    for dim in {64, *(dim for dim, _, _ in cases)}:
+        k, v = (torch.randn(2, 2, 80, dim) for _ in range(2))
+        pasts[dim] = make_store(k, v, [80, 70])
+    stores = {}
+    for dim, groups in ((64, ((8, 1), (3, 1))), (128, ((4, 1), (2, 1)))):
+        k, v = (torch.randn(2, 2, 128, dim) for _ in range(2))
+        stores[dim] = make_store(k, v, [128, 70], groups=groups, sealed=[1, 1])
+    case = [""]
+    compile_only(case, "9.0")
+    for dim, dtype, mode in cases:
+        case[0] = f"{mode}, d = {dim}, {dtype}"
+        prefill(mode, dim, dtype, pasts[dim])
+    options = {"window": 70, "softcap": 5.0, "sinks": torch.zeros(4), "sas_threshold": -6.0, "v_scale": "channel"}
+    case[0] = "fp8 with every option"
+    prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, hadamard=True, **options)
+    x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
+    for dim in (64, 80, 256):
+        case[0] = f"rotate, d = {dim}"
+        launch_store.launch_rotate(torch.zeros(2, 2, 40, dim, dtype=torch.bfloat16), 3, torch.float32)
+    for bits in (8, 4, 3, 2):
+        case[0] = f"seal, {bits} bit"
+        launch_store.launch_seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), bits)
+    for dim, store in stores.items():
+        case[0] = f"append a step, d = {dim}"
+        k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
+        flags = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+        launch_store.launch_append_step(k, k, store, None, None, *flags)
+        case[0] = f"append a step with buckets, d = {dim}"
+        noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
+        launch_store.launch_append_step(k, k, store, None, noted, *flags, rotate=True)
+        case[0] = f"append a prompt, d = {dim}"
+        k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
+        starts, max_scale = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)
+        launch_store.launch_append_tokens(k, k, store, starts, None, max_scale, *flags, rotate=True)
+        # a table that has grown, the flags of other layers, and a prompt of another length
+        for width, at in ((7, 1), (16, 4), (33, 3)):
+            grown = store._replace(table=torch.zeros(2, width, dtype=torch.int64))
+            others = torch.zeros(8, dtype=torch.int32)[at : at + 1], flags[1]
+            case[0] = f"append a step, d = {dim}"
+            launch_store.launch_append_step(k[:, :, :1], k[:, :, :1], grown, None, None, *others)
+            case[0] = f"append a prompt, d = {dim}"
+            some = k[:, :, : 256 + at]
+            launch_store.launch_append_tokens(some, some, store, starts, None, max_scale, *others, rotate=True)
+            case[0] = f"append a prompt without ranges, d = {dim}"
+            launch_store.launch_append_tokens(some, some, store, starts, None, None, *others, rotate=True)
+        case[0] = f"seal open blocks, d = {dim}"
+        launch_store.launch_seal_open(store, 1)
+    # those that come nearest to the limit of shared memory, and the one that has too much for them
+    for dim, block in ((64, 128), (128, 64), (256, 64), (256, 128)):
+        case[0] = f"decode in 16 bit, d = {dim}, blocks of {block}"
+        full(dim, block, 8)
+    case[0] = "seal open blocks of 16 bit"
+    k = torch.zeros(2, 2, 128, 128)
+    launch_store.launch_seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)
+    for widths in (((8, 2),), ((4, 2),), ((3, 2),), ((2, 2),), ((4, 1), (2, 1))) if everything else (((4, 1), (2, 1)),):
+        for dim in (64, 80, 128, 256) if everything else (128,):
+            case[0] = f"sparse, {widths}, d = {dim}"
+            sparse(widths, dim, torch.bfloat16, 8)
+    read = torch.zeros(1, dtype=torch.int64)
+    every = {"starts": torch.zeros(2, dtype=torch.int64), "softcap": 5.0, "sinks": torch.zeros(24), "read": read}
+    case[0] = "sparse with every option"
+    sparse(((4, 2),), 128, torch.float16, 24, **every)
+    case[0] = "one output"
+    one_output(64, 4)
+    case[0] = "sparse in float32"
+    sparse(((4, 2),), 128, torch.float32, 8)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--capability", choices=SHARED_KIB, default="9.0")
+    asked = parser.parse_args()
+    if asked.capability == "9.0":
+        main(asked.all)
+    else:
+        nearest(asked.capability)

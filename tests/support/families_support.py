@@ -1,0 +1,190 @@
+"""Families of models as tests build them, and their oracle: Hugging Face's own eager attention over the same cache.
+
+The oracle is the unpatched model, in eager mode, with a `TurboCache` of the same config: without the hook such a cache
+stores the same codes and returns dense keys and values, so that all masks, windows, caps and sinks are Transformers'.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from models import SHAPE, VOCABULARY, left_padded, prompts
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from turbo_hf import TurboCache, TurboConfig
+
+LENGTHS = (120, 97, 61)
+NEW = 16
+WINDOW = 40
+TIE = 0.01
+"""No two best tokens of an oracle may lie closer: several times what a code on the edge of its step does to a logit."""
+
+SLIDING, FULL, LINEAR, CHUNKED = "sliding_attention", "full_attention", "linear_attention", "chunked_attention"
+MIXED = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": WINDOW}
+# as many experts as are chosen: a router that changes its mind would hide what attention does
+EXPERTS = {
+    "num_local_experts": 2,
+    "num_experts": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
+GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}
+QUARTER_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+SHARED = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": [SLIDING, FULL] * 3,
+    "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
+
+
+class Case(NamedTuple):
+    """dense: layers that the patch leaves to Hugging Face. variant: tells cases of one type apart."""
+
+    model_type: str
+    options: dict[str, Any]
+    dense: tuple[int, ...] = ()
+    variant: str = ""
+
+
+FAMILY_CASES = (
+    Case("llama", {}),
+    Case("mistral", {"sliding_window": WINDOW}),
+    Case("mixtral", {"sliding_window": WINDOW, **EXPERTS}),
+    Case("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    Case("qwen3", {}),
+    Case("qwen3_moe", EXPERTS),
+    Case("phi3", {"partial_rotary_factor": 0.5}),
+    Case("gemma2", {**MIXED, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16}),
+    Case("gemma3_text", {**MIXED, "query_pre_attn_scalar": 16}),
+    Case("gemma4_text", {**SHARED, "global_head_dim": 32}, dense=(2, 3, 4, 5)),
+    Case(
+        "gemma4_text",
+        {**MIXED, "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        variant="-heads",
+    ),
+    Case("gpt_oss", {**MIXED, **EXPERTS}),
+    Case("gpt_neox", {"rope_parameters": QUARTER_ROPE}),
+    Case("gpt_neox", {"use_parallel_residual": False}, variant="-one-residual"),
+    Case("gpt_bigcode", {**GPT2, "n_positions": 4096}),
+    Case("gpt_bigcode", {**GPT2, "n_positions": 4096, "multi_query": False}, variant="-many-heads"),
+    Case("olmo2", {}),
+    Case("granite", {"attention_multiplier": 0.2}),
+)
+GENERIC_CASES = (
+    Case("stablelm", {}),
+    Case("starcoder2", {"sliding_window": WINDOW}),
+    Case("smollm3", {"no_rope_layers": [1, 1, 0]}),
+    Case("cohere2", {**MIXED, "logit_scale": 1.0}),
+    Case("exaone4", MIXED),
+    Case("glm4", {}),
+    Case("olmo3", MIXED),
+    Case("phi", {"partial_rotary_factor": 0.5}),
+    Case("nemotron", {}),
+    Case("phimoe", {"sliding_window": WINDOW, **EXPERTS}),
+    Case("gpt2", GPT2),
+    Case("bert", {"is_decoder": True}),
+    Case("ctrl", {**GPT2, "n_positions": 4096, "dff": 96}),
+    Case("qwen3_next", {"layer_types": [LINEAR, FULL, LINEAR], **DELTA_NET, **EXPERTS}, dense=(0, 2)),
+    Case("bamba", {"attn_layer_indices": [1], **MAMBA}, dense=(0, 2)),
+    Case(
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [CHUNKED, CHUNKED, CHUNKED, FULL],
+            "attention_chunk_size": 48,
+            "intermediate_size_mlp": 96,
+            **EXPERTS,
+        },
+        dense=(0, 1, 2),
+    ),
+    Case(
+        "gemma3n_text",
+        {**SHARED, "activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 8, "altup_num_inputs": 2},
+        dense=(2, 3, 4, 5),
+    ),
+)
+CASES = [pytest.param(case, id=case.model_type + case.variant) for case in FAMILY_CASES]
+EVERYTHING = [pytest.param(case, id=case.model_type + case.variant) for case in FAMILY_CASES + GENERIC_CASES]
+families = pytest.mark.parametrize("case", CASES)
+everything = pytest.mark.parametrize("case", EVERYTHING)
+
+
+def build(model_type: str, **options: Any) -> PreTrainedModel:
+    """A random model of three layers: 4 query heads on 2 KV heads of 16 channels, float32, eager, eval."""
+    shape = {**SHAPE, "num_hidden_layers": 3, "initializer_range": 0.15, "tie_word_embeddings": False, **options}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **shape)
+    # grouped matrix products know no float64
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    model.eval()
+    return model
+
+
+def padded(seed: int = 0) -> dict[str, Tensor]:
+    """Three prompts of different length, padded at the left."""
+    ids = prompts(len(LENGTHS), max(LENGTHS), seed)
+    return left_padded([row[-length:] for row, length in zip(ids, LENGTHS, strict=True)])
+
+
+def exact(bits: int) -> TurboConfig:
+    """Attention on the dequantised cache; blocks of 32, so that all prompts seal some."""
+    return TurboConfig(attention="fp16", bits=bits, block_size=32)
+
+
+def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> GenerateDecoderOnlyOutput:
+    """NEW greedy tokens and their logits."""
+    out: GenerateDecoderOnlyOutput = model.generate(
+        **batch, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True, **options
+    )
+    return out
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
+    """Logits of a pass over `ids`, the newest columns of `mask`."""
+    place = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    options = {"attention_mask": mask, "position_ids": place, "past_key_values": cache, "use_cache": cache is not None}
+    return torch.as_tensor(model(ids, **options).logits)
+
+
+def alone(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Logits of all real tokens in float64, each row without the others and without padding."""
+    double = copy.deepcopy(model).double()
+    rows = [ids[keep.bool()][None] for ids, keep in zip(*batch.values(), strict=True)]
+    return torch.cat([logits(double, row, torch.ones_like(row))[0] for row in rows])
+
+
+def settle(model: PreTrainedModel, config: TurboConfig, dense: list[int]) -> tuple[dict[str, Tensor], Tensor]:
+    """Prompts after which no two tokens nearly tie, so that rounding cannot choose, and the oracle's answer to them."""
+    for seed in range(300):
+        batch = padded(seed)
+        cache = TurboCache(model.config, config, attention_mask=batch["attention_mask"], dense_layers=dense)
+        oracle = generate(model, batch, past_key_values=cache)
+        assert oracle.logits is not None
+        best = torch.stack(oracle.logits).topk(2, -1).values
+        if float((best[..., 0] - best[..., 1]).min()) > TIE:
+            return batch, torch.as_tensor(oracle.sequences)
+    raise AssertionError("all prompts have ties")
+
+
+def renamed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The arguments of `logits`."""
+    return {"ids": batch["input_ids"], "mask": batch["attention_mask"]}

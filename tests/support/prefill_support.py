@@ -1,0 +1,127 @@
+"""What tests of prefill share: random inputs, what each mode rounds, and what that may cost."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from budgets import INT8_MAX, check_exact, check_rounded, largest
+from op_calls import prefill, quantize_operands
+from oracle import Codes, KeyValue
+from stores import no_past, random_store, store_codes, tokens
+from torch import Tensor
+
+from turbo_hf.layout import VALUE_ORDER, AttentionOutput, KVStore, Operands, half_type
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+DEPTH = 2.0**-16
+"""A tile's P is scaled by no less than this share of the largest P of its row."""
+
+
+def inputs(
+    batch: int, m: int, device: torch.device, *, heads: int = 4, kv_heads: int = 2, dim: int = 64, **how: Any
+) -> Inputs:
+    """Random q, k, v of rows of m tokens."""
+    q = tokens(batch, heads, m, dim, device=device, **how)
+    k, v = (tokens(batch, kv_heads, m, dim, device=device, **how) for _ in range(2))
+    return q, k, v
+
+
+def random_past(lengths: Sequence[int], like: Tensor, **how: Any) -> KVStore:
+    """A cache of rows of these lengths, of the heads and head dim of k."""
+    return random_store(lengths, like.shape[1], like.shape[3], like.device, **how)
+
+
+def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True) -> Tensor:
+    """q [B, H, M, D] rounded to INT8 and back, one scale a token and head, in float64; 0 at padding.
+
+    fused: the quotient's product is rounded once, to a code; the interpreter rounds it to float32 before.
+    """
+    x = q.detach().cpu().float()
+    top = x.nan_to_num().abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(top, INT8_MAX) / torch.where(top > 0, top, 1.0)
+    codes = torch.round(x.double() * inverse.double() if fused else x * inverse)
+    out = codes.double() * (top / torch.full_like(top, INT8_MAX)).double()
+    for row, start in enumerate(starts):
+        out[row, :, :start] = 0
+    return out
+
+
+def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) -> Codes:
+    """The first `count` tokens of one row of quantized operands; values left alone are v [Hkv, m, D] in 16 bit."""
+    k = parts.k[row, :, :count].double().cpu()
+    slots = parts.k.shape[2]
+    k_scale = parts.k_scale[row].double().cpu().repeat_interleave(slots // parts.k_scale.shape[2], -1)[:, :count]
+    tile = torch.arange(count) // block
+    one = torch.ones_like(k_scale)
+    if parts.v is None:
+        narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
+        return Codes(k, k_scale, narrow.double().cpu(), one, tile)
+    stored = parts.v[row].cpu().float().double().mT
+    values = torch.empty_like(stored)
+    for position in range(slots):
+        values[:, position // 16 * 16 + VALUE_ORDER[position % 16]] = stored[:, position]
+    values = values[:, :count]
+    if parts.v_scale is not None:
+        return Codes(
+            k, k_scale, values, parts.v_scale[row].double().cpu().repeat_interleave(block, -1)[:, :count], tile
+        )
+    assert parts.v_channel is not None
+    return Codes(k, k_scale, values * parts.v_channel[row].double().cpu()[:, None], one, tile)
+
+
+def join(past: Codes, new: Codes) -> Codes:
+    """A row's past followed by its chunk."""
+    first = int(past.tile.max()) + 1 if past.tile.numel() else 0
+    k, k_scale, v, v_scale = (torch.cat(pair, 1) for pair in zip(past[:4], new[:4], strict=True))
+    return Codes(k, k_scale, v, v_scale, torch.cat((past.tile, first + new.tile)))
+
+
+def check_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mode: str,
+    *,
+    past: KVStore | None = None,
+    starts: Sequence[int] | None = None,
+    block: int = 128,
+    v_scale: str = "block",
+    backend: str = "auto",
+    **options: Any,
+) -> AttentionOutput:
+    """Assert that `prefill` is right in `mode`, and return it. sinks=True stands for random ones."""
+    if options.get("sinks") is True:
+        options["sinks"] = torch.randn(q.shape[1], device=q.device) * 3
+    options.setdefault("scaling", q.shape[-1] ** -0.5)
+    batch, kv_heads, _, dim = k.shape
+    held = [no_past(kv_heads, dim)] * batch if past is None else store_codes(past)
+    first = [0] * batch if starts is None else list(starts)
+    given = None if starts is None else torch.tensor(first, device=q.device)
+    choices: dict[str, Any] = {"mode": mode, "block": block, "v_scale": v_scale}
+    got = prefill(q, k, v, past=past, starts=given, backend=backend, **choices, **options)
+    if mode == "fp16":
+        rows: list[KeyValue] = []
+        for row, start in enumerate(first):
+            before, new = held[row].values(), (x[row, :, start:].cpu().double() for x in (k, v))
+            keys, values = (torch.cat(pair, 1) for pair in zip(before, new, strict=True))
+            rows.append((keys, values))
+        scales = [x.v_scale[x.v_scale > 0].log2() for x in held]
+        units = max((largest(x) for x in scales), default=0.0)
+        check_exact(got, q, rows, starts=first, units=units, **options)
+        return got
+    if mode == "fp8":
+        held = [x._replace(v=x.v.float().to(torch.float8_e4m3fn).double()) for x in held]
+    # made by the quantizer, which has tests of its own: a code that a tie rounds the other way is more than float32
+    # arithmetic may miss
+    parts = quantize_operands(k, v, starts=given, backend=backend, **choices)
+    codes = [
+        join(held[i], chunk_codes(parts, v[i, :, start:], i, k.shape[2] - start, block))
+        for i, start in enumerate(first)
+    ]
+    wide = "int8" if mode in ("turbo", "int8") else mode
+    p_type = str(half_type(q.dtype)).removeprefix("torch.") if mode == "half" else wide
+    fused = backend != "triton" or q.device.type == "cuda"
+    check_rounded(
+        got, int8_queries(q, first, fused=fused), q.dtype, codes, p_type, starts=first, depth=DEPTH, **options
+    )
+    return got

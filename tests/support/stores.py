@@ -1,0 +1,155 @@
+"""Random tokens, and compressed caches: built of tokens, and read token by token."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from oracle import Codes
+from torch import Tensor
+
+from turbo_hf.layout import UNQUANTIZED, VALUE_ORDER, KVStore, PagedHeads, empty_pages, type_16bit
+from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
+
+CODE_MAX = 119
+"""Largest INT8 code (TurboAttention sec. 3), said again so that a change of it in the package shows."""
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
+    """Random tokens as models have them: channels of different size, some off centre."""
+    size = torch.rand(shape[-1]) * 2 + 0.1
+    return (torch.randn(shape) * size + torch.randn(shape[-1]) / 2).to(device, dtype)
+
+
+def make_store(
+    k: Tensor,
+    v: Tensor,
+    lengths: Sequence[int],
+    *,
+    groups: tuple[tuple[int, int], ...] | None = None,
+    order: Tensor | None = None,
+    block: int = 64,
+    sealed: Sequence[int] | None = None,
+) -> KVStore:
+    """A cache whose row r holds the first `lengths[r]` tokens of k, v [B, Hkv, N, D].
+
+    groups: (bits, heads) of each width, default 4 bit for all. order: int64 [B, Hkv], the head in each slot; default
+    the model's order. sealed: sealed blocks of each row, default all whole ones. With heads of 16 bit the open tokens
+    are in 16 bit. Pages lie in the pool in reverse,
+    between pages that no row owns, and open slots without a token stay uninitialised.
+    """
+    batch, heads, _, dim = k.shape
+    device = k.device
+    groups = groups or ((4, heads),)
+    order = torch.arange(heads, device=device).expand(batch, heads) if order is None else order.to(device)
+    sealed = [n // block for n in lengths] if sealed is None else list(sealed)
+    open_len = [n - s * block for n, s in zip(lengths, sealed, strict=True)]
+    cap = -(-max(open_len) // 16) * 16
+
+    full = type_16bit(k.dtype)
+    opened = full if UNQUANTIZED in dict(groups) else torch.int8
+    pool = [empty_pages(bits, sum(sealed) + 2, n, dim, block, device, full) for bits, n in groups]
+    table = torch.zeros(batch, max(sealed), dtype=torch.int64)
+    k_open = torch.empty(batch, heads, cap, dim, dtype=opened, device=device)
+    v_open = torch.empty(batch, heads, dim, cap, dtype=opened, device=device)
+    k_scale, v_scale = (torch.empty(batch, heads, cap, dtype=torch.float32, device=device) for _ in range(2))
+    page = sum(sealed)
+    for row in range(batch):
+        own_k, own_v = k[row : row + 1], v[row : row + 1]
+        codes_k, scale_k, codes_v, scale_v = (x[0] for x in (*quantize_tokens(own_k), *quantize_tokens(own_v)))
+        for n in range(sealed[row]):
+            at, slot = slice(n * block, (n + 1) * block), 0
+            for pages, (bits, count) in zip(pool, groups, strict=True):
+                own = order[row, slot : slot + count]
+                key, key_scale, value, value_scale = (x[own, at][None] for x in (codes_k, scale_k, codes_v, scale_v))
+                if bits == UNQUANTIZED:
+                    key, value = (x[0, own, at][None].to(full) for x in (own_k, own_v))
+                page_of = seal_blocks(key, key_scale, value, value_scale, bits)
+                for target, source in zip(pages[1:], page_of[1:], strict=True):
+                    target[page] = source[0]
+                slot += count
+            table[row, n] = page
+            page -= 1
+        rest, count = slice(sealed[row] * block, lengths[row]), open_len[row]
+        if opened != torch.int8:
+            codes_k, codes_v = own_k[0].to(full), own_v[0].to(full)
+            scale_k, scale_v = torch.ones_like(scale_k), torch.ones_like(scale_v)
+        k_open[row, :, :count], k_scale[row, :, :count] = codes_k[:, rest], scale_k[:, rest]
+        v_open[row, :, :, :count], v_scale[row, :, :count] = codes_v[:, rest].mT, scale_v[:, rest]
+    counts = (torch.tensor(x, dtype=torch.int64, device=device) for x in (sealed, open_len))
+    sealed_count, open_count = counts
+    return KVStore(
+        tuple(pool), order, table.to(device), sealed_count, k_open, v_open, k_scale, v_scale, open_count, block
+    )
+
+
+def random_store(
+    lengths: Sequence[int],
+    heads: int,
+    dim: int,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **how: Any,
+) -> KVStore:
+    """A cache of random tokens, of rows of these lengths."""
+    shape = (len(lengths), heads, max(1, *lengths), dim)
+    k, v = (tokens(*shape, dtype=dtype, device=device) for _ in range(2))
+    return make_store(k, v, lengths, **how)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """Codes of the last dimension, one after the other as `turbo_hf.layout` draws them; int64."""
+    packed = packed.cpu().long()
+    if bits == 8:
+        return packed
+    n = packed.shape[-1] * 8 // bits
+    codes = []
+    for c in range(n):
+        if bits == 3:
+            low = packed[..., c % (n // 4)] >> 2 * (c // (n // 4)) & 3
+            high = packed[..., n // 4 + c % (n // 8)] >> c // (n // 8) & 1
+            codes.append(low + 4 * high)
+        else:
+            lane = n * bits // 8
+            codes.append(packed[..., c % lane] >> bits * (c // lane) & (2**bits - 1))
+    return torch.stack(codes, -1)
+
+
+def page_codes(pages: PagedHeads, page: int, slot: int) -> tuple[Tensor, Tensor]:
+    """INT8 keys and values of one page and slot, [b, D] each, tokens in time order; at 16 bit what they hold."""
+    if pages.bits == UNQUANTIZED:
+        return pages.k[page, slot].cpu(), pages.v[page, slot].cpu().T
+    k, v = unpack(pages.k[page, slot], pages.bits), unpack(pages.v[page, slot], pages.bits).T
+    if pages.bits != 8:
+        k_step, k_zero, v_step, v_zero = pages.meta[page, slot].cpu().long()
+        k, v = (k * k_step + k_zero).clamp(-127, 127), (v * v_step + v_zero).clamp(-127, 127)
+    tokens = torch.empty_like(v)
+    for position in range(v.shape[0]):
+        tokens[position // 16 * 16 + VALUE_ORDER[position % 16]] = v[position]
+    return k, tokens
+
+
+def store_codes(store: KVStore) -> list[Codes]:
+    """What each row of a cache holds, read token by token; P's tiles are its blocks, counted from the row's start."""
+    rows = []
+    for row, (sealed, count) in enumerate(zip(store.sealed.tolist(), store.open_len.tolist(), strict=True)):
+        heads, dim, split = store.k_open.shape[1], store.k_open.shape[3], sealed * store.block
+        k, v = (torch.zeros(heads, split + count, dim, dtype=torch.float64) for _ in range(2))
+        k_scale, v_scale = (torch.zeros(heads, split + count, dtype=torch.float64) for _ in range(2))
+        slots = [(pages, slot) for pages in store.paged for slot in range(pages.k.shape[1])]
+        for (pages, slot), head in zip(slots, store.order[row].tolist(), strict=True):
+            for n, page in enumerate(store.table[row, :sealed].tolist()):
+                at = slice(n * store.block, (n + 1) * store.block)
+                key, value = page_codes(pages, page, slot)
+                k[head, at], v[head, at] = key.double(), value.double()
+                k_scale[head, at], v_scale[head, at] = pages.scale[page, slot].double().cpu()
+        k[:, split:], k_scale[:, split:] = store.k_open[row, :, :count].cpu(), store.k_scale[row, :, :count].cpu()
+        v[:, split:], v_scale[:, split:] = store.v_open[row, :, :, :count].mT.cpu(), store.v_scale[row, :, :count].cpu()
+        rows.append(Codes(k, k_scale, v, v_scale, torch.arange(split + count) // store.block))
+    return rows
+
+
+def no_past(heads: int, dim: int) -> Codes:
+    """The past of a prompt."""
+    empty, scale = torch.zeros(heads, 0, dim, dtype=torch.float64), torch.zeros(heads, 0, dtype=torch.float64)
+    return Codes(empty, scale, empty, scale, torch.zeros(0, dtype=torch.int64))

@@ -1,0 +1,347 @@
+"""Steps that `TurboConfig(compile=True)` compiles as one graph, captured and not: the same tokens, few compilations.
+
+Without a GPU the backends "eager" and "aot_eager" trace as inductor would; inductor itself is tried once.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from graphs_support import Again, an_index, answer, answer_and_report, ragged, watch_runners
+from models import SHAPE, prompts, tiny_llama
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import turbo_hf
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.attention.step_operator import StepView
+from turbo_hf.attention.turbo_attention import compressed, turbo_attention
+from turbo_hf.errors import Unsupported
+from turbo_hf.graphs import compiled_step
+from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.patching import generate_methods as generation
+
+PLAIN = TurboConfig(block_size=32)
+COMPILED = replace(PLAIN, compile=True)
+HASHED = SparseConfig(selector="random", window_tokens=16, buckets=16, probes=3)
+FEW = {"max_new_tokens": 6}
+WINDOWED = {"sliding_window": 32}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": WINDOWED,
+    "gemma2": WINDOWED,
+    "gemma3_text": WINDOWED,
+    "phi3": {},
+    "olmo2": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {**WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without inductor; what one test has compiled is not another's."""
+    monkeypatch.setattr(compiled_step, "BACKEND", "eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
+    return watch_runners(monkeypatch)
+
+
+def compilations() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def held(code: Any) -> list[Any]:
+    """What torch has compiled for a code."""
+    return list(torch._dynamo.eval_frame._debug_get_cache_entry_list(code))
+
+
+def family(name: str) -> Any:
+    torch.manual_seed(0)
+    shape = {**SHAPE, "tie_word_embeddings": False, "attn_implementation": None}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**shape, **FAMILIES[name]})).eval()
+
+
+# --- the same tokens -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(name: str, runners: list[StepRunner]) -> None:
+    model = family(name)
+    want = answer(model, PLAIN, **ragged([40]), **FEW)
+    got, report = answer_and_report(model, COMPILED, None, **ragged([40]), **FEW)
+    assert torch.equal(got, want)
+    assert "; compiled as one graph (" in report.steps
+    assert [runner.captures for runner in runners] == [1, 1]
+    assert compilations() == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_padded_batch_that_seals_blocks(
+    backend: str, captured: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if backend == "inductor" and not captured:
+        pytest.skip("compiled once, for seconds")
+    monkeypatch.setattr(compiled_step, "BACKEND", backend)
+    model = tiny_llama(num_hidden_layers=1)
+    want = answer(model, PLAIN, **ragged())
+    runners = watch_runners(monkeypatch) if captured else []
+    assert torch.equal(answer(model, COMPILED, **ragged()), want)
+    assert compilations() == 1
+    assert all(runner.captures for runner in runners)
+    told = capfd.readouterr().err
+    assert "turbo_hf: compiling the decode step for batch size 3" in told
+    assert "turbo_hf: compiled in " in told
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"bits": 16}, id="16bit"),
+        pytest.param({"sas": True}, id="sas"),
+        pytest.param({"cuda_graphs": False, "low_heads": 0.5}, id="mixed"),
+        pytest.param(
+            {"sparse": SparseConfig(selector="lsh-reformer", window_tokens=16, buckets=16, probes=3)}, id="lsh"
+        ),
+    ],
+)
+def test_what_is_never_captured_is_compiled(config: dict[str, Any], runners: list[StepRunner]) -> None:
+    model = tiny_llama()
+    want = answer(model, replace(PLAIN, **config), **ragged([40, 9]), max_new_tokens=40)
+    assert torch.equal(answer(model, replace(COMPILED, **config), **ragged([40, 9]), max_new_tokens=40), want)
+    assert compilations() == 1
+    assert not sum(runner.captures for runner in runners)
+
+
+@pytest.mark.parametrize("selector", ["saap", "kmeans"])
+@pytest.mark.parametrize("captured", [True, False])
+def test_sparse_layers(selector: Any, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if captured:
+        watch_runners(monkeypatch)
+    model = tiny_llama()
+    index, sparse = an_index(model), SparseConfig(selector=selector, probes=3, window_tokens=12, dense_layers=(0,))
+    want, one = answer_and_report(model, replace(PLAIN, sparse=sparse), index, **ragged())
+    got, other = answer_and_report(model, replace(COMPILED, sparse=sparse), index, **ragged())
+    assert torch.equal(got, want)
+    assert other.selectivity == one.selectivity
+    assert compilations() == 1
+
+
+# --- how often it is compiled --------------------------------------------------------------------------------------
+
+
+def test_compiled_once_for_all_steps_and_caches_and_twice_more_for_all_other_batches() -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model, COMPILED):
+        counts = []
+        for lengths in ([40], [60], [40, 9], [33], [40, 9, 7], [9, 7, 6, 5, 4]):
+            model.generate(**ragged(lengths), max_new_tokens=5, do_sample=False)
+            counts.append(compilations())
+        with torch.inference_mode():
+            model.generate(**ragged([40]), max_new_tokens=5, do_sample=False)
+    # a batch of one, of one size, and of any
+    assert counts == [1, 1, 2, 2, 3, 3]
+    assert compilations() <= 4
+
+
+def test_two_models_and_two_patches_are_compiled_apart() -> None:
+    model = tiny_llama(num_hidden_layers=1)
+    for count in (1, 2):
+        with turbo_hf.patch(model, COMPILED) as handle:
+            model.generate(**ragged([40]), max_new_tokens=5, do_sample=False)
+            assert compilations() == count
+            code = handle._compiled._code if handle._compiled is not None else None
+            assert held(code)
+        assert not held(code)
+
+
+# --- what is not compiled ------------------------------------------------------------------------------------------
+
+
+def breaks(model: Any) -> Callable[[Tensor], Tensor]:
+    forward = type(model.model.norm).forward
+    return lambda x: forward(model.model.norm, x) * (1 if bool(x.sum() > -1e9) else 2)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_model_that_cannot_be_compiled(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners = watch_runners(monkeypatch) if captured else []
+    model = tiny_llama()
+    model.model.norm.forward = breaks(model)
+    want, before = answer(model, PLAIN, **ragged()), dict(vars(model))
+    with turbo_hf.patch(model, COMPILED) as handle:
+        with pytest.warns(UserWarning, match="compile=True: steps are not compiled: "):
+            got = model.generate(**ragged(), max_new_tokens=75, do_sample=False)
+        assert torch.equal(got, want)
+        # said once, tried once
+        assert torch.equal(model.generate(**ragged(), max_new_tokens=75, do_sample=False), want)
+        assert "; not compiled (" in handle.report().steps
+    assert vars(model) == before
+    assert all(runner.captures for runner in runners)
+
+
+def test_a_step_whose_capture_fails_is_captured_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    runners = watch_runners(monkeypatch)
+
+    class Fails(Again):
+        def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+            if not self.captured:
+                self.captured += 1
+                raise RuntimeError("an operation is not permitted")
+            return super().capture(step)
+
+    monkeypatch.setattr(generation, "cuda_device", Fails)
+    model = tiny_llama()
+    want = answer(model, PLAIN, **ragged())
+    with pytest.warns(UserWarning, match="cannot be captured in a CUDA graph: an operation is not permitted"):
+        got, report = answer_and_report(model, COMPILED, None, **ragged())
+    assert torch.equal(got, want)
+    assert "not compiled (it cannot be captured" in report.steps
+    assert runners[-1].captures
+
+
+def test_a_hook_of_the_user_is_called_in_every_step() -> None:
+    model = tiny_llama()
+    called: list[int] = []
+    with turbo_hf.patch(model, COMPILED) as handle:
+        hook = model.model.layers[0].mlp.register_forward_hook(lambda *args: called.append(1))
+        with pytest.warns(UserWarning, match=r"not compiled: model.layers.0.mlp has hooks"):
+            model.generate(prompts(1, 40), max_new_tokens=10, do_sample=False)
+        hook.remove()
+        assert len(called) == 10
+        assert "not compiled (model.layers.0.mlp has hooks" in handle.report().steps
+        model.generate(prompts(1, 40), max_new_tokens=10, do_sample=False)
+        assert "compiled as one graph" in handle.report().steps
+    assert len(called) == 10
+
+
+def test_dense_layers() -> None:
+    model = tiny_llama()
+    config = replace(COMPILED, dense_layers=(1,))
+    with pytest.warns(UserWarning, match="compile=True: layer 1 is dense"):
+        handle = turbo_hf.patch(model, config)
+    with handle:
+        assert "layer 1 is dense, so that decode steps are not compiled" in str(handle.report())
+        model.generate(prompts(1, 40), max_new_tokens=4, do_sample=False)
+    assert not compilations()
+
+
+def test_a_cache_that_was_read_dequantized_is_not_compiled_over() -> None:
+    model, ids = tiny_llama(), prompts(1, 40)
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    with turbo_hf.patch(model, COMPILED, strict="warn") as handle, torch.no_grad():
+        cache = handle.new_cache()
+        with pytest.warns(UserWarning, match="the attention mask"):
+            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+        assert cache.decompressed
+        model.generate(torch.cat((ids, ids[:, :1]), 1), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert not compilations()
+
+
+def test_a_mask_or_keyword_of_their_own_ends_the_attempt() -> None:
+    q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1, 16)
+    view = StepView([(None, False)], torch.device("cpu"))
+    module: Any = None
+    for more in ({"attention_mask": torch.ones(1, 1)}, {"position_bias": k}, {"is_causal": False}):
+        options: dict[str, Any] = {"attention_mask": None, **more}
+        with pytest.raises(Unsupported, match="a mask or a keyword"):
+            turbo_attention(module, q, k, k, turbo=view.slot(0, None), **options)
+    with pytest.raises(RuntimeError, match="outside of a compiled step"):
+        turbo_attention(module, q, k, k, None, turbo=view.slot(0, None))
+
+
+# --- what is left behind -------------------------------------------------------------------------------------------
+
+
+def test_remove_puts_back_what_was_there() -> None:
+    model, ids = tiny_llama(), prompts(1, 40)
+    before, want = dict(vars(model)), model(ids).logits
+    with turbo_hf.patch(model, COMPILED):
+        model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert vars(model) == before
+    assert not any(module._compiled_call_impl or "forward" in vars(module) for module in model.modules())
+    assert torch.equal(model(ids).logits, want)
+
+
+def test_copies_compile_their_own() -> None:
+    model, ids = tiny_llama(num_hidden_layers=1), prompts(1, 40)
+    with turbo_hf.patch(model, COMPILED):
+        want = model.generate(ids, max_new_tokens=5, do_sample=False)
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for count, twin in enumerate(twins, start=2):
+        assert torch.equal(twin.generate(ids, max_new_tokens=5, do_sample=False), want)
+        assert compilations() == count
+
+
+def test_a_step_that_breaks_off_leaves_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_llama(), prompts(1, 40)
+    with turbo_hf.patch(model, COMPILED) as handle:
+        want = model.generate(ids, max_new_tokens=6, do_sample=False)
+        cache = handle.new_cache()
+        made = iter(range(7))
+        attend = compressed
+
+        def fails(*args: Any) -> Tensor:
+            if next(made) == 3:
+                raise KeyboardInterrupt
+            return attend(*args)
+
+        # in the second layer of the second step that is compiled
+        monkeypatch.setattr(compiled_step, "compressed", fails)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        monkeypatch.setattr(compiled_step, "compressed", attend)
+        with pytest.raises(ValueError, match="broke off"):
+            model(ids[:, :1], past_key_values=cache)
+        assert cache.roll_back() == 1
+        held = cache.get_seq_length()
+        more = model.generate(want[:, : held + 1], past_key_values=cache, max_new_tokens=2, do_sample=False)
+        assert torch.equal(more, want[:, : held + 3])
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gpt_oss"])
+def test_on_a_gpu_by_inductor(name: str, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "BACKEND", "inductor")
+    model = family(name).cuda()
+    want = answer(model, PLAIN, max_new_tokens=300, **ragged())
+    got, report = answer_and_report(model, COMPILED, None, max_new_tokens=300, **ragged())
+    assert "; compiled as one graph (" in report.steps, report.steps
+    # sums are in another order, and a tie may fall otherwise
+    assert (got == want).float().mean() > 0.9
+    assert 1 <= runners[-1].captures <= 8
+    assert compilations() == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_steps_are_compiled_once(runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_step, "BACKEND", "inductor")
+    model = tiny_llama(attn_implementation="sdpa").to("cuda", torch.bfloat16)
+    ids = prompts(1, 40).cuda()
+    with turbo_hf.patch(model, COMPILED) as handle:
+        model.generate(ids, max_new_tokens=5, do_sample=False)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for tokens in (300, 40):
+                cache = handle.new_cache()
+                model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+                assert isinstance(cache, TurboCache)
+                assert cache.get_seq_length() == 40 + tokens - 1
+    assert compilations() == 1
+    assert all(runner.captures for runner in runners)

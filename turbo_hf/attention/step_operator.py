@@ -1,0 +1,155 @@
+"""Attention of a decode step as one operator of torch, so that a whole step can be compiled as one graph.
+
+The compiled step gets a `StepView` instead of the cache: what it holds never changes, so that nothing compiled depends
+on lengths, pages or tables. Only when it runs does the operator ask which cache it is about, of its own thread.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from turbo_hf.cache.guards import untraced
+from turbo_hf.layout import Rotary, Scoring
+from turbo_hf.models.model_layers import CACHE_KEYWORDS
+
+Kind = tuple[int | None, bool]
+"""Of a layer: its window, and whether its steps are sparse."""
+
+StepSlot = tuple[torch.Tensor, int, Rotary | None]
+"""What the hook adds to a call of an attention module under a `StepView`, as the keyword `turbo`: mark, layer, rotary.
+
+A plain tuple, for torch 2.11 loses the fields of a NamedTuple that is made while it traces.
+"""
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Rotary | None, Scoring], torch.Tensor]
+"""(layer, query, key, value, rotary, scoring) -> [B, Hq, 1, D]; tensors as in `turbo_attention`."""
+
+_now = threading.local()
+
+
+class _ViewLayer(CacheLayerMixin):
+    """Hands the new tokens on, as if none came before them: what a mask and a position depend on is given."""
+
+    is_compileable = True
+
+    def __init__(self, window: int | None):
+        super().__init__()
+        self.is_sliding, self.is_initialized = window is not None, True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """There is nothing to initialize."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new tokens, which the operator stores."""
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As if the cache were empty."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """As if the cache were empty."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+
+class StepView(Cache):
+    """In place of a TurboCache while a step is compiled, and whenever what was compiled runs.
+
+    Args:
+        kinds: of each layer.
+        device: of the cache.
+    """
+
+    def __init__(self, kinds: Sequence[Kind], device: torch.device):
+        super().__init__(layers=[_ViewLayer(window) for window, _ in kinds])
+        self._sparse = tuple(sparse for _, sparse in kinds)
+        # the operator declares that it changes this, so that its calls are neither merged, moved nor left out
+        with torch.inference_mode(False):
+            self._mark = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def slot(self, layer: int, rotary: Rotary | None) -> StepSlot:
+        """What the call of a layer's attention is given. rotary: this call's (cos, sin)."""
+        return self._mark, layer, rotary if self._sparse[layer] else None
+
+
+def step_view(kwargs: Mapping[str, Any]) -> StepView | None:
+    """The `StepView` that a call of a module brings as its cache; None without one."""
+    for name in CACHE_KEYWORDS:
+        given = kwargs.get(name)
+        if isinstance(given, StepView):
+            return given
+    return None
+
+
+def outside_of_steps(at: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator for hooks: `untraced`, and not called in a step that is compiled, which brings no cache.
+
+    at: which of its arguments are the keywords of the module's call.
+    """
+
+    def of(hook: Callable[..., Any]) -> Callable[..., Any]:
+        called = untraced(hook)
+
+        @functools.wraps(hook)
+        def thin(*given: Any) -> Any:
+            return called(*given) if step_view(given[at]) is None else None
+
+        return thin
+
+    return of
+
+
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """Inside, what the operator does in this thread."""
+    _now.attend = attend
+    try:
+        yield
+    finally:
+        _now.attend = None
+
+
+def nothing(layer: int, query: torch.Tensor, *args: Any) -> torch.Tensor:
+    """An `Attend` that leaves all caches alone: what is compiled at the first run is compiled then."""
+    return torch.zeros_like(query)
+
+
+@torch.library.custom_op("turbo_hf::step_attention", mutates_args=("mark",))
+def step_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mark: torch.Tensor,
+    layer: int,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one new token per row, which joins the cache; returns [B, M, Hq, D]."""
+    attend: Attend | None = getattr(_now, "attend", None)
+    if attend is None:
+        raise RuntimeError("turbo_hf::step_attention was called outside of a compiled step.")
+    rotary = None if cos is None or sin is None else (cos, sin)
+    out = attend(layer, query, key, value, rotary, Scoring(scaling, softcap, sinks))
+    batch, heads, tokens, dim = query.shape
+    return out.transpose(1, 2).reshape(batch, tokens, heads * dim).view(batch, tokens, heads, dim)
+
+
+@step_attention.register_fake
+def _(query: torch.Tensor, *args: object) -> torch.Tensor:
+    batch, heads, tokens, dim = query.shape
+    return query.new_empty(batch, tokens, heads, dim)

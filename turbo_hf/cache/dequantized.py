@@ -1,0 +1,118 @@
+"""The keys and values of a compressed layer, dequantized: for models without a patch, and for whoever reads a cache.
+
+A model without a patch calls `update` and attends to what comes of it. It does not show the cache its padding: the
+cache has been given a mask.
+"""
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from turbo_hf.cache.new_columns import NewColumns, columns_of
+from turbo_hf.cache.storage import LayerStorage
+from turbo_hf.errors import Unsupported
+from turbo_hf.ops.host_device import shared
+from turbo_hf.ops.store.quantize import dequantize
+
+
+class DequantizedLayer(LayerStorage, CacheLayerMixin):
+    """A layer that holds codes, and shows them as `keys` and `values`."""
+
+    # [B, columns], nonzero at real tokens, for columns to come too; None: the cache was given none
+    given_mask: torch.Tensor | None = None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The keys of all columns, or of the newest window - 1 of a sliding layer; None before the first pass.
+
+        [B, Hkv, columns, D] in the model's dtype, 0 at padding; dequantized anew each time. Only to be read: the cache
+        does not change with them, so torch refuses to write to them outside `torch.inference_mode`.
+        """
+        return self._shown(0)
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._refuse_unless_empty(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The values, as `keys`."""
+        return self._shown(1)
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._refuse_unless_empty(value)
+
+    def _shown(self, part: int) -> torch.Tensor | None:
+        if not self.is_initialized:
+            return None
+        # an inference tensor is one that torch does not write to
+        with torch.inference_mode():
+            return self.dequantized(self.get_mask_sizes(0)[0])[part]
+
+    def _refuse_unless_empty(self, value: torch.Tensor | None) -> None:
+        # Transformers' constructor sets None
+        if value is not None:
+            raise Unsupported(
+                f"layer {self.index}: keys and values of a TurboCache are dequantized to be read, and cannot be set. "
+                "Pass new ones through update() or the model, or leave the layer dense (TurboConfig.dense_layers)."
+            )
+
+    def dequantized(self, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The newest `columns` columns: [B, Hkv, columns, D], 0 at padding."""
+        self.integrity.require_untorn()
+        seen, valid = self.seen, self.valid
+        first = seen - min(columns, seen)
+        k, v = dequantize(self.store(), self.dtype, self.config.rotates)
+        token = torch.arange(first, seen, device=self.device).expand(self.rows, -1)
+        if valid is None:
+            valid = torch.ones_like(token, dtype=torch.bool)
+        else:
+            token, valid = (valid.cumsum(-1) - 1)[:, first:], valid[:, first:]
+        token = token - shared(self.state.dropped, self.device)[:, None]
+        valid = (valid & (token >= 0))[:, None, :, None]
+        pick = token.clamp(min=0)[:, None, :, None]
+        k, v = (torch.take_along_dim(x, pick, 2).masked_fill(~valid, 0.0) for x in (k, v))
+        return k, v
+
+    def append_and_dequantize(
+        self, k: torch.Tensor, v: torch.Tensor, given_mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens; return keys and values [B, Hkv, columns, D], 0 at padding (mask as in TurboCache)."""
+        tokens = k.shape[2]
+        self.require_same_rows(k)
+        self.seal_leftovers(tokens)
+        new = self._under_given_mask(given_mask, k)
+        columns = self.get_mask_sizes(tokens)[0]
+        decoding = self.is_decoding(tokens)
+        past = (k[:, :, :0], v[:, :, :0]) if decoding or not self.seen else self.dequantized(columns - tokens)
+        self.append(new.align(k), new.align(v), new)
+        joined = self.dequantized(columns) if decoding else (torch.cat((past[0], k), 2), torch.cat((past[1], v), 2))
+        self.commit()
+        return joined
+
+    def _under_given_mask(self, mask: torch.Tensor | None, x: torch.Tensor) -> NewColumns:
+        """How new keys x [B, Hkv, M, D] stand under the mask [B, columns] that the cache was given; None: no padding.
+
+        Raises:
+            ValueError: a mask of other rows.
+        """
+        rows, tokens = x.shape[0], x.shape[2]
+        if mask is None:
+            return NewColumns(tokens)
+        if len(mask) != rows:
+            raise ValueError(
+                f"the attention_mask given to TurboCache has {len(mask)} rows; this pass brings {rows}. Give it one "
+                "row for each row that runs (repeat rows for beams and returned sequences)."
+            )
+        valid = mask[:, self.seen : self.seen + tokens].to(x.device).bool()
+        # generated tokens lie beyond the mask of the prompt, and are not padding
+        return columns_of(torch.nn.functional.pad(valid, (0, tokens - valid.shape[1]), value=True))
+
+    def require_no_given_padding(self, tokens: int) -> None:
+        """ValueError if the cache was given padding in the `tokens` new columns, for which the model passes no mask."""
+        mask, seen = self.given_mask, self.seen
+        if mask is not None and seen < mask.shape[1] and not mask[:, seen : seen + tokens].all():
+            raise ValueError(
+                "the TurboCache was given an attention_mask with padding, this patched model none. Pass that "
+                "mask to the model, which shows it to the cache."
+            )

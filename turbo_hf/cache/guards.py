@@ -1,0 +1,61 @@
+"""Decorators of what changes a cache: its tensors are ordinary ones, what breaks off is marked, nothing is traced."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from turbo_hf.cache.integrity import Integrity
+
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Marked(Protocol):
+    """What a cache consists of. name: in errors."""
+
+    integrity: Integrity
+    name: str
+
+
+S = TypeVar("S", bound=Marked)
+
+
+def untraced(function: F) -> F:
+    """The same function; torch.compile calls it, and what it calls, as they are, and compiles what stands around it.
+
+    A cache counts its tokens on the host: traced, each count would be compiled anew, and what cannot be traced fails.
+    """
+    plain: F = torch.compiler.disable(function)
+    return plain
+
+
+def ordinary(method: Callable[P, R]) -> Callable[P, R]:
+    """No gradients, and ordinary tensors also under `torch.inference_mode`: a cache may be written again outside it."""
+    guarded = torch.inference_mode(False)(torch.no_grad()(method))
+
+    @functools.wraps(method)
+    def stores(*args: P.args, **kwargs: P.kwargs) -> R:
+        # `generate` has already disabled gradients, and this is called several times per pass and layer
+        plain = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+        return method(*args, **kwargs) if plain else guarded(*args, **kwargs)
+
+    return stores
+
+
+def storing(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """As `ordinary`; and if it breaks off, what it was writing stays marked as torn."""
+    stores = ordinary(method)
+
+    @functools.wraps(method)
+    def marked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        integrity = self.integrity
+        # one call may be within another
+        integrity.writing, before = self.name, integrity.writing
+        result = stores(self, *args, **kwargs)
+        integrity.writing = before
+        return result
+
+    return marked

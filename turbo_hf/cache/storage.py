@@ -1,0 +1,330 @@
+"""What a layer of the compressed cache stores, and how: the part of it that the attention function calls."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from turbo_hf.cache.guards import ordinary, storing
+from turbo_hf.cache.integrity import Integrity
+from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.open_buffer import OpenBuffer
+from turbo_hf.cache.page_pool import PagePool
+from turbo_hf.cache.rows import DeviceCounts, RowState
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.layout import UNQUANTIZED, KVStore, type_16bit
+from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.ops.host_device import require_finite, shared
+from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
+from turbo_hf.ops.store.rotate import rotate_keys
+from turbo_hf.sparse.bucket_index import BucketIndex
+from turbo_hf.sparse.selectors import Selector
+
+DECODE_TOKENS = 16
+"""Up to this many new tokens over a past count as decoding: they are stored before attention reads the cache."""
+
+
+class ReplayState(NamedTuple):
+    """A step that may be replayed, one token per row: `ReplayableSteps` does the host's counting for it.
+
+    sealed: blocks of each row once the step has sealed those that are due.
+    plans: as in `KVStore`.
+    arrived: int32 [B], zeros, as in `ops.store.append.append_step`.
+    """
+
+    sealed: tuple[int, ...]
+    plans: dict[Any, Any]
+    arrived: torch.Tensor
+
+
+class RowBlocks(NamedTuple):
+    """What a commit does with the blocks of one row.
+
+    leaving: oldest blocks of its pages, which have left the window.
+    whole: oldest blocks of its open buffer, which leave the buffer.
+    skipped: of those the oldest, which have left the window and are not sealed.
+    sorted: blocks, by their number in the row, whose tokens are sorted by bucket before they are sealed.
+    """
+
+    leaving: int
+    whole: int
+    skipped: int
+    sorted: range
+
+    @property
+    def sealed(self) -> int:
+        """Blocks that are sealed."""
+        return self.whole - self.skipped
+
+
+class LayerStorage:
+    """Keys and values of one layer: sealed pages and an open INT8 buffer.
+
+    `state` holds what the host counts, which may be the same for several layers; everything else is of this layer.
+    """
+
+    is_initialized: bool
+
+    def __init__(
+        self,
+        config: TurboConfig,
+        window: int | None = None,
+        index: int = 0,
+        head_order: Sequence[int] | None = None,
+        selector: Selector | None = None,
+    ):
+        super().__init__()
+        self.selector = selector
+        self.config, self.window, self.index, self.head_order = config, window, index, head_order
+        # of its cache, which all of its layers share
+        self.integrity, self.name = Integrity({index: type(self).__name__}), f"layer {index}"
+        self.is_sliding = window is not None
+        self.state = RowState(config.block_size)
+        # bool [B, columns], which of the first columns hold a token; None: all do
+        self.valid_prefix: torch.Tensor | None = None
+        # whether what kernels have noted in `nonfinite` is still to be read
+        self.unchecked = False
+        # set while the pass is a step that may be replayed
+        self.replay: ReplayState | None = None
+
+    @ordinary
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Take batch, heads, head dim, dtype and device from the first keys."""
+        if key_states.shape != value_states.shape:
+            raise ValueError(
+                f"layer {self.index}: keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} differ in "
+                "shape; only one head dim is compressed. Leave the layer dense (TurboConfig.dense_layers)."
+            )
+        rows, self.heads, _, self.dim = key_states.shape
+        self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, why_no_kernel(key_states)
+        self.in_place = self.appends_in_place()
+        order = list(range(self.heads) if self.head_order is None else self.head_order)
+        if sorted(order) != list(range(self.heads)):
+            raise ValueError(
+                f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
+            )
+        groups = self.config.head_groups(self.heads)
+        block, full = self.config.block_size, type_16bit(self.dtype)
+        self.pool = PagePool(rows, groups, self.dim, block, self.device, full)
+        self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
+        opened = full if UNQUANTIZED in dict(groups) else torch.int8
+        self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
+        self.device_counts = DeviceCounts(self.device)
+        self.order = shared(order * rows, self.device).view(rows, self.heads)
+        # no rank to find: one width for all heads, or an order that was given
+        self.preranked = len(groups) == 1 or self.head_order is not None
+        self.ranked = [self.preranked] * rows
+        ranged = self.config.buffer_scale == "universal"
+        self.universal = torch.zeros(rows, self.heads, 2, device=self.device) if ranged else None
+        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.state = self.state.with_rows(rows)
+        self.is_initialized = True
+
+    def appends_in_place(self) -> bool:
+        """Whether a kernel stores new tokens."""
+        return uses_triton(self.config.backend, self.device, self.obstacle)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first pass."""
+        return len(self.state.open)
+
+    @property
+    def seen(self) -> int:
+        """Columns of all passes, padding included, because that is what Transformers asks for."""
+        return self.state.seen
+
+    @property
+    def valid(self) -> torch.Tensor | None:
+        """bool [B, seen], which columns hold a token; None: all do."""
+        valid = self.valid_prefix
+        if valid is None or valid.shape[1] == self.seen:
+            return valid
+        # columns without a mask of their own
+        return torch.nn.functional.pad(valid, (0, self.seen - valid.shape[1]), value=True)
+
+    def lengths(self) -> list[int]:
+        """Tokens held by each row (older ones may have left a sliding window)."""
+        return self.state.lengths()
+
+    def is_decoding(self, tokens: int) -> bool:
+        """Whether `tokens` new tokens are stored before attention reads the cache."""
+        return self.seen > 0 and tokens <= DECODE_TOKENS
+
+    def store(self) -> KVStore:
+        """The layer as an op sees it; views, not copies."""
+        state, counts, replay = self.state, self.device_counts, self.replay
+        places = (self.order, self.pool.device_table(), counts.sealed(state))
+        opened = (*self.buffer.tensors(), counts.open(state))
+        known, plans = (tuple(state.sealed), None) if replay is None else (replay.sealed, replay.plans)
+        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans)
+
+    def require_same_rows(self, k: torch.Tensor) -> None:
+        """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds."""
+        if self.is_initialized and k.shape[:2] != (self.rows, self.heads):
+            raise ValueError(
+                f"layer {self.index}: the cache holds {self.rows} rows of {self.heads} heads; this pass brings "
+                f"{k.shape[0]} of {k.shape[1]}. Use a new TurboCache, or reset() this one."
+            )
+
+    def seal_leftovers(self, tokens: int, defer: bool = False) -> None:
+        """Seal the blocks that replayed steps have left due, if no further one follows that does it.
+
+        tokens: of the pass that comes. defer: as in `append`.
+        """
+        waits = self.is_initialized and self.replay is None and max(self.state.open) >= self.config.block_size
+        # more of a prompt is sorted together with what of it is still open
+        if waits and (self.state.decoded or self.is_decoding(tokens)):
+            self.integrity.require_untorn()
+            self.commit(defer, whole_prompt=True)
+
+    def append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        new: NewColumns,
+        buckets: torch.Tensor | None = None,
+        defer: bool = False,
+    ) -> None:
+        """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `new`, as are their buckets.
+
+        defer: what kernels note of NaN and Inf is left to be read (`unchecked`), for all layers at once.
+
+        Raises:
+            ValueError: other rows or heads than the cache holds, NaN or Inf, or a broken cache.
+        """
+        self.require_same_rows(k)
+        if not self.is_initialized:
+            # the first column of the longest row: what lies before it is padding of all
+            first = min(new.starts or [0])
+            self.lazy_initialization(k[:, :, first:], v[:, :, first:])
+        rotates = self.config.rotates
+        if self.replay is None and not self.in_place:
+            # what can be refused is, before anything is written
+            k, rotates = (rotate_keys(k, self.config.backend) if rotates else k), False
+            self._require_finite(new.blank(k), new.blank(v))
+        self.integrity.turn(self.index, self.seen)
+        self._append(k, v, new, buckets, defer, rotates)
+        if self.replay is not None:
+            # its launch has sealed what was due
+            self.integrity.settle(self.index)
+
+    @ordinary
+    def _require_finite(self, *stored: torch.Tensor) -> None:
+        """ValueError if new keys or values hold NaN or Inf, or what is one in the type that stores them."""
+        dtype = self.buffer.k.dtype if self.buffer.k.is_floating_point() else torch.float32
+        # a NaN among them is both
+        extremes = [end for x in stored if x.numel() for end in torch.aminmax(x.to(dtype))]
+        if extremes:
+            require_finite({self.index: ~torch.isfinite(torch.stack(extremes)).all()})
+
+    @storing
+    def _append(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        new: NewColumns,
+        buckets: torch.Tensor | None,
+        defer: bool,
+        rotate: bool,
+    ) -> None:
+        backend = self.config.backend if self.in_place else "reference"
+        how: dict[str, Any] = {"nonfinite": self.nonfinite, "rotate": rotate, "backend": backend}
+        if self.replay is not None:
+            noted, arrived = self.bucket_index.noted(buckets), self.replay.arrived
+            append_step(k, v, self.store(), given_scale=self.universal, noted=noted, arrived=arrived, **how)
+            return
+        state, decoding = self.state, self.is_decoding(new.tokens)
+        after = state.stored(new.tokens, new.starts, decoding)
+        self.bucket_index.append(buckets, state.lengths(), new.tokens, new.starts)
+        self.buffer.reserve(max(after.open), state.open)
+        # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
+        given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
+        starts = new.begin(self.device)
+        append_tokens(k, v, self.store(), starts=starts, given_scale=given_scale, max_scale=max_scale, **how)
+        self.device_counts.counted(state, after)
+        if new.valid is not None:
+            valid = self.valid
+            if valid is None:
+                valid = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
+            self.valid_prefix = torch.cat((valid, new.valid.to(self.device)), 1)
+        self.state = after
+        if self.in_place and not decoding:
+            self._check_finite(defer)
+
+    def _check_finite(self, defer: bool) -> None:
+        """ValueError if kernels have noted NaN or Inf; defer: left to `TurboCache.require_finite`."""
+        self.unchecked = True
+        if not defer:
+            require_finite({self.index: self.nonfinite})
+            self.unchecked = False
+
+    def commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
+        """Seal every whole block of open tokens, and drop what has left the window. Waits while `recording`.
+
+        Of a prompt that is put in order, the newest tokens stay open as long as more of it may come (`whole_prompt`).
+        """
+        if not self.state.recording and self.replay is None:
+            self._commit(defer, whole_prompt)
+        self.integrity.settle(self.index)
+
+    def _row_blocks(self, whole_prompt: bool) -> list[RowBlocks]:
+        """What there is to commit of each row; []: nothing."""
+        state, block, index = self.state, self.config.block_size, self.bucket_index
+        if self.window is None and max(state.open) < block:
+            return []
+        lengths, whole = state.lengths(), [tokens // block for tokens in state.open]
+        if index.sorts and not (whole_prompt or state.decoded):
+            whole = [max(0, end - sealed) for end, sealed in zip(index.outside(lengths), state.sealed, strict=True)]
+        to_sort = index.sortable(state.sealed, lengths, state.turn_start)
+        rows = []
+        for gone, sealed, count, order in zip(state.leaving(self.window), state.sealed, whole, to_sort, strict=True):
+            leaving = min(gone, sealed)
+            rows.append(RowBlocks(leaving, count, min(gone - leaving, count), order))
+        return rows if any(row.whole or row.leaving for row in rows) else []
+
+    @storing
+    def _commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
+        block, pool, buffer, index = self.config.block_size, self.pool, self.buffer, self.bucket_index
+        rows = self._row_blocks(whole_prompt)
+        if not rows:
+            return
+        # a block is final: NaN or Inf noted for its tokens must be reported
+        self._check_finite(defer)
+        self._rank_heads([n for n, row in enumerate(rows) if row.whole and not self.ranked[n]])
+        if any(row.leaving for row in rows):
+            leaving = [row.leaving for row in rows]
+            pool.drop_front(self.state.sealed, leaving)
+            self.state = self.state.without_front(leaving)
+        if any(row.sealed for row in rows):
+            before = self.state.sealed
+            pool.reserve(before, [row.sealed for row in rows])
+            for n, row in enumerate(rows):
+                if row.sorted:
+                    buffer.reorder(n, (row.sorted.start - before[n]) * block, index.sort(n, row.sorted))
+            sealed = [held + row.sealed for held, row in zip(before, rows, strict=True)]
+            self.state = replace(self.state, sealed=sealed)
+            # the op seals all that is whole of so many open tokens
+            store = self.store()
+            if index.sorts:
+                store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
+            seal_open(store, max(row.whole for row in rows), backend=self.config.backend)
+        if any(row.whole for row in rows):
+            state, gone = self.state, [row.whole * block for row in rows]
+            opened = [held - count for held, count in zip(state.open, gone, strict=True)]
+            buffer.drop_front(gone, opened)
+            dropped = [held + row.skipped * block for held, row in zip(state.dropped, rows, strict=True)]
+            self.state = replace(state, open=opened, dropped=dropped)
+
+    def _rank_heads(self, rows: list[int]) -> None:
+        """Rank the heads of rows that seal their first block. One block decides, however the prompt was cut."""
+        if not rows:
+            return
+        if len(rows) == self.rows:
+            self.order = self.buffer.ranked_heads(slice(None), self.config)
+        else:
+            where = shared(rows, self.device)
+            self.order = self.order.index_copy(0, where, self.buffer.ranked_heads(where, self.config))
+        for row in rows:
+            self.ranked[row] = True

@@ -1,0 +1,201 @@
+"""Decode steps compiled by inductor as one graph, in which all but attention is fused; captured like any other step.
+
+Attention is an opaque operator (`step_operator`). What is compiled has no breaks, or is not used at all: a model for
+which that fails runs as without, and `Handle.report` says why.
+"""
+
+import functools
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from turbo_hf.attention.sparse_step import Source
+from turbo_hf.attention.step_operator import Kind, StepView, attending, nothing
+from turbo_hf.attention.turbo_attention import HANDED_ON, New, compressed
+from turbo_hf.cache.integrity import STEP
+from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.errors import warn
+from turbo_hf.layout import Rotary, Scoring
+from turbo_hf.patches.layers import attention_layers
+
+BACKEND = "inductor"
+
+OPTIONS: dict[str, Any] = {
+    # the runner captures the step itself: caches move between captures, of which torch's own graphs would not know
+    "triton.cudagraphs": False,
+    # kept on disk, in TORCHINDUCTOR_CACHE_DIR
+    "fx_graph_cache": True,
+    # rounded where the model rounds, so that tokens differ at ties alone
+    "emulate_precision_casts": True,
+}
+"""Of inductor, for this step alone."""
+
+
+def _tell(message: str) -> None:
+    """A line of progress: what takes a minute should not look like a hang."""
+    sys.stderr.write(f"turbo_hf: {message}\n")
+
+
+Warm = Callable[[Callable[[], Any]], Any]
+"""As `step_runner.Device.warm`."""
+
+
+def _here(step: Callable[[], Any]) -> Any:
+    return step()
+
+
+def _forward(model: Any, inputs: dict[str, Any]) -> Any:
+    return model(**inputs)
+
+
+class CompiledStep:
+    """The decode step of one patched model, compiled when it is first asked for. Threads share it.
+
+    Attributes:
+        reason: why steps are not compiled, None if nothing is known against it.
+        seconds: what compiling has taken so far.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._refused = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._function: Any = None
+        self._code: types.CodeType | None = None
+        self._view: StepView | None = None
+        self._kinds: list[Kind] = []
+        self._modules: dict[int, Any] = {}
+        self._known: set[Any] = set()
+
+    def __reduce__(self) -> Any:
+        # a copy of the model compiles its own
+        return CompiledStep, ()
+
+    def words(self) -> str:
+        """How decode steps are compiled, for reports."""
+        if self.reason is not None:
+            return f"not compiled ({self.reason})"
+        if self._known:
+            return f"compiled as one graph ({self.seconds:.0f} s)"
+        return "compiled as one graph, at the first one"
+
+    def refuse(self, reason: str, lasting: bool = True) -> None:
+        """Warn, once for each reason, that steps are not compiled. lasting: nor will they be."""
+        if reason != self.reason:
+            warn(f"turbo_hf: compile=True: steps are not compiled: {reason}. TurboConfig(compile=False) is silent.")
+        self.reason = reason
+        if lasting:
+            self.remove()
+
+    def remove(self) -> None:
+        """Forget all that was compiled, and compile nothing more."""
+        self._refused = True
+        if self._code is not None:
+            # torch frees what it has compiled for a code together with it, and holds on to the code
+            with suppress(AttributeError):
+                dynamo: Any = torch._dynamo
+                dynamo.reset_code(self._code)
+        self._forget()
+
+    def ready(self, model: Any, inputs: dict[str, Any], warm: Warm = _here) -> bool:
+        """Whether a step over such inputs is compiled; the first time it is compiled here, without touching a cache.
+
+        inputs: keywords of the model, with a TurboCache and without a mask. warm: runs what it gets where steps run.
+        """
+        cache = inputs["past_key_values"]
+        if self._refused or cache.decompressed:
+            return False
+        key = (torch.is_inference_mode_enabled(), *((name, _kind(value)) for name, value in inputs.items()))
+        with self._lock:
+            kinds = [(layer.window, layer.selector is not None) for layer in cache.turbo_layers()]
+            if len(kinds) < len(cache.layers) or (self._kinds and kinds != self._kinds):
+                return False
+            if key not in self._known:
+                self._compile(model, inputs, kinds, key, warm)
+            elif not self._refused:
+                self.reason = None
+            return key in self._known
+
+    def _compile(self, model: Any, inputs: dict[str, Any], kinds: list[Kind], key: Any, warm: Warm) -> None:
+        rows, start = len(inputs["input_ids"]), time.perf_counter()
+        _tell(f"compiling the decode step for batch size {rows} (about a minute; seconds once it is on disk) ...")
+        try:
+            if self._function is None:
+                self._prepare(model, kinds)
+            with attending(nothing):
+                warm(functools.partial(self._run, model, inputs))
+        except Exception as error:
+            self.refuse(_first_words(error))
+            return
+        self.seconds += time.perf_counter() - start
+        _tell(f"compiled in {time.perf_counter() - start:.0f} s")
+        self.reason = None
+        self._known.add(key)
+
+    def _prepare(self, model: Any, kinds: list[Kind]) -> None:
+        # code of its own: what is compiled for it is counted by itself, and can be dropped
+        self._code = _forward.__code__.replace()
+        own = types.FunctionType(self._code, globals())
+        options = OPTIONS if BACKEND == "inductor" else None
+        self._function = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
+        self._view, self._kinds = StepView(kinds, model.device), kinds
+        self._modules = {at.index: at.module for at in attention_layers(model)}
+
+    def _run(self, model: Any, inputs: dict[str, Any]) -> Any:
+        given = {name: value for name, value in inputs.items() if name not in HANDED_ON}
+        out = self._function(model, {**given, "past_key_values": self._view})
+        out["past_key_values"] = inputs["past_key_values"]
+        return out
+
+    def __call__(self, model: Any, inputs: dict[str, Any], mask: torch.Tensor | None = None) -> Any:
+        """`model(**inputs, attention_mask=mask)`, of which `ready` has said so. mask: [B, columns] or None."""
+        cache: TurboCache = inputs["past_key_values"]
+
+        def attend(
+            index: int,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            rotary: Rotary | None,
+            scoring: Scoring,
+        ) -> torch.Tensor:
+            layer: Any = cache.layers[index]
+            return compressed(cache, layer, Source(self._modules[index], rotary), New(query, key, value), mask, scoring)
+
+        with attending(attend):
+            return self._run(model, inputs)
+
+    def launch(self, model: Any, inputs: dict[str, Any], mask: torch.Tensor | None) -> Any:
+        """As a call, for a step that is not captured: a pass of its own over the cache."""
+        cache: TurboCache = inputs["past_key_values"]
+        cache.begin_pass(STEP)
+        try:
+            out = self(model, inputs, mask)
+            cache.require_finite()
+        finally:
+            cache.integrity.abandon(STEP)
+        cache.integrity.leave(STEP)
+        return out
+
+
+def _kind(value: Any) -> Any:
+    """What of an input is compiled in."""
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype)
+    return value if isinstance(value, int) else type(value)
+
+
+def _first_words(error: BaseException) -> str:
+    """An error in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"[:300]

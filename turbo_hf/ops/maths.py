@@ -1,0 +1,72 @@
+"""Small tensor functions in plain torch that launches and references share."""
+
+import torch
+
+from turbo_hf.layout import Rotary
+
+
+def ratio(a: torch.Tensor | float, b: torch.Tensor | float) -> torch.Tensor:
+    """a / b by one IEEE division in float32, the same on every device.
+
+    torch multiplies by a rounded reciprocal where one of them is a number.
+    """
+    like = a if isinstance(a, torch.Tensor) else b
+    assert isinstance(like, torch.Tensor)
+    full = [x if isinstance(x, torch.Tensor) else torch.full_like(like, x) for x in (a, b)]
+    return full[0] / full[1]
+
+
+def scaled(x: torch.Tensor, largest: torch.Tensor, top: float) -> torch.Tensor:
+    """x * (top / largest) in float64, and 0 where largest is 0; largest is float32 with x's leading dimensions.
+
+    The quotient is rounded to float32 and the product is not, which is what a fused multiply-add rounds to a code.
+    """
+    inverse = ratio(top, torch.where(largest > 0, largest, 1.0))
+    return x.double() * inverse.double()[(...,) + (None,) * (x.dim() - largest.dim())]
+
+
+def align(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """x [B, H, M, D] with each row's tokens from slot 0 on, followed by zeros."""
+    if starts is None:
+        return x
+    column = torch.arange(x.shape[2], device=x.device)
+    take = (column + starts[:, None]).clamp(max=x.shape[2] - 1)
+    return torch.take_along_dim(x, take[:, None, :, None], 2).masked_fill(~occupied(x, starts)[:, None, :, None], 0.0)
+
+
+def key_mean(k: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """float32 [B, Hkv, D]: the mean key of each row, its tokens aligned to slot 0."""
+    tokens = k.shape[2] if starts is None else (k.shape[2] - starts).clamp(min=1)[:, None, None]
+    return k.sum(2, dtype=torch.float32) / tokens
+
+
+def occupied(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
+    """bool [B, M]: which slots of aligned x hold a token."""
+    column = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
+    count = torch.full_like(column[:, :1], x.shape[2])
+    return column < (count if starts is None else count - starts[:, None])
+
+
+def key_shift(dim: int) -> int:
+    """The power of two by which the Hadamard matrix is smaller for keys of `dim` channels."""
+    return ((dim & -dim).bit_length() - 1) // 2
+
+
+def query_shift(dim: int) -> int:
+    """The same for queries: the rest of the matrix' norm, so that rotated keys and queries give the same scores."""
+    return (dim & -dim).bit_length() - 1 - key_shift(dim)
+
+
+def undo_rotary_halves(x: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    """x [B, H, M, D] in float32 before rotary embedding; rotary: (cos, sin) [1 or B, M, r] of its tokens, or None.
+
+    Half layout: channels c and c + r/2 rotate together; channels from r on do not rotate.
+    """
+    if rotary is None:
+        return x.float()
+    cos, sin = (part.float()[:, None] for part in rotary)
+    size = cos.shape[-1]
+    turned, rest = x.float()[..., :size], x.float()[..., size:]
+    low, high = turned.chunk(2, -1)
+    plain = (turned * cos - torch.cat((-high, low), -1) * sin) / (cos * cos + sin * sin)
+    return torch.cat((plain, rest), -1)

@@ -1,0 +1,26 @@
+"""What launches give to the kernels of sparse decode beside what those of decode get."""
+
+from typing import Any, NamedTuple
+
+
+class Index(NamedTuple):
+    """buckets: int16 [B, Hkv, 1, cap], of each token. visited: uint8 [B, Hkv, M, 1, `clusters`], of each query."""
+
+    buckets: Any
+    visited: Any
+    clusters: int
+
+
+class Lists(NamedTuple):
+    """What `list_kernel` leaves: blocks int64 [lists, capacity], page << 32 | number; counts int32 [lists]."""
+
+    blocks: Any
+    counts: Any
+
+
+class Sharing(NamedTuple):
+    """How outputs are shared out. outputs: their number, padded. filled, shares: as in `tiles_of_share`."""
+
+    outputs: int
+    filled: int
+    shares: int

@@ -1,0 +1,168 @@
+"""What a patch cannot do, and why: models that it refuses, layers in full precision, and parts without a kernel."""
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from turbo_hf.attention.registration import text_key
+from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import Notices, Unsupported
+from turbo_hf.layout import UNQUANTIZED
+from turbo_hf.models.model_layers import kv_heads
+from turbo_hf.models.versions import version_problem
+from turbo_hf.ops import gpu
+from turbo_hf.ops.backend import why_no_kernel
+from turbo_hf.ops.decode.contract import why_no_step_kernel
+from turbo_hf.patches.families import Family
+from turbo_hf.patches.generic import lost_to_bias
+from turbo_hf.patches.layers import AttentionLayer
+from turbo_hf.patches.misfits import misfit
+from turbo_hf.patching.handle import LayerReport
+from turbo_hf.patching.hooks import is_own
+
+BIAS_STEP = 0.5
+"""Key bias at which a layer is kept at 8 bit: its INT8 step exceeds half a standard deviation of a typical channel."""
+
+
+def check_model(model: PreTrainedModel, notices: Notices) -> None:
+    """Refuse models, and versions of Transformers, that cannot be patched at all."""
+    kind, text = type(model).__name__, model.config.get_text_config(decoder=True)
+    if any(is_own(hook) for module in model.modules() for hook in module._forward_pre_hooks.values()):
+        raise ValueError(
+            "This model is patched already. Call remove() on the first handle, then patch again. A copy of a patched "
+            "model has no handle: copy it before it is patched."
+        )
+    if text._attn_implementation == NAME:
+        raise ValueError(
+            "This model shares its config object with one that is patched already, or was loaded with the config of "
+            f'one. Remove that patch first; if the config still says "{NAME}", call '
+            'model.set_attn_implementation("sdpa").'
+        )
+    outdated = version_problem()
+    if outdated is not None:
+        notices.refuse(outdated, 'Or pass strict="warn" to go on.')
+    if model.config.is_encoder_decoder:
+        raise Unsupported(f"{kind} is an encoder-decoder; only decoder-only models are supported.")
+    if not hasattr(text, "num_hidden_layers"):
+        raise Unsupported(f"the config of {kind} has no num_hidden_layers: its parts have layers of their own.")
+    if text is not model.config and text_key(model.config) is None:
+        raise Unsupported(
+            f"the language model of {kind} lies inside another of its parts. Patch that part "
+            "(for Qwen2.5-Omni: model.thinker)."
+        )
+
+
+def text_type(model: PreTrainedModel) -> str:
+    """`config.model_type` of a model's language model."""
+    return str(model.config.get_text_config(decoder=True).model_type)
+
+
+def choose_layer(at: AttentionLayer, config: TurboConfig) -> LayerReport:
+    """What will be done with one layer."""
+    uncompressed = functools.partial(LayerReport, at.index, (), at.window)
+    if at.index in config.dense_layers:
+        return uncompressed("asked for by dense_layers")
+    if at.reason:
+        return uncompressed(at.reason, refused=not at.by_design)
+    heads = kv_heads(at.module.config, at.index)
+    int8 = functools.partial(LayerReport, at.index, ((8, heads),), at.window, kept_int8=True)
+    if config.int8_layers != "auto" and at.index in config.int8_layers:
+        return int8("asked for by int8_layers")
+    guarded = config.int8_layers == "auto" and config.bits < 8
+    step = lost_to_bias(at.module, config.rotates) if guarded else 0.0
+    if step > BIAS_STEP:
+        return int8("key bias", bias_step=step)
+    return LayerReport(at.index, config.head_groups(heads), at.window, "")
+
+
+def require_layers(
+    model: PreTrainedModel,
+    all_layers: list[AttentionLayer],
+    layers: list[LayerReport],
+    config: TurboConfig,
+    family: Family | None,
+) -> None:
+    """Refuse, under any `strict`, what leaves nothing to compress, or would be wrong on a patched model in any case.
+
+    Raises:
+        ValueError: the config names a layer that the model does not have.
+        Unsupported: no layer can be compressed, or the model expects of attention what a patch does not do.
+    """
+    name = f"{type(model).__name__} ({text_type(model)})"
+    named = (*config.dense_layers, *(config.int8_layers if config.int8_layers != "auto" else ()))
+    outside = [index for index in named if index >= len(layers)]
+    if outside:
+        raise ValueError(f"TurboConfig names layer {outside[0]}; the model has layers 0 to {len(layers) - 1}.")
+    if not any(at.groups for at in layers):
+        refused = [at.reason for at in layers if at.refused]
+        why = refused[0] if refused else ", ".join(dict.fromkeys(at.reason for at in layers))
+        raise Unsupported(f"no layer of {name} can be compressed: {why or 'it has no attention layer'}.")
+    unknown = [at for at in all_layers if at.unknown]
+    if unknown:
+        numbers = ", ".join(str(at.index) for at in unknown)
+        raise Unsupported(
+            f"layers {numbers} of {name} might be wrong on a patched model, compressed or not: {unknown[0].reason}. "
+            "Run it without the patch."
+        )
+    reason = misfit(model, family.methods if family is not None else ())
+    if reason is not None:
+        raise Unsupported(f"{name} would be wrong on a patched model: {reason}. Run it without the patch.")
+
+
+def refuse_layers(layers: list[LayerReport], notices: Notices) -> None:
+    """Refuse layers that cannot be compressed, and note what the user should know about the others."""
+    refused = tuple(at.index for at in layers if at.refused)
+    if refused:
+        notices.refuse(
+            f"layers {', '.join(map(str, refused))} cannot be compressed: {layers[refused[0]].reason}.",
+            f'Pass strict="warn" or TurboConfig(dense_layers={refused}) to leave them dense.',
+        )
+    for at in layers:
+        if at.bias_step:
+            notices.note(
+                f"layer {at.index}: its key bias alone makes an INT8 step of {at.bias_step:.1f} standard deviations of "
+                "a key channel; it is kept at 8 bit, and may still lose accuracy. Evaluate, or leave it dense "
+                "(TurboConfig.dense_layers)."
+            )
+
+
+def forecast(
+    config: TurboConfig, devices: Iterable[torch.device], dtype: torch.dtype, dims: set[int], notices: Notices
+) -> None:
+    """Note each part of a model's attention that no kernel serves.
+
+    Args:
+        devices: of the weights. dtype: of keys. dims: head dims.
+
+    Raises:
+        Unsupported: backend "triton", which plain torch may not replace.
+    """
+    if config.backend == "reference":
+        return
+    lines = [line for device in devices if device.type == "cuda" for line in _lines(config, device, dtype, dims)]
+    for line in dict.fromkeys(lines):
+        if config.backend == "triton":
+            raise Unsupported(f'backend "triton": {line} Choose backend "auto" or "reference", or another attention.')
+        notices.note(line)
+
+
+def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: set[int]) -> Iterable[str]:
+    why_not = gpu.why_no_kernels_on(device)
+    if why_not is not None:
+        yield f"attention runs in plain torch, which is slow: {why_not}."
+        return
+    mode = "fp16" if config.bits == UNQUANTIZED else config.decode_attention
+    for dim in sorted(dims):
+        x = _example(dim, dtype, device)
+        prompts = None if config.prompt_attention == "auto" else why_no_kernel(x, config.prompt_attention)
+        steps = why_no_step_kernel(x, config.block_size, mode)
+        for part, why in (("prompts", prompts), ("decode steps", steps)):
+            if why is not None:
+                yield f"{part} run in plain torch, which is slow: {why}."
+
+
+def _example(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, 0, 0, dim, dtype=dtype, device=device)
