@@ -76,6 +76,7 @@ class CompiledStep:
         self._kinds: list[Kind] = []
         self._modules: dict[int, Any] = {}
         self._known: set[Any] = set()
+        self._place: Any = None
 
     def __reduce__(self) -> Any:
         # a copy of the model compiles its own
@@ -100,6 +101,9 @@ class CompiledStep:
     def remove(self) -> None:
         """Forget all that was compiled, and compile nothing more."""
         self._refused = True
+        self._drop()
+
+    def _drop(self) -> None:
         if self._code is not None:
             # torch frees what it has compiled for a code together with it, and holds on to the code
             with suppress(AttributeError):
@@ -115,11 +119,16 @@ class CompiledStep:
         cache = inputs["past_key_values"]
         if self._refused or cache.decompressed:
             return False
+        place = (model.device, model.dtype)
         key = (torch.is_inference_mode_enabled(), *((name, _kind(value)) for name, value in inputs.items()))
         with self._lock:
             kinds = [(layer.window, layer.selector is not None) for layer in cache.turbo_layers()]
             if len(kinds) < len(cache.layers) or (self._kinds and kinds != self._kinds):
                 return False
+            if place != self._place:
+                # the model has been moved
+                self._drop()
+                self._place = place
             if key not in self._known:
                 self._compile(model, inputs, kinds, key, warm)
             elif not self._refused:
