@@ -15,7 +15,7 @@ TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 
 
 class Products(Protocol):
-    """Keys and values whose products are known without their numbers being laid out (`SealedProducts`)."""
+    """Keys and values whose products are known without their numbers being laid out (`StoredProducts`)."""
 
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """q [B, Hkv, R, D] times each key: [B, Hkv, R, T]."""

@@ -3,7 +3,7 @@
 import torch
 
 from turbo_hf.layout import INT8_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
-from turbo_hf.ops.decode.reference_products import SealedProducts
+from turbo_hf.ops.decode.reference_products import StoredProducts
 from turbo_hf.ops.maths import ratio, scaled
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import expand
@@ -68,30 +68,15 @@ def _attend(
 
 
 def _of_codes(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
-    """The sealed blocks, as they are packed, and the open tokens."""
-    acc, (batch, _, cap, _), block = q.x.dtype, store.k_open.shape, store.block
-    blocks, sealed = store.table.shape[1], store.sealed[:, None] * block
-    runs = []
-    if blocks:
-        place = torch.arange(blocks * block, device=sealed.device).expand(batch, -1)
-        place = torch.where(place < sealed, place, -1)
-        products = SealedProducts(store, acc)
-        # pages beyond a row's end are another row's or uninitialized: their scales must not reach a product
-        k_scale, v_scale = products.scales().masked_fill((place < 0)[:, None, :, None], 0.0).to(acc).unbind(-1)
-        k, v = (Operand(q.x, scale, place) for scale in (k_scale, v_scale))
-        own = None if chosen is None else chosen[..., : blocks * block]
-        runs.append(Run(q, k, v, block, chosen=own, products=products))
-    slot, pad = torch.arange(-(-cap // block) * block, device=sealed.device), torch.nn.functional.pad
-    place = torch.where(slot < store.open_len[:, None], slot + sealed, -1)
-    hidden, tail = (place < 0)[:, None], slot.shape[0] - cap
-    k, v = (
-        Operand(pad(x, (0, 0, 0, tail)).to(acc), pad(scale, (0, tail)).masked_fill(hidden, 0.0).to(acc), place)
-        for x, scale in ((store.k_open, store.k_scale), (store.v_open.mT, store.v_scale))
-    )
+    """All tokens, as they are packed."""
+    products = StoredProducts(store, q.x.dtype)
+    place = products.place()
+    # pages beyond a row's end are another row's or uninitialized: their scales must not reach a product
+    none = (place < 0)[:, None]
+    k, v = (Operand(q.x, scale.masked_fill(none, 0.0).to(q.x.dtype), place) for scale in products.scales())
     if chosen is not None:
-        where = place.clamp(min=0)[:, None, None].expand(*chosen.shape[:3], -1)
-        chosen = chosen.gather(3, where)
-    return [*runs, Run(q, k, v, block, chosen=chosen)]
+        chosen = chosen.gather(3, place.clamp(min=0)[:, None, None].expand(*chosen.shape[:3], -1))
+    return [Run(q, k, v, store.block, chosen=chosen, products=products)]
 
 
 def _of_numbers(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
