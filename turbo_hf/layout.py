@@ -273,6 +273,16 @@ def value_order(block: int, device: torch.device) -> torch.Tensor:
     return (torch.arange(0, block, 16, device=device)[:, None] + group).flatten()
 
 
+def in_value_order(x: torch.Tensor) -> torch.Tensor:
+    """x [..., tokens] in time order -> in the order of VALUE_ORDER, as blocks of values are stored. Copies."""
+    return x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
+
+
+def in_time_order(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of `in_value_order`."""
+    return x.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
+
+
 def half_type(dtype: torch.dtype) -> torch.dtype:
     """The 16-bit type of P and V where only Q and K are INT8: the model's own, bfloat16 for wider ones."""
     return dtype if dtype == torch.float16 else torch.bfloat16

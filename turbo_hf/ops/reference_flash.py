@@ -4,7 +4,7 @@ P of a key tile is relative to that tile's own maximum, whoever computes it and 
 programs gives the same P. It has one scale per query and tile.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -14,10 +14,21 @@ TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Scores held at a time: bounds the memory of the loop over query tiles. A GPU needs larger tiles to be busy."""
 
 
+class Products(Protocol):
+    """Keys and values whose products are known without their numbers being laid out (`StoredProducts`)."""
+
+    def scores(self, q: torch.Tensor) -> torch.Tensor:
+        """q [B, Hkv, R, D] times each key: [B, Hkv, R, T]."""
+
+    def weighted(self, weight: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
+        """Sums of values: weight [B, Hkv, R, tiles, tile], a tile's worth [B, Hkv, R, tiles] -> [B, Hkv, R, D]."""
+
+
 class Operand(NamedTuple):
     """Codes and scales of a run of tokens. x: [B, H, T, D]; scale: [B, H, T]; a plain tensor has scale 1.
 
-    place: int64 [B, T], the token's place in its row; -1 where there is none.
+    place: int64 [B, T], the token's place in its row; -1 where there is none. Of keys and values of a run with
+    `Products`, x is not read.
     """
 
     x: torch.Tensor
@@ -31,6 +42,7 @@ class Run(NamedTuple):
     tile: tokens that share one scale of P. bias: [B, Hq, M], what is added to the scores of a query, or None.
     own: the keys are the queries' own, in the same order. exact: P is not rounded here.
     chosen: bool [B, Hkv or Hq, M, T], keys that the query heads of a KV head or each of them may see; None: all.
+    products: what computes q . k and P V; None: they are products with x of k and v.
     """
 
     q: Operand
@@ -41,6 +53,7 @@ class Run(NamedTuple):
     own: bool = False
     exact: bool = False
     chosen: torch.Tensor | None = None
+    products: Products | None = None
 
 
 class State(NamedTuple):
@@ -68,7 +81,7 @@ def flash(runs: list[Run], options: FlashOptions) -> AttentionOutput:
     """Attention over `runs`, in float32 (float64 for float64), the query tiles in a loop to bound memory."""
     q = runs[-1].q.x
     batch, heads, rows, _ = q.shape
-    keys = sum(run.k.x.shape[2] for run in runs)
+    keys = sum(run.k.place.shape[1] for run in runs)
     tile = max(1, TILE_ELEMENTS.get(q.device.type, 1 << 22) // max(batch * heads * keys, 1))
     parts = [
         _queries([_cut(run, start, min(start + tile, rows), options.causal) for run in runs], options)
@@ -81,20 +94,23 @@ def _cut(run: Run, start: int, end: int, causal: bool) -> Run:
     """Queries `start` to `end` of a run, without the keys that come after all of them."""
     q = Operand(run.q.x[:, :, start:end], run.q.scale[:, :, start:end], run.q.place[:, start:end])
     bias = None if run.bias is None else run.bias[:, :, start:end]
-    seen = -(-end // run.tile) * run.tile if run.own and causal else run.k.x.shape[2]
-    k, v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (run.k, run.v))
-    chosen = None if run.chosen is None else run.chosen[:, :, start:end, :seen]
-    return run._replace(q=q, k=k, v=v, bias=bias, chosen=chosen)
+    chosen = None if run.chosen is None else run.chosen[:, :, start:end]
+    run = run._replace(q=q, bias=bias, chosen=chosen)
+    if run.own and causal:
+        seen = -(-end // run.tile) * run.tile
+        k, v = (Operand(x.x[:, :, :seen], x.scale[:, :, :seen], x.place[:, :seen]) for x in (run.k, run.v))
+        run = run._replace(k=k, v=v, chosen=None if chosen is None else chosen[..., :seen])
+    return run
 
 
 def _queries(runs: list[Run], options: FlashOptions) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k = runs[0].q.x, runs[0].k.x
+    q, kv_heads = runs[0].q.x, runs[0].k.scale.shape[1]
     batch, heads, rows, dim = q.shape
     # the query heads of a KV head are stacked, so that K and V are never repeated
-    shape = (batch, k.shape[1], heads // k.shape[1], rows)
+    shape = (batch, kv_heads, heads // kv_heads, rows)
     state = State(q.new_full(shape, -torch.inf), q.new_zeros(shape), q.new_zeros(*shape, dim))
     for run in runs:
-        if run.k.x.shape[2]:
+        if run.k.place.shape[1]:
             state = _run(state, run, options)
     top, total, acc = state
     if options.scoring.sinks is not None:
@@ -110,8 +126,13 @@ def _queries(runs: list[Run], options: FlashOptions) -> tuple[torch.Tensor, torc
 def _run(state: State, run: Run, options: FlashOptions) -> State:
     """All key tiles of a run side by side."""
     scoring, (batch, kv_heads, group, rows) = options.scoring, state.top.shape
-    grouped = (run.q.x * (run.q.scale * scoring.scaling)[..., None]).reshape(batch, kv_heads, group * rows, -1)
-    score = (grouped @ run.k.x.mT).unflatten(2, (group, rows)) * run.k.scale[:, :, None, None]
+    stacked = (batch, kv_heads, group * rows)
+    grouped, q_scale = run.q.x.reshape(*stacked, -1), (run.q.scale * scoring.scaling).reshape(*stacked, 1)
+    if run.products is None:
+        score = (grouped * q_scale) @ run.k.x.mT * run.k.scale[:, :, None]
+    else:
+        score = run.products.scores(grouped) * (q_scale * run.k.scale[:, :, None])
+    score = score.unflatten(2, (group, rows))
     if run.bias is not None:
         score = score + run.bias.reshape(state.top.shape)[..., None]
     if scoring.softcap is not None:
@@ -131,8 +152,11 @@ def _run(state: State, run: Run, options: FlashOptions) -> State:
     moved, moves = torch.exp(state.top - finite), torch.exp(own - finite[..., None])
     p_type = None if run.exact else options.p_type
     codes, unit = _rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), p_type)
-    weight = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3)
-    part = (weight @ run.v.x).unflatten(2, (group, rows))
+    if run.products is None:
+        part = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3) @ run.v.x
+    else:
+        part = run.products.weighted(codes.flatten(2, 3), (unit[..., 0] * moves).flatten(2, 3))
+    part = part.unflatten(2, (group, rows))
     total = state.total * moved + (p.sum(-1) * moves).sum(-1)
     return State(top, total, state.acc * moved[..., None] + part)
 

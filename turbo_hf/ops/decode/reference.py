@@ -3,6 +3,7 @@
 import torch
 
 from turbo_hf.layout import INT8_MAX, UNQUANTIZED, AttentionOutput, KVStore, Scoring
+from turbo_hf.ops.decode.reference_products import StoredProducts
 from turbo_hf.ops.maths import ratio, scaled
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import expand
@@ -48,11 +49,9 @@ def _attend(
     """Every head alike: q and P in INT8 on INT8 codes, unless P is not to be rounded or the keys are no codes."""
     acc = torch.promote_types(q.dtype, torch.float32)
     batch, _, tokens, _ = q.shape
-    k, k_scale, v, v_scale, index = expand(store)
-    length = store.sealed * store.block + store.open_len
     # the queries are the row's last tokens, so they end where the row ends
     column = torch.arange(tokens, device=q.device).expand(batch, tokens)
-    query = column + length[:, None] - tokens
+    query = column + (store.sealed * store.block + store.open_len)[:, None] - tokens
     padding = query < 0 if starts is None else (query < 0) | (column < starts[:, None])
     query = query.masked_fill(padding, -1)
     plain = Operand(q.to(acc), q.new_ones(q.shape[:3], dtype=acc), query)
@@ -62,19 +61,37 @@ def _attend(
         largest = x.abs().amax(-1)
         codes = torch.round(scaled(x, largest, INT8_MAX))
         rounded = Operand(codes.to(acc), ratio(largest, INT8_MAX).to(acc), query)
-    keys, values = Operand(k.to(acc), k_scale.to(acc), index), Operand(v.to(acc), v_scale.to(acc), index)
-    runs = [Run(rounded, keys, values, store.block, chosen=chosen)]
-    if store.k_open.dtype != torch.int8 and how.p_type == torch.int8:
-        # the open tokens are no codes
-        opened = (index >= store.sealed[:, None] * store.block) & (index >= 0)
-        runs.append(Run(plain, keys, values, store.block, exact=True, chosen=chosen))
-        runs = [
-            run._replace(k=run.k._replace(place=index.masked_fill(hidden, -1)))
-            for run, hidden in zip(runs, (opened, ~opened), strict=True)
-        ]
+    runs = (_of_codes if store.k_open.dtype == torch.int8 else _of_numbers)(store, rounded, plain, chosen)
     out, lse = flash(runs, how)
     out = out.masked_fill(padding[:, None, :, None], 0.0)
     return AttentionOutput(out.to(q.dtype), lse.masked_fill(padding[:, None], -torch.inf).float())
+
+
+def _of_codes(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
+    """All tokens, as they are packed."""
+    products = StoredProducts(store, q.x.dtype)
+    place = products.place()
+    # pages beyond a row's end are another row's or uninitialized: their scales must not reach a product
+    none = (place < 0)[:, None]
+    k, v = (Operand(q.x, scale.masked_fill(none, 0.0).to(q.x.dtype), place) for scale in products.scales())
+    if chosen is not None:
+        chosen = chosen.gather(3, place.clamp(min=0)[:, None, None].expand(*chosen.shape[:3], -1))
+    return [Run(q, k, v, store.block, chosen=chosen, products=products)]
+
+
+def _of_numbers(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor | None) -> list[Run]:
+    """A layer with 16-bit heads, whose open tokens are no codes either. q: in INT8, if P is."""
+    acc = q.x.dtype
+    k, k_scale, v, v_scale, index = expand(store)
+    keys, values = Operand(k.to(acc), k_scale.to(acc), index), Operand(v.to(acc), v_scale.to(acc), index)
+    run = Run(q, keys, values, store.block, chosen=chosen)
+    if q is plain:
+        return [run]
+    opened = (index >= store.sealed[:, None] * store.block) & (index >= 0)
+    return [
+        one._replace(k=one.k._replace(place=index.masked_fill(hidden, -1)))
+        for one, hidden in ((run, opened), (run._replace(q=plain, exact=True), ~opened))
+    ]
 
 
 def _unquantized_heads(store: KVStore) -> torch.Tensor:

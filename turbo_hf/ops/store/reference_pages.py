@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, half_merge, value_order
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, half_merge, in_time_order
 
 
 def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -50,36 +50,40 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     if not store.table.shape[1]:
         codes, scale = store.k_open.new_zeros(batch, heads, 0, dim), store.k_scale.new_zeros(batch, heads, 0)
         return codes, scale, codes, scale
-    keys, values, scales = [], [], []
-    for pages in store.paged:
-        k, v = reference_unpack_blocks(pages)
-        keys.append(k[store.table])
-        values.append(v[store.table])
-        scales.append(pages.scale[store.table])
-    slot_of_head = store.order.argsort(-1)[:, None, :]
-    k, v, scale = (torch.cat(parts, 2) for parts in (keys, values, scales))
-    pick = slot_of_head[..., None]
-    k, v = (torch.take_along_dim(x, pick[..., None], 2) for x in (k, v))
-    scale = torch.take_along_dim(scale, pick, 2)
-    # [B, blocks, Hkv, block, D] -> [B, Hkv, tokens, D]
-    k, v = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))
-    k_scale, v_scale = scale.transpose(1, 2).repeat_interleave(store.block, 2).unbind(-1)
-    return k, k_scale, v, v_scale
+    page = store.table.flatten()
+    paged = [PagedHeads(pages.bits, *(x.index_select(0, page) for x in pages[1:])) for pages in store.paged]
+    keys, values = zip(*map(reference_unpack_blocks, paged), strict=True)
+    # [B x blocks, slots, ...] -> [B, Hkv, blocks, ...]
+    of_head = index_of_slots(store.order).argsort()
+    k, v, scale = (
+        by_index(torch.cat(parts, 1).unflatten(0, store.table.shape).transpose(1, 2), of_head)
+        for parts in (keys, values, [pages.scale for pages in paged])
+    )
+    k_scale, v_scale = scale.repeat_interleave(store.block, 2).unbind(-1)
+    return k.flatten(2, 3), k_scale, v.flatten(2, 3), v_scale
+
+
+def index_of_slots(order: torch.Tensor) -> torch.Tensor:
+    """int64 [B x Hkv]: the head in each slot of each row, for `by_index`. Its argsort is the slot of each head."""
+    row = torch.arange(len(order), device=order.device)[:, None]
+    return (order + row * order.shape[1]).flatten()
+
+
+def by_index(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x [B, H, ...] by index [B x H] into both dimensions."""
+    return x.flatten(0, 1).index_select(0, index).unflatten(0, x.shape[:2])
 
 
 def reference_unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8 keys and values of each page, tokens in time order: int8 [P, S, b, D] twice. Inverse of `seal_blocks`."""
     if pages.bits == UNQUANTIZED:
         return pages.k, pages.v.mT
-    block = pages.k.shape[-2]
     k, v = pages.k, pages.v
     if pages.bits != 8:
         k_step, k_zero, v_step, v_zero = pages.meta.to(torch.int16).unbind(-2)
         k = _from_stage2(half_merge(k, pages.bits), k_step[..., None, :], k_zero[..., None, :])
         v = _from_stage2(half_merge(v, pages.bits), v_step[..., :, None], v_zero[..., :, None])
-    tokens = torch.empty_like(v)
-    tokens[..., value_order(block, v.device)] = v
-    return k, tokens.mT
+    return k, in_time_order(v).mT
 
 
 def _from_stage2(code: torch.Tensor, step: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
