@@ -176,7 +176,7 @@ class SparseConfig(Options):
 
     @property
     def count(self) -> int | None:
-        """Number of buckets visited, for `ops.select.visit`: `probes`, 32 by default; None under `mass`."""
+        """Number of buckets visited, for `ops.sparse.select.visit`: `probes`, 32 by default; None under `mass`."""
         return None if self.mass is not None else (self.probes or 32)
 
     @property

@@ -54,7 +54,7 @@ class State(NamedTuple):
 class FlashOptions(NamedTuple):
     """What the loop does with scores.
 
-    scoring, causal, window: as in `ops.prefill`.
+    scoring, causal, window: as in `ops.prefill.contract`.
     p_type: the type that P is rounded to: INT8, FP8 or 16 bit; None: it is not rounded.
     """
 

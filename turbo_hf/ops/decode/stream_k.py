@@ -82,7 +82,7 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
 
 
 def even_rounds(ctas: int, outputs: int, parts: int) -> int:
-    """At most `ctas` CTAs, rounded down so that each output has a power of two, or a multiple of `parts`, of parts."""
+    """`ctas`, rounded down (by less than a tenth) to a power of two, or a multiple of `parts`, of CTAs per output."""
     each = min(parts, 1 << max(0, (ctas // outputs).bit_length() - 1)) * outputs
     fewer = ctas // each * each
     return fewer if fewer > 0.9 * ctas else ctas

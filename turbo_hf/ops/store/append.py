@@ -30,13 +30,13 @@ def append_tokens(
 
     Args:
         k, v: float [B, Hkv, M, D].
-        store: one layer's cache, with room for M more open tokens per row; k_open, v_open, their scales and open_len
-            change.
+        store: one layer's cache, with capacity for M more open tokens per row; k_open, v_open, their scales and
+            open_len change.
         starts: int64 [B], the first column that holds a token of the row; None: all do.
         given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
         max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
         nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
-        rotate: rotate keys on the way, as `ops.rotate.rotate_keys` does.
+        rotate: rotate keys on the way, as `ops.store.rotate.rotate_keys` does.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -159,7 +159,7 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
     Raises:
         ValueError: a backend that cannot run.
 
-    Source: as for `ops.quantize.seal_blocks`, which gives the same bits.
+    Source: as for `ops.store.quantize.seal_blocks`, which gives the same bits.
     """
     if uses_triton(backend, store.k_open.device, why_no_kernel(store.k_open)):
         from turbo_hf.ops.store.launch import launch_seal_open  # noqa: PLC0415 - needs Triton

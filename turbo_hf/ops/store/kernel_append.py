@@ -20,7 +20,7 @@ def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
         scale = tl.sum(codes.to(tl.float32) * 0.0, 1) + 1.0
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
     else:
-        # max skips NaN: a token that holds one must show it
+        # tl.max skips NaN; a token with NaN must get a scale of NaN
         scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
         if GIVEN:
@@ -32,7 +32,7 @@ def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _rotated_keys(k, LEVELS: tl.constexpr):
-    """Keys as `ops.rotate.rotate_keys` leaves them, in runs of 2^LEVELS channels; with LEVELS 0 as they are."""
+    """Keys as `ops.store.rotate.rotate_keys` leaves them, in runs of 2^LEVELS channels; with LEVELS 0 as they are."""
     return k if LEVELS == 0 else rotated(k, LEVELS) * (1.0 / (1 << (LEVELS // 2)))
 
 

@@ -18,7 +18,7 @@ def quantize_tokens_kernel(
     x_ptr, given_ptr, codes_ptr, scale_ptr, stride_b, stride_h, stride_n, tokens,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens of one head to INT8, one scale a token: their own, or a given one."""
+    """BLOCK tokens of one head to INT8, one scale per token: its own, or a given one."""
     pair = tl.program_id(1).to(tl.int64)
     row, head = pair // HEADS, pair % HEADS
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +30,7 @@ def quantize_tokens_kernel(
     if GIVEN:
         scale = tl.load(given_ptr + slot, mask=n < tokens, other=1.0)
     else:
-        # max skips NaN: a token that holds one must show it
+        # tl.max skips NaN; a token with NaN must get a scale of NaN
         scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
         tl.store(scale_ptr + slot, scale, mask=n < tokens)
     codes = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
@@ -54,7 +54,7 @@ def _ratios(scale_ptr, at, n):
 
 @triton.jit
 def _step_and_zero(low, high, LEVELS: tl.constexpr):
-    """Stage 2 of a channel whose codes go from low to high: `reference.quantize.seal_blocks` explains."""
+    """Stage 2 of a channel whose codes go from low to high: as `ops.store.reference_quantize._stage2`."""
     step = tl.maximum(_rounded(tl.div_rn(high - low, LEVELS)), 1.0)
     zero = low + tl.floor((high - low - LEVELS * step) / 2)
     return step, tl.maximum(zero, -128.0)

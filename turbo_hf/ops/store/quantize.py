@@ -133,7 +133,7 @@ def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tup
     Args:
         store: one layer's cache.
         dtype: dtype of the result.
-        rotated: the stored keys are rotated (`ops.rotate`); they are returned un-rotated.
+        rotated: the stored keys are rotated (`ops.store.rotate`); they are returned un-rotated.
 
     Returns:
         k and v, dtype [B, Hkv, T, D]; T is at least the longest row; zeros past a row's end.

@@ -1,7 +1,6 @@
 """Hadamard rotation of keys, and of the queries that meet them: scores are unchanged.
 
-Keys are stored rotated: a few outlier channels become a bell curve over all channels, which makes better use of the
-levels of a narrow code.
+Rotation spreads a few outlier channels over all channels, so that the few levels of a narrow code are used better.
 """
 
 import torch
