@@ -1,7 +1,7 @@
 """Whether a cache is whole: which pass or call has begun to change it, and has not ended.
 
-What breaks off leaves its mark, wherever the exception came from: marks are set before a change and cleared after it,
-never in an exception handler. The next use finds the mark and refuses.
+A pass that breaks off leaves a mark, wherever the exception came from: marks are set before a change and cleared after
+it, never in an exception handler. The next use finds the mark and raises an error.
 """
 
 import copy
@@ -23,7 +23,7 @@ READ = "read "
 class Pass:
     """A forward pass over a cache, or an operation on all of its layers.
 
-    announced: hooks tell when it begins and ends; else it has ended once every layer has stored its tokens.
+    announced: hooks call when it begins and ends; else it has ended once every layer has stored its tokens.
     operation: its name; "" for a forward pass.
     """
 
@@ -57,7 +57,7 @@ class Integrity:
         self.forget()
 
     def forget(self) -> None:
-        """There is nothing left that could be broken."""
+        """Clear all marks: the cache is whole."""
         # what is being written, or was when it broke off
         self.writing: str | None = None
         self.last = Pass(ended=True)

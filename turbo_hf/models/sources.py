@@ -9,7 +9,7 @@ from types import FunctionType
 NAMES = ("_attn_implementation", "attn_implementation")
 TABLES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")
 OTHERS = ("flash", "flex")
-"""Parts of names that belong to neither "eager" nor "sdpa": to a class that asks for them, "no" is the right answer."""
+"""Parts of names that are neither "eager" nor "sdpa": a class that compares with them is right to get "no"."""
 
 
 def functions_of(kind: type) -> Iterator[FunctionType]:

@@ -1,4 +1,4 @@
-"""Methods that the patch replaces on the instance: which cache `generate` makes, and what it calls as the model."""
+"""Methods that the patch replaces on the instance: they decide which cache and which forward pass `generate` uses."""
 
 import functools
 import warnings

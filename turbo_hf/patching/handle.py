@@ -90,7 +90,7 @@ class Report:
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
     def _read(self) -> list[str]:
-        """The keys that each sparse layer has read, in words; of many layers the least and the most."""
+        """The share of keys that each sparse layer has read, in words; for many layers the lowest and the highest."""
         counted = [read for read in self.selectivity if read.there]
         groups = group_layers((read.layer, str(read)) for read in counted)
         if len(groups) <= SHOWN:
@@ -167,7 +167,7 @@ class CacheMaker:
             self.measured = measure(layers)
 
     def forget(self, cache: TurboCache) -> None:
-        """The model has put another cache in the place of `cache`, which `memory` then is not about any more."""
+        """The model has replaced `cache` by another one, so `memory` no longer reports it."""
         if self.newest is not None and self.newest() is cache:
             self.made, self.newest, self.measured = self.made + 1, None, None
 

@@ -1,6 +1,6 @@
-"""Hooks of a patched model: a call that asks for a cache gets a compressed one, each attention module its layer of it.
+"""Hooks of a patched model: a call that needs a cache gets a compressed one, each attention module its layer of it.
 
-A pass that has stored NaN or Inf, or has put another cache in the place of a compressed one, is told at its end.
+A pass that has stored NaN or Inf, or has replaced the compressed cache by another one, is reported at its end.
 """
 
 import functools
@@ -187,7 +187,7 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | Non
 
 @outside_of_steps(-1)
 def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of what calls all layers: refuse a cache of which an earlier pass has broken off."""
+    """Forward pre-hook of a module that calls all layers: refuse a cache in which an earlier pass broke off."""
     cache = _cache_of(args, kwargs)
     if cache is not None:
         cache.begin_pass(depth)
@@ -195,7 +195,7 @@ def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str
 
 @outside_of_steps(-2)
 def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of what calls all layers: the pass has not broken off."""
+    """Forward hook of a module that calls all layers: the pass has not broken off."""
     cache = _cache_of(args, kwargs)
     if cache is not None:
         cache.integrity.leave(depth)
