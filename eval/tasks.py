@@ -88,7 +88,7 @@ def _share(count: int, lengths: Sequence[int], limit: int | None) -> int:
 def ruler_task(
     task: str, tokenizer: Any, lengths: Sequence[int], count: int, text: ruler.Sources, limit: int | None = None
 ) -> tuple[Spec | None, list[str]]:
-    """One of RULER's tasks with `count` items a length, and a note for each length that has no room for it."""
+    """One of RULER's tasks with `count` items per length, and a note for each length that has no room for it."""
     name, found, notes = f"ruler_{task}", [], []
     for length in lengths:
         try:

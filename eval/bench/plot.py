@@ -1,4 +1,4 @@
-"""The pictures of a run, a line for each method: TFLOP/s of prompts by length, bytes a second of decode."""
+"""The pictures of a run, one line per method: TFLOP/s of prompts by length, microseconds of decode by case."""
 
 from itertools import product
 from pathlib import Path

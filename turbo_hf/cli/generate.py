@@ -1,4 +1,4 @@
-"""`turbo-hf generate`: text from a patched model, as it comes."""
+"""`turbo-hf generate`: text from a patched model, streamed."""
 
 import json
 import sys

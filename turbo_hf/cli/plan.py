@@ -19,7 +19,7 @@ KEPT_FREE = 0.1
 class PlanRow:
     """One method of a memory plan.
 
-    bytes_per_token: of the cache, all layers.
+    bytes_per_token: cache bytes per token, all layers.
     compression: times as small as the unpatched cache.
     cache_bytes: of the whole requested cache.
     fits: whether it fits beside the weights.
@@ -43,7 +43,7 @@ class Plan:
     """The memory plan of a model.
 
     rows: unpatched, and each preset.
-    positions: that the model was made for; None: the config names none.
+    positions: positions that the model was made for; None: the config names none.
     notes: what is left in full precision, and what a config cannot tell.
     """
 
