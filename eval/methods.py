@@ -37,7 +37,7 @@ BASE = re.compile(r".*?\.(?:json|yaml|yml)(?=$|[/+@])|[^/+@]*", re.IGNORECASE)
 """What a method's choices are added to: the path of a config file, or a preset's name."""
 
 BACKENDS = {"quanto": ("optimum.quanto", (4, 2), {}), "hqq": ("hqq", (4, 2), {"axis_key": 1, "axis_value": 1})}
-"""Of Transformers' QuantizedCache: the package that each needs, its widths, and what it must be told."""
+"""Backends of Transformers' QuantizedCache: the package that each needs, its widths, and its options."""
 
 
 @dataclass(frozen=True, slots=True)

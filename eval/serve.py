@@ -168,7 +168,7 @@ def replay(
             begin = max(clock_s, *(request.arrival for request in rows))
             first, whole = made.ms(0, 1), made.ms(0, -1)
             for request in rows:
-                # the mark of its last token: later ones are those of longer replies beside it
+                # the mark of its last token: later marks belong to longer replies of the batch
                 done = made.ms(0, request.generated)
                 waited = 1e3 * (begin - request.arrival)
                 served.append(Served(request.context, request.generated, first, done, waited + done))

@@ -318,7 +318,7 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scorin
 
 
 def _prompt(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
-    """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
+    """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     mode = prefill_mode(config.prompt_attention, q)

@@ -16,7 +16,7 @@ SHOWN = 16
 
 
 def group_layers(layers: Iterable[tuple[int, Hashable]]) -> list[tuple[str, Any]]:
-    """(index, what is said of it) of each layer -> the layers in words, and what is said of all of them alike."""
+    """Group (index, text) of layers by equal texts: for each group, its layers in words, and the text."""
     alike: dict[Hashable, list[int]] = {}
     for index, words in layers:
         alike.setdefault(words, []).append(index)

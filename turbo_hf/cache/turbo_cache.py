@@ -244,7 +244,7 @@ class TurboCache(Cache):
     ) -> torch.Tensor:
         """As in `Cache`; refused as `update` is."""
         if conv_states.is_inference() and getattr(self.layers[layer_idx], "record_past", False):
-            # kept as it is, where another is copied
+            # while recording, the state is kept instead of copied: it must be an ordinary tensor of its own
             conv_states = ordinary(conv_states.clone)()
         update = functools.partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
         return self._marked(update, layer_idx, f"conv_states {state_idx}")
@@ -278,12 +278,12 @@ class TurboCache(Cache):
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As in `Cache`. Within a pass, what comes of it may be changed in place."""
+        """As in `Cache`. Within a pass, the caller may change the returned state in place."""
         self._read(layer_idx, ("conv_states",), state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As in `Cache`. Within a pass, what comes of it may be changed in place."""
+        """As in `Cache`. Within a pass, the caller may change the returned state in place."""
         self._read(layer_idx, ("recurrent_states",), state_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
 

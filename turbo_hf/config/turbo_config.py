@@ -398,7 +398,7 @@ which needs a calibration."""
 
 
 ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
-"""What stands for a `TurboConfig`: itself, a preset's name, a dict of options, or the path of a JSON or YAML file."""
+"""A `TurboConfig`, a preset's name, a dict of options, or the path of a JSON or YAML file."""
 
 
 def resolve_preset(name: object) -> TurboConfig:
@@ -409,7 +409,7 @@ def resolve_preset(name: object) -> TurboConfig:
 
 
 def resolve_config(config: ConfigLike) -> TurboConfig:
-    """What stands for a config -> `TurboConfig`.
+    """The `TurboConfig` that a `ConfigLike` stands for.
 
     Raises:
         ValueError: no preset's name (the message has them), or a dict or file that `TurboConfig.from_dict` refuses; the

@@ -102,8 +102,8 @@ def _only_looks_up(node: ast.stmt) -> bool:
 
 @functools.cache
 def hands_on_mask(function: FunctionType) -> bool:
-    """Whether the `forward` of an attention class gives the mask that it was given to its attention function, as it is,
-    and does nothing else with it."""
+    """Whether the `forward` of an attention class passes its mask unchanged to the attention function, and does nothing
+    else with it."""
     tree = tree_of(function)
     if tree is None:
         return False

@@ -119,9 +119,9 @@ class CacheMaker:
         config: the options of the patch.
         int8_layers, dense_layers: layers kept at 8 bit, and in full precision.
         head_orders: KV heads by their need of bits, for each layer that a calibration covers.
-        selectors: of the sparse layers, by number.
+        selectors: the selectors of the sparse layers, by number.
         made: number of caches made so far.
-        newest: the latest of them, as long as it lives.
+        newest: the latest cache, as long as it exists.
         measured: bytes of the latest cache when it was released.
         active: whether the patch is on.
         uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
@@ -154,7 +154,7 @@ class CacheMaker:
             head_orders={index: order for index, order in self.head_orders.items() if index < count},
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
-        # `memory()` is not about a draft by the first layers alone
+        # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
             self.made += 1
             self.newest = weakref.ref(cache)
@@ -193,7 +193,7 @@ def _maker_of_a_copy(
     selectors: dict[int, Selector],
 ) -> CacheMaker:
     register()
-    # a copy has no handle: nobody can be told to use it
+    # a copy has no handle, so no message can name one
     return CacheMaker(layers, config, int8_layers, dense_layers, head_orders, selectors, active=False)
 
 

@@ -83,7 +83,7 @@ def attend_16bit(cache, slot, at, run, length, q, seen, scoring, FORM: tl.conste
         keys = packed_bytes(k_ptr + packed + rows, (t >= 0)[:, None], d[None, :], D, DP)
         values = packed_bytes(v_ptr + packed + columns, (t >= 0)[None, :], d[:, None], D, DP)
         page = handed(ahead, ASM)
-        # of the block after the next one: a load whose keys would be asked for at once would be waited for
+        # page numbers are loaded two blocks ahead: keys loaded right after them would wait for them
         ahead = entry(run.table + block + 2, block + 2 < run.entries, ASM)
         place = block * BLOCK + t[:, None]
         allowed = (place >= first[None, :]) & (place < last[None, :])
@@ -95,7 +95,7 @@ def attend_16bit(cache, slot, at, run, length, q, seen, scoring, FORM: tl.conste
         rows = (at * cache.cap + token)[:, None] * D + d[None, :]
         columns = (at * D + d)[:, None] * cache.cap + token[None, :]
         keys = packed_bytes(k_open + rows, live[:, None], d[None, :], D, DP)
-        # whole groups of 16, as `cap` has them; what lies past the last token may be NaN
+        # whole groups of 16, of which `cap` is a multiple; numbers past the last token may be NaN
         values = packed_bytes(v_open + columns, (token // 16 * 16 < count)[None, :], d[:, None], D, DP)
         values = tl.where(live[None, :], values, 0.0)
         place = sealed * BLOCK + token[:, None]
