@@ -108,7 +108,7 @@ def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
             label=label + (" (simulated)" if simulated else ""),
         )
     axis.set(
-        xlabel="KV bytes a token, measured (hollow: computed)",
+        xlabel="KV bytes per token, measured (hollow: computed)",
         ylabel="% right, mean of tasks ± standard error",
         xlim=(0, None),
     )

@@ -16,7 +16,7 @@ PROBES = 65
 REFUSED = {
     "diffllama": "its attention changes values after the cache has seen them",
     "doge": "its attention joins the mask with weights of its own",
-    "hrm_text": "it runs its layers several times a token, each time with another layer of the cache",
+    "hrm_text": "it runs its layers several times per token, each time with another layer of the cache",
     "jetmoe": "its attention repeats keys and values after the cache has seen them",
     "minimax": "it takes no cache but its own",
     "mllama_text_model": "its cross-attention layers keep the keys of images, which are no tokens, in the same cache",
@@ -58,7 +58,7 @@ def why_not_compressible(module: torch.nn.Module) -> str | None:
         return f"head dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}"
     value_dim = getattr(module, "v_head_dim", head_dim)
     if value_dim != head_dim:
-        return f"its keys have {head_dim} channels a head and its values {value_dim}"
+        return f"its keys have {head_dim} channels per head and its values {value_dim}"
     return None
 
 

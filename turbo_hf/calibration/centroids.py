@@ -21,7 +21,7 @@ def choose_clusters(wanted: int | None, keys: int) -> int:
     if wanted is not None:
         if wanted * 2 > keys:
             raise ValueError(
-                f"{keys} keys a head are too few for {wanted} clusters (2 for each at least). Give more text, or fewer "
+                f"{keys} keys per head are too few for {wanted} clusters (2 for each at least). Give more text, or fewer "
                 "clusters."
             )
         return wanted
@@ -29,7 +29,7 @@ def choose_clusters(wanted: int | None, keys: int) -> int:
     while clusters * MIN_KEYS > keys and clusters > SMALLEST_CLUSTERS:
         clusters //= 2
     if clusters * 2 > keys:
-        raise ValueError(f"{keys} keys a head are too few for clusters. Give more text.")
+        raise ValueError(f"{keys} keys per head are too few for clusters. Give more text.")
     return clusters
 
 
