@@ -138,7 +138,9 @@ def lab_families(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) 
     """Items of each family from `shortest` to `longest` tokens, ValueError where the folder is no such set."""
     missing = [name for name in ("haystack.txt", "words.json") if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"expected {missing[0]} and one JSONL file per family in {folder}; pass --data with lab_tasks/.")
+        raise ValueError(
+            f"expected {missing[0]} and one JSONL file per family in {folder}; pass --data with lab_tasks/."
+        )
     families: dict[str, list[Item]] = {}
     for item in load_items(folder, tokenizer, longest, shortest):
         families.setdefault(item.task, []).append(item)

@@ -21,8 +21,8 @@ def choose_clusters(wanted: int | None, keys: int) -> int:
     if wanted is not None:
         if wanted * 2 > keys:
             raise ValueError(
-                f"{keys} keys per head are too few for {wanted} clusters (2 for each at least). Give more text, or fewer "
-                "clusters."
+                f"{keys} keys per head are too few for {wanted} clusters (2 for each at least). Give more text, or "
+                "fewer clusters."
             )
         return wanted
     clusters = DEFAULT_CLUSTERS

@@ -61,7 +61,9 @@ def append_tokens(
         nonfinite=(nonfinite, (1,)),
     )
     if starts is None and k.shape[2] > capacity:
-        raise ValueError(f"k brings {k.shape[2]} tokens per row; the store has room for {capacity}, open ones included.")
+        raise ValueError(
+            f"k brings {k.shape[2]} tokens per row; the store has room for {capacity}, open ones included."
+        )
     if rotate:
         check_float("k", k)
     if uses_triton(backend, k.device, why_no_kernel(k)):
