@@ -1,7 +1,7 @@
 """The flash loop over runs of quantized keys and values (TurboAttention alg. 1, 2, INT-FlashAttention alg. 1).
 
-P of a key tile is relative to that tile's own maximum, whoever computes it and in whatever order, so a split over
-programs gives the same P. It has one scale per query and tile.
+P of a key tile is relative to that tile's own maximum, so that it does not depend on how tiles are split over programs,
+nor on their order. It has one scale per query and tile.
 """
 
 from typing import NamedTuple
@@ -15,8 +15,10 @@ TILE_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 
 
 class Operand(NamedTuple):
-    """Codes and scales of a run of tokens. x: [B, H, T, D]; scale: [B, H, T]; a plain tensor has scale 1.
+    """Codes and scales of a run of tokens.
 
+    x: [B, H, T, D].
+    scale: [B, H, T]; 1 for unquantized numbers.
     place: int64 [B, T], the token's place in its row; -1 where there is none.
     """
 
@@ -28,9 +30,11 @@ class Operand(NamedTuple):
 class Run(NamedTuple):
     """Keys and values that the queries see, and the queries as these keys see them.
 
-    tile: tokens that share one scale of P. bias: [B, Hq, M], what is added to the scores of a query, or None.
-    own: the keys are the queries' own, in the same order. exact: P is not rounded here.
-    chosen: bool [B, Hkv or Hq, M, T], keys that the query heads of a KV head or each of them may see; None: all.
+    tile: tokens that share one scale of P.
+    bias: [B, Hq, M], added to the scores of a query, or None.
+    own: whether the keys are the queries' own, in the same order.
+    exact: whether P is not rounded here.
+    chosen: bool [B, Hkv or Hq, M, T], keys that each query may see, per KV head or per query head; None: all.
     """
 
     q: Operand

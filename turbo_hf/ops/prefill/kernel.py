@@ -93,7 +93,7 @@ def _step(
 
 @triton.jit
 def _queries(view, row, head, column, d, inside, scaling, broken_ptr, INT8: tl.constexpr, WIDE: tl.constexpr):
-    """A tile of queries and what a score of each row is multiplied by. INT8 has no NaN: such a tile is reported."""
+    """A tile of queries, and the factor on each row's scores. INT8 has no NaN: a tile with NaN is reported."""
     stride_b, stride_h, stride_m = view.strides
     at = row * stride_b + head * stride_h + column[:, None] * stride_m + d[None, :]
     row_scale = scaling * LOG2_E
@@ -167,7 +167,7 @@ def _chunk(
 
 @triton.jit
 def _log2_scale(scale):
-    """log2 of a scale; a block of zeros has scale 0, and its worth does not matter."""
+    """log2 of a scale; for a block of zeros, whose scale is 0, any number."""
     return tl.log2(tl.where(scale > 0, scale, 1.0))
 
 

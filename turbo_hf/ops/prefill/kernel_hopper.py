@@ -7,7 +7,7 @@ its softmax meanwhile. In FP8 the row sums are those of the rounded P, by one mo
 `eval/results/prefill-log.md` has what was tried and measured.
 
 Names: M queries and keys, Tp padded keys, n_items tiles of 128 queries in all, n_blocks in a head, heads that run side
-by side because their keys fit the L2 cache together, Hq query heads, G of them to a KV head; sqb.. strides of q, sob..
+by side because their keys fit the L2 cache together, Hq query heads, G per KV head; sqb.. strides of q, sob..
 of o; it counts key tiles, s is a tile's stage in shared memory.
 """
 
@@ -91,7 +91,7 @@ def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, he
 def _quantize_q(x, q_smem, broken):
     """Queries to INT8 in shared memory; returns each row's maximum, which is 127 codes."""
     xf = x.to(gl.float32)
-    # codes cannot say NaN or Inf: the head is reported, and computed again in 16 bit
+    # codes cannot represent NaN or Inf: the head is reported, and computed again in 16 bit
     unfit = gl.sum(xf * 0.0, 1) != 0.0
     gl.store(broken + gl.where(unfit, 0, 0), gl.where(unfit, 1, 0), mask=unfit)
     top = gl.maximum(gl.max(gl.abs(xf), 1), 1e-20)

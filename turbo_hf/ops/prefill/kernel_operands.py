@@ -17,7 +17,7 @@ def channel_range_kernel(
     v_ptr, range_ptr, starts_ptr, stride_b, stride_h, stride_n, tokens,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """max|v| of each channel, as float bits in int32: those of numbers >= 0 stand in the numbers' own order."""
+    """max|v| of each channel, as the bits of float32 in int32, which have the same order for numbers >= 0."""
     row, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, DP)

@@ -92,8 +92,8 @@ def append_step(
 ) -> None:
     """Seal each row's open block if it is full, then append one token to each row; on a GPU in one launch.
 
-    What there is to do is determined by the tensors alone, so the launch can be replayed: the host only has to enter in
-    the table which page a row's next block takes.
+    The tensors alone determine what it does, so the launch can be replayed: the host only has to write the page of a
+    row's next block into the table.
 
     Args:
         k, v: float [B, Hkv, 1, D].
@@ -150,9 +150,9 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
 
     Args:
         store: one layer's cache, whose table and `sealed` already count these blocks: the `open_len // block` of row r
-            end at entry `sealed[r]` of its part of the table; those that would begin before entry 0 are left out. The
-            pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
-        blocks: the maximum that any row has.
+            are the last ones before entry `sealed[r]` of its row of the table; blocks that would lie before entry 0
+            are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
+        blocks: the largest number of whole blocks of any row.
         backend: "auto", "triton" or "reference".
 
     Returns:

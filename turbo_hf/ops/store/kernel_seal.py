@@ -1,4 +1,4 @@
-"""What the cache stores: INT8 tokens of new keys and values, and INT8 tokens sealed to pages of 4, 3 or 2 bit."""
+"""Kernels that quantize new tokens to INT8, and seal INT8 tokens to pages of 4, 3 or 2 bits."""
 
 import triton
 import triton.language as tl
@@ -69,8 +69,7 @@ def _codes(q1, step, zero, LEVELS: tl.constexpr):
 def _store_planes(ptr, at, codes, inside, lane: tl.constexpr, before, width, BITS: tl.constexpr, LANES: tl.constexpr):
     """One lane of a half-split run joins the bytes of the lanes `before`; stores them with the last.
 
-    A lane is the codes that have the same bits of their bytes; lanes stand one after another in the run. width: codes
-    of a lane.
+    A lane: the codes that take the same bits of their bytes. Lanes follow each other in the run. width: codes per lane.
     """
     if BITS == 3:
         low, other, high = before
@@ -166,7 +165,7 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def copy_block(tokens, pages, page, FORM: tl.constexpr):
-    """One block of one head to a page of 16 bit, as it is: `seal_block` without codes."""
+    """Copy one block of one head, unquantized, to a page of 16 bit."""
     k_out, v_out, _, scale_out = pages
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block

@@ -128,7 +128,7 @@ def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every cached token in full precision, rows starting at slot 0.
+    """Every cached token in full precision, rows starting at place 0.
 
     Args:
         store: one layer's cache.

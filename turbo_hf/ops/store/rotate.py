@@ -19,7 +19,7 @@ def rotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         backend: "auto", "triton" or "reference".
 
     Returns:
-        float32 (float64 for float64) [B, Hkv, M, D]. The matrix' norm is split into powers of two between keys and
+        float32 (float64 for float64) [B, Hkv, M, D]. The matrix's norm is split into powers of two between keys and
         queries, so that no entry of it is rounded.
 
     Raises:
