@@ -171,7 +171,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)  # type: ignore[no-any-return]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """HFLM's, likewise."""
+        """HFLM's, from ids that are known."""
         if add_special_tokens is None and self.add_bos_token is None and not kwargs:
             known: list[int] = self.prompts.ids([string])[0].tolist()
             return known
@@ -261,7 +261,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
 
 
 def _budgeted(requests: list[tuple[int, str]], tokens: int, most: int) -> Iterator[list[int]]:
-    """Places of requests (length, how to generate) in batches of one way, longest first, of so many tokens at most."""
+    """Indices of requests (length, options of `generate`) in batches of equal options, longest first, within budget."""
     order = sorted(range(len(requests)), key=lambda at: (requests[at][1], -requests[at][0], at))
     batch: list[int] = []
     for at in order:

@@ -164,7 +164,7 @@ def _paired_error(base: list[bool], own: list[bool]) -> float | None:
 
 
 def _mean_error(errors: list[float | None]) -> float | None:
-    """Of the mean of tasks with an error each; None where one is not known."""
+    """The standard error of a mean of tasks, from the error of each; None if one is unknown."""
     known = [error for error in errors if error is not None]
     return sqrt(sum(error**2 for error in known)) / len(errors) if len(known) == len(errors) else None
 

@@ -103,7 +103,7 @@ def ruler_task(
 def infinite_task(
     task: str, tokenizer: Any, lengths: Sequence[int], count: int, limit: int | None = None
 ) -> tuple[Spec | None, list[str]]:
-    """One of InfiniteBench's retrieval tasks, likewise."""
+    """One of InfiniteBench's retrieval tasks with `count` items per length, and notes as in `ruler_task`."""
     name, found, notes = f"infinite_{task}", [], []
     for length in lengths:
         try:

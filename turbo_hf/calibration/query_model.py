@@ -9,7 +9,7 @@ from turbo_hf.calibration.samples import Samples, true_mass
 from turbo_hf.calibration.settings import Settings
 
 EPSILON = 1e-5
-"""Of the batch norm, as in torch."""
+"""Epsilon of the batch norm, as in torch."""
 
 
 class QueryModels(torch.nn.Module):

@@ -67,7 +67,7 @@ def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, 
     """
     if context < 1 or batch < 1:
         raise ValueError(f"context and batch must be at least 1; got {context} and {batch}.")
-    # what selects keys needs a calibration, and changes nothing in what a layer stores but its index
+    # selectors need a calibration, and change only the index of a layer
     reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in PRESETS.items()}
     room, layers = gpu_bytes * (1 - KEPT_FREE) - weights, uncompressed_layers(model)
     unpatched = [layer.cost for layer in layers]
@@ -114,7 +114,7 @@ def layer_costs(
             raise ValueError(f"layer {at.index} of {report.model} keeps no keys in its cache; nothing can be planned.")
         indexed = sparse is not None and at.window is None and at.index not in sparse.dense_layers
         index_bytes = sparse.index_bytes if sparse is not None and indexed else 0
-        # as the cache splits the heads that come, whatever the config calls them
+        # the cache splits the heads that it gets, whatever the config says
         groups = ((8, layer.heads),) if at.kept_int8 else report.config.head_groups(layer.heads)
         cost = turbo_cost(report.config, groups, layer.head_dim, at.window, index_bytes)
         costs.append(replace(cost, constant=layer.cost.constant))
