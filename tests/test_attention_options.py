@@ -10,6 +10,7 @@ import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.attention import turbo_attention as attention
 from turbo_hf.cache.storage import DECODE_TOKENS
+from turbo_hf.layout import Rounding, Scoring
 
 CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True, "hadamard": True}
 THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
@@ -40,7 +41,8 @@ def test_options_reach_the_ops(
         real = getattr(attention, name)
 
         def spy(*args: Any, **options: Any) -> Any:
-            asked.append((name, options))
+            tuples = [x._asdict() for x in (*args, *options.values()) if isinstance(x, (Scoring, Rounding))]
+            asked.append((name, {**options, **dict(item for each in tuples for item in each.items())}))
             return real(*args, **options)
 
         return spy

@@ -13,7 +13,7 @@ from prefill_support import Inputs, check_prefill, random_past
 from stores import tokens
 
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.layout import BITS, half_type
+from turbo_hf.layout import BITS, Rounding, Scoring, half_type
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -217,5 +217,6 @@ def test_is_one_operator_under_compile(device: torch.device) -> None:
 
 def test_operator_is_well_formed(device: torch.device) -> None:
     q, k, v = inputs(33, device, "turbo")
-    rest = (None, None, 0.2, True, None, None, "turbo", None, 64, "block", False, False)
-    torch.library.opcheck(torch.ops.turbo_hf.prefill.default, (q, k, v, [], [], *rest))
+    scoring, rounding = Scoring(0.2), Rounding("turbo", 64)
+    arguments: tuple[Any, ...] = (q, k, v, *scoring, *rounding, [], [], None, True, None)
+    torch.library.opcheck(torch.ops.turbo_hf.prefill.default, arguments)

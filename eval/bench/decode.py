@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,12 +21,13 @@ from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.plot import plot_decode
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
 from turbo_hf.eval.bench.runner import BenchRun, measured_copy, mistakes_end_the_command
+from turbo_hf.eval.bench.shapes import tokens_label
 from turbo_hf.eval.bench.tables import print_rows, untimed
 from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side
+from turbo_hf.eval.output import write_png
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.decode.reference import reference_decode
@@ -329,3 +331,33 @@ def steps(rows: Sequence[DecodeRow]) -> Iterator[str]:
             if row.us is not None
         ]
         yield f"{shape}, {tokens} tokens, {method}: {least.outputs} outputs {least.us:.1f} us; {'; '.join(parts)}"
+
+
+def plot_decode(rows: list[DecodeRow], title: str, path: Path) -> None:
+    """Write a PNG with a panel for each model shape, microseconds by case; rows without a time are left out."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
+
+    timed = [row for row in rows if row.us is not None]
+    if not timed:
+        return
+    shapes, methods = (list(dict.fromkeys(getattr(row, field) for row in timed)) for field in ("shape", "method"))
+    figure = Figure(figsize=(9, 0.5 + 3.5 * len(shapes)), layout="constrained")
+    figure.suptitle(title, fontsize="small")
+    panels = figure.subplots(len(shapes), 1, squeeze=False)
+    for axis, shape in zip(panels.flat, shapes, strict=True):
+        here = [row for row in timed if row.shape == shape]
+        sizes = sorted({(row.all_tokens, row.batch, row.tokens, row.ragged) for row in here})
+        for colour, method in enumerate(methods):
+            own = {(row.all_tokens, row.batch, row.tokens, row.ragged): row.us for row in here if row.method == method}
+            at = [i for i, size in enumerate(sizes) if size in own]
+            # also a method without a line here, so that every panel has the same legend
+            axis.plot(at, [own[sizes[i]] for i in at], marker="o", color=f"C{colour}", label=method)
+        labels = [f"{batch}x{tokens_label(n)}{' ragged' if ragged else ''}" for _, batch, n, ragged in sizes]
+        axis.set_xticks(range(len(sizes)), labels, rotation=45, ha="right")
+        axis.set_yscale("log")
+        axis.set_title(shape)
+        axis.grid(alpha=0.3)
+    figure.supxlabel("rows x tokens, by tokens in all")
+    figure.supylabel("microseconds of a launch")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    write_png(path, figure)

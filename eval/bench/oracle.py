@@ -112,9 +112,12 @@ def weights(
     top = score.amax(-1, keepdim=True)
     p = torch.exp(score - top)
     total = p.sum(-1, keepdim=True)
+    lse = top + torch.log(total)
     if sinks is not None:
-        total = total + torch.exp(sinks.detach().to(score)[:, None, None] - top)
-    return SoftmaxWeights(p, total, (top + torch.log(total))[..., 0])
+        sink = sinks.detach().to(score)[:, None, None]
+        # a sink far above all scores makes the sum infinite in float32, not its logarithm
+        total, lse = total + torch.exp(sink - top), torch.logaddexp(lse, sink)
+    return SoftmaxWeights(p, total, lse[..., 0])
 
 
 def by_kv_head(x: torch.Tensor, of_kv: torch.Tensor) -> torch.Tensor:

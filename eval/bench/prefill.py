@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -28,12 +30,12 @@ from turbo_hf.eval.bench.options import (
     prepare_folder,
     require_choice,
 )
-from turbo_hf.eval.bench.plot import plot
 from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
 from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
-from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size
+from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
 from turbo_hf.eval.bench.tables import print_rows, untimed
 from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, ceilings, side_by_side
+from turbo_hf.eval.output import write_png
 from turbo_hf.layout import AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 from turbo_hf.ops.prefill import operands
@@ -272,3 +274,34 @@ def _print_case(case: PromptCase, rows: Sequence[PrefillRow], device: torch.devi
     print_rows(title, "method", rows, columns)
     if device.type != "cuda":
         out.print("On a CPU: plain torch by the wall clock. It says nothing of a GPU.", style="dim")
+
+
+def plot(rows: list[PrefillRow], title: str, path: Path) -> None:
+    """Write a PNG with a panel for each model shape (down) and mask (across); rows without a time are left out."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
+
+    timed = [row for row in rows if row.tflops is not None]
+    if not timed:
+        return
+    shapes, masks, methods = (
+        list(dict.fromkeys(getattr(row, field) for row in timed)) for field in ("shape", "causal", "method")
+    )
+    figure = Figure(figsize=(1.5 + 4.5 * len(masks), 0.5 + 3.5 * len(shapes)), layout="constrained")
+    figure.suptitle(title, fontsize="small")
+    panels = figure.subplots(len(shapes), len(masks), squeeze=False, sharey=True)
+    for axis, (shape, causal) in zip(panels.flat, product(shapes, masks), strict=True):
+        here = [row for row in timed if (row.shape, row.causal) == (shape, causal)]
+        sizes = sorted({(row.tokens, row.batch) for row in here})
+        for colour, method in enumerate(methods):
+            own = {(row.tokens, row.batch): row.tflops for row in here if row.method == method}
+            at = [i for i, size in enumerate(sizes) if size in own]
+            axis.plot(at, [own[sizes[i]] for i in at], marker="o", color=f"C{colour}", label=method)
+        axis.set_xticks(range(len(sizes)), [f"{batch}x{tokens_label(tokens)}" for tokens, batch in sizes])
+        axis.set_title(f"{shape}, {'causal' if causal else 'full'}")
+        axis.grid(alpha=0.3)
+    # the axes share their range: fixed once all lines are drawn
+    panels[0, 0].set_ylim(bottom=0)
+    figure.supxlabel("rows x tokens")
+    figure.supylabel("TFLOP/s, quantization included")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    write_png(path, figure)
