@@ -42,7 +42,7 @@ class Answers:
     def _open(self) -> None:
         # a file from elsewhere may bring triggers and views along
         self._file.execute("PRAGMA trusted_schema = OFF")
-        # whatever ends the process leaves whole answers; a computer that loses its power may leave a file that is torn
+        # a process that ends leaves whole answers; a power loss may leave a torn file
         self._file.execute("PRAGMA synchronous = OFF")
         self._file.execute("PRAGMA cell_size_check = ON")
         asked = "SELECT type, name, sql FROM sqlite_master ORDER BY type"
@@ -95,7 +95,7 @@ def _answer(key: object, value: object) -> Answer:
 
 
 class AnsweredLM:
-    """A model of the harness that is not asked again what it has answered. What it answers is kept at once.
+    """A model of the harness that answers each request once: answers are stored at once, and read from there later.
 
     Requests that sample are asked each time. Everything else is the model's own.
     """

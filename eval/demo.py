@@ -100,7 +100,7 @@ def demo(
     rehearse: bool | None = None,
     advance: Callable[[str, int], None] = lambda method, done: None,
 ) -> Iterator[tuple[DemoRow, list[str]]]:
-    """DemoRun the baseline, then each preset in `methods`; yields each one's row and its replies as text.
+    """Run the baseline, then each preset in `methods`; yields each one's row and its replies as text.
 
     Args:
         model, tokenizer: loaded; the tokenizer pads left.

@@ -37,15 +37,15 @@ BASE = re.compile(r".*?\.(?:json|yaml|yml)(?=$|[/+@])|[^/+@]*", re.IGNORECASE)
 """What a method's choices are added to: the path of a config file, or a preset's name."""
 
 BACKENDS = {"quanto": ("optimum.quanto", (4, 2), {}), "hqq": ("hqq", (4, 2), {"axis_key": 1, "axis_value": 1})}
-"""Of Transformers' QuantizedCache: the package that each needs, its widths, and what it must be told."""
+"""Backends of Transformers' QuantizedCache: the package that each needs, its widths, and its options."""
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """One way to run a model.
 
-    config: what the model is patched with; None: it is not. make: the cache that an unpatched model is given; None:
-    Transformers' own.
+    config: what the model is patched with; None: it is not patched.
+    make: makes the cache of an unpatched model; None: Transformers' own.
     """
 
     name: str
@@ -57,7 +57,7 @@ SIMULATED: dict[str, Scheme] = {
     **{f"kivi{bits}": kivi(bits) for bits in (4, 3, 2)},
     **{f"gear-l-{base}{bits}": gear_l(bits, base) for base in ("kcvt", "kivi") for bits in (4, 3, 2)},
 }
-"""Published caches in plain torch, full-precision attention on what they would read."""
+"""Published caches, simulated in plain torch: full-precision attention over what they would return."""
 
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "ablation-heads": tuple(
@@ -85,7 +85,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
         *(f"turbo4@{chosen}" for chosen in ("full", "window", "saap", "kmeans", "kmeans-rotated", "random")),
         *(f"turbo4@lsh-{kind}" for kind in ("reformer", "gray", "tables")),
     ),
-    # what is read in any case, alone and with buckets beside it
+    # the always-read tokens, alone and together with buckets
     "ablation-window": tuple(
         f"turbo4@{chosen}:window_tokens={n}" for chosen in ("window", "kmeans-rotated") for n in (255, 511, 1023, 2047)
     ),

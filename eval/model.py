@@ -30,13 +30,13 @@ LOGITS = 1 << 31
 class Batch:
     """What one call of `generate` took.
 
-    rows: prompts.
-    new_tokens: without what follows a row's end token.
+    rows: number of prompts.
+    new_tokens: generated tokens, without those after a row's end token.
     seconds: of the whole call.
     kv_bytes: of the cache when it returned; computed for a simulated one.
     kv_tokens: what the cache holds, padding included only for a dense cache, which stores it.
-    keys: what decode steps of sparse layers could have read, of that the dense part, and what they read, since the
-        batch before; None without such layers.
+    keys: since the batch before, the keys that decode steps of sparse layers could have read, those among them that
+        are always read, and those that were read; None without sparse layers.
     """
 
     rows: int
@@ -171,7 +171,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
         return super().tok_batch_encode(strings, padding_side, left_truncate_len, truncation)  # type: ignore[no-any-return]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """HFLM's, likewise."""
+        """HFLM's, from ids that are known."""
         if add_special_tokens is None and self.add_bos_token is None and not kwargs:
             known: list[int] = self.prompts.ids([string])[0].tolist()
             return known
@@ -261,7 +261,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
 
 
 def _budgeted(requests: list[tuple[int, str]], tokens: int, most: int) -> Iterator[list[int]]:
-    """Places of requests (length, how to generate) in batches of one way, longest first, of so many tokens at most."""
+    """Indices of requests (length, options of `generate`) in batches of equal options, longest first, within budget."""
     order = sorted(range(len(requests)), key=lambda at: (requests[at][1], -requests[at][0], at))
     batch: list[int] = []
     for at in order:
@@ -277,7 +277,7 @@ def _budgeted(requests: list[tuple[int, str]], tokens: int, most: int) -> Iterat
 
 
 def _batches(requests: list[Request], longest: int, size: int) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """(input ids, requests) of like length, continuations of one length a batch; equal inputs are run once."""
+    """(input ids, requests) of like length, in batches of continuations of one length; equal inputs are run once."""
     groups: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
     for at, (_, context, continuation) in enumerate(requests):
         # the last token is scored, never fed; what is too long loses its left end, as in HFLM

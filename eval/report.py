@@ -19,7 +19,7 @@ SURE = 0.8
 """Share of right answers below which a baseline says little about a method: such tasks stay out of the second mean."""
 
 SAME_BYTES = 0.01
-"""Share by which the bytes a token of methods that are paired with each other differ, at most."""
+"""Methods are paired with each other if their bytes per token differ by at most this share."""
 
 PERPLEXITIES = ("word_perplexity", "byte_perplexity")
 
@@ -32,15 +32,19 @@ def report(specs: list[Spec], outcomes: Mapping[str, Outcome]) -> dict[str, Any]
         outcomes: by label; the baseline is first, and every other method is paired with it.
 
     Returns:
-        accuracy: a row for each task and scorer: items, and for each method right, accuracy, stderr and (but for the
-        baseline) kept, lost, gained, neither and the exact McNemar p. means: of the headline scorers, over all tasks
-        and over those whose baseline is at least 80 % right, with the pairs of all items. lengths: the same verdicts by
-        length of the prompt, pooled over tasks that have several lengths. differences: points of accuracy against the
-        baseline, with the standard error of the pairs. pairs: the same between methods of equal bytes and the first of
-        them. needles: cells (length, depth, share found), their mean and the worst. perplexity: a row a metric. memory:
-        bytes of a row's cache by its tokens. serving: bytes of the KV cache a token, against the baseline's, and
-        generated tokens a second. reading: of sparse methods the share of the keys that decode steps read in the layers
-        that are sparse, and without the dense part.
+        accuracy: a row for each task and scorer: items; for each method right, accuracy, stderr and (but for the
+            baseline) kept, lost, gained, neither and the exact McNemar p.
+        means: of the headline scorers, over all tasks and over those whose baseline is at least 80 % right, with the
+            pairs of all items.
+        lengths: the same verdicts by length of the prompt, pooled over tasks that have several lengths.
+        differences: points of accuracy against the baseline, with the standard error of the pairs.
+        pairs: the same between methods of equal bytes and the first of them.
+        needles: cells (length, depth, share found), their mean and the worst.
+        perplexity: one row per metric.
+        memory: bytes of a row's cache by its tokens.
+        serving: bytes of the KV cache per token, against the baseline's, and generated tokens per second.
+        reading: for sparse methods, the share of the keys that decode steps read in sparse layers, and the same without
+            the always-read tokens.
     """
     rows = []
     headline: dict[str, dict[str, list[bool]]] = {}
@@ -138,7 +142,7 @@ def _differences(
 
 
 def _of_equal_bytes(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
-    """Methods, the baseline apart, whose caches take the same a token: to one percent, for replies differ in length."""
+    """Groups of methods, without the baseline, whose caches take the same bytes per token, to within one percent."""
     groups: list[list[str]] = []
     for label, outcome in outcomes.items():
         own = _bytes(outcome.batches)
@@ -154,13 +158,13 @@ def _of_equal_bytes(outcomes: Mapping[str, Outcome]) -> list[list[str]]:
 
 
 def _paired_error(base: list[bool], own: list[bool]) -> float | None:
-    """The standard error of the mean difference of pairs; None of one pair, which tells nothing of it."""
+    """The standard error of the mean difference of pairs; None for a single pair."""
     changes = [now - before for before, now in zip(base, own, strict=True)]
     return stdev(changes) / sqrt(len(changes)) if len(changes) > 1 else None
 
 
 def _mean_error(errors: list[float | None]) -> float | None:
-    """Of the mean of tasks with an error each; None where one is not known."""
+    """The standard error of a mean of tasks, from the error of each; None if one is unknown."""
     known = [error for error in errors if error is not None]
     return sqrt(sum(error**2 for error in known)) / len(errors) if len(known) == len(errors) else None
 

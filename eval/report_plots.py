@@ -48,7 +48,7 @@ def needle_map(base: Cells, other: Cells, name: str, path: Path) -> None:
 
 
 def memory_plot(found: dict[str, Any], title: str, path: Path) -> bool:
-    """Write a PNG of a row's KV bytes against its tokens, a line a method; False: nothing was generated."""
+    """Write a PNG of a row's KV bytes against its tokens, one line per method; False: nothing was generated."""
     from matplotlib.figure import Figure  # noqa: PLC0415  as above
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # noqa: PLC0415
 
@@ -84,7 +84,7 @@ MARKERS = "os^D"
 
 
 def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
-    """Write a PNG of mean accuracy against KV bytes a token, one point a method; False: nothing to draw."""
+    """Write a PNG of mean accuracy against KV bytes per token, one point per method; False: nothing to draw."""
     from matplotlib.figure import Figure  # noqa: PLC0415  as above
 
     sized = {label: own["kv_bytes_per_token"] for label, own in found["serving"].items()}
@@ -108,7 +108,7 @@ def accuracy_plot(found: dict[str, Any], title: str, path: Path) -> bool:
             label=label + (" (simulated)" if simulated else ""),
         )
     axis.set(
-        xlabel="KV bytes a token, measured (hollow: computed)",
+        xlabel="KV bytes per token, measured (hollow: computed)",
         ylabel="% right, mean of tasks ± standard error",
         xlim=(0, None),
     )

@@ -29,7 +29,7 @@ SAMPLED = 64
 
 
 def fingerprint(model: Any) -> str:
-    """Of a model's weights: names, shapes, dtypes and 64 values of each, spread over it."""
+    """Fingerprint of a model's weights: names, shapes, dtypes, and 64 values of each weight, evenly spread."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())

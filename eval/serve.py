@@ -16,7 +16,7 @@ from turbo_hf.eval.methods import Method, applied
 from turbo_hf.eval.without_cudnn_plans import without_plans
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-"""Of a trace in the form of Azure's (Patel et al., Splitwise, ISCA 2024)."""
+"""Columns of a trace in Azure's format (Patel et al., Splitwise, ISCA 2024)."""
 
 PERCENTS = (50, 90, 99)
 
@@ -154,7 +154,7 @@ def replay(
     served: list[Served] = []
     clock_s = busy_s = 0.0
     with applied(model, method), torch.inference_mode(), without_plans():
-        # the widest batch, or what is compiled and allocated for it would be in the figures
+        # warm up with the widest batch, so that figures include neither compilation nor allocation
         widest = max(range(0, len(requests), batch), key=lambda at: max(r.context for r in requests[at : at + batch]))
         lengths = [request.context for request in requests[widest : widest + batch]]
         if attempt(lambda: _generate(model, method, lengths, 3, seed)) is None:
@@ -168,7 +168,7 @@ def replay(
             begin = max(clock_s, *(request.arrival for request in rows))
             first, whole = made.ms(0, 1), made.ms(0, -1)
             for request in rows:
-                # the mark of its last token: later ones are those of longer replies beside it
+                # the mark of its last token: later marks belong to longer replies of the batch
                 done = made.ms(0, request.generated)
                 waited = 1e3 * (begin - request.arrival)
                 served.append(Served(request.context, request.generated, first, done, waited + done))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 SCALE_BYTES = 4
-"""Of a group: scale and zero point, 16 bit each."""
+"""A group's scale and zero point, 16 bit each."""
 
 
 def rounded(x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Scheme:
         return self._completed(x, by_channel(x, self.bits, self.group), prompt)
 
     def values(self, x: torch.Tensor, *, prompt: bool) -> torch.Tensor:
-        """Values [B, H, T, D], likewise."""
+        """Values [B, H, T, D] that are compressed together, as they are read from then on."""
         return self._completed(x, by_token(x, self.bits, self.group), prompt)
 
     def _completed(self, x: torch.Tensor, base: torch.Tensor, prompt: bool) -> torch.Tensor:

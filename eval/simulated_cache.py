@@ -19,7 +19,7 @@ SINKS = 4
 """First tokens that StreamingLLM keeps (Xiao et al. 2024, arXiv:2309.17453, sec. 3.2)."""
 
 AT_ONCE = 1 << 23
-"""Values that are compressed in one call, where a piece is no larger: some 32 MiB for each float32 temporary."""
+"""Numbers compressed per call, unless a piece is larger: about 32 MiB per float32 temporary."""
 
 
 class CompressedLayer(DynamicLayer):
@@ -57,7 +57,7 @@ class CompressedLayer(DynamicLayer):
         return read
 
     def computed_bytes(self) -> float:
-        """Of all rows."""
+        """Total bytes over all rows."""
         if not self.is_initialized:
             return 0.0
         _, heads, columns, dim = self.keys.shape
@@ -183,7 +183,7 @@ class WindowLayer(DynamicLayer):
         return kept + query_length, self.seen - kept
 
     def computed_bytes(self) -> float:
-        """Of all rows."""
+        """Total bytes over all rows."""
         if not self.is_initialized:
             return 0.0
         rows = sum(min(self.seen - left, self.window) for left in self.padding)
@@ -199,7 +199,7 @@ class SimulatedCache(Cache):
         return float(sum(layer.computed_bytes() for layer in layers))
 
     def tokens(self) -> int:
-        """Of all rows, padding not counted."""
+        """Number of tokens over all rows, without padding."""
         layer: Any = self.layers[0]
         return sum(layer.get_seq_length() - left for left in layer.padding) if layer.is_initialized else 0
 

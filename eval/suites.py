@@ -26,7 +26,7 @@ SUITES = {
     "core": "GSM8K and BBH with chains of thought, AQuA, needles, RULER at 4k, WikiText",
     "reasoning": "GSM8K, BBH and AQuA only: decode-heavy, short prompts",
     "long": "to the longest context: needles at every depth, RULER, InfiniteBench's retrieval, perplexity of windows",
-    "ruler": "RULER's eleven synthetic tasks with its 500 items a length, from 4k on",
+    "ruler": "RULER's eleven synthetic tasks with its 500 items per length, from 4k on",
     "serve": "memory and tokens/s of generate, and a length trace replayed; MODEL may be random:llama3-8b",
     "lab": "every family of --data/lab_tasks, and needles, for the lab models",
 }

@@ -88,7 +88,7 @@ def _share(count: int, lengths: Sequence[int], limit: int | None) -> int:
 def ruler_task(
     task: str, tokenizer: Any, lengths: Sequence[int], count: int, text: ruler.Sources, limit: int | None = None
 ) -> tuple[Spec | None, list[str]]:
-    """One of RULER's tasks with `count` items a length, and a note for each length that has no room for it."""
+    """One of RULER's tasks with `count` items per length, and a note for each length that has no room for it."""
     name, found, notes = f"ruler_{task}", [], []
     for length in lengths:
         try:
@@ -103,7 +103,7 @@ def ruler_task(
 def infinite_task(
     task: str, tokenizer: Any, lengths: Sequence[int], count: int, limit: int | None = None
 ) -> tuple[Spec | None, list[str]]:
-    """One of InfiniteBench's retrieval tasks, likewise."""
+    """One of InfiniteBench's retrieval tasks with `count` items per length, and notes as in `ruler_task`."""
     name, found, notes = f"infinite_{task}", [], []
     for length in lengths:
         try:
@@ -138,7 +138,9 @@ def lab_families(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) 
     """Items of each family from `shortest` to `longest` tokens, ValueError where the folder is no such set."""
     missing = [name for name in ("haystack.txt", "words.json") if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"expected {missing[0]} and one JSONL file a family in {folder}; pass --data with lab_tasks/.")
+        raise ValueError(
+            f"expected {missing[0]} and one JSONL file per family in {folder}; pass --data with lab_tasks/."
+        )
     families: dict[str, list[Item]] = {}
     for item in load_items(folder, tokenizer, longest, shortest):
         families.setdefault(item.task, []).append(item)

@@ -93,7 +93,7 @@ FAMILIES = (
     Family(
         "gpt-oss",
         ("gpt_oss",),
-        "Attention sinks: one learned logit a head in the softmax denominator. Every other layer has a window of "
+        "Attention sinks: one learned logit per head in the softmax denominator. Every other layer has a window of "
         "128. Hugging Face runs it in eager mode.",
     ),
     Family(

@@ -16,7 +16,7 @@ PROBES = 65
 REFUSED = {
     "diffllama": "its attention changes values after the cache has seen them",
     "doge": "its attention joins the mask with weights of its own",
-    "hrm_text": "it runs its layers several times a token, each time with another layer of the cache",
+    "hrm_text": "it runs its layers several times per token, each time with another layer of the cache",
     "jetmoe": "its attention repeats keys and values after the cache has seen them",
     "minimax": "it takes no cache but its own",
     "mllama_text_model": "its cross-attention layers keep the keys of images, which are no tokens, in the same cache",
@@ -58,7 +58,7 @@ def why_not_compressible(module: torch.nn.Module) -> str | None:
         return f"head dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}"
     value_dim = getattr(module, "v_head_dim", head_dim)
     if value_dim != head_dim:
-        return f"its keys have {head_dim} channels a head and its values {value_dim}"
+        return f"its keys have {head_dim} channels per head and its values {value_dim}"
     return None
 
 
@@ -76,9 +76,9 @@ def shares_keys(module: torch.nn.Module) -> str | None:
 def lost_to_bias(module: Any, rotated: bool) -> float:
     """INT8 step that the key bias alone forces, in standard deviations of a typical key channel; 0 without a bias.
 
-    A bias far above what a key moves by fills the INT8 range, and what tells keys apart is rounded away. Both are
-    measured, for a norm feeds `k_proj` inputs of unit mean square: its weights may be packed, or on another device.
-    rotated: the keys are stored rotated, which spreads the bias of a few channels over all of them.
+    A bias far larger than the spread of keys fills the INT8 range, so that differences between keys are rounded away.
+    Bias and spread are measured by running `k_proj` (its weights may be packed, or offloaded) on random inputs of unit
+    mean square, as a norm gives them. rotated: keys are stored rotated, which spreads the bias over all channels.
     """
     projection = getattr(module, "k_proj", None)
     bias, width = getattr(projection, "bias", None), getattr(projection, "in_features", None)

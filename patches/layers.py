@@ -23,7 +23,7 @@ LEFT_ALONE = {
     "hybrid": BESIDES,
     "hybrid_sliding": BESIDES,
 }
-"""Kinds of layers that are right beside compressed ones (chunks get a 4D mask), and why they are not compressed."""
+"""Kinds of layers that work uncompressed beside compressed ones, and why they are not compressed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class AttentionLayer:
             not know.
         window: tokens that a query sees; None: all.
         reason: why its keys and values are not compressed; "" if they can be.
-        by_design: the model is built that way; nothing is missing here.
-        unknown: on a patched model it may be wrong in full precision, too.
+        by_design: whether the model is built that way, so that nothing is missing here.
+        unknown: whether the layer may be wrong on a patched model even in full precision.
     """
 
     index: int
@@ -69,7 +69,7 @@ def _layer(index: int, kind: str, window: int | None, modules: list[Any], known:
     only = modules[0] if len(modules) == 1 else None
     shared = None if only is None else shares_keys(only)
     if kind in LEFT_ALONE:
-        # of these, the window that the cache knows is the layer's
+        # for these layers, the window in the cache is the layer's own
         module = only if LEFT_ALONE[kind] is BESIDES else None
         return AttentionLayer(index, module, window, shared or LEFT_ALONE[kind], by_design=True)
     if kind not in COMPRESSED_TYPES:

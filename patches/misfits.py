@@ -11,15 +11,15 @@ from turbo_hf.patches.generic import is_attention
 HARMLESS = {
     "GPT2Attention.forward": "only upcasts its scores in eager mode; masks that it changes are those of an encoder",
 }
-"""Methods of Transformers that ask for the name of their attention, or change masks, and are right all the same."""
+"""Methods of Transformers that ask for the name of their attention, or change masks, without harm under a patch."""
 
 
 def misfit(model: PreTrainedModel, replaced: Collection[str] = ()) -> str | None:
     """Why a model's own code would compute something else under a patch; None if it would not.
 
     Some classes ask whether their attention is called "eager" or "sdpa", and leave out a part of it if it is not. Some
-    attention classes change the 4D mask that these two get, where a patch gives them a 2D mask or none. Whatever
-    such a model is given back, no layer of it is right. replaced: methods of its classes that the patch replaces.
+    attention classes change the 4D mask that these two get, but a patch gives them a 2D mask or none. Such a model is
+    wrong even with its layers in full precision. replaced: methods of its classes that the patch replaces.
     """
     text = model.config.get_text_config(decoder=True)
     modules = _language_modules(model, (type(text), type(model.config)))

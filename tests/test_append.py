@@ -191,7 +191,7 @@ def test_refuses_more_tokens_than_there_is_room_for() -> None:
     store = cache([3], 16, torch.device("cpu"), torch.float32)
     room = store.k_open.shape[2]
     k = torch.zeros(1, 2, room + 1, 16)
-    with pytest.raises(ValueError, match=f"k brings {room + 1} tokens a row; the store has room for {room}"):
+    with pytest.raises(ValueError, match=f"k brings {room + 1} tokens per row; the store has room for {room}"):
         append_tokens(k, k, store, nonfinite=torch.zeros(1, dtype=torch.int32))
 
 

@@ -47,7 +47,7 @@ def test_k_means_fills_centroids_that_lost_their_keys() -> None:
 def test_the_number_of_clusters_follows_the_data() -> None:
     assert [choose_clusters(None, keys) for keys in (10**6, 32 * 1024, 32 * 1024 - 1, 100)] == [1024, 1024, 512, 8]
     assert choose_clusters(50, 100) == 50
-    with pytest.raises(ValueError, match="99 keys a head are too few for 50 clusters"):
+    with pytest.raises(ValueError, match="99 keys per head are too few for 50 clusters"):
         choose_clusters(50, 99)
 
 

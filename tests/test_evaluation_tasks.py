@@ -292,7 +292,7 @@ def test_suites_refuse_and_tell(tokenizer: Any, data: Path) -> None:
     with pytest.raises(ValueError, match=r"expected books/waverley.txt in the data folder"):
         build("long", tokenizer, LIMITS, data)
     (data / "lab_tasks" / "words.json").unlink()
-    with pytest.raises(ValueError, match=r"expected words.json and one JSONL file a family in .*lab_tasks"):
+    with pytest.raises(ValueError, match=r"expected words.json and one JSONL file per family in .*lab_tasks"):
         build("lab", tokenizer, LIMITS, data)
     _, notes = build("smoke", tokenizer, LIMITS)
     assert notes == ["needle: lengths 1024 left out (--longest 512, 8192 positions)."]

@@ -36,11 +36,13 @@ def test_refused_types_exist() -> None:
         pytest.param("bloom", {}, "no attention module that uses Transformers' AttentionInterface", id="interface"),
         pytest.param("gptj", {"rotary_dim": 8}, "no attention module that uses Transformers' Att", id="interface-2"),
         pytest.param("llama", {"head_dim": 24}, "head dim 24 is no multiple of 16", id="head-dim"),
-        pytest.param("mimo_v2_flash", {"v_head_dim": 8, **EXPERTS}, "16 channels a head and its values 8", id="values"),
+        pytest.param(
+            "mimo_v2_flash", {"v_head_dim": 8, **EXPERTS}, "16 channels per head and its values 8", id="values"
+        ),
         pytest.param("bert", {}, "its attention is not causal, as in encoders", id="encoder"),
         pytest.param("mamba", {}, "it keeps no keys and values, but a state of fixed size", id="no-attention"),
         pytest.param("zamba", {"head_dim": 32}, "one attention module serves several of its layers", id="zamba"),
-        pytest.param("hrm_text", {"num_layers_per_stack": 2}, "it runs its layers several times a token", id="hrm"),
+        pytest.param("hrm_text", {"num_layers_per_stack": 2}, "it runs its layers several times per token", id="hrm"),
         pytest.param(
             "falcon_h1",
             {**MAMBA, "mamba_d_ssm": 128},

@@ -154,7 +154,7 @@ def test_score_is_the_sum_of_inner_products(
 def test_assign_says_what_is_wrong() -> None:
     with pytest.raises(ValueError, match=r"keys must be \[B, 2, M, 16\] on cpu, as centroids are; got \(1, 3, 4, 16\)"):
         assign(torch.zeros(1, 3, 4, 16), torch.zeros(2, 8, 16))
-    with pytest.raises(ValueError, match="at most 32768 a head; got 32769"):
+    with pytest.raises(ValueError, match="at most 32768 per head; got 32769"):
         assign(torch.zeros(1, 1, 1, 1), torch.zeros(1, 32769, 1))
     rotary = (torch.zeros(1, 4, 16), torch.zeros(1, 4, 16))
     with pytest.raises(ValueError, match=r"rotary must be cos and sin of \[1 or 2, 3, r\], r even"):

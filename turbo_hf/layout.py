@@ -10,9 +10,9 @@ beams share a prompt, and a kernel's work list is a list of pages. Heads of equa
 
 One page of one slot::
 
-    k      uint8 [b, D*w/8]     keys, one token a line, channels packed by half-split
-    v      uint8 [D, b*w/8]     values, one channel a line, tokens (in VALUE_ORDER) packed by half-split
-    meta   int8  [4, D]         stage 2, a channel: key step, key zero, value step, value zero   (absent at 8 bit)
+    k      uint8 [b, D*w/8]     keys, one token per line, channels packed by half-split
+    v      uint8 [D, b*w/8]     values, one channel per line, tokens (in VALUE_ORDER) packed by half-split
+    meta   int8  [4, D]         stage 2, per channel: key step, key zero, value step, value zero   (absent at 8 bit)
     scale  fp32  [2]            stage 1: key scale, value scale
 
 Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p, ..., lowest first, with p = 8/w::
@@ -24,7 +24,7 @@ Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p
 
 so that a mask and a shift of whole words unpack it, without interleaving.
 
-Keys may be stored rotated (`ops.rotate`): what is said about keys here then applies to the rotated ones.
+Keys may be stored rotated (`ops.store.rotate`): what is said about keys here then applies to the rotated ones.
 
 Dequantization (TurboAttention sec. 3, stage 2 then stage 1)::
 
@@ -57,9 +57,9 @@ SAS_TILE = 32
 """Keys whose maximum SAS is relative to where nothing is quantized: short enough for float32 in shared memory."""
 
 SCORE_LIMIT = 45_000.0
-"""Where the log of a sum of exponentials of scores passes this, a head's prompt is computed in the model's own type.
+"""A head whose log-sum-exp of scores exceeds this has its prompt computed in the model's own dtype.
 
-There INT8 queries tell nothing apart, and float32 no longer tells the largest P of a tile from 128."""
+Beyond it INT8 queries no longer distinguish keys, nor float32 the largest P of a tile from 128."""
 
 E4M3_MAX = 448.0
 """Largest number of FP8 e4m3, the type of values and P in FP8."""
@@ -94,9 +94,11 @@ CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
 class PagedHeads(NamedTuple):
     """Pages of the KV heads that share one bit width (see above).
 
-    k: uint8 [P, S, b, D*bits/8], int8 [P, S, b, D] at 8 bit. v: uint8 [P, S, D, b*bits/8], int8 [P, S, D, b] at 8 bit.
-    meta: int8 [P, S, 4, D], [P, S, 0, D] at 8 bit. scale: float32 [P, S, 2].
-    At 16 bit k is [P, S, b, D] and v [P, S, D, b] in float16 or bfloat16, meta as at 8 bit, scale 1.
+    bits: the width.
+    k: uint8 [P, S, b, D*bits/8]; int8 [P, S, b, D] at 8 bit; float16 or bfloat16 [P, S, b, D] at 16 bit.
+    v: uint8 [P, S, D, b*bits/8]; int8 [P, S, D, b] at 8 bit; float16 or bfloat16 [P, S, D, b] at 16 bit.
+    meta: int8 [P, S, 4, D]; [P, S, 0, D] at 8 and 16 bit.
+    scale: float32 [P, S, 2]; ones at 16 bit.
     """
 
     bits: int
@@ -109,15 +111,19 @@ class PagedHeads(NamedTuple):
 class KVStore(NamedTuple):
     """One layer's compressed cache, as ops see it.
 
-    paged: one `PagedHeads` a bit width, in slot order. order: int64 [B, Hkv], the head in each slot.
-    table: int64 [B, blocks], the page of each sealed block, 0 past a row's end. sealed: int64 [B], sealed blocks a row.
-    k_open: int8 [B, Hkv, cap, D]. v_open: int8 [B, Hkv, D, cap]. k_scale, v_scale: float32 [B, Hkv, cap]. With a head
-    of 16 bit k_open and v_open are in its pages' type, and the scales 1.
-    open_len: int64 [B], open tokens a row. block: tokens in a block. sealed_host: the numbers in `sealed`, where the
-    host knows them: a launch then need not wait for the device.
-    plans: of launches that will be replayed, made by the first one and kept up to date by `ReplayableSteps`
-    (`ops.schedule.LivePlan`, `KeptWorkspace`); None: nothing is replayed.
     Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
+
+    paged: one `PagedHeads` per bit width, in slot order.
+    order: int64 [B, Hkv], the head in each slot.
+    table: int64 [B, blocks], the page of each sealed block, 0 past a row's end.
+    sealed: int64 [B], sealed blocks per row.
+    k_open, v_open: int8 [B, Hkv, cap, D] and [B, Hkv, D, cap]; with a 16-bit head in the type of its pages.
+    k_scale, v_scale: float32 [B, Hkv, cap]; with a 16-bit head 1.
+    open_len: int64 [B], open tokens per row.
+    block: tokens per block.
+    sealed_host: the numbers in `sealed`, where the host knows them: a launch then need not wait for the device.
+    plans: work splits of launches that will be replayed (`ops.decode.stream_k.LivePlan`, `KeptWorkspace`), made by the
+        first launch and kept up to date by `ReplayableSteps`; None: nothing is replayed.
     """
 
     paged: tuple[PagedHeads, ...]
@@ -135,12 +141,14 @@ class KVStore(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Keys and values of a chunk as the flash loop reads them. Each row from slot 0; slots behind its end are 0.
+    """Keys and values of a chunk as the flash loop reads them. Each row begins at place 0; places past its end are 0.
 
-    k: int8 [B, Hkv, T, D], T a multiple of the block. k_scale: float32 [B, Hkv, T] a token, or [B, Hkv, T/block].
+    k: int8 [B, Hkv, T, D], T a multiple of the block.
+    k_scale: float32, per token [B, Hkv, T], or per block [B, Hkv, T/block].
     v: int8 or float8_e4m3fn [B, Hkv, D, T], tokens in VALUE_ORDER; None where values are not quantized.
-    v_scale: float32 [B, Hkv, T/block], or None. v_channel: float32 [B, Hkv, D], or None.
-    k_mean: float32 [B, Hkv, D], what smoothing took from each key; None without it.
+    v_scale: float32 [B, Hkv, T/block]; None where values are not scaled per block.
+    v_channel: float32 [B, Hkv, D]; None where values are not scaled per channel.
+    k_mean: float32 [B, Hkv, D], the mean that smoothing subtracted from each key; None without smoothing.
     """
 
     k: torch.Tensor

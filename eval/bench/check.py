@@ -16,8 +16,8 @@ ROWS = 64
 """Queries checked per head: the first ones, the last, some at the edges of tiles, the others at random."""
 
 SLACK = 2
-"""How many times the reference's error, and the rounding of the output, a row may be off. Errors of rounding that fall
-otherwise differ by less; a wrong key, scale or mask shows as the size of the row itself."""
+"""Factor on the reference's error plus the rounding of the output: what a row may be off by. Rounding in another order
+changes errors by less; a wrong key, scale or mask causes an error of the size of the row itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,15 @@ from turbo_hf.eval.bench.timing import Call, speedup, spread
 class CheckedRow:
     """One method on one case; figures are None where it did not run, and `note` says why.
 
-    shape, batch, tokens: of the case; tokens of its longest row.
+    shape, batch: those of the case.
+    tokens: tokens of its longest row.
     method, ours: what ran, and whether it is ours.
     spread: interquartile range of the rounds over their median.
     rounds: how often it was timed.
     speedup: times as fast as each baseline, median over the rounds.
     error: |o - oracle| / |oracle| on the sample.
-    check: of our own.
-    note: why figures are missing, or what else is to be said.
+    check: the check of a method of ours.
+    note: why figures are missing, or a remark.
     """
 
     shape: str
@@ -58,7 +59,7 @@ def checked(row: AnyRow, prepare: Callable[[], tuple[Check, Callable[[], AnyCall
 
 
 def timed(row: AnyRow, times: dict[str, list[float]], **figures: Any) -> AnyRow:
-    """The row with `figures`, and with what the times of all methods, round by round, say of any."""
+    """The row with `figures`, and the spread and speedups that follow from the times of all methods, round by round."""
     own = times[row.method]
     others = [name for name in BASELINES if name in times and name != row.method]
     ratios = {name: speedup(own, times[name]) for name in others}

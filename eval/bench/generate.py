@@ -36,10 +36,10 @@ DECODINGS = ("greedy", "beams", "assisted")
 BEAMS, DRAFTED = 4, 5
 
 FINENESS = 16
-"""One part in so many: how closely the largest batch is found by trying, or what a guess of it stays below."""
+"""The largest batch is found to within 1 / FINENESS of itself; a guess stays below by as much."""
 
 SAMPLE = (4, 16)
-"""Numbers of rows whose memory use shows about how many fit."""
+"""Batch sizes from whose memory use the largest batch is estimated."""
 
 LARGEST = "largest"
 
@@ -221,7 +221,7 @@ def _holds(model: Any, method: GenerateMethod, work: Work) -> Callable[[int], bo
 
 
 def _guess(model: Any, method: GenerateMethod, work: Work, most: int) -> int | None:
-    """How many rows fit, by what a few and some more take, less a part of FINENESS; None where these do not fit."""
+    """How many rows fit, estimated from two small batches, less 1 / FINENESS; None where these do not fit."""
     few, more = SAMPLE
     if most < more:
         return None
@@ -239,7 +239,7 @@ def _guess(model: Any, method: GenerateMethod, work: Work, most: int) -> int | N
 
 
 def largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` that holds, by doubling and bisection to one part in FINENESS; 0: none does."""
+    """The largest batch up to `most` that fits, by doubling, then bisection to 1 / FINENESS; 0: none fits."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high

@@ -7,10 +7,10 @@ import torch
 from turbo_hf.eval.bench.timing import Call
 
 LAUNCHES = 8
-"""Fewest launches of a graph: what a replay itself costs, and the edges of the clock, are shared by so many."""
+"""Minimum launches per graph: they share the cost of a replay and of reading the clock."""
 
 MOST_COPIES = 1024
-"""Copies of what is so small that the launch, not memory, takes the time."""
+"""Maximum number of copies: below the size where it is reached, the launch and not memory takes the time."""
 
 EAGER_CALLS = 50
 

@@ -138,7 +138,7 @@ def _hidden(place: torch.Tensor, tokens: int, causal: bool, window: int | None) 
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x rounded to FP8 e4m3 under one scale a tensor, max|x| / 448, and back, in x's dtype."""
+    """x rounded to FP8 e4m3 under one scale per tensor, max|x| / 448, and back, in x's dtype."""
     scale = x.abs().amax().float() / E4M3_MAX
     codes = (x.float() / torch.where(scale > 0, scale, 1.0)).to(torch.float8_e4m3fn)
     return (codes.float() * scale).to(x.dtype)

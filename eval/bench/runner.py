@@ -1,4 +1,4 @@
-"""What every bench does around its measurement: it refuses, prints where it runs, keeps its rows, exits with 1."""
+"""What all benches share around their measurement: errors, the headline, the result file, the exit status."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -9,7 +9,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from turbo_hf.cache.guards import untraced
 
 PART = 1 << 26
-"""Numbers of a 4D mask, of all rows of the batch, that are compared at once."""
+"""Elements of a 4D mask (all rows of the batch) that are compared at a time."""
 
 SLIDING_OVERLAY = "sliding_window_overlay.<locals>.inner_mask"
 CHUNKED_OVERLAY = "chunked_overlay.<locals>.inner_mask"
@@ -33,7 +33,7 @@ def turbo_mask(
     thousands of times smaller than the 4D one, and tells the cache where padding is.
     """
     if attention_mask is None and q_length == 1 and kv_length == 1:
-        # of one token that sees itself; so are steps that are compiled, whose masks cannot be looked at
+        # one token that sees itself; also a compiled step, whose mask cannot be read
         return None
     return _mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
 
@@ -90,7 +90,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _only_cell(function: Callable[..., Any]) -> Any:
-    """What a function has closed over, None unless it is one thing."""
+    """The only value that a function closes over; None if there are none or several."""
     cells = function.__closure__ or ()
     return cells[0].cell_contents if len(cells) == 1 else None
 
@@ -103,7 +103,7 @@ def _amounts_to_causal(
     keys: int,
     window: int | None,
 ) -> bool:
-    """Whether a 4D mask is causal (and sliding) all the same: blocks of images are allowed for, and there are none.
+    """Whether a mask with blocks of images is causal (and sliding) nevertheless, because there are no images.
 
     make(first, rows): these rows of the mask, bool [batch, 1, rows, keys].
     """
@@ -147,7 +147,7 @@ def mask_4d(
     window: int | None,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """bool [B or 1, 1, queries, keys] for queries that stand at the end of the keys; None where all are visible."""
+    """bool [B or 1, 1, queries, keys] for queries that are the last of the keys; None where all keys are visible."""
     if mask is None and window is None and (not causal or queries == 1):
         return None
     q = torch.arange(keys - queries, keys, device=device)[:, None]

@@ -1,4 +1,4 @@
-"""The sparse side of the attention function: buckets of new keys, and decode over the buckets that queries visit."""
+"""Decode steps of sparse layers: buckets of new keys, and attention over the buckets that queries visit."""
 
 from typing import Any, NamedTuple
 
@@ -16,15 +16,19 @@ PART = 8192
 
 
 class Source(NamedTuple):
-    """Where queries and keys come from. module: the attention module. rotary: this call's (cos, sin), if it has any."""
+    """Where queries and keys come from.
+
+    module: the attention module.
+    rotary: this call's (cos, sin); None without rotary embedding.
+    """
 
     module: Any
     rotary: Rotary | None
 
     def pre_rotary(self, x: torch.Tensor, first: int = 0, fused: bool = True) -> tuple[torch.Tensor, Rotary | None]:
-        """x [B, H, M, D], whose first column is column `first` of the call, as it was before rotary embedding.
+        """x [B, H, M, D] before rotary embedding, and None. Its first column is column `first` of the call.
 
-        Or, if `fused` and an op can undo it on the way: x as it is, and the cos and sin that it needs for that.
+        If `fused`, and an op can undo the rotation itself: x unchanged, and the cos and sin for that.
         """
         if self.rotary is None:
             raise ValueError(
@@ -58,7 +62,7 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: New
 def new_buckets_and_query_info(
     layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: NewColumns
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Of a decode step: buckets of its keys, as `new_buckets` gives them, and what the selector needs of its queries.
+    """For a decode step: buckets of its keys, as in `new_buckets`, and what the selector needs of its queries.
 
     query: [B, Hq, M, D], key: [B, Hkv, M, D], as the model gives them. None and None where the layer keeps no buckets.
     """
@@ -67,7 +71,7 @@ def new_buckets_and_query_info(
         return None, None
     rotary = None
     if selector.pre_rotary:
-        # columns that are moved take their rotation along: undo it before
+        # alignment moves columns, which separates them from their cos and sin: undo the rotation first
         fused = chunk.gather is None
         (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
     grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
@@ -89,12 +93,12 @@ def attend_sparse(
     selector, index = layer.selector, layer.bucket_index
     assert selector is not None
     if layer.replay is None:
-        # `ReplayableSteps` counts its own: a replay would not
+        # `ReplayableSteps` counts replayed steps, since a replay runs no Python
         new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
         selector.count(layer.lengths(), new, layer.heads)
     q = chunk.align(query)
     q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
-    # nothing between it and attention: their launches overlap
+    # nothing may come between it and attention: their launches overlap
     visited = None if query_info is None else _visited(layer, query_info, chunk.tokens, query.shape[1] // layer.heads)
     return sparse_decode(
         q,

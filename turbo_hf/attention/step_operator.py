@@ -1,7 +1,7 @@
 """Attention of a decode step as one operator of torch, so that a whole step can be compiled as one graph.
 
-The compiled step gets a `StepView` instead of the cache: what it holds never changes, so that nothing compiled depends
-on lengths, pages or tables. Only when it runs does the operator ask which cache it is about, of its own thread.
+The compiled step gets a `StepView` instead of the cache. A view never changes, so that compiled code does not depend on
+lengths, pages or tables. When the operator runs, it takes the cache from a variable of its thread (`attending`).
 """
 
 import functools
@@ -19,7 +19,7 @@ from turbo_hf.layout import Rotary, Scoring
 from turbo_hf.models.model_layers import CACHE_KEYWORDS
 
 Kind = tuple[int | None, bool]
-"""Of a layer: its window, and whether its steps are sparse."""
+"""A layer's window, and whether its steps are sparse."""
 
 StepSlot = tuple[torch.Tensor, int, Rotary | None]
 """What the hook adds to a call of an attention module under a `StepView`, as the keyword `turbo`: mark, layer, rotary.
@@ -34,7 +34,7 @@ _now = threading.local()
 
 
 class _ViewLayer(CacheLayerMixin):
-    """Hands the new tokens on, as if none came before them: what a mask and a position depend on is given."""
+    """A cache layer that passes new tokens on, as if it were empty: mask and positions are arguments of the step."""
 
     is_compileable = True
 
@@ -65,22 +65,22 @@ class _ViewLayer(CacheLayerMixin):
 
 
 class StepView(Cache):
-    """In place of a TurboCache while a step is compiled, and whenever what was compiled runs.
+    """The cache that a step sees while it is compiled, and whenever the compiled code runs.
 
     Args:
-        kinds: of each layer.
-        device: of the cache.
+        kinds: the kind of each layer.
+        device: device of the cache.
     """
 
     def __init__(self, kinds: Sequence[Kind], device: torch.device):
         super().__init__(layers=[_ViewLayer(window) for window, _ in kinds])
         self._sparse = tuple(sparse for _, sparse in kinds)
-        # the operator declares that it changes this, so that its calls are neither merged, moved nor left out
+        # the operator is declared to change this, so that its calls are neither merged, reordered nor removed
         with torch.inference_mode(False):
             self._mark = torch.zeros(1, dtype=torch.int32, device=device)
 
     def slot(self, layer: int, rotary: Rotary | None) -> StepSlot:
-        """What the call of a layer's attention is given. rotary: this call's (cos, sin)."""
+        """The keyword `turbo` of a layer's attention. rotary: this call's (cos, sin)."""
         return self._mark, layer, rotary if self._sparse[layer] else None
 
 
@@ -116,7 +116,7 @@ def outside_of_steps(at: int) -> Callable[[Callable[..., Any]], Callable[..., An
 
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
-    """Inside, what the operator does in this thread."""
+    """Inside, the operator calls `attend` in this thread."""
     _now.attend = attend
     try:
         yield
@@ -125,7 +125,7 @@ def attending(attend: Attend) -> Iterator[None]:
 
 
 def nothing(layer: int, query: torch.Tensor, *args: Any) -> torch.Tensor:
-    """An `Attend` that leaves all caches alone: what is compiled at the first run is compiled then."""
+    """An `Attend` that touches no cache, for a first run that only compiles."""
     return torch.zeros_like(query)
 
 

@@ -61,14 +61,14 @@ NO_WEIGHTS = (
 
 
 _told: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
-"""Configs by id, of models without a patch, about which there has been a warning."""
+"""Configs, by id, of unpatched models for which the warning was issued."""
 
 
 class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
     Args:
-        cache, layer: what the call stores to; both None if it is not compressed.
+        cache, layer: where the call stores its tokens; both None if the layer is not compressed.
         window: tokens that a query sees; None: all.
         strict: as in `patch`.
         rotary: this call's (cos, sin), for sparse layers.
@@ -107,7 +107,7 @@ def turbo_attention(
         Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
             "raise", a call that the compressed cache cannot serve.
     """
-    # not a TurboCall, which is a tuple as well
+    # a StepSlot; a TurboCall is a tuple too, but of a class of its own
     if type(turbo) is tuple:
         return _in_step(query, key, value, attention_mask, turbo, **options), None
     return _attention(module, query, key, value, attention_mask, turbo=turbo, **options)
@@ -127,7 +127,7 @@ def _in_step(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """In a step that is compiled: the operator, where the call asks for no more than that knows."""
+    """Attention in a compiled step: the operator, if the call has no argument that it does not know."""
     known = attention_mask is None and is_causal in (None, True)
     for name, given in kwargs.items():
         known = known and (given is None or name in HARMLESS)
@@ -156,7 +156,7 @@ def _attention(
     turbo: TurboCall | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `turbo_attention`, of a call that is not in a compiled step."""
+    """`turbo_attention` outside of compiled steps."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if turbo is None:
@@ -184,11 +184,11 @@ def _attention(
 
 
 def left_alone(module: Any, args: Any) -> None:
-    """Forward pre-hook of an attention module that a patched model has besides those that store to its cache."""
+    """Forward pre-hook of a patched model's attention modules that store to no cache."""
 
 
 def _say_unpatched(module: Any) -> None:
-    """Warn, once a config, where this attention runs in a model that has no patch."""
+    """Warn, once per config, if this attention runs in a model without a patch."""
     config = getattr(module, "config", None)
     if config is None or left_alone in module._forward_pre_hooks.values() or id(config) in _told:
         return
@@ -266,7 +266,7 @@ def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple
 
 
 def _of_one_type(new: New) -> New:
-    """Under autocast, where rotary embedding leaves float32 beside narrow values: all in its type, as SDPA has them."""
+    """Q, K and V in one dtype. Under autocast, rotary embedding leaves float32: all take autocast's dtype."""
     device = new.query.device.type
     if new.query.dtype == new.key.dtype == new.value.dtype or not torch.is_autocast_enabled(device):
         return new
@@ -323,7 +323,7 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scorin
 
 
 def _prompt(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
-    """Attention reads the new tokens as they are, and what the cache holds; then they join it."""
+    """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     mode = prefill_mode(config.prompt_attention, q)
@@ -333,7 +333,7 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scor
     else:
         # over a past, the chunk's own keys are rotated like the stored ones
         turned = layer.seen > 0 and config.rotates
-        # "fp16" rounds nothing, so that nothing is prepared for rounding
+        # "fp16" rounds nothing, so nothing needs preparing
         rounds = mode != "fp16"
         rounding = Rounding(
             mode,
@@ -357,7 +357,7 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scor
 
 
 def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring) -> bool:
-    """Whether a prompt on a GPU is causal attention and nothing more, which torch has kernels for."""
+    """Whether a prompt on a GPU is plain causal attention, for which torch has kernels."""
     short = layer.window is None or q.shape[2] <= layer.window
     return q.is_cuda and not layer.seen and short and starts is None and scoring.is_plain
 
@@ -366,7 +366,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
     """Causal attention in the model's precision: by cuDNN where that pays off, else by the first kernel that can."""
     grouped = q.shape[1] != k.shape[1]
     if grouped and (q.dtype == torch.float32 or q.shape[-1] > 256):
-        # no fused kernel shares keys among heads here, and the plain one holds all M x M scores
+        # no fused kernel supports grouped heads here, and the plain one holds all M x M scores
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -1,4 +1,4 @@
-"""Decorators of what changes a cache: its tensors are ordinary ones, what breaks off is marked, nothing is traced."""
+"""Decorators for methods that change a cache: ordinary tensors, a mark while storing, no tracing by torch.compile."""
 
 import functools
 from collections.abc import Callable
@@ -24,9 +24,9 @@ S = TypeVar("S", bound=Marked)
 
 
 def untraced(function: F) -> F:
-    """The same function; torch.compile calls it, and what it calls, as they are, and compiles what stands around it.
+    """The function, called but not traced by torch.compile, which compiles the code around it.
 
-    A cache counts its tokens on the host: traced, each count would be compiled anew, and what cannot be traced fails.
+    A cache counts its tokens on the host: traced, each new count would cause a compilation.
     """
     plain: F = torch.compiler.disable(function)
     return plain
@@ -46,13 +46,13 @@ def ordinary(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def storing(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """As `ordinary`; and if it breaks off, what it was writing stays marked as torn."""
+    """As `ordinary`. While it runs, `integrity.writing` is set; an exception leaves the mark."""
     stores = ordinary(method)
 
     @functools.wraps(method)
     def marked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
         integrity = self.integrity
-        # one call may be within another
+        # calls may be nested
         integrity.writing, before = self.name, integrity.writing
         result = stores(self, *args, **kwargs)
         integrity.writing = before

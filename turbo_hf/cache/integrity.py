@@ -1,7 +1,7 @@
 """Whether a cache is whole: which pass or call has begun to change it, and has not ended.
 
-What breaks off leaves its mark, wherever the exception came from: marks are set before a change and cleared after it,
-never in an exception handler. The next use finds the mark and refuses.
+A pass that breaks off leaves a mark, wherever the exception came from: marks are set before a change and cleared after
+it, never in an exception handler. The next use finds the mark and raises an error.
 """
 
 import copy
@@ -23,7 +23,7 @@ READ = "read "
 class Pass:
     """A forward pass over a cache, or an operation on all of its layers.
 
-    announced: hooks tell when it begins and ends; else it has ended once every layer has stored its tokens.
+    announced: hooks call when it begins and ends; else it has ended once every layer has stored its tokens.
     operation: its name; "" for a forward pass.
     """
 
@@ -57,7 +57,7 @@ class Integrity:
         self.forget()
 
     def forget(self) -> None:
-        """There is nothing left that could be broken."""
+        """Clear all marks: the cache is whole."""
         # what is being written, or was when it broke off
         self.writing: str | None = None
         self.last = Pass(ended=True)
@@ -89,7 +89,7 @@ class Integrity:
         )
 
     def _complete(self, last: Pass) -> bool:
-        """Whether every layer has stored the tokens of a pass whose end nobody tells."""
+        """Whether every layer has stored the tokens of a pass that announces no end."""
         kinds: dict[int, set[str]] = {layer: set() for layer in self.layers}
         newest = next(reversed(last.done), (None, ""))[0]
         for layer, kind in last.done:
@@ -97,7 +97,7 @@ class Integrity:
                 return False
             if layer in kinds:
                 kinds[layer].add(kind)
-        # layers of one class store the same states; which, is known when they have been seen
+        # layers of one class store the same kinds of state, which are known once one has stored them
         alike: dict[str, set[str]] = {}
         for layer, seen in kinds.items():
             stored = {kind for kind in seen if kind and not kind.startswith(READ)}
@@ -127,7 +127,7 @@ class Integrity:
         broken = self._broken(last)
         if broken is not None:
             raise ValueError(broken)
-        # what another thread has read of the cache must be so until it stores
+        # what another thread has read of the cache must not change until that thread stores
         used = last.announced and not last.ended and last.thread != new.thread
         if not used:
             last.later.append(new)
@@ -160,23 +160,23 @@ class Integrity:
             last.ended = True
 
     def again(self, depth: int) -> None:
-        """What the module has called did not run, and is called once more."""
+        """The module's call did not run, and is repeated."""
         last = self.last
         if last.calls[:1] == [depth]:
             last.calls, last.done, last.at, last.nests = [depth], {}, None, True
 
     def over(self, depth: int) -> None:
-        """What the module has called has returned, perhaps with an exception: it calls nothing else."""
+        """The module's call has returned, perhaps with an exception; the module makes no other."""
         last = self.last
         if last.calls[:1] == [depth]:
             last.nests = False
 
     def claim(self, layer: int) -> None:
-        """The layer's new tokens are on their way to it."""
+        """The hook has claimed the layer: its new tokens are on their way to it."""
         self.last.claimed = layer
 
     def unclaim(self, layer: int) -> None:
-        """They have reached it, or will not."""
+        """The new tokens have reached the layer, or will not."""
         if self.last.claimed == layer:
             self.last.claimed = None
 
@@ -192,7 +192,7 @@ class Integrity:
         other = last.ended or last.operation or last.thread != get_ident()
         if other or again or last.claimed is not None:
             last = self.begin()
-        # in this order: a layer that is noted as done, but has not begun, would pass for one that has stored
+        # in this order: a layer noted as done that has not begun would count as one that has stored
         last.at = layer
         last.done[key] = held
 
@@ -209,7 +209,7 @@ class Integrity:
         """
         last, key = self.last, (layer, READ + kind)
         stored = any(held == layer and kind and not kind.startswith(READ) for held, kind in last.done)
-        # who has only looked has begun nothing
+        # reading alone begins no pass
         again = (key in last.done and _changed(last, *key, surely=False)) or (stored and not last.announced)
         if last.ended or last.operation or again or last.thread != get_ident():
             last = self.begin()
@@ -231,7 +231,7 @@ class Integrity:
         return {} if unfinished is None else dict(self.last.done)
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copied tensor has a version of its own, by which nothing could be told
+        # a copied tensor has a version counter of its own, which says nothing about changes
         whole = self._broken(self.last) is None
         last = Pass(ended=True) if whole else copy.copy(self.last)
         last.taken = {}
@@ -245,7 +245,7 @@ def _left(last: Pass, layer: int) -> bool:
 
 
 def _changed(last: Pass, layer: int, kind: str, surely: bool) -> bool:
-    """Whether a kind of state of a layer is another than before the pass; where it cannot be told, not `surely`."""
+    """Whether a layer's state of a kind has changed since the pass began; where that is not known, not `surely`."""
     if not kind.startswith(READ) or (layer, kind.removeprefix(READ)) in last.done:
         return True
     taken = last.taken.get((layer, kind), [])

@@ -23,12 +23,13 @@ class TurboLayer(DequantizedLayer):
         window: how many tokens a query sees, including itself; None: all. Older whole blocks are dropped.
         index: the layer's number, for messages.
         head_order: KV heads from the one that needs its bits most to the one that needs them least; None: each row's
-            first block tells. selector: decode steps read the keys that it chooses; None: all keys.
+            first block decides.
+        selector: decode steps read the keys that it chooses; None: all keys.
     """
 
     is_croppable = True
 
-    # set by the hook of a patched model: the next `update` hands its tokens on to the attention function
+    # set by the hook of a patched model: the next `update` passes its tokens on to the attention function
     claimed = False
     # those tokens' keys and values
     pending: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -115,7 +116,7 @@ class TurboLayer(DequantizedLayer):
         return counts
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `-tokens_to_remove` columns (0 or negative, see `removable`), then seal what waited."""
+        """Remove the newest `-tokens_to_remove` columns (0 or negative, see `removable`), then seal whole blocks."""
         # assisted decoding in transformers 5.17 passes a tensor, which must not become part of `seen`
         tokens_to_remove = int(tokens_to_remove)
         counts = self.removable(tokens_to_remove)
@@ -133,7 +134,7 @@ class TurboLayer(DequantizedLayer):
         self.given_mask = None if self.given_mask is None else self.given_mask[:, : after.seen]
         reopened = [max(0, count - held) for count, held in zip(counts, before.open, strict=True)]
         if any(reopened):
-            # what is left of a cut block goes to the buffer
+            # the rest of a cut block goes back to the open buffer
             tokens, starts = self.pool.reopen(before.sealed, reopened, self.order)
             for row, sealed in enumerate(after.sealed):
                 if not sealed and not after.dropped[row]:

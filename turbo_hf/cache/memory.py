@@ -16,7 +16,7 @@ SHOWN = 16
 
 
 def group_layers(layers: Iterable[tuple[int, Hashable]]) -> list[tuple[str, Any]]:
-    """(index, what is said of it) of each layer -> the layers in words, and what is said of all of them alike."""
+    """Group (index, text) of layers by equal texts: for each group, its layers in words, and the text."""
     alike: dict[Hashable, list[int]] = {}
     for index, words in layers:
         alike.setdefault(words, []).append(index)
@@ -38,9 +38,9 @@ class Memory:
     """Bytes of one cache; `str()` shows them in a few lines, with layers of equal bytes together.
 
     layers: bytes of each layer by kind: "codes", "scales", "open" (tokens that do not fill a block yet), "index" (the
-    buckets of a sparse layer's tokens), or "dense".
-    tokens: tokens of all rows, not counting padding. full_precision: bytes that the compressed layers' tokens would
-    take in the model's dtype.
+        buckets of a sparse layer's tokens), or "dense" (not compressed).
+    tokens: tokens of all rows, without padding.
+    full_precision: bytes that the tokens of compressed layers would take in the model's dtype.
     """
 
     layers: tuple[dict[str, int], ...]
@@ -106,8 +106,12 @@ def layer_bytes(layer: Any) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Bytes that one layer's cache takes per row: `per_token` for each token, up to `window` tokens (None: no limit),
-    and `constant` at any length (the states of linear attention)."""
+    """Bytes that one layer's cache takes per row.
+
+    per_token: bytes per token.
+    window: maximum number of tokens; None: no limit.
+    constant: bytes at any length (the states of linear attention).
+    """
 
     per_token: float
     window: int | None

@@ -26,14 +26,14 @@ class NewColumns(NamedTuple):
     gather: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> "NewColumns":
-        """The same for layers on `device`."""
+        """The same columns for layers on `device`."""
         if self.valid is None or self.valid.device == device:
             return self
         gather = None if self.gather is None else self.gather.to(device)
         return self._replace(valid=self.valid.to(device), gather=gather)
 
     def begin(self, device: torch.device) -> torch.Tensor | None:
-        """`starts` as int64 [B] on `device`, only to be read."""
+        """`starts` as int64 [B] on `device`, read-only."""
         return None if self.starts is None else shared(self.starts, device)
 
     def blank(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class NewColumns(NamedTuple):
 
 
 def columns_of(valid: torch.Tensor, same: torch.Tensor | None = None) -> NewColumns:
-    """Those of a mask bool [B, M]; one read from the device. same: bool [], whether the past is unchanged."""
+    """The columns of a mask bool [B, M]; one read from the device. same: bool [], whether the past is unchanged."""
     tokens = valid.shape[1]
     counts = valid.sum(-1)
     aligned = torch.arange(tokens, device=valid.device) >= (tokens - counts)[:, None]
@@ -73,7 +73,7 @@ def columns_of(valid: torch.Tensor, same: torch.Tensor | None = None) -> NewColu
 
 
 def columns_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, valid: torch.Tensor | None) -> NewColumns:
-    """Those that a model's 2D attention mask describes.
+    """The columns that a model's 2D attention mask describes.
 
     Args:
         mask: [B, seen + tokens], nonzero at real tokens; None: at all of them.

@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
 
 
 def to_open(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: str) -> Tokens:
-    """New tokens [B, H, M, D] as open ones of type `dtype`; a token with NaN or Inf has such a scale."""
+    """New tokens [B, H, M, D] as open tokens of type `dtype`; a token with NaN or Inf gets a scale of NaN or Inf."""
     if dtype == torch.int8:
         return Tokens(*quantize_tokens(k, backend=backend), *quantize_tokens(v, backend=backend))
     k, v = k.to(dtype), v.to(dtype)
@@ -31,7 +31,7 @@ def to_open(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: str) 
 
 
 GRAIN = 16
-"""Tokens by which the buffer grows. Its capacity is at least one grain, so that no op sees a cache without slots."""
+"""Tokens by which the buffer grows. Its capacity is at least one grain, so that no op sees a cache of capacity 0."""
 
 
 def _rounded(tokens: int) -> int:
@@ -39,9 +39,9 @@ def _rounded(tokens: int) -> int:
 
 
 class OpenBuffer:
-    """Open tokens of all rows, each row from slot 0 (shapes: `turbo_hf.layout`). Who counts them is `RowState`.
+    """Open tokens of all rows, each row from place 0 on (shapes: `turbo_hf.layout`). `RowState` counts them.
 
-    tokens: expected at first.
+    tokens: initial capacity.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class OpenBuffer:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row can have."""
+        """Maximum number of tokens per row."""
         return self.k.shape[2]
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -63,7 +63,7 @@ class OpenBuffer:
         return self.k, self.v, self.k_scale, self.v_scale
 
     def reserve(self, tokens: int, held: list[int]) -> None:
-        """Capacity for `tokens` tokens per row, of which `held[row]` are there."""
+        """Grow to `tokens` tokens per row, keeping the `held[row]` that each row has."""
         if tokens > self.capacity:
             self._resize(tokens, [0] * len(held), held)
 
@@ -93,15 +93,15 @@ class OpenBuffer:
         """Heads of `rows`, ranked by their first block, the one that needs its bits most first, int64 [rows, H]."""
         k, k_scale, v, v_scale = self.first_block(rows, config.block_size)
         keys = k * k_scale[..., None]
-        # the metrics look at channels
+        # the metrics are of single channels
         keys = unrotate_keys(keys, config.backend) if config.rotates else keys
         score = head_scores(keys, v * v_scale[..., None], config.head_metric)
         return score.argsort(dim=-1, descending=True, stable=True)
 
     def reorder(self, row: int, first: int, order: torch.Tensor) -> None:
-        """Tokens of a row from slot `first` on: to each place the token `order` says, int64 [H, n], from `first` on."""
+        """Permute n tokens of a row: place `first + i` gets token `first + order[head, i]`; order: int64 [H, n]."""
         place = slice(first, first + order.shape[1])
-        # a head at a time, as a prompt may be long
+        # head by head, which bounds the memory for long prompts
         for head, at in enumerate(order):
             self.k[row, head, place] = self.k[row, head, place][at]
             self.v[row, head, :, place] = self.v[row, head, :, place][:, at]
@@ -119,7 +119,7 @@ class OpenBuffer:
         self.k_scale, self.v_scale = self.k_scale[index], self.v_scale[index]
 
     def _resize(self, tokens: int, skip: list[int], left: list[int]) -> None:
-        """Capacity for `tokens` per row, rounded up to the grain; row r keeps `left[r]`, from its slot `skip[r]` on."""
+        """Capacity for `tokens` per row, rounded up to the grain; row r keeps `left[r]` from place `skip[r]` on."""
         capacity, even = _rounded(tokens), len(set(skip)) == 1
         kept = min(capacity, self.capacity - skip[0] * even) if max(left) else 0
         slot = None

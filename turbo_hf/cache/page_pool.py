@@ -16,7 +16,7 @@ TABLE_GRAIN = 16
 
 @lru_cache(maxsize=64)
 def _no_pages(bits: int, slots: int, dim: int, block: int, device: torch.device, full: torch.dtype) -> PagedHeads:
-    """What every pool begins with."""
+    """The empty pages that every pool begins with."""
     with torch.inference_mode(False):
         return empty_pages(bits, 0, slots, dim, block, device, full)
 
@@ -25,7 +25,7 @@ class PagePool:
     """Pages of all rows of a layer. A page may belong to several rows (beams of one prompt).
 
     The table is on the host, where it is read and written without waiting for the device; `device_table` is its copy.
-    How many blocks are sealed, `RowState` counts: `sealed` is its list as it is before the call.
+    `RowState` counts the sealed blocks: the argument `sealed` is its list before the call.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PagePool:
         self.full = full
         self.paged = tuple(_no_pages(bits, slots, dim, block, device, full) for bits, slots in groups)
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
-        # pages of each row in the table: those that are sealed, and those that wait for a block
+        # pages of each row in the table: sealed ones, and those reserved for blocks to come
         self.reserved = [0] * rows
         self._free: list[int] = []
         self._device_table: torch.Tensor | None = nothing((rows, 0), torch.int64, device)
@@ -54,7 +54,7 @@ class PagePool:
     def device_table(self) -> torch.Tensor:
         """int64 [B, blocks] on the cache's device; at least as many blocks as the longest row has. Only to be read.
 
-        With what is reserved: launches that are replayed find in it what lies beyond the longest row of today.
+        It includes reserved pages, so that replayed launches find the pages of blocks to come.
         """
         if self._device_table is None:
             table = self.table[:, : max(self.reserved, default=0)]
@@ -74,14 +74,14 @@ class PagePool:
         self._device_table = None
 
     def _enter(self, ahead: Sequence[int], pages: list[int]) -> list[int]:
-        """`pages` to the table, `ahead[row]` of them behind those of each row; returns how many each row has then."""
+        """Append `ahead[row]` of `pages` to each row of the table; returns how many pages each row then has."""
         end = [held + count for held, count in zip(self.reserved, ahead, strict=True)]
         missing = max(end) - self.table.shape[1]
         if missing > 0:
-            # doubling: the table is a thousandth of what it describes
+            # doubling is affordable: the table is a thousandth of the pages
             more = -(-max(missing, self.table.shape[1]) // TABLE_GRAIN) * TABLE_GRAIN
             self.table = torch.nn.functional.pad(self.table, (0, more))
-        # by numpy, which shares its memory and takes less of the host
+        # NumPy shares the memory, and takes less time on the host
         table, first = self.table.numpy(), 0
         for row, (held, count) in enumerate(zip(self.reserved, ahead, strict=True)):
             table[row, held : held + count] = pages[first : first + count]
@@ -94,7 +94,7 @@ class PagePool:
         in_use = torch.arange(self.table.shape[1], device="cpu") < torch.tensor(sealed, device="cpu")[:, None]
         used = self.table[in_use].unique()
         if shrink and self.pages - len(used) > self.pages // 32:
-            # first what may find no memory
+            # first, since it may run out of memory
             self._resize(used.to(self.device, non_blocking=True), 0)
             self.table = torch.where(in_use, torch.searchsorted(used, self.table), 0)
             self._free = []
@@ -106,7 +106,7 @@ class PagePool:
         self._device_table = None
 
     def _release(self, sealed: list[int]) -> None:
-        """Take back the pages that no block was sealed to."""
+        """Take back reserved pages to which no block was sealed."""
         if self.reserved == sealed:
             return
         spans = [(row, n) for row in range(len(sealed)) for n in range(sealed[row], self.reserved[row])]
@@ -117,7 +117,7 @@ class PagePool:
     def _allocate(self, count: int) -> list[int]:
         missing = count - len(self._free)
         if missing > 0:
-            # growth by a thirty-second: copying stays a constant cost a token, the slack under 1.05 of what is sealed
+            # growth by 1/32: copying stays a constant cost per token, and unused pages stay below 5 %
             first, grow = self.pages, max(missing, self.pages // 32)
             self._resize(range(first), grow)
             self._free += range(first, first + grow)

@@ -1,4 +1,4 @@
-"""Rows of a batch: what the host counts of each, and which of them a cache is told to keep."""
+"""Rows of a batch: what the host counts for each, and the selection of rows."""
 
 import operator
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from turbo_hf.ops.host_device import send, shared
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What the host counts of a layer's rows, without asking the device.
+    """What the host counts for each row of a layer, without asking the device.
 
-    Neither it nor its lists ever change: a layer whose tokens change takes another one, in one assignment. Layers of
-    one block size and window that have seen the same passes have equal ones, and may share one.
+    Immutable, lists included: a layer whose tokens change gets a new `RowState`, in one assignment. Layers of one block
+    size and window that have seen the same passes have equal states, and may share one.
 
     block: tokens per block.
     seen: columns of all passes, padding included.
-    sealed: blocks of each row in its pages.
-    open: tokens of each row behind those, in the open buffer.
-    dropped: tokens of each row that have left the sliding window.
+    sealed: sealed blocks per row.
+    open: open tokens per row, which follow the sealed blocks.
+    dropped: tokens per row that have left the sliding window.
     turn_start: tokens that each row held before its newest prompt, which `crop` can remove as a whole.
     decoded: whether the newest tokens came in a decode step.
     recording: whether blocks stay open, and tokens in the window, until a `crop` (assisted decoding).
@@ -38,7 +38,7 @@ class RowState:
     recording: bool = False
 
     def with_rows(self, rows: int) -> "RowState":
-        """Of `rows` rows without tokens."""
+        """The state of `rows` rows without tokens."""
         return replace(self, sealed=[0] * rows, open=[0] * rows, dropped=[0] * rows, turn_start=[0] * rows)
 
     def lengths(self) -> list[int]:
@@ -58,39 +58,39 @@ class RowState:
         return [held + tokens - start for held, start in zip(self.open, starts, strict=True)]
 
     def stored(self, tokens: int, starts: Sequence[int] | None, decoding: bool) -> "RowState":
-        """With `tokens` new columns, row r's tokens from column `starts[r]` on. decoding: of a decode step."""
+        """The state after `tokens` new columns, row r's tokens from column `starts[r]` on. decoding: in a step."""
         return replace(
             self,
             seen=self.seen + tokens,
             open=self.open_after(tokens, starts),
-            # a new turn: what it sorts by bucket can be removed as a whole
+            # a new turn begins: `crop` can remove its tokens as a whole, sorted or not
             turn_start=self.lengths() if self.decoded and not decoding else self.turn_start,
             decoded=decoding,
         )
 
     def due(self) -> list[int]:
-        """1 for each row whose open block the next replayed step seals, else 0."""
+        """1 for each row whose open block the next replayed step will seal, else 0."""
         return [int(tokens == self.block) for tokens in self.open]
 
     def sealed_by_step(self) -> list[int]:
-        """`sealed` once the next replayed step has sealed what is due."""
+        """`sealed` after the next replayed step."""
         if max(self.open) < self.block:
             return self.sealed
         return [blocks + due for blocks, due in zip(self.sealed, self.due(), strict=True)]
 
     def after_step(self) -> "RowState":
-        """Once a replayed step has sealed what is due, and stored a token in each row."""
+        """The state after a replayed step, which seals the blocks that are due and stores one token per row."""
         opened = [tokens % self.block + 1 for tokens in self.open]
         return replace(self, seen=self.seen + 1, sealed=self.sealed_by_step(), open=opened, decoded=True)
 
     def without_front(self, blocks: Sequence[int]) -> "RowState":
-        """Without the oldest `blocks[row]` blocks of the pages, which have left the window."""
+        """The state without the oldest `blocks[row]` sealed blocks, which have left the window."""
         sealed = [held - count for held, count in zip(self.sealed, blocks, strict=True)]
         dropped = [held + count * self.block for held, count in zip(self.dropped, blocks, strict=True)]
         return replace(self, sealed=sealed, dropped=dropped)
 
     def cropped(self, columns: int, counts: Sequence[int]) -> "RowState":
-        """Without the newest `columns` columns, `counts[row]` of them tokens. What is left of a cut block is open."""
+        """Without the newest `columns` columns, `counts[row]` of them tokens. The rest of a cut block is open."""
         left = [held - count for held, count in zip(self.lengths(), counts, strict=True)]
         sealed = [min(blocks, tokens // self.block) for blocks, tokens in zip(self.sealed, left, strict=True)]
         return replace(
@@ -111,17 +111,17 @@ class RowState:
 class DeviceCounts:
     """The device's copies of `RowState.sealed` and `RowState.open`, int64 [B] each, of one layer.
 
-    A list that has been replaced is sent anew. Kernels also count in these tensors: `counted` tells that they have.
+    A list that has been replaced is sent again. Kernels count in these tensors too: `counted` records that they did.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
-        # each with the list that it agrees with
+        # each tensor with the list that it equals
         self._sealed: tuple[list[int] | None, torch.Tensor | None] = (None, None)
         self._open: tuple[list[int] | None, torch.Tensor | None] = (None, None)
 
     def sealed(self, state: RowState) -> torch.Tensor:
-        """Only to be read, but after `own`: layers may share it."""
+        """Read-only unless `own` was called: layers may share it."""
         known, tensor = self._sealed
         if tensor is None or known is not state.sealed:
             tensor = shared(state.sealed, self._device)
@@ -129,7 +129,7 @@ class DeviceCounts:
         return tensor
 
     def open(self, state: RowState) -> torch.Tensor:
-        """Of this layer alone; in steady decoding it is not sent again."""
+        """Of this layer alone; steady decoding does not send it again."""
         known, tensor = self._open
         if tensor is None or known is not state.open:
             tensor = self._written(state.open)
@@ -137,17 +137,17 @@ class DeviceCounts:
         return tensor
 
     def own(self, state: RowState) -> None:
-        """Have both in tensors of this layer alone, that stay in place: replayed kernels count in them."""
+        """Put both into tensors of this layer alone that keep their address: replayed kernels count in them."""
         self._sealed = state.sealed, self._written(state.sealed)
         self.open(state)
 
     @ordinary
     def _written(self, numbers: list[int]) -> torch.Tensor:
-        """A tensor to count in, also later and outside `torch.inference_mode`."""
+        """A tensor that kernels may write to, also outside `torch.inference_mode`."""
         return send(numbers, self._device)
 
     def counted(self, before: RowState, after: RowState) -> None:
-        """Kernels have counted in these tensors what makes `after` of `before`."""
+        """Record that kernels have changed these tensors from `before` to `after`."""
         if self._sealed[0] is before.sealed:
             self._sealed = after.sealed, self._sealed[1]
         if self._open[0] is before.open:

@@ -41,9 +41,9 @@ class ReplayState(NamedTuple):
 class RowBlocks(NamedTuple):
     """What a commit does with the blocks of one row.
 
-    leaving: oldest blocks of its pages, which have left the window.
-    whole: oldest blocks of its open buffer, which leave the buffer.
-    skipped: of those the oldest, which have left the window and are not sealed.
+    leaving: how many of its oldest pages have left the window.
+    whole: how many whole blocks leave its open buffer.
+    skipped: how many of those have left the window too, and are not sealed.
     sorted: blocks, by their number in the row, whose tokens are sorted by bucket before they are sealed.
     """
 
@@ -77,13 +77,13 @@ class LayerStorage:
         super().__init__()
         self.selector = selector
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
-        # of its cache, which all of its layers share
+        # shared by all layers of a cache
         self.integrity, self.name = Integrity({index: type(self).__name__}), f"layer {index}"
         self.is_sliding = window is not None
         self.state = RowState(config.block_size)
-        # bool [B, columns], which of the first columns hold a token; None: all do
+        # bool [B, columns], which of the first columns hold a token; None: all of them
         self.valid_prefix: torch.Tensor | None = None
-        # whether what kernels have noted in `nonfinite` is still to be read
+        # whether `nonfinite`, which kernels set, is still to be read
         self.unchecked = False
         # set while the pass is a step that may be replayed
         self.replay: ReplayState | None = None
@@ -112,7 +112,7 @@ class LayerStorage:
         self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
         self.device_counts = DeviceCounts(self.device)
         self.order = shared(order * rows, self.device).view(rows, self.heads)
-        # no rank to find: one width for all heads, or an order that was given
+        # heads need no ranking: they have one width, or their order was given
         self.preranked = len(groups) == 1 or self.head_order is not None
         self.ranked = [self.preranked] * rows
         ranged = self.config.buffer_scale == "universal"
@@ -141,7 +141,7 @@ class LayerStorage:
         valid = self.valid_prefix
         if valid is None or valid.shape[1] == self.seen:
             return valid
-        # columns without a mask of their own
+        # later columns came without a mask: all hold tokens
         return torch.nn.functional.pad(valid, (0, self.seen - valid.shape[1]), value=True)
 
     def lengths(self) -> list[int]:
@@ -153,7 +153,7 @@ class LayerStorage:
         return self.seen > 0 and tokens <= DECODE_TOKENS
 
     def store(self) -> KVStore:
-        """The layer as an op sees it; views, not copies."""
+        """The layer as ops see it; views, not copies."""
         state, counts, replay = self.state, self.device_counts, self.replay
         places = (self.order, self.pool.device_table(), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
@@ -169,12 +169,12 @@ class LayerStorage:
             )
 
     def seal_leftovers(self, tokens: int, defer: bool = False) -> None:
-        """Seal the blocks that replayed steps have left due, if no further one follows that does it.
+        """Seal the blocks that replayed steps have filled, unless another replayed step follows, which does it.
 
-        tokens: of the pass that comes. defer: as in `append`.
+        tokens: new tokens of the coming pass. defer: as in `append`.
         """
         waits = self.is_initialized and self.replay is None and max(self.state.open) >= self.config.block_size
-        # more of a prompt is sorted together with what of it is still open
+        # the rest of a prompt is sorted together with the part that is still open
         if waits and (self.state.decoded or self.is_decoding(tokens)):
             self.integrity.require_untorn()
             self.commit(defer, whole_prompt=True)
@@ -189,32 +189,32 @@ class LayerStorage:
     ) -> None:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `new`, as are their buckets.
 
-        defer: what kernels note of NaN and Inf is left to be read (`unchecked`), for all layers at once.
+        defer: NaN and Inf that kernels have noted are read later (`unchecked`), for all layers at once.
 
         Raises:
             ValueError: other rows or heads than the cache holds, NaN or Inf, or a broken cache.
         """
         self.require_same_rows(k)
         if not self.is_initialized:
-            # the first column of the longest row: what lies before it is padding of all
+            # columns before the longest row's first token are padding in every row
             first = min(new.starts or [0])
             self.lazy_initialization(k[:, :, first:], v[:, :, first:])
         rotates = self.config.rotates
         if self.replay is None and not self.in_place:
-            # what can be refused is, before anything is written
+            # refuse before anything is written
             k, rotates = (rotate_keys(k, self.config.backend) if rotates else k), False
             self._require_finite(new.blank(k), new.blank(v))
         self.integrity.turn(self.index, self.seen)
         self._append(k, v, new, buckets, defer, rotates)
         if self.replay is not None:
-            # its launch has sealed what was due
+            # the launch has sealed the blocks that were due
             self.integrity.settle(self.index)
 
     @ordinary
     def _require_finite(self, *stored: torch.Tensor) -> None:
-        """ValueError if new keys or values hold NaN or Inf, or what is one in the type that stores them."""
+        """ValueError if new keys or values hold NaN or Inf, or numbers that overflow the type that stores them."""
         dtype = self.buffer.k.dtype if self.buffer.k.is_floating_point() else torch.float32
-        # a NaN among them is both
+        # aminmax returns NaN twice if there is one
         extremes = [end for x in stored if x.numel() for end in torch.aminmax(x.to(dtype))]
         if extremes:
             require_finite({self.index: ~torch.isfinite(torch.stack(extremes)).all()})
@@ -239,7 +239,7 @@ class LayerStorage:
         after = state.stored(new.tokens, new.starts, decoding)
         self.bucket_index.append(buckets, state.lengths(), new.tokens, new.starts)
         self.buffer.reserve(max(after.open), state.open)
-        # tokens of a prompt on their own scales, whose range is noted; later ones on the scale of that range
+        # a prompt's tokens have their own scales, whose range is noted; later tokens take the scale of that range
         given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
         starts = new.begin(self.device)
         append_tokens(k, v, self.store(), starts=starts, given_scale=given_scale, max_scale=max_scale, **how)
@@ -263,14 +263,14 @@ class LayerStorage:
     def commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
         """Seal every whole block of open tokens, and drop what has left the window. Waits while `recording`.
 
-        Of a prompt that is put in order, the newest tokens stay open as long as more of it may come (`whole_prompt`).
+        The newest tokens of a prompt that is sorted by bucket stay open until no more of it can come (`whole_prompt`).
         """
         if not self.state.recording and self.replay is None:
             self._commit(defer, whole_prompt)
         self.integrity.settle(self.index)
 
     def _row_blocks(self, whole_prompt: bool) -> list[RowBlocks]:
-        """What there is to commit of each row; []: nothing."""
+        """What to commit of each row; []: nothing."""
         state, block, index = self.state, self.config.block_size, self.bucket_index
         if self.window is None and max(state.open) < block:
             return []
@@ -305,7 +305,7 @@ class LayerStorage:
                     buffer.reorder(n, (row.sorted.start - before[n]) * block, index.sort(n, row.sorted))
             sealed = [held + row.sealed for held, row in zip(before, rows, strict=True)]
             self.state = replace(self.state, sealed=sealed)
-            # the op seals all that is whole of so many open tokens
+            # the op seals every whole block among `open_len` tokens
             store = self.store()
             if index.sorts:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
@@ -318,7 +318,7 @@ class LayerStorage:
             self.state = replace(state, open=opened, dropped=dropped)
 
     def _rank_heads(self, rows: list[int]) -> None:
-        """Rank the heads of rows that seal their first block. One block decides, however the prompt was cut."""
+        """Rank the heads of rows that seal their first block, by that block alone, however the prompt was chunked."""
         if not rows:
             return
         if len(rows) == self.rows:

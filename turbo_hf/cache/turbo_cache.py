@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def _whole(method: Callable[Concatenate["TurboCache", P], None]) -> Callable[Concatenate["TurboCache", P], None]:
-    """An operation on all layers: a broken cache is refused, and broken off it leaves one that is."""
+    """Decorator of an operation on all layers: it refuses a broken cache, and leaves one if it breaks off."""
     changes = ordinary(method)
 
     @functools.wraps(method)
@@ -46,7 +46,7 @@ def _whole(method: Callable[Concatenate["TurboCache", P], None]) -> Callable[Con
 
 
 def _same_mask(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two layers of a pass were given one mask; a model over several GPUs brings each layer a copy."""
+    """Whether two layers of a pass were given the same mask; over several GPUs, each layer gets a copy."""
     if one is None or other is None or one.device == other.device:
         return one is other
     return one.shape == other.shape
@@ -58,7 +58,7 @@ def _stop_recording(layer: Any) -> None:
         for index, state in layer.conv_states.items():
             size: Any = layer.conv_kernel_size[index]
             if state is not None:
-                # cut or filled at the front, as a prompt shorter than the kernel leaves it
+                # cut, or padded at the front, to the size of the kernel: as after a prompt
                 layer.conv_states[index] = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.record_past and layer.is_initialized:
         # drops what has left its window
@@ -68,7 +68,7 @@ def _stop_recording(layer: Any) -> None:
 
 
 class _Planned(NamedTuple):
-    """How the `tokens` columns behind `seen` earlier ones are aligned under a mask."""
+    """How the `tokens` columns after `seen` earlier ones are aligned under a mask."""
 
     mask: torch.Tensor | None
     seen: int
@@ -228,7 +228,7 @@ class TurboCache(Cache):
         """
         update = super().update
         if isinstance(self.layers[layer_idx], TurboLayer):
-            # it marks what it stores, which may be later
+            # a TurboLayer sets its own marks when it stores, which may be later
             return update(key_states, value_states, layer_idx, *args, **kwargs)
         rows = self._rows()
         if rows is not None and len(key_states) != rows:
@@ -244,7 +244,7 @@ class TurboCache(Cache):
     ) -> torch.Tensor:
         """As in `Cache`; refused as `update` is."""
         if conv_states.is_inference() and getattr(self.layers[layer_idx], "record_past", False):
-            # kept as it is, where another is copied
+            # while recording, the state is kept instead of copied: it must be an ordinary tensor of its own
             conv_states = ordinary(conv_states.clone)()
         update = functools.partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
         return self._marked(update, layer_idx, f"conv_states {state_idx}")
@@ -278,12 +278,12 @@ class TurboCache(Cache):
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As in `Cache`. Within a pass, what comes of it may be changed in place."""
+        """As in `Cache`. Within a pass, the caller may change the returned state in place."""
         self._read(layer_idx, ("conv_states",), state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As in `Cache`. Within a pass, what comes of it may be changed in place."""
+        """As in `Cache`. Within a pass, the caller may change the returned state in place."""
         self._read(layer_idx, ("recurrent_states",), state_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
 
@@ -319,7 +319,7 @@ class TurboCache(Cache):
         super().crop(tokens_to_remove)
 
     def roll_back(self) -> int:
-        """After a pass that broke off (an error, Ctrl-C): take back what some layers have stored of it, as `crop` does.
+        """After a pass that broke off (an error, Ctrl-C): remove what some layers have stored of it, as `crop` does.
 
         Returns the columns taken back: 0 if no layer has stored any, or no pass has broken off. Not to be called while
         another thread uses the cache.
@@ -346,7 +346,7 @@ class TurboCache(Cache):
                 stored: Any = self.layers[index]
                 stored.crop(-count)
         for turbo, mask in zip(self.turbo_layers(), masks, strict=True):
-            # of columns to come, too
+            # also for columns to come
             turbo.given_mask = mask
         self.integrity.forget()
         return max(surplus.values(), default=0)
@@ -404,7 +404,7 @@ class TurboCache(Cache):
         for layer in self.turbo_layers():
             layer.reset()
         for index, make in self._others.items():
-            # what an exception has left of a layer may not be fit for its own `reset`
+            # after an exception, the layer's own `reset` might fail
             attributes = vars(self.layers[index])
             attributes.clear()
             attributes.update(vars(make()))
@@ -481,7 +481,7 @@ class TurboCache(Cache):
         return copied
 
     def __copy__(self) -> "TurboCache":
-        # of the same layers, as of any cache
+        # shallow: it shares the layers, as for any cache
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
@@ -489,7 +489,7 @@ class TurboCache(Cache):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if torch.is_inference_mode_enabled():
-            # what was unpickled are tensors that could not be written again outside of it
+            # unpickled here, tensors could not be written outside inference mode
             self.__dict__.update(copy.deepcopy(self).__dict__)
 
 

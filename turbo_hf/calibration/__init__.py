@@ -1,4 +1,4 @@
-"""Calibration: what a model's own keys, values and queries tell before it is used.
+"""Calibration: head priorities and an index for sparse decoding, from a model's own keys, values and queries.
 
 `capture` runs the model and takes queries, keys and values; `heads` ranks KV heads for mixed precision; `centroids`,
 `query_model` and `quality` make and judge the index for sparse decoding (SAAP); `artifacts` keeps all of it; `choice`

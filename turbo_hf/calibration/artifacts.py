@@ -43,7 +43,7 @@ class LayerCalibration:
     centroids: [Hkv, C, D], of unit length; None without an index.
     classifier: the query classifier for `query_model.classify`: weight_1 [Hkv, D, hidden], bias_1 [Hkv, hidden],
         weight_2 [Hkv, hidden, C], bias_2 [Hkv, C]; empty without an index.
-    note: why it has less than other layers.
+    note: why parts of it are missing; "" if none are.
     quality: the figures of `quality.evaluate`, as JSON.
     rotated_centroids: like centroids, but of keys after rotary embedding, for comparison.
     """

@@ -95,7 +95,11 @@ def run_window(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tenso
 
 
 class Probed(NamedTuple):
-    """shape: (KV heads, query heads of each, head dim). obstacle: why keys before rotary embedding are unavailable."""
+    """What `probe` found about one layer.
+
+    shape: (KV heads, query heads per KV head, head dim).
+    obstacle: why keys before rotary embedding are unavailable; None: they are available.
+    """
 
     shape: tuple[int, int, int]
     obstacle: str | None

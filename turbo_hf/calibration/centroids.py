@@ -17,19 +17,19 @@ def sample_keys(count: int, clusters: int, generator: torch.Generator) -> torch.
 
 
 def choose_clusters(wanted: int | None, keys: int) -> int:
-    """C for `keys` keys a head: `wanted`, or 1024 halved until there are 32 keys for each. ValueError: too few keys."""
+    """C for `keys` keys per head: `wanted`, or 1024 halved until each has 32 keys. ValueError: too few keys."""
     if wanted is not None:
         if wanted * 2 > keys:
             raise ValueError(
-                f"{keys} keys a head are too few for {wanted} clusters (2 for each at least). Give more text, or fewer "
-                "clusters."
+                f"{keys} keys per head are too few for {wanted} clusters (2 for each at least). Give more text, or "
+                "fewer clusters."
             )
         return wanted
     clusters = DEFAULT_CLUSTERS
     while clusters * MIN_KEYS > keys and clusters > SMALLEST_CLUSTERS:
         clusters //= 2
     if clusters * 2 > keys:
-        raise ValueError(f"{keys} keys a head are too few for clusters. Give more text.")
+        raise ValueError(f"{keys} keys per head are too few for clusters. Give more text.")
     return clusters
 
 
@@ -49,7 +49,7 @@ def k_means(keys: torch.Tensor, clusters: int, iterations: int, generator: torch
         buckets = assign(keys, found)
         total = torch.zeros_like(found)
         filled = torch.zeros(heads, clusters, device=keys.device)
-        # in parts: which key is in which bucket would be larger than the keys
+        # in parts: the one-hot matrix of buckets would be larger than the keys
         for part, bucket in zip(keys.split(COMPARED, 1), buckets.split(COMPARED, 1), strict=True):
             member = (bucket[..., None] == torch.arange(clusters, device=keys.device)).to(part.dtype)
             total += torch.bmm(member.mT, part)

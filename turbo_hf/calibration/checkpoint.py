@@ -145,7 +145,7 @@ def names_a_folder(name: str) -> bool:
 
 
 def own_tokenizer(checkpoint: Checkpoint, tell: Callable[[str], None]) -> Any:
-    """The tokenizer stored with a checkpoint; None: there is none, or it cannot be read, and `tell` is told so."""
+    """The tokenizer stored with a checkpoint; None: there is none, or it cannot be read, which `tell` reports."""
     if checkpoint.file(TOKENIZER) is None:
         return None
     try:

@@ -61,7 +61,7 @@ def load_calibration(
         found = find(checkpoint) if calibration == "auto" else _named(calibration)
         if found is None:
             return HeadChoice({}, f"{by_prompt} (no calibration beside the checkpoint)" if low else "")
-        # made with the tokenizer beside the checkpoint, or with one of which nothing can be said here
+        # made with the tokenizer beside the checkpoint, or with one that is not available here
         wrong = found.mismatch(
             model, own_tokenizer(checkpoint, notices.note) if found.fingerprint.get("tokenizer") else None
         )

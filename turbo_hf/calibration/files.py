@@ -105,7 +105,7 @@ def one_writer(folder: Path, name: str, wait: float = 0.0) -> Iterator[None]:
         yield
     finally:
         if type(lock) is FileLock:
-            # while it is held: whoever waits for this file sees that it is gone, and makes another
+            # removed while it is held: a waiting process sees that the file is gone, and makes another
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
         lock.release()

@@ -9,7 +9,7 @@ from turbo_hf.calibration.query_model import classify, divergence
 from turbo_hf.calibration.samples import Samples, bucket_sums, long_range
 
 SELECTIVITY = (0.01, 0.02, 0.04, 0.08)
-"""Shares of the keys (those further back than the dense part) that may be read."""
+"""Shares of the keys (without the always-read ones) that may be read."""
 
 WAYS = ("classifier", "classifier, independent", "k-means", "k-means, rotated", "random")
 """How buckets are chosen: by the query classifier, also for each query head of a KV head by itself (SAAP appendix E.3),
@@ -28,16 +28,22 @@ def evaluate(
     local: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Figures of one layer over long-range queries of `windows`, chosen as decoding does: scores summed over the query
-    heads of a KV head, best buckets first, until the share of keys is read. Of the bucket in which that happens, its
-    mass counts in the same part as its keys. Heads that choose independently visit as many buckets each, and the keys
-    that any of them reads count. rotated: centroids [Hkv, C, D] of keys after rotary embedding.
+    """Figures of one layer over the long-range queries of `windows`.
 
-    Returns "recall": by way of choosing (`WAYS`), a list by KV head of the share of
-    long-range attention mass at each of `SELECTIVITY`; null for a head without a long-range query. "loss": KL in nats;
-    null without any.
-    "largest_bucket": by KV head, against the mean; "buckets_in_use": exp of the entropy of their sizes, over C.
-    "queries": long-range ones by KV head; "long_range": their share of all.
+    Buckets are chosen as in decoding: scores summed over the query heads of a KV head, best buckets first, until the
+    share of keys is read. The last bucket counts in part: the same share of its mass as of its keys. Query heads that
+    choose independently visit as many buckets each, and the keys that any of them reads count.
+
+    rotated: centroids [Hkv, C, D] of keys after rotary embedding.
+
+    Returns, by name:
+        recall: for each way of choosing (`WAYS`) and KV head, the share of long-range attention mass at each of
+            `SELECTIVITY`; null for a head without a long-range query.
+        loss: KL divergence in nats; null without long-range queries.
+        largest_bucket: for each KV head, the largest bucket over the mean.
+        buckets_in_use: exp of the entropy of bucket sizes, over C.
+        queries: number of long-range queries for each KV head.
+        long_range: their share of all queries.
     """
     heads, clusters = centroids.shape[:2]
     seeded = torch.Generator().manual_seed(seed)

@@ -9,7 +9,7 @@ from turbo_hf.calibration.samples import Samples, true_mass
 from turbo_hf.calibration.settings import Settings
 
 EPSILON = 1e-5
-"""Of the batch norm, as in torch."""
+"""Epsilon of the batch norm, as in torch."""
 
 
 class QueryModels(torch.nn.Module):
@@ -102,9 +102,9 @@ def train(
         `QueryModels.folded`, N = layers x Hkv, and the mean loss of each over the last tenth of the steps (nats),
         float32 [N].
 
-    Source: SAAP eq. 1, KL divergence between the true mass by bucket and what the classifier foretells. Ours, each
-    measured in `eval/results`: it foretells the mass per key, see `divergence`; it starts at k-means; all queries
-    train, not the long-range ones alone; fewer steps than appendix A's 40,000 at 1e-5, at a higher rate that falls.
+    Source: SAAP eq. 1, KL divergence between the true and the predicted mass by bucket. Ours, each measured in
+    `eval/results`: the classifier predicts the mass per key, see `divergence`; it starts at k-means; it learns from all
+    queries, not only long-range ones; fewer steps than appendix A's 40,000 at 1e-5, at a higher rate that decays.
     """
     seeded = torch.Generator().manual_seed(settings.seed)
     device = centroids[0].device
@@ -148,15 +148,18 @@ def train(
 
 
 def _together(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """What layers have each, on the device; from pinned memory the host does not wait."""
+    """The tensors of several layers as one, on the device; from pinned memory, the host does not wait."""
     return torch.cat([x.to(device, non_blocking=True) for x in parts])
 
 
 def _start(
     layers: list[Samples], centroids: list[torch.Tensor], windows: int, settings: Settings, seeded: torch.Generator
 ) -> QueryModels:
-    """Classifiers that rank as k-means does, on the CPU. A key is taken for its centroid, as long as keys are in the
-    mean: what a key of the bucket adds to the attention of a query is then exp of the logit, as training wants it."""
+    """Classifiers that rank buckets as k-means does, on the CPU.
+
+    Each key is replaced by its centroid, scaled to the mean length of keys: exp of the logit is then what a key of the
+    bucket adds to the attention of a query, as in training.
+    """
     device = centroids[0].device
     means, covariances, lengths = [], [], []
     for layer in layers:
@@ -176,9 +179,9 @@ def _start(
 def divergence(target: torch.Tensor, logits: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """KL divergence (nats), by row, between the true mass by bucket and size x exp(logit), as a share of their sum.
 
-    sizes: keys that count in each bucket. A classifier trained so tells the mass that a key of the bucket has, whatever
-    the number of keys that a text puts there. It is what buckets are to be ranked by for a given share of keys. SAAP's
-    softmax of the logits tells the mass of whole buckets, and so those that are large in the training texts.
+    sizes: keys that count in each bucket. A classifier trained in this way predicts the mass per key of the bucket,
+    however many keys a text has there; for a given share of keys, buckets must be ranked by it. SAAP's softmax of the
+    logits predicts the mass of whole buckets, and so prefers those that are large in the training texts.
     """
     log_mass = logits + sizes.clamp(min=torch.finfo(sizes.dtype).tiny).log()
     return (torch.xlogy(target, target) - target * log_mass.log_softmax(-1)).sum(-1)

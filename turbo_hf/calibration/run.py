@@ -54,7 +54,12 @@ class Enough(Exception):
 
 
 class Group(NamedTuple):
-    """Layers that are captured and trained together. shape: (KV heads, query heads of each, head dim)."""
+    """Layers that are captured and trained together.
+
+    layers: their numbers.
+    shape: (KV heads, query heads per KV head, head dim).
+    indexed: whether an index for sparse decoding is made for them.
+    """
 
     layers: tuple[int, ...]
     shape: tuple[int, int, int]
@@ -62,7 +67,13 @@ class Group(NamedTuple):
 
 
 class CalibrationPlan(NamedTuple):
-    """What a run will do. notes: by layer, why it gets less than others."""
+    """What a run will do.
+
+    settings: those of the run.
+    groups: layers in the order in which they are calibrated.
+    notes: by layer, why it gets less than others.
+    layers: number of the model's layers.
+    """
 
     settings: Settings
     groups: tuple[Group, ...]

@@ -31,7 +31,7 @@ class Settings:
         batch: queries per step, for each KV head (SAAP appendix A: 1000).
         learning_rate: Adam's initial learning rate; it decays to 0 along a cosine. 1e-3 is no better on texts like
             those of the calibration, and forgets more of k-means on others (measured: `eval/results`).
-        local: only pairs further apart than this many tokens count (SAAP sec. 4: 2047, the dense part).
+        local: only pairs further apart than this many tokens count (SAAP sec. 4: 2047, the always-read tokens).
         far: evaluation covers only long-range queries, those whose best key is further away than this many tokens (SAAP
             sec. 5: 1024). Training sees all, which is better here (measured: `eval/results`).
         layers_at_once: layers captured and trained together. More is faster, and takes more memory.

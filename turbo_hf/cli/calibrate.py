@@ -74,7 +74,7 @@ def calibrate_command(
     try:
         chosen = _settings(preset, own, of_index, heads_only)
         if not dry_run:
-            Unfinished(out_folder, resume, overwrite)  # refuses what the run would, but before loading the model
+            Unfinished(out_folder, resume, overwrite)  # refuses what the run would refuse, before the model is loaded
         loaded, tokenizer = load(model, device, revision)
         plan = make_plan(loaded, _cut(chosen, loaded, window))
         if dry_run:
@@ -135,7 +135,7 @@ def _run(
             task = progress.add_task("reading texts", total=1.0)
 
             def say(found: CalibrationPlan) -> None:
-                # a bar that is shown takes what is printed for itself, and out of a pipe
+                # a progress bar captures printed lines, which would be missing in a pipe
                 progress.stop()
                 _say_estimate(found, _needs(model, found))
                 progress.start()
@@ -220,7 +220,7 @@ def _needs(model: Any, plan: CalibrationPlan) -> dict[str, float]:
 
 
 def _say_estimate(plan: CalibrationPlan, needs: dict[str, float]) -> None:
-    """One line, also where no bar is shown. Of a run that is resumed, it is about the whole of it."""
+    """Print one line, also without a progress bar. For a resumed run, the estimate covers the whole run."""
     gigabytes = (f"{needs[name] / 1e9:.2f} GB" for name in ("host_bytes", "device_bytes"))
     out.print(
         f"estimate: {_time(needs['seconds'])} for {plan.settings.windows} windows of {plan.settings.window:,} tokens, "

@@ -1,4 +1,4 @@
-"""`turbo-hf generate`: text from a patched model, as it comes."""
+"""`turbo-hf generate`: text from a patched model, streamed."""
 
 import json
 import sys
@@ -61,7 +61,7 @@ def generate_command(
         if chat and not tokenizer.chat_template:
             raise ValueError(f"{model} has no chat template. Without --chat, it continues the prompt as plain text.")
         loaded = load_model(model, device, dtype=dtype)
-        # a checkpoint may ask for what one streamed reply on a compressed cache does not go with
+        # a checkpoint's generation config may choose what one streamed reply on a compressed cache does not support
         loaded.generation_config.update(use_cache=True, cache_implementation=None, num_beams=1, num_return_sequences=1)
         with patch(loaded, chosen) as handle:
             talk = Conversation(loaded, tokenizer, handle, options)
@@ -72,7 +72,7 @@ def generate_command(
                 _note_positions(loaded, replies[-1].prompt_tokens + replies[-1].new_tokens)
         taken = talk.cache.memory()
     except BrokenPipeError:
-        # whoever reads stdout has had enough (`| head`); click ends the command without a word
+        # the reader of stdout has closed it (`| head`); click ends the command silently
         raise
     except (ValueError, OSError) as error:
         raise fail(str(error)) from error

@@ -51,7 +51,7 @@ LATER = {
 
 
 ORDER = ("doctor", "plan", "demo", "generate", *LATER)
-"""As the help lists them: what a newcomer runs first."""
+"""Commands in the order of the help: what a newcomer runs first."""
 
 
 def load_command(name: str) -> Any:

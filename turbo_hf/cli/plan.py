@@ -19,7 +19,7 @@ KEPT_FREE = 0.1
 class PlanRow:
     """One method of a memory plan.
 
-    bytes_per_token: of the cache, all layers.
+    bytes_per_token: cache bytes per token, all layers.
     compression: times as small as the unpatched cache.
     cache_bytes: of the whole requested cache.
     fits: whether it fits beside the weights.
@@ -43,7 +43,7 @@ class Plan:
     """The memory plan of a model.
 
     rows: unpatched, and each preset.
-    positions: that the model was made for; None: the config names none.
+    positions: positions that the model was made for; None: the config names none.
     notes: what is left in full precision, and what a config cannot tell.
     """
 
@@ -67,7 +67,7 @@ def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, 
     """
     if context < 1 or batch < 1:
         raise ValueError(f"context and batch must be at least 1; got {context} and {batch}.")
-    # what selects keys needs a calibration, and changes nothing in what a layer stores but its index
+    # selectors need a calibration, and change only the index of a layer
     reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in PRESETS.items()}
     room, layers = gpu_bytes * (1 - KEPT_FREE) - weights, uncompressed_layers(model)
     unpatched = [layer.cost for layer in layers]
@@ -114,7 +114,7 @@ def layer_costs(
             raise ValueError(f"layer {at.index} of {report.model} keeps no keys in its cache; nothing can be planned.")
         indexed = sparse is not None and at.window is None and at.index not in sparse.dense_layers
         index_bytes = sparse.index_bytes if sparse is not None and indexed else 0
-        # as the cache splits the heads that come, whatever the config calls them
+        # the cache splits the heads that it gets, whatever the config says
         groups = ((8, layer.heads),) if at.kept_int8 else report.config.head_groups(layer.heads)
         cost = turbo_cost(report.config, groups, layer.head_dim, at.window, index_bytes)
         costs.append(replace(cost, constant=layer.cost.constant))

@@ -176,7 +176,7 @@ class SparseConfig(Options):
 
     @property
     def count(self) -> int | None:
-        """Number of buckets visited, for `ops.select.visit`: `probes`, 32 by default; None under `mass`."""
+        """Number of buckets visited, for `ops.sparse.select.visit`: `probes`, 32 by default; None under `mass`."""
         return None if self.mass is not None else (self.probes or 32)
 
     @property
@@ -398,7 +398,7 @@ which needs a calibration."""
 
 
 ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
-"""What stands for a `TurboConfig`: itself, a preset's name, a dict of options, or the path of a JSON or YAML file."""
+"""A `TurboConfig`, a preset's name, a dict of options, or the path of a JSON or YAML file."""
 
 
 def resolve_preset(name: object) -> TurboConfig:
@@ -409,7 +409,7 @@ def resolve_preset(name: object) -> TurboConfig:
 
 
 def resolve_config(config: ConfigLike) -> TurboConfig:
-    """What stands for a config -> `TurboConfig`.
+    """The `TurboConfig` that a `ConfigLike` stands for.
 
     Raises:
         ValueError: no preset's name (the message has them), or a dict or file that `TurboConfig.from_dict` refuses; the

@@ -1,7 +1,7 @@
 """Decode steps compiled by inductor as one graph, in which all but attention is fused; captured like any other step.
 
-Attention is an opaque operator (`step_operator`). What is compiled has no breaks, or is not used at all: a model for
-which that fails runs as without, and `Handle.report` says why.
+Attention is an opaque operator (`step_operator`). The step is compiled without graph breaks or not at all: a model for
+which that fails runs uncompiled, and `Handle.report` says why.
 """
 
 import functools
@@ -27,18 +27,18 @@ from turbo_hf.patches.layers import attention_layers
 BACKEND = "inductor"
 
 OPTIONS: dict[str, Any] = {
-    # the runner captures the step itself: caches move between captures, of which torch's own graphs would not know
+    # the runner captures the step itself: caches move between captures, which torch's own graphs would not notice
     "triton.cudagraphs": False,
     # kept on disk, in TORCHINDUCTOR_CACHE_DIR
     "fx_graph_cache": True,
-    # rounded where the model rounds, so that tokens differ at ties alone
+    # round where the model rounds, so that tokens differ at near ties alone
     "emulate_precision_casts": True,
 }
-"""Of inductor, for this step alone."""
+"""Options of inductor for this step alone."""
 
 
 def _tell(message: str) -> None:
-    """A line of progress: what takes a minute should not look like a hang."""
+    """Print a line of progress, so that a minute of compilation does not look like a hang."""
     sys.stderr.write(f"turbo_hf: {message}\n")
 
 
@@ -58,8 +58,8 @@ class CompiledStep:
     """The decode step of one patched model, compiled when it is first asked for. Threads share it.
 
     Attributes:
-        reason: why steps are not compiled, None if nothing is known against it.
-        seconds: what compiling has taken so far.
+        reason: why steps are not compiled; None: no reason is known.
+        seconds: how long compilation has taken so far.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class CompiledStep:
             self.remove()
 
     def remove(self) -> None:
-        """Forget all that was compiled, and compile nothing more."""
+        """Forget all compiled code, and compile no more."""
         self._refused = True
         self._drop()
 
@@ -114,7 +114,7 @@ class CompiledStep:
     def ready(self, model: Any, inputs: dict[str, Any], warm: Warm = _here) -> bool:
         """Whether a step over such inputs is compiled; the first time it is compiled here, without touching a cache.
 
-        inputs: keywords of the model, with a TurboCache and without a mask. warm: runs what it gets where steps run.
+        inputs: keywords of the model, with a TurboCache and without a mask. warm: as in `Device`.
         """
         cache = inputs["past_key_values"]
         if self._refused or cache.decompressed:
@@ -152,7 +152,7 @@ class CompiledStep:
         self._known.add(key)
 
     def _prepare(self, model: Any, kinds: list[Kind]) -> None:
-        # code of its own: what is compiled for it is counted by itself, and can be dropped
+        # a code object of its own, so that its recompilations are counted apart, and it can be reset
         self._code = _forward.__code__.replace()
         own = types.FunctionType(self._code, globals())
         options = OPTIONS if BACKEND == "inductor" else None
@@ -167,7 +167,7 @@ class CompiledStep:
         return out
 
     def __call__(self, model: Any, inputs: dict[str, Any], mask: torch.Tensor | None = None) -> Any:
-        """`model(**inputs, attention_mask=mask)`, of which `ready` has said so. mask: [B, columns] or None."""
+        """`model(**inputs, attention_mask=mask)`, after `ready` returned True. mask: [B, columns] or None."""
         cache: TurboCache = inputs["past_key_values"]
 
         def attend(
@@ -198,7 +198,7 @@ class CompiledStep:
 
 
 def _kind(value: Any) -> Any:
-    """What of an input is compiled in."""
+    """The properties of an input that compiled code depends on."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.dtype)
     return value if isinstance(value, int) else type(value)

@@ -1,8 +1,8 @@
 """Decode steps that can be replayed: what the host reserves for them beforehand, and counts afterwards.
 
-A step seals the blocks that are due, which the step before has filled, appends one token to each row, and attends. What
-it does is determined by tensors that stay in place. The host knows every length without asking the device, and
-therefore which rows seal, where, and how the work of attention is best divided.
+A step seals the blocks that the step before has filled, appends one token to each row, and attends. It depends only on
+tensors that keep their address. The host knows every length without asking the device, and therefore which rows seal,
+to which pages, and which work split attention takes.
 """
 
 from collections.abc import Iterator
@@ -28,15 +28,19 @@ AHEAD = 8
 """Maximum number of blocks per row for which pages are reserved at a time: once used up, a step is captured again."""
 
 SLACK = 32
-"""Pages of a layer that may be reserved in any case; else a block a row, or a twentieth of the pages in use. What steps
-leave unused is given back when they end."""
+"""Pages of a layer that may always be reserved; beyond them, one block per row, or a twentieth of the pages in use.
+Unused pages are given back when steps end."""
 
 STEPS = "a decode step"
 
 
 @dataclass(slots=True)
 class _Group:
-    """Layers of one window whose rows hold the same: they share `state`. reserved: as in their `PagePool`."""
+    """Layers of one window with equal row states, which they share as `state`.
+
+    reserved: as in their `PagePool`.
+    plans: as in `KVStore`.
+    """
 
     layers: list[TurboLayer]
     window: int | None
@@ -55,7 +59,7 @@ class _Group:
 
 
 def config_obstacle(config: TurboConfig) -> str | None:
-    """Why no step under a config can ever be replayed, whatever its layers select keys by; None if one may be."""
+    """Why no step under a config can ever be replayed, whatever its selectors; None if one may be."""
     if config.backend == "reference":
         return 'backend "reference" has no kernels'
     if config.bits == UNQUANTIZED:
@@ -66,7 +70,7 @@ def config_obstacle(config: TurboConfig) -> str | None:
 
 
 def lasting_obstacle(cache: TurboCache) -> str | None:
-    """Why no step of a cache can ever be replayed; None if one may be. An empty layer does not tell all of it yet."""
+    """Why no step of a cache can ever be replayed; None if one may be. Not all is known of an empty layer."""
     if cache.decompressed:
         return "a pass over this cache was computed in full precision, and its steps may be, too"
     for index, layer in enumerate(cache.layers):
@@ -107,7 +111,7 @@ def obstacle(cache: TurboCache) -> str | None:
 
 
 class ReplayableSteps:
-    """The steps of one cache, of which `obstacle` has nothing to say.
+    """The replayed steps of one cache for which `obstacle` returned None.
 
     Args:
         cache: its layers are prepared at once.
@@ -117,7 +121,7 @@ class ReplayableSteps:
     name = "what decode steps prepare"
 
     def __init__(self, cache: TurboCache, limit: int | None):
-        # nothing is read while steps run
+        # while steps run, nothing is read from the device
         cache.require_finite()
         self.integrity = cache.integrity
         self.integrity.require_whole()
@@ -140,17 +144,17 @@ class ReplayableSteps:
             self._reserve(group)
 
     def _join(self, layer: TurboLayer) -> None:
-        """The layer to the group whose state equals its own, which it then shares."""
+        """Add the layer to the group whose state equals its own, which it then shares."""
         known = (layer.window, layer.state)
         group = next((group for group in self._groups if (group.window, group.state) == known), None)
         if group is None:
-            # a state of these steps' own: earlier ones of the cache are not intact from now on, and close nothing
+            # a new object: earlier `ReplayableSteps` of the cache are no longer intact, and their `close` does nothing
             group = _Group([], layer.window, replace(layer.state))
             self._groups.append(group)
         group.layers.append(layer)
 
     def _reserve(self, group: _Group) -> None:
-        """Pages for the blocks to come; of a sliding layer those of blocks that have left the window come free."""
+        """Reserve pages for blocks to come; first free those of blocks that have left the window."""
         before, block = group.state, group.state.block
         leaving = [min(n, held) for n, held in zip(before.leaving(group.window), before.sealed, strict=True)]
         ahead, after = self._ahead(group), before.without_front(leaving)
@@ -163,7 +167,7 @@ class ReplayableSteps:
             layer.device_counts.own(after)
         group.state, group.reserved = after, group.layers[0].pool.reserved
         for layer in group.layers:
-            # a place for each token of the blocks that have pages, and of one more that is open then
+            # capacity for the tokens of all reserved blocks, and of one open block after them
             layer.bucket_index.reserve((max(group.reserved) + 1) * block)
 
     def _ahead(self, group: _Group) -> list[int]:
@@ -171,7 +175,7 @@ class ReplayableSteps:
         most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
         left = 0 if self._limit is None else self._limit - group.state.seen
         if left <= 0:
-            # no limit, or one that does not count what the cache held before
+            # no limit, or one that leaves out earlier tokens of the cache
             return [most] * rows
         return [min(most, (tokens + left - 1) // group.state.block) for tokens in group.state.open]
 
@@ -202,17 +206,17 @@ class ReplayableSteps:
                     plan.update(group.state.sealed_by_step())
 
     def open(self) -> None:
-        """From here to `finish`, the cache is one that a broken pass has left.
+        """Mark the cache as broken until `finish`.
 
         Raises:
-            ValueError: it is one already.
+            ValueError: it is broken already.
         """
         self.integrity.enter(STEP, nests=False)
         self.integrity.writing = STEPS
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, a pass over the cache is the step: its layers count nothing."""
+        """Inside, a pass over the cache is the step: layers do not count its tokens."""
         self.integrity.again(STEP)
         for group in self._groups:
             replay = ReplayState(tuple(group.state.sealed_by_step()), group.plans, self._arrived)
@@ -229,10 +233,10 @@ class ReplayableSteps:
             layer.replay = None
 
     def recount(self) -> None:
-        """After a step that was broken off: what each layer holds, asked of the device. No step may follow."""
+        """After a step that broke off: read from the device what each layer holds. No step may follow."""
         for layer in self.layers:
             before, counts = layer.state, layer.device_counts
-            # of a row that seals the open tokens are fewer afterwards
+            # in a row that has sealed a block, the number of open tokens falls
             sealed, opened = counts.sealed(before).tolist(), counts.open(before).tolist()
             stored = opened != before.open
             layer.state = replace(
@@ -243,13 +247,13 @@ class ReplayableSteps:
                 decoded=before.decoded or stored,
             )
             counts.counted(before, layer.state)
-        # the exception may have come where they are told, too
+        # the exception may have come before `running` ended
         self._no_step()
         if self.integrity.writing == STEPS:
             self.integrity.writing = None
 
     def tensors(self) -> list[Any]:
-        """What the launches of a step refer to. As long as these are the same objects, it can be replayed."""
+        """The objects that the launches of a step use. As long as they are the same, it can be replayed."""
         tensors: list[Any] = [plan.words for group in self._groups for plan in group.plans.values()]
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
@@ -261,16 +265,16 @@ class ReplayableSteps:
 
     @storing
     def close(self) -> None:
-        """Seal what is due, and give back what was reserved for steps that do not come. No replay may follow."""
+        """Seal blocks that are due, and give back unused reservations. No replay may follow."""
         if self.intact():
             for layer in self.layers:
-                # NaN in the block is told by whoever uses the cache next
+                # NaN in the block is reported at the next use of the cache
                 layer.commit(defer=True)
                 layer.pool.trim(layer.state.sealed)
                 layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self) -> None:
-        """Account for what the step has stored."""
+        """Count what the step has stored."""
         for group in self._groups:
             before, after = group.state, group.state.after_step()
             group.state = after

@@ -1,7 +1,7 @@
 """Whole decode steps as CUDA graphs: the forward pass that `generate` calls, captured once and then replayed.
 
-The hook is `generate`'s own slot for a compiled forward pass. What is captured is one pass of the model over one new
-token per row; `ReplayableSteps` knows when it can be replayed. Every other pass goes to the model unchanged.
+It takes the place of `generate`'s compiled forward pass. One pass of the model over one new token per row is captured;
+`ReplayableSteps` knows when it can be replayed. Every other pass goes to the model unchanged.
 """
 
 import functools
@@ -40,7 +40,7 @@ class Device(Protocol):
     """Where steps run before they are replayed, and how they are captured."""
 
     def warm(self, step: Callable[[], Any]) -> Any:
-        """Run the step itself; what it compiles and allocates once is then available to a capture."""
+        """Run the step itself, so that a capture finds everything compiled and allocated."""
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """A call that replays the step and returns what it returned. Computes nothing."""
@@ -62,7 +62,7 @@ class CudaDevice:
             with torch.cuda.stream(self._stream):
                 return step()
         finally:
-            # also after an error: what the step has stored is then read
+            # also after an error: `recount` reads what the step has stored
             current.wait_stream(self._stream)
 
     def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
@@ -76,8 +76,8 @@ class CudaDevice:
         except BaseException:
             self._recover()
             raise
-        # what torch keeps of a prompt, up to all of the memory, cannot go back while a capture is under way. Behind the
-        # handler: the error holds the frames that hold the spoilt graph
+        # memory that torch's allocator keeps after a prompt cannot be released during a capture. After the handler,
+        # because the error keeps the frames, and these the spoilt graph, alive
         self._end_spoilt_capture()
         torch.cuda.empty_cache()
         try:
@@ -87,7 +87,7 @@ class CudaDevice:
             raise
 
     def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A capture into the pool, which first gets a graph that stays: torch no longer captures into an empty one."""
+        """Capture into the pool, which first gets a graph that stays (`_keep_pool_alive`)."""
         if self._first_graph is None:
             self._keep_pool_alive()
         return self._captured(step)
@@ -98,13 +98,13 @@ class CudaDevice:
 
     def _end_spoilt_capture(self) -> None:
         """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
-        # torch has no public call for this; if it is missing or already done, a new pool does without
+        # torch has no public call for this; if it is missing or has been made, a new pool suffices
         with suppress(AttributeError, RuntimeError):
             torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
         self._pool, self._first_graph = torch.cuda.graph_pool_handle(), None
 
     def _recover(self) -> None:
-        """End a spoilt capture, and give torch's generator back, which its graph holds, by one that succeeds."""
+        """End a spoilt capture. Then make one that succeeds, which releases torch's generator from the spoilt graph."""
         self._end_spoilt_capture()
         self._keep_pool_alive()
 
@@ -118,8 +118,8 @@ class CudaDevice:
                 out = step()
                 graph.capture_end()
             except BaseException:
-                # also if it came between two of these: a stream that still captures aborts the process later. The first
-                # error is more informative than that of ending what it broke
+                # a stream that still captures would abort the process later; an error in ending it is less informative
+                # than the first one
                 with suppress(RuntimeError):
                     graph.capture_end()
                 raise
@@ -145,9 +145,10 @@ def cuda_device(device: torch.device) -> CudaDevice:
 class StepRunner:
     """The forward pass of one `generate` call: replayed where that is correct, the model's own elsewhere.
 
-    The first steady step runs normally, the second is captured, later ones are replayed; and again so whenever pages
-    have been reserved or a plan has moved, every few hundred steps. An outside change between two steps (another pass,
-    a crop, reordered rows) restarts this, with one more normal step each time: a change in every step costs little.
+    The first steady step runs normally, the second is captured, later ones are replayed. This begins again whenever
+    pages have been reserved or a plan has moved, every few hundred steps. An outside change between two steps (another
+    pass, a crop, reordered rows) restarts it too, with one more normal step each time, so that a change in every step
+    costs little.
 
     Args:
         model: the patched model.
@@ -155,7 +156,7 @@ class StepRunner:
         device: where steps run; None: they are not captured.
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
-        compiled: what compiles steps; None: they are not compiled. A first step, which is checked as always, is not.
+        compiled: the compiled step; None: steps are not compiled. The first step, whose mask is checked, never is.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class StepRunner:
             return self._model(**kwargs)
         self._take(kwargs)
         if self._steps.needs_pages():
-            # what was captured refers to the current pages
+            # the capture uses the current pages
             self._drop()
         if self._replay is None and self._compiled is not None:
             self._fused = self._compiled.ready(self._model, self._inputs, self._device.warm)
@@ -216,13 +217,13 @@ class StepRunner:
         return out
 
     def __del__(self) -> None:
-        # `generate` has released it: the only sign that it has ended
+        # the only sign that `generate` has ended
         steps: ReplayableSteps | None = getattr(self, "_steps", None)
         if steps is None:
             return
         self._forget()
-        # after a broken `generate` it may come with the interpreter's end, where torch aborts over new tensors, or
-        # while another runner captures, where what is launched does not run
+        # after a broken `generate` this may run at the interpreter's end, where torch aborts over new tensors, or while
+        # another runner captures, when launches do not run
         if not (sys.is_finalizing() or _capturing(steps.nonfinite)):
             steps.close()
 
@@ -303,7 +304,7 @@ class StepRunner:
                 steps.cancel()
                 self._forget()
                 if self._fused and self._compiled is not None:
-                    # as it is, it may well be captured
+                    # not compiled, the step may still be captured
                     self._compiled.refuse(f"it cannot be captured in a CUDA graph: {error}")
                     return None
                 self._off = True
@@ -314,13 +315,13 @@ class StepRunner:
                 return None
             self.captures += 1
         out = self._replay()
-        # an object of its own: what a caller takes out of the model's output must not be missing in the next one
+        # a new object: a caller may remove entries from the output, which the next one must have
         return type(out)(**out)
 
     def _step(self) -> Any:
         assert self._steps is not None
         with self._steps.running():
-            # no mask: no new token is padding, and what the cache holds it knows
+            # no mask: no new token is padding, and the cache knows its own padding
             return self._model(attention_mask=None, **self._inputs)
 
     def _fused_step(self) -> Any:
@@ -373,10 +374,10 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool], captured: bool = T
 
     captured: if False, why none may be compiled.
     """
-    # by hand, in each call of `generate`: torch's own walk takes milliseconds, and nobody tells of a new hook or module
+    # a walk of our own, in each call of `generate`, as hooks and modules may be new: torch's takes milliseconds
     modules, known = [model], {model}
     for module in modules:
-        # one may stand in several places, or hold what holds it
+        # a module may occur in several places, or in a cycle
         held = [x for x in module._modules.values() if x is not None and x not in known]
         modules += held
         known.update(held)
@@ -402,7 +403,7 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool], captured: bool = T
 
 
 def _place_obstacle(model: Any, modules: list[Any], captured: bool) -> str | None:
-    """Why the weights of this model, where and as they lie, leave nothing to capture; or nothing to compile."""
+    """Why steps cannot be captured (or compiled) because of where and how this model's weights are stored."""
     if captured and model.device.type != "cuda":
         return f"the model is on {model.device}"
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
@@ -418,7 +419,7 @@ def _place_obstacle(model: Any, modules: list[Any], captured: bool) -> str | Non
 
 @dataclass(slots=True)
 class HandOff:
-    """Hands a runner on: from where `generate` asks whether it may compile, to where it asks for what it compiled.
+    """Passes a runner from where `generate` asks whether it may compile to where it asks for the compiled call.
 
     demanded: as in `StepRunner`. graphs: whether steps may be captured. compiled: as there.
     """

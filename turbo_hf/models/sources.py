@@ -9,7 +9,7 @@ from types import FunctionType
 NAMES = ("_attn_implementation", "attn_implementation")
 TABLES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")
 OTHERS = ("flash", "flex")
-"""Parts of names that belong to neither "eager" nor "sdpa": to a class that asks for them, "no" is the right answer."""
+"""Parts of names that are neither "eager" nor "sdpa": a class that compares with them is right to get "no"."""
 
 
 def functions_of(kind: type) -> Iterator[FunctionType]:
@@ -102,8 +102,8 @@ def _only_looks_up(node: ast.stmt) -> bool:
 
 @functools.cache
 def hands_on_mask(function: FunctionType) -> bool:
-    """Whether the `forward` of an attention class gives the mask that it was given to its attention function, as it is,
-    and does nothing else with it."""
+    """Whether the `forward` of an attention class passes its mask unchanged to the attention function, and does nothing
+    else with it."""
     tree = tree_of(function)
     if tree is None:
         return False

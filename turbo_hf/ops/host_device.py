@@ -18,7 +18,7 @@ def send(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def shared(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As `send`, only to be read: the layers of a pass, which ask for the same numbers, get the same tensor.
+    """As `send`, but read-only: layers of a pass that ask for the same numbers get the same tensor.
 
     numbers: or an int64 tensor on the host, in any shape.
     """
@@ -37,7 +37,7 @@ def _sent(numbers: bytes, device: torch.device, stream: int) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor without elements: where a layer that is new holds nothing, it is the one that all others hold."""
+    """A tensor without elements, shared by all new layers."""
     with torch.inference_mode(False):
         return torch.empty(shape, dtype=dtype, device=device)
 

@@ -19,7 +19,7 @@ ROUND = tl.constexpr(12582912.0)
 
 @triton.jit
 def as_int8(x):
-    """Round to the nearest integer without the conversion unit, which is that of exp2: |x| < 2^22; x must fit int8."""
+    """Round to the nearest integer without the conversion unit, which exp2 needs: |x| < 2^22; x must fit int8."""
     return (x + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
 
 
@@ -27,8 +27,8 @@ def as_int8(x):
 def pdl_wait(PDL: tl.constexpr, LAST: tl.constexpr = False):
     """Programmatic dependent launch (PDL): wait for what earlier launches write and, unless LAST, let the next begin.
 
-    What stands before this in a kernel runs beside the launch before it. It may read what that one only reads, if that
-    one waits too before it lets others begin. LAST: the launch that follows is not ours. PDL: whether launches overlap.
+    Code before this call overlaps with the previous launch. It may read what that launch only reads, provided that it
+    waits too before it lets others begin. LAST: the next launch is not ours. PDL: whether launches overlap.
     """
     if PDL:
         gdc_wait()
@@ -38,7 +38,7 @@ def pdl_wait(PDL: tl.constexpr, LAST: tl.constexpr = False):
 
 @triton.jit
 def slot_of_width(slot, ok, G: tl.constexpr, FORM: tl.constexpr):
-    """A slot counted from the first of width G on, and whether it is of that width, where ok.
+    """A slot's number among those of width G, and whether it is of that width, where ok.
 
     FORM.slots: of each width. Triton 3.6 takes no tuple out of FORM as an argument.
     """
@@ -62,7 +62,7 @@ def to_l2(pointer, ok):
 
 @triton.jit
 def in_value_order(p):
-    """Columns of p [M, N] in `layout.VALUE_ORDER`: what a thread has computed of P is what it feeds to P V."""
+    """Columns of p [M, N] in `layout.VALUE_ORDER`, in which each thread feeds P V with the P that it has computed."""
     m: tl.constexpr = p.shape[0]
     n: tl.constexpr = p.shape[1]
     return p.reshape(m, n // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(m, n)

@@ -74,7 +74,7 @@ def lanes1(w, ASM: tl.constexpr):
 def digits(q, step, ASM: tl.constexpr):
     """q * step as two INT8 digits, q * step = 256 * high + low; q and step int8 of one shape. Exact.
 
-    The step of a channel so moves from every key to the query, and the product of codes stays one of INT8.
+    A channel's step is thus multiplied into the query instead of every key, and the product of codes stays in INT8.
     """
     if ASM:
         return tl.inline_asm_elementwise(
@@ -99,7 +99,7 @@ def digits(q, step, ASM: tl.constexpr):
 
 @triton.jit
 def entry(pointer, mask, ASM: tl.constexpr):
-    """One int64 a pointer, 0 where masked, by a load that the software pipeline leaves in its place."""
+    """One int64 per pointer, 0 where masked, by a load that software pipelining does not move."""
     if ASM:
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b64 $0, 0; @p ld.global.b64 $0, [$1]; }",
@@ -115,7 +115,7 @@ def entry(pointer, mask, ASM: tl.constexpr):
 
 @triton.jit
 def handed(x, ASM: tl.constexpr):
-    """x, int64, from one round of a loop to the next. A plain copy would keep Triton from pipelining the loop."""
+    """Pass x, int64, from one iteration of a loop to the next. A plain copy would keep Triton from pipelining it."""
     if ASM:
         return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=tl.int64, is_pure=True, pack=1)
     else:

@@ -26,7 +26,7 @@ def scaled(x: torch.Tensor, largest: torch.Tensor, top: float) -> torch.Tensor:
 
 
 def align(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """x [B, H, M, D] with each row's tokens from slot 0 on, followed by zeros."""
+    """x [B, H, M, D] with each row's tokens from place 0 on, followed by zeros."""
     if starts is None:
         return x
     column = torch.arange(x.shape[2], device=x.device)
@@ -35,25 +35,25 @@ def align(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
 
 
 def key_mean(k: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """float32 [B, Hkv, D]: the mean key of each row, its tokens aligned to slot 0."""
+    """float32 [B, Hkv, D]: the mean key of each row, its tokens aligned to place 0."""
     tokens = k.shape[2] if starts is None else (k.shape[2] - starts).clamp(min=1)[:, None, None]
     return k.sum(2, dtype=torch.float32) / tokens
 
 
 def occupied(x: torch.Tensor, starts: torch.Tensor | None) -> torch.Tensor:
-    """bool [B, M]: which slots of aligned x hold a token."""
+    """bool [B, M]: which places of aligned x hold a token."""
     column = torch.arange(x.shape[2], device=x.device).expand(x.shape[0], -1)
     count = torch.full_like(column[:, :1], x.shape[2])
     return column < (count if starts is None else count - starts[:, None])
 
 
 def key_shift(dim: int) -> int:
-    """The power of two by which the Hadamard matrix is smaller for keys of `dim` channels."""
+    """log2 of the divisor of the Hadamard matrix for keys of `dim` channels."""
     return ((dim & -dim).bit_length() - 1) // 2
 
 
 def query_shift(dim: int) -> int:
-    """The same for queries: the rest of the matrix' norm, so that rotated keys and queries give the same scores."""
+    """The same for queries: the rest of the matrix's norm, so that rotated keys and queries give the same scores."""
     return (dim & -dim).bit_length() - 1 - key_shift(dim)
 
 

@@ -1,7 +1,7 @@
 """The flash loop over runs of quantized keys and values (TurboAttention alg. 1, 2, INT-FlashAttention alg. 1).
 
-P of a key tile is relative to that tile's own maximum, whoever computes it and in whatever order, so a split over
-programs gives the same P. It has one scale per query and tile.
+P of a key tile is relative to that tile's own maximum, so that it does not depend on how tiles are split over programs,
+nor on their order. It has one scale per query and tile.
 """
 
 from typing import NamedTuple, Protocol
@@ -25,10 +25,12 @@ class Products(Protocol):
 
 
 class Operand(NamedTuple):
-    """Codes and scales of a run of tokens. x: [B, H, T, D]; scale: [B, H, T]; a plain tensor has scale 1.
+    """Codes and scales of a run of tokens.
 
-    place: int64 [B, T], the token's place in its row; -1 where there is none. Of keys and values of a run with
-    `Products`, x is not read.
+    x: [B, H, T, D].
+    scale: [B, H, T]; 1 for unquantized numbers.
+    place: int64 [B, T], the token's place in its row; -1 where there is none. Of keys and
+        values of a run with `Products`, x is not read.
     """
 
     x: torch.Tensor
@@ -39,9 +41,11 @@ class Operand(NamedTuple):
 class Run(NamedTuple):
     """Keys and values that the queries see, and the queries as these keys see them.
 
-    tile: tokens that share one scale of P. bias: [B, Hq, M], what is added to the scores of a query, or None.
-    own: the keys are the queries' own, in the same order. exact: P is not rounded here.
-    chosen: bool [B, Hkv or Hq, M, T], keys that the query heads of a KV head or each of them may see; None: all.
+    tile: tokens that share one scale of P.
+    bias: [B, Hq, M], added to the scores of a query, or None.
+    own: whether the keys are the queries' own, in the same order.
+    exact: whether P is not rounded here.
+    chosen: bool [B, Hkv or Hq, M, T], keys that each query may see, per KV head or per query head; None: all.
     products: what computes q . k and P V; None: they are products with x of k and v.
     """
 
@@ -67,7 +71,7 @@ class State(NamedTuple):
 class FlashOptions(NamedTuple):
     """What the loop does with scores.
 
-    scoring, causal, window: as in `ops.prefill`.
+    scoring, causal, window: as in `ops.prefill.contract`.
     p_type: the type that P is rounded to: INT8, FP8 or 16 bit; None: it is not rounded.
     """
 

@@ -10,7 +10,12 @@ from turbo_hf.ops.gpu import H200_SHARED
 
 
 class PrefillTiles(NamedTuple):
-    """block_m: queries of a tile. block_n: keys of one. warps: of a program. stages: of the load pipeline."""
+    """Tiles of a prefill kernel.
+
+    block_m, block_n: queries and keys per tile.
+    warps: warps per program.
+    stages: stages of the load pipeline.
+    """
 
     block_m: int
     block_n: int
@@ -23,7 +28,7 @@ def prefill_tiles(mode: str, dim: int, itemsize: int, block: int, shared: int = 
 
     Args:
         dim: channels, padded. itemsize: bytes of one of the model's own numbers. block: keys that share a scale of P;
-            without such scales ("fp16") a tile is as long as shared memory allows. shared: bytes of it a program.
+            without such scales ("fp16") a tile is as long as shared memory allows. shared: bytes of it per program.
     """
     if shared < H200_SHARED and (mode == "fp16" or (mode, itemsize) == ("half", 2)):
         return _small_tiles(mode, dim, itemsize, block)
@@ -63,7 +68,7 @@ def _fast_from(device: torch.device, dim: int) -> tuple[int, str] | None:
 
 
 def prefill_mode(attention: str, q: torch.Tensor) -> str:
-    """The mode of `ops.prefill` for `TurboConfig.attention`: itself, or what "auto" means for queries [B, Hq, M, D]."""
+    """The mode of `prefill` for `TurboConfig.attention`: itself, or what "auto" means for queries [B, Hq, M, D]."""
     if attention != "auto":
         return attention
     if q.device.type != "cuda":
@@ -97,8 +102,12 @@ def _why_slow(device: torch.device) -> str:
 
 
 class DecodeTiles(NamedTuple):
-    """blocks: of a tile, one a warp (but in `tiles_16bit`). occupancy: CTAs of an SM. stages: tiles on their way, the
-    one at work included."""
+    """Tiles of a decode kernel.
+
+    blocks: blocks per tile, one per warp (in `tiles_16bit` all warps share one).
+    occupancy: CTAs per SM.
+    stages: stages of the load pipeline.
+    """
 
     blocks: int
     occupancy: int
@@ -106,7 +115,7 @@ class DecodeTiles(NamedTuple):
 
 
 RESERVED = 7 << 10
-"""Bytes of shared memory that tiles leave to the rest of their programs."""
+"""Bytes of shared memory that tiles leave to the rest of the program."""
 
 
 def decode_tiles(
@@ -115,10 +124,12 @@ def decode_tiles(
     """Tiles of the decode kernel (H200: `eval/results/decode-log.md`; others were compiled only).
 
     Args:
-        codes: numbers of K in a block, padding included. bits: of each.
-        unpacks: to the query's type, as mode "fp16" does with codes. That takes room: one block at a time.
-        many: at least twice as many outputs as SMs: small CTAs do whole outputs at their own pace, few are merged.
-        itemsize: bytes of a number of the queries. shared: bytes of shared memory a program; an SM has 1 KiB more.
+        codes: numbers of K per block, padding included.
+        bits: bits per number.
+        unpacks: whether codes are converted to the query's type, as in mode "fp16"; memory then suffices for one block.
+        many: whether there are at least twice as many outputs as SMs: small CTAs compute whole outputs, few are merged.
+        itemsize: bytes per number of the queries.
+        shared: bytes of shared memory per program; an SM has 1 KiB more.
     """
     if unpacks:
         return DecodeTiles(1, 2, 1)
@@ -126,7 +137,7 @@ def decode_tiles(
     chosen = ONE_WARP_TILES if unquantized else MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
         waiting = tiles.blocks * (tiles.stages - 1) * codes * bits // 4
-        # unpacked K and V pass through shared memory, those of 3 bit beside what waits, as does float32 from 16 bit
+        # unpacked K and V pass through shared memory; at 3 bit, and from 16 bit to float32, beside the loads in flight
         unpacked = 0 if bits >= 8 else tiles.blocks * 2 * codes
         beside = unpacked if bits == 3 else codes * 5 if unquantized and itemsize > 2 else 0
         available = shared - RESERVED
@@ -142,8 +153,8 @@ WARPS_16BIT = 4
 def tiles_16bit(numbers: int, shared: int = H200_SHARED) -> DecodeTiles | None:
     """Tiles of `attend_16bit`, which decodes over pages, open tokens and queries of one 16-bit type: one block each.
 
-    numbers: of K in a block, padding included. shared: as in `decode_tiles`. None: no such tile fits. From Triton 3.8
-    on all stages take room, not all but one.
+    numbers: numbers of K per block, padding included. shared: as in `decode_tiles`. None: no such tile fits. From
+    Triton 3.8 on all stages take shared memory, not all but one.
     """
     for tiles in (DecodeTiles(1, 2, 3), DecodeTiles(1, 1, 3), DecodeTiles(1, 1, 2)):
         if tiles.occupancy * tiles.stages * numbers * 4 <= shared - RESERVED:
@@ -170,7 +181,7 @@ ONE_WARP_TILES = (
     DecodeTiles(1, 1, 2),
     DecodeTiles(1, 1, 1),
 )
-"""The same for 16 bit where `tiles_16bit` are not for it: beside other widths, other queries, SAS, sparse."""
+"""The same for 16 bit where `tiles_16bit` does not apply: beside other widths, other query types, SAS, sparse."""
 
 
 TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.2}
@@ -178,4 +189,4 @@ TILE_COST = {16: 4.0, 8: 2.3, 4: 1.3, 3: 1.6, 2: 1.2}
 one that made the fastest plans beside 4 bit."""
 
 TILE_SETUP = 2.6
-"""What it takes to begin an output of decode, in the same unit."""
+"""Cost of starting an output of decode, in the same unit."""

@@ -1,4 +1,4 @@
-"""Methods that the patch replaces on the instance: which cache `generate` makes, and what it calls as the model."""
+"""Methods that the patch replaces on the instance: they decide which cache and which forward pass `generate` uses."""
 
 import functools
 import warnings
@@ -32,7 +32,7 @@ def replace_methods(
 ) -> list[tuple[torch.nn.Module, str, Any]]:
     """Put the patch's methods on the instances; returns (module, name, previous attribute) for each.
 
-    family: whose methods are replaced too. hand_off: hands runners of steps to `generate`; None: none are wanted.
+    family: its methods are replaced too. hand_off: passes runners of steps to `generate`; None: no runners.
     """
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
@@ -111,10 +111,10 @@ def _prepare_cache(
 def _prepare_inputs(
     maker: CacheMaker, strict: Strict, before: Any, model: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """In place of `prepare_inputs_for_generation`: where the model drops its cache, the pass fills it anew.
+    """In place of `prepare_inputs_for_generation`: where the model drops its cache, the pass fills the cache again.
 
-    Phi-3 and its like have other rotary frequencies beyond `original_max_position_embeddings`, and compute all keys
-    again: Transformers passes no cache then, for which the model makes one of Transformers' own.
+    Phi-3 and similar models have other rotary frequencies beyond `original_max_position_embeddings`, and compute all
+    keys again: Transformers then passes no cache, and the model would make one of Transformers' own.
     """
     method = type(model).prepare_inputs_for_generation
     original: Callable[..., dict[str, Any]] = before or functools.partial(method, model)
@@ -149,7 +149,7 @@ def _columns(inputs: dict[str, Any]) -> int:
 
 
 def _require_all_tokens(model: Any, inputs: dict[str, Any]) -> None:
-    """Raise `Unsupported` unless the inputs of a pass over no past hold every token that they know of."""
+    """Raise `Unsupported` unless the inputs of a pass without a past hold all tokens of their mask or positions."""
     columns, mask, places = _columns(inputs), inputs.get("attention_mask"), inputs.get("position_ids")
     whole = mask.shape[-1] if mask is not None else columns if places is None else int(places.max()) + 1
     if columns < whole:
@@ -161,7 +161,7 @@ def _require_all_tokens(model: Any, inputs: dict[str, Any]) -> None:
 
 
 def _empty(cache: TurboCache) -> None:
-    """Forget every token, and go on recording if that is what the cache does."""
+    """Forget every token; a cache that records the past goes on recording."""
     recording = any(layer.record_past for layer in cache.turbo_layers())
     cache.reset()
     if recording:
@@ -208,7 +208,7 @@ def _check_rows(mask: Any) -> None:
 def _may_replay(
     hand_off: HandOff, before: Any, model: Any, model_kwargs: dict[str, Any], generation_config: Any
 ) -> bool:
-    """In place of `_valid_auto_compile_criteria`: whether `generate` shall call a runner as its forward pass."""
+    """In place of `_valid_auto_compile_criteria`: whether `generate` calls a runner as its forward pass."""
     hand_off.give(None)
     wanted = not (
         generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant
@@ -231,7 +231,7 @@ def _may_replay(
 
 
 def _compiled_call(hand_off: HandOff, before: Any, model: Any, compile_config: Any) -> Callable[..., Any]:
-    """In place of `get_compiled_call`: the runner, where `_may_replay` has just said so."""
+    """In place of `get_compiled_call`: the runner, if `_may_replay` has just returned True."""
     original: Callable[..., Any] = before or functools.partial(type(model).get_compiled_call, model)
     return hand_off.take() or original(compile_config)
 

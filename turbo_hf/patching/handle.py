@@ -90,7 +90,7 @@ class Report:
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
     def _read(self) -> list[str]:
-        """The keys that each sparse layer has read, in words; of many layers the least and the most."""
+        """The share of keys that each sparse layer has read, in words; for many layers the lowest and the highest."""
         counted = [read for read in self.selectivity if read.there]
         groups = group_layers((read.layer, str(read)) for read in counted)
         if len(groups) <= SHOWN:
@@ -119,9 +119,9 @@ class CacheMaker:
         config: the options of the patch.
         int8_layers, dense_layers: layers kept at 8 bit, and in full precision.
         head_orders: KV heads by their need of bits, for each layer that a calibration covers.
-        selectors: of the sparse layers, by number.
+        selectors: the selectors of the sparse layers, by number.
         made: number of caches made so far.
-        newest: the latest of them, as long as it lives.
+        newest: the latest cache, as long as it exists.
         measured: bytes of the latest cache when it was released.
         active: whether the patch is on.
         uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
@@ -154,7 +154,7 @@ class CacheMaker:
             head_orders={index: order for index, order in self.head_orders.items() if index < count},
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
-        # `memory()` is not about a draft by the first layers alone
+        # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
             self.made += 1
             self.newest = weakref.ref(cache)
@@ -167,7 +167,7 @@ class CacheMaker:
             self.measured = measure(layers)
 
     def forget(self, cache: TurboCache) -> None:
-        """The model has put another cache in the place of `cache`, which `memory` then is not about any more."""
+        """The model has replaced `cache` by another one, so `memory` no longer reports it."""
         if self.newest is not None and self.newest() is cache:
             self.made, self.newest, self.measured = self.made + 1, None, None
 
@@ -193,7 +193,7 @@ def _maker_of_a_copy(
     selectors: dict[int, Selector],
 ) -> CacheMaker:
     register()
-    # a copy has no handle: nobody can be told to use it
+    # a copy has no handle, so no message can name one
     return CacheMaker(layers, config, int8_layers, dense_layers, head_orders, selectors, active=False)
 
 

@@ -1,6 +1,6 @@
-"""Hooks of a patched model: a call that asks for a cache gets a compressed one, each attention module its layer of it.
+"""Hooks of a patched model: a call that needs a cache gets a compressed one, each attention module its layer of it.
 
-A pass that has stored NaN or Inf, or has put another cache in the place of a compressed one, is told at its end.
+A pass that has stored NaN or Inf, or has replaced the compressed cache by another one, is reported at its end.
 """
 
 import functools
@@ -105,7 +105,7 @@ def by_name(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: CacheMaker, strict: Strict) -> None:
-    """The model goes on with another cache than the one that it was given: an error or a message, as chosen."""
+    """Report, as `strict` says, that the model continues with another cache than the one it was given."""
     maker.forget(cache)
     complain(
         strict,
@@ -150,7 +150,7 @@ def _uncompressed(model: Any, output: Any) -> Cache | None:
 def _remember_uncompressed(
     maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Forward hook of the model and of models in it: remember a cache that none was passed for."""
+    """Forward hook of the model and of models in it: remember a cache that the call itself has made."""
     made = _uncompressed(model, output)
     if made is not None and by_name(type(model).forward, args, kwargs).get("past_key_values") is None:
         maker.uncompressed.add(made)
@@ -174,7 +174,7 @@ def _around(model: torch.nn.Module, modules: Collection[torch.nn.Module]) -> lis
     around = [model]
     while True:
         inside = (x for x in around[-1].children() if {*modules} <= {*x.modules()})
-        # a list of layers is not called itself, and each module in it is one layer of several
+        # a ModuleList is not called itself, and each module in it is only one of the layers
         called = next((x for x in inside if type(x).forward is not torch.nn.Module.forward), None)
         if called is None or called in modules:
             return around
@@ -187,7 +187,7 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | Non
 
 @outside_of_steps(-1)
 def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of what calls all layers: refuse a cache of which an earlier pass has broken off."""
+    """Forward pre-hook of a module that calls all layers: refuse a cache in which an earlier pass broke off."""
     cache = _cache_of(args, kwargs)
     if cache is not None:
         cache.begin_pass(depth)
@@ -195,7 +195,7 @@ def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str
 
 @outside_of_steps(-2)
 def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of what calls all layers: the pass has not broken off."""
+    """Forward hook of a module that calls all layers: the pass has not broken off."""
     cache = _cache_of(args, kwargs)
     if cache is not None:
         cache.integrity.leave(depth)

@@ -33,7 +33,7 @@ from turbo_hf.patching.handle import Report
 from turbo_hf.patching.patch_model import patch
 
 PASSES = (2, 3)
-"""Tokens of two passes without weights: what the second cache holds more is what a token takes."""
+"""Tokens of two passes without weights: the difference of their caches gives the bytes per token."""
 
 ADAPTER = "adapter_config.json"
 """Names the model that an adapter (PEFT) belongs to."""
@@ -68,7 +68,7 @@ def _no_config_class(name: str, revision: str | None) -> str | None:
     """A sentence if there is a config but Transformers has no class for it; None: something else is wrong."""
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    except Exception:  # told by the caller
+    except Exception:  # the caller reports it
         return None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if not isinstance(kind, str):
@@ -127,7 +127,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
             model: PreTrainedModel = cls.from_config(
                 copy.deepcopy(config), dtype=dtype, experts_implementation="batched_mm", trust_remote_code=False
             )
-    except Exception as error:  # whatever a model's class makes of its config
+    except Exception as error:  # a model's class may raise anything about its config
         raise ValueError(
             f"Transformers cannot build a {config.model_type} of this config: {shortened(error)}"
         ) from error
@@ -188,7 +188,7 @@ def uncompressed_layers(model: PreTrainedModel) -> list[UncompressedLayer]:
         ids = torch.ones(1, tokens, dtype=torch.long, device="meta")
         try:
             call(input_ids=ids, past_key_values=cache, use_cache=True)
-        except Exception as error:  # whatever asks for a number
+        except Exception as error:  # meta tensors have no numbers to read
             raise ValueError(
                 f"what the cache of a {model.config.model_type} takes cannot be told without its weights: "
                 f"{shortened(error)}"

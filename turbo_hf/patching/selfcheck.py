@@ -16,7 +16,7 @@ from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.ops.host_device import input_device
 
 DECODED = 16
-"""Tokens that are fed one by one, so that attention reads the compressed cache."""
+"""Tokens that are passed one by one, so that attention reads the compressed cache."""
 
 CHUNK = 24
 """Tokens that join the prompt in a second pass: more than a decode step, over a past."""
@@ -31,13 +31,13 @@ WORK = 4e11
 """Parameters times tokens beyond which no prompt is made longer on a CPU: a few seconds."""
 
 REACHES = ("index_topk", "indexer_budget", "original_max_position_embeddings", "attention_chunk_size")
-"""Fields of a config that name a number of tokens beyond which attention is another one, besides windows."""
+"""Fields of a config with a number of tokens beyond which attention changes, besides windows."""
 
 LOST = 0.5
 """Relative error of the logits at which a check fails: half of the signal is gone."""
 
 SLACK, MOST = 4, 0.5
-"""Where nothing is quantized, it fails at an error of so many times what rounding does to the logits, or of `MOST`."""
+"""Without quantization, a check fails at an error of this many times the effect of rounding, or of `MOST`."""
 
 
 @dataclass(frozen=True, slots=True)

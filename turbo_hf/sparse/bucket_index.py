@@ -9,7 +9,7 @@ GRAIN = 64
 """Minimum number of tokens by which the index grows."""
 
 SPARE = 64
-"""Tokens beyond the newest ones, that are always read, which stay in the order of time: so many may be cropped."""
+"""Tokens before the always-read newest ones that stay in time order too: this many can be cropped."""
 
 
 class BucketIndex:
@@ -21,8 +21,9 @@ class BucketIndex:
     unknown. Anything past a row's end will be overwritten.
 
     Args:
-        rows, heads, device: of the layer. block: tokens per block. selector: what assigns the buckets; None: nothing
-            does.
+        rows, heads, device: of the layer.
+        block: tokens per block.
+        selector: what assigns the buckets; None: keys have none.
     """
 
     def __init__(self, rows: int, heads: int, block: int, selector: Selector | None, device: torch.device):
@@ -66,14 +67,14 @@ class BucketIndex:
         self.buckets[row, :, :, end + source - first] = new[row, :, :, source]
 
     def noted(self, new: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What `ops.append.append_step` takes to note one new token of each row; None without tables."""
+        """What `ops.store.append.append_step` takes to note one new token of each row; None without tables."""
         return (self.buckets, self._known(new, 1)) if self.tables else None
 
     def _known(self, new: torch.Tensor | None, tokens: int) -> torch.Tensor:
         return self.buckets.new_full((*self.buckets.shape[:3], tokens), -1) if new is None else new
 
     def reserve(self, needed: int) -> None:
-        """Room for `needed` tokens of a row in all."""
+        """Grow to a capacity of `needed` tokens per row."""
         room = self.buckets.shape[-1]
         if self.tables and needed > room:
             # by a thirty-second, as pages grow
@@ -88,9 +89,9 @@ class BucketIndex:
         return found.scatter_add_(2, own.clamp(min=0), live.to(found.dtype))
 
     def sortable(self, sealed: list[int], held: list[int], turn_start: list[int]) -> list[range]:
-        """Of each row the blocks, not sealed yet, that can be put in order; none where there are less than two.
+        """The unsealed blocks of each row that can be sorted by bucket; none where there are fewer than two.
 
-        Not those that are always read, nor the first `turn_start[row]` of the `held[row]` tokens.
+        Left out are blocks of always-read tokens, and the first `turn_start[row]` of the `held[row]` tokens.
         """
         if self.selector is None or not self.sorts:
             return [range(0)] * len(held)
@@ -101,7 +102,7 @@ class BucketIndex:
         return found
 
     def outside(self, held: list[int]) -> list[int]:
-        """Of rows of so many tokens the blocks without one of the newest, that are always read or may be cropped."""
+        """Blocks of rows of `held` tokens without one of the newest, which are always read or may be cropped."""
         newest = SPARE + (0 if self.selector is None else self.selector.window)
         return [max(0, tokens - newest) // self.block for tokens in held]
 
@@ -121,8 +122,8 @@ class BucketIndex:
     def require(self, row: int, tokens: int, call: str) -> None:
         """ValueError, which begins with `call`, unless the first `tokens` of a row can be all that is left of it.
 
-        Not so where that would be a part of what stands in order, or where the newest of them, that are always read,
-        would not be in the order of time.
+        They cannot if that would keep only a part of blocks sorted together, or if the newest of them, which are always
+        read, would not be in time order.
         """
         window = 0 if self.selector is None else self.selector.window
         for blocks in self.sorted_blocks[row]:
@@ -142,7 +143,7 @@ class BucketIndex:
             self.spans[row, :, tokens // self.block :] = -1
 
     def trim(self, held: int) -> None:
-        """Release the room after `held` tokens of a row, if it is worth it."""
+        """Shrink to a capacity of `held` tokens per row, if that frees enough memory."""
         room = -(-held // GRAIN) * GRAIN
         if self.buckets.shape[-1] - room > room // 32:
             self.buckets = self.buckets[..., :room].clone()

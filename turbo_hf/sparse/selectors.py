@@ -18,8 +18,10 @@ from turbo_hf.ops.sparse.select import assign, assign_and_score, visit
 class Selectivity:
     """What the decode steps of one layer have read since the patch: keys, over rows, KV heads and query tokens.
 
-    layer: its number. there: keys that full attention would read. dense: those of the first and newest tokens, which
-    are always read. read: all keys that were read, counted once if several query heads of a KV head read a key.
+    layer: the layer's number.
+    there: keys that full attention would read.
+    dense: keys of the always-read tokens (the first and the newest ones).
+    read: all keys that were read; a key that several query heads of a KV head read counts once.
     """
 
     layer: int
@@ -34,7 +36,7 @@ class Selectivity:
 
     @property
     def share_beyond(self) -> float:
-        """The same without the dense part."""
+        """The same without the always-read tokens."""
         return (self.read - self.dense) / max(1, self.there - self.dense)
 
     def __str__(self) -> str:
@@ -52,11 +54,11 @@ class Tally:
     read: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:
-        # a cache that is loaded belongs to no patch that counts
+        # a cache that was unpickled belongs to no patch, so nothing is counted
         return Tally, ()
 
     def counter(self, device: torch.device) -> torch.Tensor:
-        """int64 [1] for `ops.sparse_decode(read=...)`."""
+        """int64 [1] for `ops.sparse.decode.sparse_decode(read=...)`."""
         if device not in self.read:
             # a cache may be used in inference mode first, and outside it later
             with torch.inference_mode(False):
@@ -78,11 +80,13 @@ class Tally:
 class Selector:
     """The selector "window", and what all selectors share. One per layer, for every cache of a patched model.
 
-    pre_rotary: it needs queries and keys as they were before rotary embedding. tables: buckets per key. min_collisions:
-    how many of those a query must visit for the key to be read. window: newest tokens that are always read. weighs:
-    number of buckets whose key counts it needs; 0: it needs none. choices: buckets of a head from which it takes
-    `probes`; 0: it does not. draws: it draws random numbers on the host in each step, which a replay of the step would
-    not do.
+    pre_rotary: whether it needs queries and keys before rotary embedding.
+    tables: buckets per key.
+    min_collisions: how many of a key's buckets a query must visit for the key to be read.
+    window: how many of the newest tokens are always read.
+    weighs: number of buckets of which it needs the number of keys; 0: it needs none.
+    choices: buckets per head among which it chooses `probes`; 0: it does not choose by number.
+    draws: whether each step draws random numbers on the host, which a replay of the step would not do.
     """
 
     pre_rotary = False
@@ -103,7 +107,7 @@ class Selector:
     def buckets(self, keys: torch.Tensor, rotary: Rotary | None = None) -> torch.Tensor | None:
         """int16 [B, Hkv, tables, M] of keys [B, Hkv, M, D]; None: keys have no buckets.
 
-        rotary: what is to be undone first, as in `ops.select`; only for selectors that are `pre_rotary`.
+        rotary: what is to be undone first, as in `ops.sparse.select`; only for selectors that are `pre_rotary`.
         """
         return None
 
@@ -119,7 +123,7 @@ class Selector:
     def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
         """bool [B, Hkv, M, tables, C] from what `_buckets_and_query_info` gives of queries; None: none is visited.
 
-        sizes: float [B, Hkv, C], keys in each bucket beyond the dense part, where the selector `weighs` them.
+        sizes: float [B, Hkv, C], keys in each bucket without the always-read ones, where the selector `weighs` them.
         """
         return None
 
@@ -133,7 +137,7 @@ class Selector:
         if rotary is not None:
             cos, sin = (part.repeat_interleave(group, 1) for part in rotary)
             rotary = cos, sin
-        # each head as if it were a token of its own, alone in its group
+        # each head is treated as a token of its own, alone in its group
         alone = queries.flatten(2, 3)[:, :, :, None]
         found, query_info = self._buckets_and_query_info(keys.repeat_interleave(group, 2), alone, rotary)
         return None if found is None else found[..., ::group], query_info
@@ -146,7 +150,7 @@ class Selector:
         return torch.as_tensor(found.unflatten(2, (-1, group)).movedim(3, 2).flatten(1, 2))
 
     def tensors(self) -> list[torch.Tensor]:
-        """What its launches refer to in every step."""
+        """Tensors that its launches use in every step."""
         return []
 
     def count(self, lengths: list[int], tokens: list[int], heads: int) -> None:

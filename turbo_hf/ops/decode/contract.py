@@ -23,7 +23,7 @@ def decode(
 
     Args:
         q: float [B, Hq, M, D], the row's last M tokens (1 in plain decoding, more when drafts are verified); rotated
-            (`ops.rotate`) if the stored keys are.
+            (`ops.store.rotate`) if the stored keys are.
         store: one layer's cache, including the M tokens; Hq is a multiple of its Hkv.
         scoring: scaling, softcap, sinks and SAS (`turbo_hf.layout.Scoring`).
         starts: int64 [B], the first column of q that holds a token of the row; None: as many as the row has.

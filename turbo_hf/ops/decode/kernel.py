@@ -1,16 +1,16 @@
 """Decode attention over the packed cache: one persistent launch over a list of tiles (LeanAttention alg. 4).
 
-A tile is NB blocks of one row and KV head, one block a warp: nothing in the loop crosses warps. Of a block:
+A tile is NB blocks of one row and KV head, one block per warp: nothing in the loop crosses warps. For each block:
 
     S  = digits(q * step_k) K + q . zero_k        tensor cores, INT8, exact: the channel steps live in q, as two digits
-    P  = round(127 exp(S - max S))                INT8, one scale a query row and block
-    O += (V P step_v + sum P zero_v) * scale      tensor cores, then one multiply-add a channel
+    P  = round(127 exp(S - max S))                INT8, one scale per query row and block
+    O += (V P step_v + sum P zero_v) * scale      tensor cores, then one multiply-add per channel
 
-The query rows stand in the M of the first product and in the N of the second, so that what a thread holds of P is what
-it needs of P for the second (`turbo_hf.layout.VALUE_ORDER`).
+Query rows are the M of the first product and the N of the second, so that each thread already holds the part of P that
+it needs for the second (`turbo_hf.layout.VALUE_ORDER`).
 
-Heads of 16 bit beside others go through the same loop with their keys, values, queries and P in 16 bit. Where all is
-of one such type, `turbo_hf.ops.decode.kernel_16bit` takes the place of the loop.
+16-bit heads beside narrower ones go through the same loop, with keys, values, queries and P in 16 bit. Where pages,
+open tokens and queries are all of one 16-bit type, `turbo_hf.ops.decode.kernel_16bit` replaces the loop.
 """
 
 import triton
@@ -28,7 +28,7 @@ from turbo_hf.ops.kernel_unpack import entry, handed
 
 @triton.jit
 def attended(t, live, bucket, chosen):
-    """Which of the tokens at places t, where they are live, a query attends to. bucket: theirs, if any are visited."""
+    """Which of the tokens at places t (where live) a query attends to. bucket: their buckets, if any are visited."""
     place, _, visited, sink, window = chosen
     live = live & (t <= place)
     kept = (t < sink) | (t > place - window)
@@ -40,7 +40,7 @@ def attended(t, live, bucket, chosen):
 
 @triton.jit
 def _buckets_of(buckets, listed, live, BLOCK: tl.constexpr):
-    """Buckets [NB, BLOCK] of the tokens of listed blocks; without buckets nothing that is looked at."""
+    """Buckets [NB, BLOCK] of the tokens of listed blocks; without buckets a placeholder."""
     t = (listed & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if buckets is not None:
         return tl.load(buckets + t, mask=live[:, None], other=0).to(tl.int32)
@@ -54,10 +54,10 @@ def attend_sealed(
 ):  # fmt: skip
     """A run of tiles of sealed blocks of one slot. state: O [NB, DP, N], maximum and sum [NB, R]; prepared: `prepare`.
 
-    Each query row sees the tokens from `seen[0]` to `seen[1]`. Without `seen`, `chosen` is a `Chosen`,
-    `run.table` lists blocks, page << 32 | number, and all rows see those of their tokens that `attended` keeps.
+    Dense: each query row sees the tokens from `seen[0]` to `seen[1]`. Sparse: `seen` is None, `chosen` is a `Chosen`,
+    `run.table` lists blocks as page << 32 | number, and all rows see those of their tokens that `attended` keeps.
 
-    Returns too how many tokens were kept, of each block of a tile, if chosen.
+    Returns the state, and in the sparse case how many tokens were kept of each block of a tile.
     """
     NB: tl.constexpr = FORM.tile
     counted = tl.zeros([NB], tl.int32)
@@ -77,7 +77,7 @@ def _attend_width(
     state, pages, slot, run, prepared, seen, chosen, scoring, SLOTS: tl.constexpr, BITS: tl.constexpr,
     FORM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """That run in pages of one width, which has SLOTS slots; how many tokens were kept, by blocks and places."""
+    """`attend_sealed` in pages of one width, which has SLOTS slots; counts kept tokens by block and place."""
     k_ptr, v_ptr, meta_ptr, scale_ptr = pages
     table, blocks, page, sealed, begin, steps = run
     acc, m, denom = state
@@ -140,13 +140,13 @@ def _attend_width(
             kept = attended(t, live[:, None], bucket, chosen)
             counted += kept.to(tl.int32)
         page = handed(ahead, ASM)
-        # of the tile after the next one: a load whose keys would be asked for at once would be waited for
+        # page numbers are loaded two tiles ahead: keys loaded right after them would wait for them
         ahead = entry(table + block + 2 * NB, block + 2 * NB < blocks, ASM)
         if CHOSEN:
-            # a tile ahead too: the pipeline would not
+            # loaded one tile ahead by hand: the pipeliner does not
             bucket = _buckets_of(buckets, page, block + NB < sealed, BLOCK)
         x = scores(q, keys, k_step, k_zero, STAGE2, ASM)
-        # never 0, so that -inf times it is -inf; NaN stays
+        # never 0, so that -inf * unit is -inf; NaN stays NaN
         unit = k_scale[:, None] * row_unit[None, :]
         unit = tl.where(unit < 1e-37, 1e-37, unit)
         if scoring.softcap is not None:
@@ -168,7 +168,7 @@ def _attend_width(
 def attend_open(
     state, cache, at, sealed, length, prepared, seen, chosen, scoring, FORM: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """The open tokens of one row and head: INT8 with one scale per token, or as they are. at: row * Hkv + head, int64.
+    """The open tokens of one row and head: INT8 with one scale per token, or unquantized. at: row * Hkv + head, int64.
 
     The rest is as in `attend_sealed`.
     """
@@ -193,7 +193,7 @@ def attend_open(
     else:
         first, last = seen
     t = tl.arange(0, BLOCK)
-    # keys in such an order that `to_values` brings the probabilities into time order
+    # keys are permuted so that `to_values` puts the probabilities into time order
     column = t if PLAIN else t // 16 * 16 + t % 8 // 2 * 4 + t % 16 // 8 * 2 + t % 2
     channel = d[None, :, None]
     count = length - sealed * BLOCK
@@ -205,7 +205,7 @@ def attend_open(
         k_at = k_ptr + (at * cap + token)[:, None, :] * D
         keys = packed_bytes(k_at + channel, live[:, None, :], channel, D, DP)
         stored = start + nb[:, None, None] * BLOCK + t[None, None, :]
-        # whole groups of 16, as `cap` has them: what lies past the last token has a probability of 0
+        # whole groups of 16, of which `cap` is a multiple: tokens past the last one have a probability of 0
         values = packed_bytes(v_ptr + (at * D + channel) * cap + stored, stored // 16 * 16 < count, channel, D, DP)
         if PLAIN:
             # 0 * NaN is NaN, so the values are masked too
@@ -238,7 +238,7 @@ def attend_open(
 
 @triton.jit
 def _row_of(output, wanted, row_parts, rows, groups_ptr, FORM: tl.constexpr):
-    """Of an output: its row and slot; from memory, if `wanted`: head, sealed blocks, open tokens, first CTA, parts."""
+    """An output's row and slot; loaded if `wanted`: head, sealed blocks, open tokens, first CTA, number of parts."""
     row = (output // (FORM.kv_heads * row_parts)).to(tl.int64)
     slot = output // row_parts % FORM.kv_heads
     head = tl.load(rows.order + row * FORM.kv_heads + slot, mask=wanted, other=0)
@@ -249,8 +249,8 @@ def _row_of(output, wanted, row_parts, rows, groups_ptr, FORM: tl.constexpr):
     return row, slot, head, sealed, opened, first_cta, count
 
 
-# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
-# one, Triton 3.6 specializes them all the same
+# not specialized, so that a growing cache causes no further compilation; not in a tuple, whose members Triton 3.6
+# specializes nevertheless
 @triton.jit(do_not_specialize=["table_stride", "blocks", "window"])
 def decode_kernel(
     queries, result, cache, rows,  # `Queries`, `Result`, `Cache`, `Rows`
@@ -261,10 +261,10 @@ def decode_kernel(
     tokens,  # M
     FORM: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles `plan` gives this CTA.
+    """Attention over the tiles that the plan gives this CTA.
 
-    The outputs lie [row, slot, part of the query rows]; each has its sealed tiles of NB blocks, then one for its open
-    tokens. PDL: `pdl_wait`; only the plan is read before it.
+    Outputs are numbered [row, slot, part of the query rows]. Each has tiles of NB sealed blocks, then one tile for its
+    open tokens. PDL: `pdl_wait`; only the plan is read before it.
     """
     NB: tl.constexpr = FORM.tile
     DP: tl.constexpr = FORM.padded_dim
@@ -277,7 +277,7 @@ def decode_kernel(
     row_parts = tl.cdiv(FORM.group * tokens, N)
     groups_ptr = plan_ptr + 4 * tl.num_programs(0)
     row, slot, head, sealed, opened_len, first_cta, count = _row_of(output, True, row_parts, rows, groups_ptr, FORM)
-    # to the interpreter before 3.9 every `tl.condition` is true
+    # in the interpreter before Triton 3.9, every `tl.condition` is true
     while tl.condition(left > 0, disable_licm=True) if ASM else left > 0:
         table = table_ptr + row * table_stride
         block = tile * NB + tl.arange(0, NB)
@@ -296,7 +296,7 @@ def decode_kernel(
         last = tl.where(query[3], place + 1, 0)[None, :, None]
         first = last * 0 if window is None else last - window
 
-        # while this output is computed, what the next one needs to begin
+        # loaded while this output is computed: what the next one needs to begin
         following = _row_of(output + 1, left > steps, row_parts, rows, groups_ptr, FORM)
         at = row * FORM.kv_heads + head
         if FORM.all_16bit:

@@ -4,8 +4,8 @@
     P = exp(S - m)              m: the largest score so far
     O = O exp(m' - m) + V P     [channels, rows]
 
-All warps of a CTA share a block (of four, at 64 tokens and 128 channels, each has 16 and 32): the tokens stand in the M
-of the first product and the channels in that of the second, so that the few query rows cost little.
+All warps of a CTA share a block; of four warps, at 64 tokens and 128 channels, each has 16 tokens and 32 channels.
+Tokens are the M of the first product and channels the M of the second, so that the few query rows cost little.
 """
 
 import triton
@@ -21,7 +21,7 @@ P_SCALE_LOG2 = tl.constexpr(15)
 """P is exp(S - m) times 2^15, because float16 ends at 2^-24: without it the smallest P would become 0."""
 
 P_UNSCALE = tl.constexpr(2.0**-15)
-"""Takes that factor out of the sums."""
+"""Removes that factor from the sums."""
 
 
 @triton.jit
@@ -55,12 +55,12 @@ def _absorb(state, q, keys, values, allowed, unit, softcap, ASM: tl.constexpr):
 
 @triton.jit
 def attend_16bit(cache, slot, at, run, length, q, seen, scoring, FORM: tl.constexpr, ASM: tl.constexpr):
-    """A run of tiles of one output, of which that of its open tokens is the last.
+    """A run of tiles of one output; the tile of its open tokens is the last.
 
     All of one 16-bit type and width. at: row * Hkv + head, int64; run.page: one number; q: [DP, R]; seen: the first
     token that each query row sees, and the one after the last, [R] each.
 
-    Returns O [1, DP, N], the maximum and the sum [1, R], as `attend_sealed` of one block a tile does.
+    Returns O [1, DP, N], the maximum and the sum [1, R], as `attend_sealed` with one block per tile does.
     """
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
@@ -83,7 +83,7 @@ def attend_16bit(cache, slot, at, run, length, q, seen, scoring, FORM: tl.conste
         keys = packed_bytes(k_ptr + packed + rows, (t >= 0)[:, None], d[None, :], D, DP)
         values = packed_bytes(v_ptr + packed + columns, (t >= 0)[None, :], d[:, None], D, DP)
         page = handed(ahead, ASM)
-        # of the block after the next one: a load whose keys would be asked for at once would be waited for
+        # page numbers are loaded two blocks ahead: keys loaded right after them would wait for them
         ahead = entry(run.table + block + 2, block + 2 < run.entries, ASM)
         place = block * BLOCK + t[:, None]
         allowed = (place >= first[None, :]) & (place < last[None, :])
@@ -95,7 +95,7 @@ def attend_16bit(cache, slot, at, run, length, q, seen, scoring, FORM: tl.conste
         rows = (at * cache.cap + token)[:, None] * D + d[None, :]
         columns = (at * D + d)[:, None] * cache.cap + token[None, :]
         keys = packed_bytes(k_open + rows, live[:, None], d[None, :], D, DP)
-        # whole groups of 16, as `cap` has them; what lies past the last token may be NaN
+        # whole groups of 16, of which `cap` is a multiple; numbers past the last token may be NaN
         values = packed_bytes(v_open + columns, (token // 16 * 16 < count)[None, :], d[:, None], D, DP)
         values = tl.where(live[None, :], values, 0.0)
         place = sealed * BLOCK + token[:, None]

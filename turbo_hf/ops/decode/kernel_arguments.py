@@ -18,20 +18,31 @@ class Result(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """parts: float32 [..., N * (DP + STATS)], partial results, as in `merge`. arrived: int32 [outputs], how many of an
-    output's are there: zeros before and after."""
+    """Scratch memory of a launch.
+
+    parts: float32 [..., N * (DP + STATS)], partial results, as in `merge`.
+    arrived: int32 [outputs], how many parts of each output are there; zeros before and after the launch.
+    """
 
     parts: Any
     arrived: Any
 
 
 class Form(NamedTuple):
-    """What the kernels are compiled for. slots, bits: KV heads of each width, and the width.
+    """What the kernels are compiled for.
 
-    kv_heads, group: KV heads, and query heads of each. dim, padded_dim: channels, and those of a tile. block: tokens of
-    a block. tile: blocks of a tile, one per warp. rows: query rows of a tile, padded; spread: they are twice the rows
-    there are (`rows_of`). turbo: queries become INT8. all_16bit: pages, open tokens and queries are of one 16-bit type,
-    in tiles of one block. stages: of the load pipeline. at_once: parts that are merged at a time.
+    slots, bits: for each width, its KV heads and its bits.
+    kv_heads: KV heads of the layer.
+    group: query heads per KV head.
+    dim, padded_dim: channels per head, and per tile.
+    block: tokens per block.
+    tile: blocks per tile, one per warp.
+    rows: query rows per tile, padded.
+    spread: whether `rows` is twice the query rows there are (`rows_of`).
+    turbo: whether queries are quantized to INT8.
+    all_16bit: whether pages, open tokens and queries are of one 16-bit type, in tiles of one block.
+    stages: stages of the load pipeline.
+    at_once: parts that are merged at a time.
     """
 
     slots: tuple[int, ...]
@@ -51,10 +62,15 @@ class Form(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What a program computes: part `row_part` of the query rows of a row and KV head, and where they go.
+    """What a program computes: a part of the query rows of one row and KV head, and where they go.
 
-    length: tokens up to and including the last query's. start: the first of `tokens` columns that holds a token.
-    column: of `columns` in the result, where the first goes.
+    row, head: row of the batch, and KV head.
+    row_part: which part of the query rows.
+    length: tokens up to and including the last query's.
+    start: the first of the `tokens` columns that holds a token.
+    tokens: columns of the queries.
+    column: column of the result to which the first query goes.
+    columns: columns of the result.
     """
 
     row: Any
@@ -68,9 +84,13 @@ class Output(NamedTuple):
 
 
 class Run(NamedTuple):
-    """`steps` tiles from `begin` on of the `sealed` blocks, and then of the open tokens, of a row.
+    """A run of tiles of one row: sealed blocks, then the open tokens.
 
-    table: of `entries` pages, those of sealed blocks. page: of the first tile. steps: None for all sealed blocks.
+    table, entries: pages of the row's sealed blocks, and how many entries the table has.
+    page: pages of the first tile.
+    sealed: sealed blocks of the row.
+    begin: first tile.
+    steps: number of tiles; None: those of all sealed blocks.
     """
 
     table: Any
@@ -82,9 +102,12 @@ class Run(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What a query at `place` attends to: the first `sink` tokens, the newest `window`, and those of visited buckets.
+    """What a query of a sparse step attends to.
 
-    buckets: pointer to the tokens' buckets, visited: to the buckets' flags; or both None.
+    place: the query's place in its row.
+    buckets: pointer to the bucket of each token; None without buckets.
+    visited: pointer to a flag for each bucket; None without buckets.
+    sink, window: how many of the first and of the newest tokens are always read.
     """
 
     place: Any
@@ -95,8 +118,12 @@ class Chosen(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Part `part` of the `parts` of an output, whose partial results lie from place `first` on. alone: it is the
-    only one."""
+    """The part of an output that a CTA has computed.
+
+    alone: whether it is the whole output.
+    first: place of the output's first partial result.
+    part, parts: number of this part, and of all parts.
+    """
 
     alone: Any
     first: Any

@@ -1,4 +1,4 @@
-"""Attention over blocks of INT8 keys and values, one block a warp: scores, softmax, and the weighted sum of values."""
+"""Attention over blocks of INT8 keys and values, one block per warp: scores, softmax, weighted sum of values."""
 
 import triton
 import triton.language as tl
@@ -17,12 +17,14 @@ def block_softmax(
 ):  # fmt: skip
     """One block's softmax. x * unit: scores in base 2, x [NB, R, T], -inf where hidden, unit [NB, R] above 0.
 
-    v_scale: [NB], [NB, T] if TOKEN_SCALE. Returns P [NB, R, T] in DTYPE; if that is int8, its sums, int32 [NB, R];
-    weight [NB, R], what P's unit is worth; keep [NB, R], what is left of the sums so far; the new m, denom.
+    v_scale: [NB], or [NB, T] if TOKEN_SCALE.
+
+    Returns P [NB, R, T] in DTYPE; its sums int32 [NB, R], if DTYPE is int8; weight [NB, R], the value of one unit of P;
+    keep [NB, R], the factor on earlier sums; the new m and denom.
     """
     most = tl.max(x, 2)
     top = most * unit
-    # subtracted before they are scaled: a product fused with the subtraction is not rounded as the maximum would be
+    # subtract before scaling: a fused multiply-add would round the scores in another way than their maximum
     p = (x - tl.where(most == -float("inf"), 0.0, most)[:, :, None]) * unit[:, :, None]
     if sas_threshold is not None:
         p = sas(p * LN_2, sas_threshold)
@@ -76,7 +78,7 @@ def _stack(x, y):
 
 @triton.jit
 def _numbers(codes, step, zero, STAGE2: tl.constexpr, DTYPE: tl.constexpr):
-    """INT8 codes [NB, DP, T], or what is no code, as numbers of a floating type."""
+    """INT8 codes [NB, DP, T], or unquantized numbers, in a floating type."""
     if codes.dtype == tl.int8:
         x = codes.to(tl.int32)
         if STAGE2:
@@ -100,7 +102,7 @@ def scores(q, codes, step, zero, STAGE2: tl.constexpr, ASM: tl.constexpr):
     if q.dtype == tl.int8:
         unit = tl.broadcast_to(_stack(tl.zeros([R, DP], tl.int8), q)[None], [NB, 2 * R, DP])
         if STAGE2:
-            # all columns of the zero points' product are the same number: it is where the sum over channels begins
+            # the zero points' product is the same number in all columns: the sum over channels starts from it
             s = tl.dot(unit, tl.broadcast_to(zero[:, :, None], [NB, DP, 8]), out_dtype=tl.int32)
             s = tl.broadcast_to(s[:, :, None, :], [NB, 2 * R, T // 8, 8]).reshape(NB, 2 * R, T)
             high, low = digits(*tl.broadcast(q[None], step[:, None, :]), ASM)

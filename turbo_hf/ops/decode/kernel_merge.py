@@ -13,13 +13,13 @@ STATS = tl.constexpr(4)
 
 @triton.jit
 def _halves(x):
-    """The even and the odd ones of dimension 0 of three."""
+    """The even and the odd indices of the first of three dimensions."""
     return tl.split(x.reshape(x.shape[0] // 2, 2, x.shape[1], x.shape[2]).permute(0, 2, 3, 1))
 
 
 @triton.jit
 def _added(x):
-    """The sum over dimension 0, of 1, 2, 4 or 8. By halves: `tl.sum` over warps takes twice the instructions."""
+    """The sum over dimension 0, of length 1, 2, 4 or 8, by halves: `tl.sum` over warps takes twice the instructions."""
     if x.shape[0] > 1:
         a, b = _halves(x)
         x = a + b
@@ -36,8 +36,8 @@ def _added(x):
 def combine(acc, m, denom, SPREAD: tl.constexpr):
     """The warps' sums as one: O [N, DP], maximum [N], sum [N].
 
-    The maximum is rounded up to a whole number: what parts are scaled by when they are added is then a power of two,
-    and their sum the same to the bit whether or not a compiler fuses products with it.
+    The maximum is rounded up to a whole number. Parts are then scaled by powers of two when they are added, and their
+    sum has the same bits whether or not the compiler uses FMA.
     """
     if SPREAD:
         m, denom = even(m), even(denom)
@@ -48,7 +48,7 @@ def combine(acc, m, denom, SPREAD: tl.constexpr):
 
 @triton.jit
 def store_part(o, top, total, parts_ptr, place):
-    """A partial result to its place, complete before this CTA reports it."""
+    """Store a partial result, completely before this CTA reports its arrival."""
     N: tl.constexpr = o.shape[0]
     DP: tl.constexpr = o.shape[1]
     row = parts_ptr + place.to(tl.int64) * (N * (DP + STATS)) + tl.arange(0, N) * (DP + STATS)
@@ -62,9 +62,9 @@ def store_part(o, top, total, parts_ptr, place):
 def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, AT_ONCE: tl.constexpr):
     """The partial results of one output, in places from `first` on: O [N, DP], maximum [N], sum [N].
 
-    AT_ONCE parts per iteration, whose loads are in flight together: what counts is the number of waits. The order of
-    the dimensions gives a row of O to a warp and its maxima to the lanes of one (4 rows of 128 channels, 4 warps): what
-    is added lies in one thread, what is compared in one warp.
+    AT_ONCE parts per iteration, whose loads are in flight together: the number of waits determines the time. The order
+    of the dimensions gives a row of O to one warp, and its maxima to the lanes of one warp (4 rows of 128 channels, 4
+    warps): sums stay within a thread, comparisons within a warp.
     """
     i = tl.arange(0, AT_ONCE)
     place = i * (N * (DP + STATS))
@@ -78,7 +78,7 @@ def merge(parts_ptr, first, count, N: tl.constexpr, DP: tl.constexpr, AT_ONCE: t
         at = parts_ptr + (first + start).to(tl.int64) * (N * (DP + STATS))
         live = i < count - start
         part = tl.load(at + values, mask=live[None, :, None], other=0.0, cache_modifier=".cg")
-        # loads do not cross it: without it a third of them would wait until `found` is there
+        # a barrier for loads: without it a third of them would wait for `found`
         tl.debug_barrier()
         found = tl.load(at + stats, mask=live[:, None], other=-float("inf"), cache_modifier=".cg")
         sums = tl.load(at + 1 + stats, mask=live[:, None], other=0.0, cache_modifier=".cg")
@@ -122,9 +122,9 @@ def finish(o, top, total, result, sinks_ptr, output, FORM: tl.constexpr):
 
 @triton.jit
 def finish_or_merge(state, share, number, workspace, result, sinks_ptr, output, FORM: tl.constexpr):
-    """What a CTA has computed of output `number` becomes the output, or one part of it.
+    """Store what a CTA has computed of output `number`: the whole output, or one part of it.
 
-    The last CTA that arrives adds the parts. No one waits, and the order of the sum is that of the parts.
+    The last CTA that arrives adds the parts, in their order. No CTA waits for another.
     """
     acc, m, denom = state
     o, top, total = combine(acc, m, denom, FORM.spread)

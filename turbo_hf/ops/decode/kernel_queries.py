@@ -9,9 +9,9 @@ from turbo_hf.ops.kernel_common import LOG2_E, as_int8
 
 @triton.jit
 def rows_of(output, R: tl.constexpr, GROUP: tl.constexpr, SPREAD: tl.constexpr):
-    """Of R places of query rows: the token's place in its row, whether there is one, its column, its query head.
+    """For R query rows: the token's place in its row, whether there is one, its column, and its query head.
 
-    SPREAD: every other place is empty. What is computed of those is left out wherever a thread has both of a pair.
+    SPREAD: every other row is empty, and its results are dropped where a thread holds both rows of a pair.
     """
     r = tl.arange(0, R)
     live = r >= 0
@@ -27,7 +27,7 @@ def rows_of(output, R: tl.constexpr, GROUP: tl.constexpr, SPREAD: tl.constexpr):
 
 @triton.jit
 def query_rows(q_ptr, strides, output, FORM: tl.constexpr):
-    """The query rows of an output: as they are, where they lie, which hold a token; and their places."""
+    """The query rows of an output: numbers, pointers, which rows hold a token; and their places."""
     place, live, query, head_of = rows_of(output, FORM.rows, FORM.group, FORM.spread)
     shown = live & (place >= 0) & (place - output.length + output.tokens >= output.start)
     d = tl.arange(0, FORM.padded_dim)
@@ -44,13 +44,13 @@ def unit_of(scoring):
 
 @triton.jit
 def prepare(rows, scoring, TURBO: tl.constexpr):
-    """What `channels_of` needs of `query_rows`; what scores are multiplied by, of INT8 rows and of rows as they are."""
+    """What `channels_of` needs of `query_rows`, and the factors on scores of INT8 rows and of unquantized rows."""
     x, at, stride, shown = rows
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     inverse = factor
     if TURBO:
         wide = x.to(tl.float32)
-        # max skips NaN, and codes cannot say it
+        # tl.max skips NaN, which codes cannot represent
         largest = tl.max(tl.abs(wide), 1) + tl.sum(wide * 0.0, 1)
         factor = tl.div_rn(largest, tl.full([x.shape[0]], INT8_MAX, tl.float32))
         inverse = tl.div_rn(tl.full([x.shape[0]], INT8_MAX, tl.float32), tl.where(largest > 0, largest, 1.0))

@@ -84,7 +84,7 @@ def values_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS
 
 @triton.jit
 def channels(D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
-    """The channel at each place of an unpacked key, D or more where there is none."""
+    """The channel at each position of an unpacked key; D or more where there is none."""
     c = tl.arange(0, DP)
     if D == DP:
         return c
@@ -109,9 +109,9 @@ def to_values(x, BITS: tl.constexpr):
 
 @triton.jit
 def _by_thread(x):
-    """Tokens of unpacked values [NB, D, T] so that each 8 in a row are those of one thread of the tensor core.
+    """Tokens of unpacked values [NB, D, T], reordered so that 8 in a row belong to one thread of the tensor core.
 
-    That is how Triton lays out an operand which it sees to come from narrower numbers.
+    Triton chooses this layout for an operand that is converted from narrower numbers.
     """
     NB: tl.constexpr = x.shape[0]
     D: tl.constexpr = x.shape[1]
@@ -121,7 +121,7 @@ def _by_thread(x):
 
 @triton.jit
 def prefetch_pages(cache, slot, page, ok, FORM: tl.constexpr, ASM: tl.constexpr):
-    """Pages [NB] of one slot, where ok, come to the L2 cache as queries are prepared."""
+    """Prefetch pages [NB] of one slot (where ok) to L2, while queries are prepared."""
     for g in tl.static_range(len(FORM.slots)):
         own, there = slot_of_width(slot, ok, g, FORM)
         _prefetch(cache.paged[g], own, page, there, FORM.slots[g], FORM.bits[g], FORM, ASM)
@@ -131,7 +131,7 @@ def prefetch_pages(cache, slot, page, ok, FORM: tl.constexpr, ASM: tl.constexpr)
 def _prefetch(
     pages, slot, page, ok, SLOTS: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
-    """Those of one width, which has SLOTS slots."""
+    """`prefetch_pages` of one width, which has SLOTS slots."""
     if ASM:
         D: tl.constexpr = FORM.dim
         DP: tl.constexpr = FORM.padded_dim

@@ -17,7 +17,7 @@ from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
-"""CTAs are rounded down to a multiple of so many parts per output: a merge costs as much as the next power of two."""
+"""CTAs are rounded down to a multiple of this many parts per output: a merge costs as much as the next power of two."""
 
 MERGED = 128
 """Floats of partial results that a thread merges at a time: more do not fit its registers."""
@@ -38,8 +38,12 @@ LEAST = 2
 class Shape(NamedTuple):
     """What a plan depends on, besides the lengths.
 
-    groups: (bits, slots) of each width. row_parts: of the query rows. ctas: CTAs that run at once; alone: fewer, for
-    few tiles. blocks: of a tile. warps: of a CTA.
+    groups: (bits, slots) of each width.
+    row_parts: parts into which the query rows are cut.
+    ctas: CTAs that run at once.
+    alone: the same with one CTA per SM, for few tiles.
+    blocks: blocks per tile.
+    warps: warps per CTA.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -60,7 +64,7 @@ def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
     if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
         ctas = alone
     if warps == 1:
-        # one warp merges a few parts at a time: more CTAs would cost it more than they do
+        # one warp merges a few parts at a time: more CTAs would cost more in the merge than they save
         ctas = min(ctas, 2 * OUTPUT_PARTS * len(each))
     # a part of a single tile is not worth its merge
     ctas = even_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), OUTPUT_PARTS)
@@ -75,7 +79,11 @@ def _words(tiles: tuple[int, ...], shape: Shape, device: torch.device, stream: i
 
 class Place(NamedTuple):
     """What a workspace is made for, and who uses it: a thread may replay on another stream than it captured on, which
-    may be the stream of another thread. floats: of a partial result."""
+    may be the stream of another thread.
+
+    ctas, outputs: how many partial results it has room for.
+    floats: floats per partial result.
+    """
 
     device: torch.device
     stream: int
@@ -100,9 +108,9 @@ def _schedule(
     plans: dict[Any, LivePlan] | None,
     place: Place,
 ) -> tuple[torch.Tensor, int, int, tuple[torch.Tensor, ...]]:
-    """Words of the plan on the device, its CTAs, a power of two that its parts do not exceed, and the workspace.
+    """Words of the plan on the device, its CTAs, its parts rounded up to a power of two, and the workspace.
 
-    plans: as in `KVStore`. What is captured keeps its workspace, whichever was used since.
+    plans: as in `KVStore`. A captured launch keeps its workspace, whichever was used since.
     """
     if plans is None:
         tiles = tuple(tiles_of(sealed, shape.blocks))

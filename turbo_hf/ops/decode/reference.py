@@ -46,7 +46,7 @@ def _attend(
     starts: torch.Tensor | None,
     chosen: torch.Tensor | None,
 ) -> AttentionOutput:
-    """Every head alike: q and P in INT8 on INT8 codes, unless P is not to be rounded or the keys are no codes."""
+    """All heads in the same way: q and P in INT8 on INT8 codes, unless P is not rounded or keys are unquantized."""
     acc = torch.promote_types(q.dtype, torch.float32)
     batch, _, tokens, _ = q.shape
     # the queries are the row's last tokens, so they end where the row ends

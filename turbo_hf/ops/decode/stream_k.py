@@ -1,11 +1,11 @@
-"""Which CTA computes which tiles: the stream-K plan of decode attention, a pure function of lengths.
+"""The work split of decode attention (stream-K): which CTA computes which tiles, a pure function of lengths.
 
 An *output* is what one row and KV head (and, with many query rows, one part of them) attend to. Its tiles are runs of
 sealed blocks, in time order, and one last tile for all open tokens, so the plan changes only when a row gets another
 tile, not with each token. The tiles of all outputs are placed end to end, and each CTA takes one contiguous run of
 them.
 
-Plans are made between decode steps, in NumPy: torch would wake its threads for a few hundred numbers.
+Plans are made between decode steps, in NumPy: for a few hundred numbers, torch would start its thread pool.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,14 @@ Numbers = NDArray[np.int64]
 
 
 class Plan(NamedTuple):
-    """ctas: CTAs that have work. outputs: how many. steps: tiles of all outputs. parts: most CTAs of one output.
+    """A work split.
 
-    words: int32 [4 * ctas + 2 * outputs]. For each CTA: its first output, the tile of it at which it begins, its
-    number of tiles, 0. For each output: the first CTA that has a part of it, and how many have.
+    ctas: CTAs that have work.
+    outputs: number of outputs.
+    steps: tiles of all outputs.
+    parts: the most CTAs that share one output.
+    words: int32 [4 * ctas + 2 * outputs]. For each CTA: its first output, the tile of that output at which it begins,
+        its number of tiles, 0. For each output: the first CTA that has a part of it, and how many CTAs have one.
     """
 
     ctas: int
@@ -35,7 +39,7 @@ class Plan(NamedTuple):
 
 
 def tiles_of(sealed: Sequence[int], blocks: int) -> list[int]:
-    """Tiles of each row: its sealed blocks, `blocks` a tile, and one for its open tokens."""
+    """Tiles of each row: one per `blocks` sealed blocks, and one for its open tokens."""
     return [-(-n // blocks) + 1 for n in sealed]
 
 
@@ -70,7 +74,7 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
     if np.diff(bounds, prepend=0.0).max() <= ends[-1] / ctas + 2 * setup:
         return from_edges(tiles, np.append(first, tiles.sum())[nearest])
 
-    # a boundary falls on a tile's edge, and on the output's own where that is nearer than a setup is worth
+    # a boundary falls on a tile's edge; on the output's edge if that is nearer than the cost of a setup
     inside = np.maximum(at - below - setup, 0.0)
     tile = np.minimum(np.ceil(inside / cost[output] - 1e-9).astype(np.int64), tiles[output])
     tile = np.where(inside < setup, 0, np.where(work[output] - inside < setup, tiles[output], tile))
@@ -78,7 +82,7 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
 
 
 def even_rounds(ctas: int, outputs: int, parts: int) -> int:
-    """CTAs without a few that would give outputs more parts than a power of two, or than a multiple of `parts`."""
+    """`ctas`, rounded down (by less than a tenth) to a power of two, or a multiple of `parts`, of CTAs per output."""
     each = min(parts, 1 << max(0, (ctas // outputs).bit_length() - 1)) * outputs
     fewer = ctas // each * each
     return fewer if fewer > 0.9 * ctas else ctas
@@ -101,17 +105,17 @@ def from_edges(tiles: Numbers, edges: Numbers) -> Plan:
 
 
 class LivePlan:
-    """The plan of launches that are replayed: kept up to date in memory that stays where it is.
+    """The plan of launches that are replayed, kept up to date in memory that keeps its address.
 
-    words: as a `Plan`'s, of `ctas` CTAs, the last of which may have no tiles. parts: the plan's, rounded up to a power
-    of two. A plan that needs more CTAs or other parts moves to other memory, and what was captured is of no use.
+    words: as in `Plan`, for `ctas` CTAs, the last of which may have no tiles. parts: as in `Plan`, rounded up to a
+    power of two. A plan that needs more CTAs or other parts moves to other memory, and the graph is captured again.
 
     Args:
-        make: the plan for so many sealed blocks of each row.
-        sealed: of each row.
-        most: CTAs that no plan exceeds.
-        device: where the words lie.
-        workspace: what the launches use besides, and must not be freed before.
+        make: the plan for given numbers of sealed blocks of each row.
+        sealed: sealed blocks of each row.
+        most: maximum number of CTAs of any plan.
+        device: device of the words.
+        workspace: other memory that the launches use; kept alive with the plan.
     """
 
     def __init__(
@@ -143,7 +147,7 @@ class LivePlan:
 
 
 class KeptWorkspace:
-    """In place of a `LivePlan`, for launches whose work the device shares out: memory that must not be freed before."""
+    """In place of a `LivePlan`, for launches whose work the device splits: keeps their memory alive."""
 
     def __init__(self, words: Any):
         self.words = words

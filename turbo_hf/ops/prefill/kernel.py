@@ -13,7 +13,7 @@ import triton.language as tl
 
 from turbo_hf.ops.kernel_common import LN_2, LOG2_E, SCORE_LIMIT, as_int8, in_value_order, sas, tanh, value_order
 
-DEPTH = tl.constexpr(16.0)  # a tile further below the running maximum, in log2, is scaled by what lies this far below
+DEPTH = tl.constexpr(16.0)  # log2: how far below the running maximum a tile's reference may lie
 
 
 @triton.jit
@@ -21,11 +21,12 @@ def _step(
     state, query, bias, k, k_scale, v, v_scale, allowed, scoring, FORM: tl.constexpr,
     MASKED: tl.constexpr, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, ORDERED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """One key tile: k [D, N], v [N, D]; k_scale a number, or [N]; v_scale a log2, or [N] as it is.
+    """One key tile: k [D, N], v [N, D]; k_scale: a number, or [N]; v_scale: a log2, or the scales [N].
 
-    query: codes, and the scale of each row. bias: of each row, or None. state of a row: acc in units of
-    2^(ref + worth), total in units of 2^(ref - p_log2), top the running maximum, ref, worth. These two are not added
-    up: what V's scale is worth would be lost beside a large score.
+    query: codes, and the scale of each row. bias: of each row, or None.
+    state: per row, acc in units of 2^(ref + worth), total in units of 2^(ref - p_log2), the running maximum top, ref,
+    worth. `ref` (of scores) and `worth` (of V's scale) are kept apart: in their sum, worth would be rounded away beside
+    a large score.
     """
     acc, total, top, ref, worth = state
     q, row_scale = query
@@ -44,7 +45,7 @@ def _step(
     if scoring.softcap is not None:
         s = scoring.softcap * tanh(s / scoring.softcap)
     if CLEAN:
-        # 0 * NaN is NaN: a value that is not finite must reach the queries that see it and no other
+        # 0 * NaN is NaN: a value that is not finite must reach only the queries that see it
         finite = v * 0.0 == 0.0
         broken = tl.min(finite.to(tl.int32), 1) == 0
         v = tl.where(finite, v, 0.0)
@@ -92,7 +93,7 @@ def _step(
 
 @triton.jit
 def _queries(view, row, head, column, d, inside, scaling, broken_ptr, INT8: tl.constexpr, WIDE: tl.constexpr):
-    """A tile of queries and what a score of each row is multiplied by. INT8 has no NaN: such a tile is reported."""
+    """A tile of queries, and the factor on each row's scores. INT8 has no NaN: a tile with NaN is reported."""
     stride_b, stride_h, stride_m = view.strides
     at = row * stride_b + head * stride_h + column[:, None] * stride_m + d[None, :]
     row_scale = scaling * LOG2_E
@@ -166,13 +167,13 @@ def _chunk(
 
 @triton.jit
 def _log2_scale(scale):
-    """log2 of a scale; a block of zeros has scale 0, and its worth does not matter."""
+    """log2 of a scale; for a block of zeros, whose scale is 0, any number."""
     return tl.log2(tl.where(scale > 0, scale, 1.0))
 
 
 @triton.jit
 def _past(state, query, past, row, kv_row, m, d, first, scoring, FORM: tl.constexpr):
-    """The sealed blocks, one scale a block, and the open tokens, one scale a token. Every query stands behind them."""
+    """Sealed blocks (one scale per block) and open tokens (one scale per token). Every query comes after them."""
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.past_block
     TILE: tl.constexpr = FORM.past_tile
@@ -347,7 +348,7 @@ def prefill_kernel(
     queries, k_tiles, v_tiles, chunk, past, scoring, result, pairs, tokens,
     FORM: tl.constexpr, REPAIR: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """Each program one tile; with REPAIR, few programs all tiles of the heads that `result.broken` names.
+    """Each program computes one tile; with REPAIR, a few compute all tiles of the heads in `result.broken`.
 
     `result.broken`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large
     for INT8, and then for one whose keys or values hold NaN or Inf; FLAGS: a power of two that covers them.

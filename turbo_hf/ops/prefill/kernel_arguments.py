@@ -11,9 +11,11 @@ class View(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries [B, Hq, M, D]. rotated: those for the chunk's keys, if these are rotated and the past's are not.
+    """Queries [B, Hq, M, D].
 
-    bias: float32 [B, Hq, M], by which all scores of a row with the chunk's keys are raised, or None.
+    given: the queries.
+    rotated: queries for the chunk's keys, if these are rotated and the past's are not; None: `given`.
+    bias: float32 [B, Hq, M], added to every score of a query with the chunk's keys, or None.
     """
 
     given: View
@@ -22,10 +24,13 @@ class Queries(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Keys and values of the chunk: the model's own, or None and the scales of quantized ones, those of V as log2.
+    """Keys and values of the chunk.
 
-    channel: float32 [B, Hkv, D], scales of V, or None. starts: int64 [B], each row's first token, or None: 0. padded:
-    tokens of the quantized operands.
+    k, v: in the model's own dtype; None where they are quantized.
+    k_scale, v_scale: scales of the quantized ones, those of V as log2.
+    channel: float32 [B, Hkv, D], scales of V per channel, or None.
+    starts: int64 [B], each row's first token; None: 0.
+    padded: tokens of the quantized operands.
     """
 
     k: View | None
@@ -38,7 +43,13 @@ class Chunk(NamedTuple):
 
 
 class Past(NamedTuple):
-    """What `unpack_past` returns, and the open tokens as in `KVStore`. slots, room: tokens that they have room for."""
+    """The past as the kernel reads it.
+
+    k, v, scale: sealed blocks, as `unpack_past` returns them.
+    sealed: sealed blocks per row.
+    k_open, v_open, k_open_scale, v_open_scale, open_len: the open tokens, as in `KVStore`.
+    slots, room: capacity in tokens of `k`, and of `k_open`.
+    """
 
     k: Any
     v: Any
@@ -62,12 +73,18 @@ class Result(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the kernel is compiled for. heads: query heads; group: those of a KV head. dim, padded_dim: channels, and
-    those of a tile.
+    """What the kernel is compiled for.
 
-    block_m, block: queries and keys of a tile. past_block: tokens of a sealed block; past_tile: those taken at a time,
-    fewer only where P has no scale of its tile. window: 0 for none. p_type, p_log2: type of P, and log2 of its largest
-    value in a tile. wide: type of the queries, where keys are not INT8. k_token: keys have a scale per token.
+    heads, group: query heads, and those per KV head.
+    dim, padded_dim: channels per head, and per tile.
+    block_m, block: queries and keys per tile.
+    past_block: tokens per sealed block.
+    past_tile: tokens of the past per tile; fewer than `past_block` only where P has no scale per tile.
+    window: tokens that a query sees; 0: all.
+    causal: whether a query sees no key after its own.
+    p_type, p_log2: type of P, and log2 of its largest value in a tile.
+    wide: type of the queries, where keys are not INT8.
+    k_token: whether keys have a scale per token.
     """
 
     heads: int

@@ -1,13 +1,13 @@
 """Flash attention of a prompt on Hopper's own instructions: INT8 Q K^T, FP8 or INT8 P V, in Triton's Gluon.
 
-The same definition as `kernels.prefill`, for prompts and nothing else (no past, padding, window, cap or sinks). One
-program a multiprocessor, persistent: one warp feeds tiles of K and V through the tensor memory accelerator to two
-groups of four warps, each of which owns 64 queries. A group issues Q K^T of the next tile and P V of the last one
-together, and computes its softmax under them. In FP8 the row sums are those of the rounded P, by one more product.
-What was tried and measured stands in `eval/results/prefill-log.md`.
+It computes what `ops.prefill.kernel` does, for plain prompts alone (no past, padding, window, cap or sinks). One
+persistent program per SM: one warp loads tiles of K and V with the tensor memory accelerator (TMA) for two warpgroups,
+each of which owns 64 queries. A warpgroup issues Q K^T of the next tile and P V of the last one together, and computes
+its softmax meanwhile. In FP8 the row sums are those of the rounded P, by one more product.
+`eval/results/prefill-log.md` has what was tried and measured.
 
 Names: M queries and keys, Tp padded keys, n_items tiles of 128 queries in all, n_blocks in a head, heads that run side
-by side because their keys fit the L2 cache together, Hq query heads, G of them to a KV head; sqb.. strides of q, sob..
+by side because their keys fit the L2 cache together, Hq query heads, G per KV head; sqb.. strides of q, sob..
 of o; it counts key tiles, s is a tile's stage in shared memory.
 """
 
@@ -32,7 +32,7 @@ _LOG2_127 = gl.constexpr(6.98868468677217)  # rounded to 15 digits, the same flo
 
 @gluon.jit
 def _item(round_):
-    """Work item of this program: back and forth, so that the descending lengths add up evenly."""
+    """Work item of this program in a round: in alternating order, so that the descending lengths add up evenly."""
     n = gl.num_programs(0)
     p = gl.program_id(0)
     return round_ * n + gl.where(round_ % 2 == 0, p, n - 1 - p)
@@ -91,7 +91,7 @@ def _load_q(q, round_, wg: gl.constexpr, sqb, sqh, sqm, M, n_items, n_blocks, he
 def _quantize_q(x, q_smem, broken):
     """Queries to INT8 in shared memory; returns each row's maximum, which is 127 codes."""
     xf = x.to(gl.float32)
-    # codes cannot say NaN or Inf: the head is reported, and computed again in 16 bit
+    # codes cannot represent NaN or Inf: the head is reported, and computed again in 16 bit
     unfit = gl.sum(xf * 0.0, 1) != 0.0
     gl.store(broken + gl.where(unfit, 0, 0), gl.where(unfit, 1, 0), mask=unfit)
     top = gl.maximum(gl.max(gl.abs(xf), 1), 1e-20)
@@ -118,7 +118,7 @@ def _store_lse(lse, found, rows, broken, M):
 
 @gluon.jit
 def _pack_if(P, FP8: gl.constexpr, NOW: gl.constexpr):
-    """P packed, or as it is: packing after the wait needs no copy of W but more registers; it pays at D = 64 only."""
+    """P packed, or unchanged: packing after the wait saves a copy of W, takes registers, and pays at D = 64 only."""
     W = P
     if NOW:
         W = _pack(P, FP8)

@@ -17,7 +17,7 @@ def channel_range_kernel(
     v_ptr, range_ptr, starts_ptr, stride_b, stride_h, stride_n, tokens,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, STARTS: tl.constexpr,
 ):  # fmt: skip
-    """max|v| of each channel, as float bits in int32: those of numbers >= 0 stand in the numbers' own order."""
+    """max|v| of each channel, as the bits of float32 in int32, which have the same order for numbers >= 0."""
     row, head = tl.program_id(1).to(tl.int64) // HEADS, tl.program_id(1).to(tl.int64) % HEADS
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, DP)
@@ -70,7 +70,7 @@ def quantize_operands_kernel(
     inside = (token < count)[:, None] & (d < D)[None, :]
     at = row * stride_vb + head * stride_vh + (start + token).to(tl.int64)[:, None] * stride_vn + d[None, :]
     v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    # 0 * x is 0 for every number: codes cannot say NaN or Inf, so such a head is reported
+    # codes cannot represent NaN or Inf, for which alone 0 * x is not 0: such a head is reported
     if tl.sum(tl.sum(k * 0.0 + v * 0.0, 1), 0) != 0.0:
         tl.store(broken_ptr + kv_row, 1)
     if V_OUT:
@@ -118,7 +118,7 @@ def unpack_past_kernel(
 ):  # fmt: skip
     """One sealed block of one slot to INT8: keys [BLOCK, D], values [D, BLOCK] in `VALUE_ORDER`, both scales.
 
-    In a cache with heads of 16 bit to their type, which holds codes too.
+    With 16-bit heads in the cache: to their type, which represents codes too.
     """
     block, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if block >= tl.load(sealed_ptr + row):

@@ -26,10 +26,10 @@ from turbo_hf.ops.store.launch import launch_rotate, pairs_of
 from turbo_hf.ops.tuning import prefill_tiles
 
 P_LOG2 = {mode: math.log2(top) for mode, top in V_TOP.items()} | {"half": 0.0, "fp16": 0.0}
-"""log2 of what the largest P of a key tile becomes: 127 in INT8, 448 in FP8, as of values."""
+"""log2 of the number to which the largest P of a key tile is scaled: 127 in INT8, 448 in FP8, as for values."""
 
 REPAIR_PROGRAMS = 264
-"""Programs that look whether any head holds NaN or Inf: two for each SM of an H200."""
+"""Programs that check whether any head holds NaN or Inf: two per SM of an H200."""
 
 P_TYPES = {"turbo": tl.int8, "int8": tl.int8, "fp8": tl.float8e4nv}
 TL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -51,7 +51,7 @@ def _view(x: torch.Tensor) -> View:
 def launch_quantize_operands(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
 ) -> Operands:
-    """`ops.operands.quantize_operands` in one pass over k and v, in two where V is scaled by more than a block."""
+    """`ops.prefill.operands.quantize_operands`: one launch, and one more before it unless V is scaled per block."""
     broken = torch.empty(k.shape[0] * k.shape[1], dtype=torch.int32, device=k.device)
     return _quantize(k, v, rounding, starts, broken)[0]
 
@@ -105,9 +105,7 @@ def _quantize(
 def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sealed blocks of a cache in INT8: k [B, Hkv, T, D], v [B, Hkv, D, T] in VALUE_ORDER, scales [B, Hkv, T/b, 2].
 
-    With heads of 16 bit in the type of their pages.
-
-    Slots past a row's end are not written.
+    With 16-bit heads, k and v are in the type of their pages. Places past a row's end are not written.
     """
     batch, heads, _, dim = past.k_open.shape
     blocks, device = past.table.shape[1], past.k_open.device
@@ -145,7 +143,7 @@ def launch_prefill(
     causal: bool,
     window: int | None,
 ) -> AttentionOutput:
-    """`ops.prefill.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
+    """`ops.prefill.contract.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
     batch, heads, tokens, dim = q.shape
     kv_heads, pairs = k.shape[1], batch * heads
     q, k, v = (_last_contiguous(x) for x in (q, k, v))

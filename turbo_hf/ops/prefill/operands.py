@@ -23,8 +23,8 @@ def quantize_operands(
 
     Args:
         k, v: float [B, Hkv, M, D].
-        rounding: as in `ops.prefill`, of any mode but "fp16"; with `hadamard`, keys are rotated as
-            `ops.rotate.rotate_keys` does, and queries must be rotated too.
+        rounding: as in `ops.prefill.contract`, of any mode but "fp16"; with `hadamard`, keys are rotated as
+            `ops.store.rotate.rotate_keys` does, and queries must be rotated too.
         starts: int64 [B], the first real column of each row.
         backend: "auto", "triton" or "reference".
 

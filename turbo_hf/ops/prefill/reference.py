@@ -123,7 +123,7 @@ def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) ->
 
 
 def _past(store: KVStore, q: Operand, fp8: bool, tile: int) -> list[Run]:
-    """The sealed blocks, one scale a block, and the open tokens, one scale a token; their codes are what they are."""
+    """The sealed blocks (one scale per block) and the open tokens (one scale per token), as stored."""
     batch, _, cap, _ = store.k_open.shape
     wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
     slot = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)

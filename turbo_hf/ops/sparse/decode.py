@@ -26,12 +26,12 @@ def sparse_decode(
     A query at position p of its row attends to the key at position t <= p if t < sink_tokens, or t > p - window_tokens,
     or the key's bucket is visited, either by all query heads of its KV head together or by the head itself. The M
     queries are independent: the result for one does not depend on the others. Scores and sums are computed as in
-    `ops.decode`.
+    `ops.decode.contract`.
 
     Args:
-        q: float [B, Hq, M, D], as in `ops.decode`.
+        q: float [B, Hq, M, D], as in `ops.decode.contract`.
         store: one layer's cache, including the M tokens.
-        scoring, starts, mode: as in `ops.decode`.
+        scoring, starts, mode: as in `ops.decode.contract`.
         visits: buckets of keys, and which of them queries visit (`turbo_hf.layout.Visits`); None: no key has a bucket,
             so that only those of `always` are read.
         always: the first and newest tokens, which each query reads.

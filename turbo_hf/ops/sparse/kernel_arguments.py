@@ -4,7 +4,12 @@ from typing import Any, NamedTuple
 
 
 class Index(NamedTuple):
-    """buckets: int16 [B, Hkv, 1, cap], of each token. visited: uint8 [B, Hkv, M, 1, `clusters`], of each query."""
+    """The buckets of a layer.
+
+    buckets: int16 [B, Hkv, 1, cap], the bucket of each token.
+    visited: uint8 [B, Hkv, M, 1, clusters], whether each query visits each bucket.
+    clusters: buckets per KV head.
+    """
 
     buckets: Any
     visited: Any

@@ -1,7 +1,7 @@
 """Decode attention over chosen tokens of the packed cache, in equal shares (SAAP appendix F, LeanAttention).
 
 Each CTA walks over listed blocks (`turbo_hf.ops.sparse.kernel_lists`) as over any (`turbo_hf.ops.decode.kernel`).
-The tokens of a bucket stand together, so that most of what is read is asked for.
+The tokens of a bucket lie side by side, so that most of what is read belongs to visited buckets.
 """
 
 import triton
@@ -17,8 +17,8 @@ from turbo_hf.ops.kernel_unpack import entry
 from turbo_hf.ops.sparse.kernel_lists import outputs_of, over, tiles_of, tiles_of_share
 
 
-# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
-# one, Triton 3.6 specializes them all the same
+# not specialized, so that a growing cache causes no further compilation; not in a tuple, whose members Triton 3.6
+# specializes nevertheless
 @triton.jit(do_not_specialize=["capacity", "index_cap", "outputs", "window"])
 def sparse_decode_kernel(
     queries, result, cache, rows,  # `Queries`, `Result`, `Cache`, `Rows`
@@ -29,9 +29,9 @@ def sparse_decode_kernel(
     tokens, sink, alone,  # M; first tokens that are always read; CTAs where there are few tiles
     FORM: tl.constexpr, SHARING: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Equal shares of the outputs [row, slot, query, part of the query heads], each of one output.
+    """Equal shares, each of one output [row, slot, query, part of the query heads].
 
-    The host knows neither the lengths of the rows nor the lists. PDL: `pdl_wait`.
+    The split is computed here: the host knows neither the lengths of the rows nor the lists. PDL: `pdl_wait`.
     """
     KV: tl.constexpr = FORM.kv_heads
     NB: tl.constexpr = FORM.tile

@@ -1,8 +1,8 @@
 """Which blocks sparse decode reads, and how the CTAs share them (SAAP appendix F, LeanAttention).
 
-There is no inverted index. Of a sealed block the smallest and the largest bucket of its tokens are known, 4 bytes
-beside its 8,712 in 4 bit: one launch looks through these spans and lists the blocks where a visited bucket may be. The
-next one knows how many there are for each output, and shares them out in whole tiles.
+There is no inverted index. For each sealed block its span is known: the smallest and the largest bucket of its tokens,
+4 bytes beside the 8,712 of a block in 4 bit. One launch scans the spans and lists the blocks that may hold a visited
+bucket. The next launch knows how many blocks each output has, and splits them into shares of whole tiles.
 """
 
 import triton
@@ -15,8 +15,8 @@ from turbo_hf.ops.kernel_common import pdl_wait, to_l2
 def extent(place, closed, sink, window):
     """What a query at `place` (-1: none) sees of a row with `closed` tokens in sealed blocks.
 
-    Returns numbers of tokens: first: of the first ones, that are always attended to; recent: before the newest ones,
-    of which the same holds; sealed, opened: in sealed blocks, and open. Between first and recent, buckets decide.
+    Returns numbers of tokens. first: the oldest ones, which are always read. recent: those before the newest ones that
+    are always read; between first and recent, buckets decide. sealed: in sealed blocks. opened: in the open buffer.
     """
     seen = place + 1
     sealed = tl.minimum(closed, seen)
@@ -28,7 +28,7 @@ def extent(place, closed, sink, window):
 def place_of(query, row, queries, ok, rows, BLOCK: tl.constexpr):
     """A query's place in its row, -1: none; the row's tokens in sealed blocks.
 
-    Past the L1 cache: these were written a few launches ago, and launches overlap.
+    Loads bypass L1: these were written a few launches ago, and launches overlap.
     """
     closed = tl.load(rows.sealed + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) * BLOCK
     place = closed + tl.load(rows.open_len + row, mask=ok, other=0, cache_modifier=".cg").to(tl.int32) - queries + query
@@ -48,8 +48,8 @@ def _blocks_from(start, table, blocks, spans, spanned, begin, end, SCAN: tl.cons
     return n, page, tl.load(spans + n, mask=(n >= begin) & (n < tl.minimum(end, spanned)), other=-1)
 
 
-# whatever these are, the code is the same: no user waits for another compilation as a cache grows. Not in a tuple: in
-# one, Triton 3.6 specializes them all the same
+# not specialized, so that a growing cache causes no further compilation; not in a tuple, whose members Triton 3.6
+# specializes nevertheless
 @triton.jit(do_not_specialize=["table_stride", "capacity", "spanned", "window"])
 def list_kernel(
     spans_ptr,  # int32 [B, Hkv, spanned]: largest bucket << 16 | smallest
@@ -62,7 +62,7 @@ def list_kernel(
     KV: tl.constexpr, BLOCK: tl.constexpr, SCAN: tl.constexpr, BUCKETS: tl.constexpr, INDEX: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The sealed blocks that one list [row, slot, query] reads, and how many they are.
+    """List the sealed blocks that one [row, slot, query] reads, and count them.
 
     A block whose buckets are not known is read. BUCKETS: `buckets`, padded. PDL: `pdl_wait`.
     """
@@ -112,7 +112,7 @@ def list_kernel(
 
 @triton.jit
 def outputs_of(o, outputs, row_parts: tl.constexpr, queries, rows, KV: tl.constexpr, BLOCK: tl.constexpr):
-    """Of outputs o [row, slot, query, row part]: the query's place, -1: none; the row's sealed tokens; the KV head."""
+    """Of outputs o [row, slot, query, row part]: the query's place (-1: none), the row's sealed tokens, the KV head."""
     ok = o < outputs
     own = o // row_parts
     slot = own // queries
@@ -122,18 +122,18 @@ def outputs_of(o, outputs, row_parts: tl.constexpr, queries, rows, KV: tl.conste
 
 @triton.jit
 def tiles_of(place, closed, listed_count, ok, NB: tl.constexpr):
-    """Tiles of NB blocks of an output: of its listed blocks and one of its open tokens, at least one; 0 if not ok."""
+    """Tiles of NB blocks of an output: its listed blocks, and one for its open tokens; at least one; 0 if not ok."""
     return tl.where(ok, tl.maximum(tl.cdiv(listed_count, NB) + (place >= closed).to(tl.int32), 1), 0)
 
 
 @triton.jit
 def over(x, y):
-    """The least integer that is not below x / y, where x + y is below 2^21; beyond it may be one less.
+    """x / y rounded up, where x + y is below 2^21; beyond that it may be one less. x: a tensor.
 
-    Integer division takes three times as long. x: a tensor.
+    Integer division takes three times as long.
     """
     y = x * 0 + y
-    # half a unit from any integer is further than the division is wrong
+    # the division is off by less than the half that is added
     return (((x + y - 1).to(tl.float32) + 0.5) / y.to(tl.float32)).to(tl.int32)
 
 
@@ -141,11 +141,11 @@ def over(x, y):
 def tiles_of_share(
     tiles, outputs, ctas, alone, AT_ONCE: tl.constexpr, FILLED: tl.constexpr, SHARES: tl.constexpr
 ):  # fmt: skip
-    """Tiles that one share has of its output, at most. tiles: of each output.
+    """The maximum number of tiles per share. tiles: tiles of each output.
 
-    The fewest with which there is a CTA for each share, or a few more, where that saves the longest output a round of
-    its merge, which takes AT_ONCE parts. With many outputs those with which a CTA has about SHARES. Below FILLED tiles
-    per CTA only `alone` CTAs work: fewer of them share an SM.
+    The smallest number with which every share gets a CTA of its own, or a little more, if that saves the longest output
+    an iteration of its merge (AT_ONCE parts). With many outputs, the number with which a CTA gets about SHARES shares.
+    Below FILLED tiles per CTA only `alone` CTAs work, so that fewer of them share an SM.
     """
     total = tl.sum(tiles, 0)
     if 2 * outputs > ctas:

@@ -1,4 +1,4 @@
-"""Buckets of keys, what a classifier says of queries, and the buckets that they visit (SAAP sec. 4)."""
+"""Buckets of keys, logits of queries, and the buckets that queries visit (SAAP sec. 4)."""
 
 import triton
 import triton.language as tl
@@ -59,7 +59,7 @@ def assign_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr,
     ROTARY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS keys of one row and head against all centroids, TILE at a time; of equals the first."""
+    """TOKENS keys of one row and head against all centroids, TILE at a time; the first one in a tie."""
     pair = tl.program_id(1).to(tl.int64)
     row, head = pair // HEADS, pair % HEADS
     n = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -83,7 +83,7 @@ def assign_kernel(
 
 @triton.jit
 def _best(u, live, count):
-    """Which of the integers u (where live) are the `count` largest; of equals the first. At most 2^15 integers."""
+    """Which of the integers u (where live) are the `count` largest, the first ones in a tie. At most 2^15 integers."""
     bound = tl.zeros([], tl.int64)
     for i in range(16):
         unit = tl.full([], 1, tl.int64) << (30 - 2 * i)
@@ -100,7 +100,7 @@ def _best(u, live, count):
 
 @triton.jit
 def _until(u, p, live, mass):
-    """Which hold the probability p, largest u first, until less than `mass` of it is left; of equals the first."""
+    """The largest u, first ones in a tie, until less than `mass` of the probability p is left to the others."""
     bound = tl.zeros([], tl.int64)
     for i in range(32):
         trial = bound + (tl.full([], 1, tl.int64) << (31 - i))
@@ -115,7 +115,7 @@ def _until(u, p, live, mass):
 
 @triton.jit
 def _sum_of(at, c, group, buckets, G: tl.constexpr):
-    """Of buckets c the logits' sum over a group, float32.
+    """The sum over a group of the logits of buckets c, float32.
 
     Added one after the other: the order of a reduction depends on the shape, and a bucket must have one sum.
     """
@@ -140,7 +140,7 @@ def rank_kernel(
     group, buckets, count,
     G: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One KV head and query: which of OWN buckets are among its `count` best, of equals the first. G: padded.
+    """One KV head and query: which of OWN buckets are among its `count` best, the first ones in a tie. G: padded.
 
     A comparison is the sign of a difference, which takes two instructions with its sum; of a predicate it takes four.
     PDL: `pdl_wait`.
@@ -151,7 +151,7 @@ def rank_kernel(
     begin = tl.program_id(1) * OWN
     own = begin + tl.arange(0, OWN)
     u = _rank_of(at, own, group, buckets, G)
-    # of its own buckets one by one; of all those before them, equals are better too
+    # its own buckets one by one; a bucket that comes before them wins a tie
     better = tl.sum(((u[None, :] == u[:, None]) & (own[None, :] < own[:, None])).to(tl.int32), 1)
     for start in tl.range(0, buckets, TILE, num_stages=1):
         c = start + tl.arange(0, TILE)
@@ -172,7 +172,7 @@ def visit_kernel(
     group, buckets, queries, most, mass,
     G: tl.constexpr, C: tl.constexpr, COUNT: tl.constexpr, SIZED: tl.constexpr,
 ):  # fmt: skip
-    """One KV head and query: its visits by mass, with COUNT at most `most` (`ops.select.visit`). G, C: padded.
+    """One KV head and query: its visits by mass, with COUNT at most `most` (`ops.sparse.select.visit`). G, C: padded.
 
     SIZED: buckets have the sizes given; otherwise one key each.
     """
@@ -204,7 +204,8 @@ def _nearest(
     """KEYS new keys of one KV head, of any rows, against TILE centroids; the last tile that arrives writes the best.
 
     new: (keys [B, Hkv, M, D], centroids [Hkv, C, D], out int16 [B, Hkv, M], best int64 [Hkv, chunks, KEYS], the least
-    integers, and arrived int32 [Hkv, chunks], zeros, both before and after). strides: of the keys. Of equals the first.
+    integers, and arrived int32 [Hkv, chunks], zeros, both before and after). strides: of the keys. The first centroid
+    wins a tie.
     """
     keys_ptr, centroids_ptr, out_ptr, best_ptr, arrived_ptr = new
     i = chunk * KEYS + tl.arange(0, KEYS)
@@ -222,7 +223,7 @@ def _nearest(
     # NaN too, as in `assign_kernel`
     score = tl.where((c < buckets)[None, :] & (score == score), score, -float("inf"))
     top, index = tl.max(score, 1, return_indices=True)
-    # the best score in the high half, and of equals the first in the low half
+    # the score in the high half; in the low half what lets the first centroid win a tie
     found = (_signed(top).to(tl.int64) << 32) + (4294967295 - (tile * TILE + index).to(tl.int64))
     best = best_ptr + (head * chunks + chunk) * KEYS + tl.arange(0, KEYS)
     tl.atomic_max(best, found, mask=live, sem="relaxed")
@@ -312,8 +313,8 @@ def logits_kernel(
 ):  # fmt: skip
     """The second layer for ROWS vectors of one KV head, of any rows, and TILE buckets. times: biases added.
 
-    WHOLE: UNITS divide the hidden units, and TILE the buckets. PDL: `pdl_wait`; the first layer writes no
-    weights, which come to the L2 cache meanwhile.
+    WHOLE: UNITS divide the hidden units, and TILE the buckets. PDL: `pdl_wait`; before it weights, which the
+    first layer does not write, are prefetched to L2.
     """
     head = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * TILE + tl.arange(0, TILE)

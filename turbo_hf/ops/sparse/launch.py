@@ -22,17 +22,17 @@ from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logit
 from turbo_hf.ops.store.launch import pairs_of
 
 SCAN = 2048
-"""Blocks whose spans are looked through at once."""
+"""Blocks whose spans are scanned at a time."""
 
 SHARES = 4
-"""Shares of a CTA where there are many outputs: so many that most CTAs end at about the same time."""
+"""Shares per CTA where there are many outputs: enough that most CTAs end at about the same time."""
 
 EVERY = 1 << 30
 """More tokens than a row has."""
 
 
 def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """cos, sin, elements from row to row (0: one for all rows), channels that turn."""
+    """cos, sin, their stride per row (0: one for all rows), and the number of rotated channels."""
     if rotary is None:
         return unused, unused, 0, 0
     cos, sin = (part.contiguous() for part in rotary)
@@ -40,7 +40,7 @@ def _turns(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def launch_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None) -> torch.Tensor:
-    """`ops.select.assign`."""
+    """`ops.sparse.select.assign`."""
     batch, heads, tokens, dim = keys.shape
     out = torch.empty(batch, heads, tokens, dtype=torch.int16, device=keys.device)
     padded = max(16, power_of_two(dim))
@@ -56,26 +56,26 @@ def launch_assign(keys: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary
 
 
 RANKED = 16
-"""Buckets that one program compares with all others."""
+"""Buckets per program; each is compared with all others."""
 
 COMPARED = 1024
-"""Buckets that they are compared with at once."""
+"""Buckets that these are compared with at a time."""
 
 UNITS = 64
-"""Units of a program of a layer on queries; a step of the second layer takes twice as many."""
+"""Hidden units per program of a layer on queries; an iteration of the second layer takes twice as many."""
 
 VECTORS = 16
-"""Of queries of one KV head that share what is read of the weights, whatever their rows; more in larger groups."""
+"""Query vectors of one KV head, of any rows, for which weights are read once; more in larger groups."""
 
 BUCKETS_AT_ONCE = 64
-"""Of a program of the second layer: a step has few heads, and every SM should read a part of the weights."""
+"""Buckets per program of the second layer: a step has few heads, and every SM should read a part of the weights."""
 
 
 KEYS = 16
-"""New keys of one KV head that share what is read of the centroids, whatever their rows."""
+"""New keys of one KV head, of any rows, for which centroids are read once."""
 
 NEAR = 32
-"""Centroids per program that new keys are compared with: every SM should read a part of them."""
+"""Centroids per program: every SM should read a part of them."""
 
 
 class New(NamedTuple):
@@ -88,9 +88,9 @@ class New(NamedTuple):
 
 @cache
 def _bests(device: torch.device, stream: int, thread: int, chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What programs compare the best centroids of chunks by, and their counters: as each launch leaves them.
+    """The best centroids of each chunk so far, and arrival counters, as each launch leaves them.
 
-    Never released, because launches that are replayed refer to it: 132 bytes per chunk.
+    Never released, because captured launches refer to it: 132 bytes per chunk.
     """
     with torch.inference_mode(False):
         least = torch.full((chunks, KEYS), torch.iinfo(torch.int64).min, dtype=torch.int64, device=device)
@@ -104,7 +104,7 @@ def launch_classify(
     rotary: Rotary | None = None,
     new: New | None = None,
 ) -> torch.Tensor:
-    """`ops.select.classify`: one launch a layer. new: keys whose buckets the first one finds too."""
+    """`ops.sparse.select.classify`: one launch per layer. new: keys whose buckets the first launch finds too."""
     batch, heads, tokens, group, _ = queries.shape
     weight_1, bias_1, weight_2, bias_2 = (classifier[name].contiguous() for name in CLASSIFIER)
     hidden, buckets = weight_2.shape[1:]
@@ -124,7 +124,7 @@ def launch_classify(
 def launch_score(
     queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: New | None = None
 ) -> torch.Tensor:
-    """`ops.select.score`; new: as in `classify`."""
+    """`ops.sparse.select.score`; new: as in `classify`."""
     batch, heads, tokens, _, _ = queries.shape
     out = torch.empty(batch, heads, tokens, 1, centroids.shape[1], dtype=torch.float32, device=queries.device)
     with torch.cuda.device_of(queries):
@@ -140,7 +140,7 @@ def launch_assign_and_score(
     *,
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.select.assign_and_score`: no launch more than the logits alone."""
+    """`ops.sparse.select.assign_and_score`, with no more launches than for the logits alone."""
     new = New(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
     if classifier is None:
         return new.out, launch_score(queries, centroids, rotary=rotary, new=new)
@@ -186,7 +186,7 @@ def launch_visit(
     most: int | None = None,
     sizes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`ops.select.visit`."""
+    """`ops.sparse.select.visit`."""
     *shape, group, buckets = logits.shape
     out = torch.empty(*shape, buckets, dtype=torch.bool, device=logits.device)
     lists = out.numel() // buckets
@@ -210,9 +210,9 @@ def launch_visit(
 def _workspace(
     device: torch.device, stream: int, thread: int, lists: int, capacity: int, outputs: int, shares: int, floats: int
 ) -> tuple[torch.Tensor, ...]:
-    """Blocks listed, how many; arrival counters of outputs (zeros, as each launch leaves them); parts.
+    """Listed blocks, their counts, arrival counters of outputs (zeros, as each launch leaves them), partial results.
 
-    Two launches use it, so that threads that share a stream have one each.
+    Two launches use it one after the other, so threads that share a stream have one each.
     """
     return (
         torch.empty(lists * capacity, dtype=torch.int64, device=device),
@@ -232,7 +232,7 @@ def launch_sparse_decode(
     mode: str = "turbo",
     read: torch.Tensor | None = None,
 ) -> AttentionOutput:
-    """`ops.sparse.sparse_decode`; arguments as there, checked. One table, in which one collision is asked for."""
+    """`ops.sparse.decode.sparse_decode` for one hash table; arguments as there, already checked."""
     batch, heads, queries, dim = q.shape
     kv_heads = store.k_open.shape[1]
     group = heads // kv_heads
@@ -243,13 +243,12 @@ def launch_sparse_decode(
     tune, turbo, padded = tiles_for(q, store, mode)
     ctas = gpu.sms(q.device) * tune.occupancy
     alone = gpu.sms(q.device) if tune.blocks == 4 else ctas
-    # two rounds of the merge for an output with its mean share: of 8 outputs, measured faster than one
+    # two iterations of the merge for an output with the mean number of parts: with 8 outputs, measured faster than one
     usual = power_of_two(max(4, alone // (2 * lists * row_parts)))
     merged = max(1, min(usual, MERGED * 32 * tune.blocks // (per_output * padded)))
-    # `tiles_of_share`: as many shares as CTAs, or as each of many outputs needs and SHARES a CTA
+    # `tiles_of_share`: as many shares as CTAs; with many outputs SHARES per CTA, and at least one per output
     shares = SHARES * ctas + lists * row_parts
-    # what the longest row may hold in sealed blocks, by powers of two, so that a cache that grows does not leave a
-    # workspace behind at each step
+    # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
     capacity = power_of_two(max(1, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
     shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats)

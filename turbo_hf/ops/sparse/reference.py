@@ -1,4 +1,4 @@
-"""Attention of the newest tokens over the buckets that they visit and the dense part of the cache, in plain torch."""
+"""Attention of the newest tokens over the buckets that they visit and the always-read tokens, in plain torch."""
 
 import torch
 

@@ -172,7 +172,7 @@ def _check_keys(keys: torch.Tensor, centroids: torch.Tensor) -> None:
             f"{keys.device}."
         )
     if buckets > MOST_BUCKETS:
-        raise ValueError(f"centroids must be at most {MOST_BUCKETS} a head; got {buckets}.")
+        raise ValueError(f"centroids must be at most {MOST_BUCKETS} per head; got {buckets}.")
 
 
 def _check_classifier(classifier: Mapping[str, torch.Tensor], device: torch.device) -> None:

@@ -30,13 +30,13 @@ def append_tokens(
 
     Args:
         k, v: float [B, Hkv, M, D].
-        store: one layer's cache, with room for M more open tokens per row; k_open, v_open, their scales and open_len
-            change.
+        store: one layer's cache, with capacity for M more open tokens per row; k_open, v_open, their scales and
+            open_len change.
         starts: int64 [B], the first column that holds a token of the row; None: all do.
         given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
         max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
         nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
-        rotate: rotate keys on the way, as `ops.rotate.rotate_keys` does.
+        rotate: rotate keys on the way, as `ops.store.rotate.rotate_keys` does.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -61,7 +61,9 @@ def append_tokens(
         nonfinite=(nonfinite, (1,)),
     )
     if starts is None and k.shape[2] > capacity:
-        raise ValueError(f"k brings {k.shape[2]} tokens a row; the store has room for {capacity}, open ones included.")
+        raise ValueError(
+            f"k brings {k.shape[2]} tokens per row; the store has room for {capacity}, open ones included."
+        )
     if rotate:
         check_float("k", k)
     if uses_triton(backend, k.device, why_no_kernel(k)):
@@ -90,8 +92,8 @@ def append_step(
 ) -> None:
     """Seal each row's open block if it is full, then append one token to each row; on a GPU in one launch.
 
-    What there is to do is determined by the tensors alone, so the launch can be replayed: the host only has to enter in
-    the table which page a row's next block takes.
+    The tensors alone determine what it does, so the launch can be replayed: the host only has to write the page of a
+    row's next block into the table.
 
     Args:
         k, v: float [B, Hkv, 1, D].
@@ -148,9 +150,9 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
 
     Args:
         store: one layer's cache, whose table and `sealed` already count these blocks: the `open_len // block` of row r
-            end at entry `sealed[r]` of its part of the table; those that would begin before entry 0 are left out. The
-            pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
-        blocks: the maximum that any row has.
+            are the last ones before entry `sealed[r]` of its row of the table; blocks that would lie before entry 0
+            are left out. The pages change; `k_open` [B, Hkv, cap, D] and the other open tokens do not.
+        blocks: the largest number of whole blocks of any row.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -159,7 +161,7 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
     Raises:
         ValueError: a backend that cannot run.
 
-    Source: as for `ops.quantize.seal_blocks`, which gives the same bits.
+    Source: as for `ops.store.quantize.seal_blocks`, which gives the same bits.
     """
     if uses_triton(backend, store.k_open.device, why_no_kernel(store.k_open)):
         from turbo_hf.ops.store.launch import launch_seal_open  # noqa: PLC0415 - needs Triton

@@ -1,4 +1,4 @@
-"""New tokens into the open buffer, and full blocks out of it, in one launch that waits for nothing."""
+"""Kernels that store new tokens in the open buffer and seal whole blocks, in one launch without waiting."""
 
 import triton
 import triton.language as tl
@@ -13,14 +13,14 @@ from turbo_hf.ops.store.kernel_seal import copy_block, seal_block
 def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
     """INT8 codes of tokens x [T, DP], and their scales: the given one where that is above 0, else their own.
 
-    Of another TYPE the tokens themselves, with scale 1.
+    With another TYPE than int8: the tokens themselves, with scale 1.
     """
     if TYPE != tl.int8:
         codes = x.to(TYPE)
         scale = tl.sum(codes.to(tl.float32) * 0.0, 1) + 1.0
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
     else:
-        # max skips NaN: a token that holds one must show it
+        # tl.max skips NaN; a token with NaN must get a scale of NaN
         scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
         nonfinite = tl.sum(scale * 0.0, 0) != 0.0
         if GIVEN:
@@ -32,7 +32,7 @@ def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _rotated_keys(k, LEVELS: tl.constexpr):
-    """Keys as `ops.rotate.rotate_keys` leaves them, in runs of 2^LEVELS channels; with LEVELS 0 as they are."""
+    """Keys as `ops.store.rotate.rotate_keys` leaves them, in runs of 2^LEVELS channels; with LEVELS 0 as they are."""
     return k if LEVELS == 0 else rotated(k, LEVELS) * (1.0 / (1 << (LEVELS // 2)))
 
 
@@ -41,12 +41,12 @@ def append_kernel(
     new, given_ptr,  # `NewTokens`, float32 [B, Hkv, 2] or None
     opened,  # (k, v, k_scale, v_scale) of the open tokens, as in `KVStore`
     open_len_ptr, starts_ptr,  # int64 [B], and [B] or None
-    max_scale_ptr,  # [B, Hkv, 2], the bits of float32 in int32: those of numbers >= 0 stand in the numbers' own order
+    max_scale_ptr,  # [B, Hkv, 2], the bits of float32 >= 0 as int32, which have the same order
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
     tokens, cap,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS new tokens of one row and head, behind the open ones; the last program of a row to arrive counts all."""
+    """Append TOKENS new tokens of one row and head; the last program of a row to arrive updates the row's count."""
     k_open, v_open, k_scales, v_scales = opened
     GIVEN: tl.constexpr = given_ptr is not None
     pair = tl.program_id(1).to(tl.int64)
@@ -95,7 +95,7 @@ def seal_open_kernel(
     table_stride, cap,
     FORM: tl.constexpr,
 ):  # fmt: skip
-    """One whole open block of one slot of one row to its page."""
+    """Seal one whole open block of one slot of one row to its page."""
     n = tl.program_id(0).to(tl.int64)
     program = tl.program_id(1).to(tl.int64)
     D: tl.constexpr = FORM.dim
@@ -131,7 +131,7 @@ def append_step_kernel(
     table_stride,
     FORM: tl.constexpr, TABLES: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """One slot of one row: its block to a page if it is due, then its new token. The last slot of a row counts both.
+    """For one slot of one row: seal its block if due, then append its new token. A row's last slot updates both counts.
 
     TABLES: buckets of a token, 0 without an index. LEVELS: as in `_rotated_keys`.
     """
@@ -156,7 +156,7 @@ def append_step_kernel(
                 k_at, v_at = k_open + pair * cap * D, v_open + pair * D * cap
                 tokens = Block(k_at, v_at, k_scales + pair * cap, v_scales + pair * cap, 1, cap)
                 seal_block(tokens, cache.paged[g], page * FORM.slots[g] + own, g, FORM)
-        # the new token takes a place that other threads have read by now
+        # all threads have now read the place that the new token takes
         tl.debug_barrier()
     at = tl.where(is_due, 0, held)
     d = tl.arange(0, FORM.padded_dim)

@@ -13,7 +13,12 @@ class NewTokens(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """destination: int16 [B, Hkv, tables, `places`], where a new token's buckets go, [B, Hkv, tables, 1]."""
+    """The buckets of a new token in each row, and where they go.
+
+    destination: int16 [B, Hkv, tables, places], the index.
+    buckets: int16 [B, Hkv, tables, 1].
+    places: capacity of the index in tokens.
+    """
 
     destination: Any
     buckets: Any
@@ -21,10 +26,13 @@ class Noted(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What kernels that seal are compiled for. slots, bits: KV heads of each width, and the width.
+    """What kernels that seal are compiled for.
 
-    lanes, lane_width: of each width, the codes in a byte of the finest plane, and the channels of a lane, padded.
-    heads: KV heads. dim, padded_dim: channels, and those of a tile. block: tokens of a block.
+    slots, bits: for each width, its KV heads and its bits.
+    lanes, lane_width: for each width, codes per byte of the finest plane, and channels per lane, padded.
+    heads: KV heads.
+    dim, padded_dim: channels per head, and per tile.
+    block: tokens per block.
     """
 
     slots: tuple[int, ...]

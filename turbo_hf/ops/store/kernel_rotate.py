@@ -15,7 +15,7 @@ def _level(x, HALF: tl.constexpr):
 
 @triton.jit
 def rotated(x, LEVELS: tl.constexpr):
-    """Lines of runs of 2^LEVELS channels, times a matrix with entries +-1: sums and differences in one order."""
+    """Runs of 2^LEVELS channels times the Hadamard matrix (entries +-1), by sums and differences in a fixed order."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     SIZE: tl.constexpr = 1 << LEVELS
@@ -31,7 +31,7 @@ def rotate_kernel(
     stride_b, stride_h, stride_m, heads, tokens, runs, scale,
     RUNS_PER_TOKEN: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS runs of SIZE = 2^LEVELS channels, RUNS_PER_TOKEN of them to a token."""
+    """ROWS runs of SIZE = 2^LEVELS channels, RUNS_PER_TOKEN of them per token."""
     run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = run // RUNS_PER_TOKEN
     row_head = token // tokens

@@ -1,4 +1,4 @@
-"""What the cache stores: INT8 tokens of new keys and values, and INT8 tokens sealed to pages of 4, 3 or 2 bit."""
+"""Kernels that quantize new tokens to INT8, and seal INT8 tokens to pages of 4, 3 or 2 bits."""
 
 import triton
 import triton.language as tl
@@ -18,7 +18,7 @@ def quantize_tokens_kernel(
     x_ptr, given_ptr, codes_ptr, scale_ptr, stride_b, stride_h, stride_n, tokens,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK tokens of one head to INT8, one scale a token: their own, or a given one."""
+    """BLOCK tokens of one head to INT8, one scale per token: its own, or a given one."""
     pair = tl.program_id(1).to(tl.int64)
     row, head = pair // HEADS, pair % HEADS
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -30,7 +30,7 @@ def quantize_tokens_kernel(
     if GIVEN:
         scale = tl.load(given_ptr + slot, mask=n < tokens, other=1.0)
     else:
-        # max skips NaN: a token that holds one must show it
+        # tl.max skips NaN; a token with NaN must get a scale of NaN
         scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
         tl.store(scale_ptr + slot, scale, mask=n < tokens)
     codes = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
@@ -54,7 +54,7 @@ def _ratios(scale_ptr, at, n):
 
 @triton.jit
 def _step_and_zero(low, high, LEVELS: tl.constexpr):
-    """Stage 2 of a channel whose codes go from low to high: `reference.quantize.seal_blocks` explains."""
+    """Stage 2 of a channel whose codes go from low to high: as `ops.store.reference_quantize._stage2`."""
     step = tl.maximum(_rounded(tl.div_rn(high - low, LEVELS)), 1.0)
     zero = low + tl.floor((high - low - LEVELS * step) / 2)
     return step, tl.maximum(zero, -128.0)
@@ -69,8 +69,7 @@ def _codes(q1, step, zero, LEVELS: tl.constexpr):
 def _store_planes(ptr, at, codes, inside, lane: tl.constexpr, before, width, BITS: tl.constexpr, LANES: tl.constexpr):
     """One lane of a half-split run joins the bytes of the lanes `before`; stores them with the last.
 
-    A lane is the codes that have the same bits of their bytes; lanes stand one after another in the run. width: codes
-    of a lane.
+    A lane: the codes that take the same bits of their bytes. Lanes follow each other in the run. width: codes per lane.
     """
     if BITS == 3:
         low, other, high = before
@@ -166,7 +165,7 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def copy_block(tokens, pages, page, FORM: tl.constexpr):
-    """One block of one head to a page of 16 bit, as it is: `seal_block` without codes."""
+    """Copy one block of one head, unquantized, to a page of 16 bit."""
     k_out, v_out, _, scale_out = pages
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block

@@ -57,7 +57,7 @@ def _levels(dim: int) -> int:
 
 
 def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.quantize.quantize_tokens`."""
+    """`ops.store.quantize.quantize_tokens`."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
@@ -71,7 +71,7 @@ def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple
 
 
 def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
-    """`ops.rotate`: x times the matrix with entries +-2^-shift."""
+    """`ops.store.rotate`: x times the matrix with entries +-2^-shift."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(batch, heads, tokens, dim, dtype=dtype, device=x.device)
@@ -88,7 +88,7 @@ def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tens
 def launch_seal_blocks(
     k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
 ) -> PagedHeads:
-    """`ops.quantize.seal_blocks`."""
+    """`ops.store.quantize.seal_blocks`."""
     pages, slots, block, dim = k.shape
     sealed = empty_pages(bits, pages, slots, dim, block, k.device)
     k, k_scale, v, v_scale = (x.contiguous() for x in (k, k_scale, v, v_scale))
@@ -112,7 +112,7 @@ def launch_append_tokens(
     counters: torch.Tensor,
     rotate: bool = False,
 ) -> None:
-    """`ops.append.append_tokens`; counters: int32 [B], zeros."""
+    """`ops.store.append.append_tokens`; counters: int32 [B], zeros."""
     batch, heads, tokens, dim = k.shape
     part = min(APPENDED, power_of_two(tokens))
     with torch.cuda.device_of(k):
@@ -127,7 +127,7 @@ def launch_append_tokens(
 
 
 def launch_seal_open(store: KVStore, blocks: int) -> None:
-    """`ops.append.seal_open`."""
+    """`ops.store.append.seal_open`."""
     batch, heads, cap, dim = store.k_open.shape
     bits = tuple(pages.bits for pages in store.paged)
     held: tuple[torch.Tensor | int, ...] = (store.k_open, store.v_open, store.k_scale, store.v_scale, 1, cap)
@@ -155,7 +155,7 @@ def launch_append_step(
     arrived: torch.Tensor,
     rotate: bool = False,
 ) -> None:
-    """`ops.append.append_step`."""
+    """`ops.store.append.append_step`."""
     batch, heads, _, dim = k.shape
     with torch.cuda.device_of(k):
         append_step_kernel[(batch * heads,)](

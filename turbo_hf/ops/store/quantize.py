@@ -128,12 +128,12 @@ def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantize(store: KVStore, dtype: torch.dtype, rotated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every cached token in full precision, rows starting at slot 0.
+    """Every cached token in full precision, rows starting at place 0.
 
     Args:
         store: one layer's cache.
         dtype: dtype of the result.
-        rotated: the stored keys are rotated (`ops.rotate`); they are returned un-rotated.
+        rotated: the stored keys are rotated (`ops.store.rotate`); they are returned un-rotated.
 
     Returns:
         k and v, dtype [B, Hkv, T, D]; T is at least the longest row; zeros past a row's end.

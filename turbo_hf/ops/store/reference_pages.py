@@ -36,15 +36,15 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
 
 
 def stored(x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """x [B, Hkv, T, D], 0 where no row has a token: numbers that are no codes may be NaN there. valid: bool [B, T]."""
+    """x [B, Hkv, T, D] with 0 where there is no token: unquantized numbers may be NaN there. valid: bool [B, T]."""
     return x.masked_fill(~valid[:, None, :, None], 0) if x.is_floating_point() else x
 
 
 def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The sealed blocks of every row, heads in the model's order: k, v int8 [B, Hkv, T, D], k_scale, v_scale float32.
 
-    With heads of 16 bit all are in their type, codes of the others as numbers. Returned as k, k_scale, v, v_scale.
-    Blocks past a row's end are page 0, whatever that holds.
+    With 16-bit heads, k and v of all heads are in that type. Returned as k, k_scale, v, v_scale. Blocks past a row's
+    end have the content of page 0.
     """
     batch, heads, _, dim = store.k_open.shape
     if not store.table.shape[1]:

@@ -63,7 +63,7 @@ def reference_dequantize(
     codes_k, k_scale, codes_v, v_scale, _ = expand(store)
     k, v = codes_k * k_scale[..., None], codes_v * v_scale[..., None]
     k = reference_rotate(k, query_shift(k.shape[-1]), k.dtype) if rotated else k
-    # codes are rounded, and so a value near the end of float16's range may come back from beyond it
+    # rounded codes may take a value near the end of float16's range beyond it
     return narrowed(k, dtype), narrowed(v, dtype)
 
 
@@ -81,7 +81,7 @@ def _head_score(x: torch.Tensor, metric: str) -> torch.Tensor:
     if metric == "variation":
         return gaps.std(-1, correction=0)
     total = gaps.sum(-1, keepdim=True)
-    # no gaps at all are flat gaps
+    # gaps that are all 0 count as flat
     share = torch.where(total > 0, gaps / total, 1 / gaps.shape[-1])
     # flat gaps have the highest entropy and quantize best, so the score falls with it
     entropy: torch.Tensor = torch.special.entr(share).sum(-1)

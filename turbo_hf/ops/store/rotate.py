@@ -1,7 +1,6 @@
 """Hadamard rotation of keys, and of the queries that meet them: scores are unchanged.
 
-Keys are stored rotated: a few outlier channels become a bell curve over all channels, which makes better use of the
-levels of a narrow code.
+Rotation spreads a few outlier channels over all channels, so that the few levels of a narrow code are used better.
 """
 
 import torch
@@ -20,7 +19,7 @@ def rotate_keys(k: torch.Tensor, backend: str = "auto") -> torch.Tensor:
         backend: "auto", "triton" or "reference".
 
     Returns:
-        float32 (float64 for float64) [B, Hkv, M, D]. The matrix' norm is split into powers of two between keys and
+        float32 (float64 for float64) [B, Hkv, M, D]. The matrix's norm is split into powers of two between keys and
         queries, so that no entry of it is rounded.
 
     Raises:
