@@ -283,12 +283,14 @@ def value_order(block: int, device: torch.device) -> torch.Tensor:
 
 def in_value_order(x: torch.Tensor) -> torch.Tensor:
     """x [..., tokens] in time order -> in the order of VALUE_ORDER, as blocks of values are stored. Copies."""
-    return x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
+    stored: torch.Tensor = x.unflatten(-1, (-1, 2, 4, 2)).transpose(-3, -2).flatten(-4)
+    return stored
 
 
 def in_time_order(x: torch.Tensor) -> torch.Tensor:
     """The inverse of `in_value_order`."""
-    return x.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
+    tokens: torch.Tensor = x.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
+    return tokens
 
 
 def half_type(dtype: torch.dtype) -> torch.dtype:

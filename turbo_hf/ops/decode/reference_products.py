@@ -107,7 +107,8 @@ class StoredProducts:
         """[B, n, S, b, D] of keys, [B, n, S, D, b] of values in VALUE_ORDER."""
         codes = packed.index_select(0, page)
         codes = codes if bits == 8 else half_merge(codes, bits)
-        return codes.to(self.dtype).unflatten(0, (len(self.store.table), -1))
+        numbers: torch.Tensor = codes.to(self.dtype).unflatten(0, (len(self.store.table), -1))
+        return numbers
 
     def _meta(self, pages: PagedHeads, page: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Step and zero [B, n, S, 1, D] of keys (first: 0) or values (2)."""

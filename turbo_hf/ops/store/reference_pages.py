@@ -71,7 +71,8 @@ def index_of_slots(order: torch.Tensor) -> torch.Tensor:
 
 def by_index(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x [B, H, ...] by index [B x H] into both dimensions."""
-    return x.flatten(0, 1).index_select(0, index).unflatten(0, x.shape[:2])
+    chosen: torch.Tensor = x.flatten(0, 1).index_select(0, index).unflatten(0, x.shape[:2])
+    return chosen
 
 
 def reference_unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:
