@@ -25,10 +25,12 @@ class StoredProducts:
     """
 
     def __init__(self, store: KVStore, dtype: torch.dtype):
-        self.store, self.dtype = store, dtype
+        # blocks that no row has sealed are left out: sums must not depend on what a table has room for
+        self.store = store._replace(table=store.table[:, : int(store.sealed.max())])
+        self.dtype = dtype
         self._head_of_slot = index_of_slots(store.order)
         self._slot_of_head = self._head_of_slot.argsort()
-        self._sealed = store.table.shape[1] * store.block
+        self._sealed = self.store.table.shape[1] * store.block
         self._tail = -store.k_open.shape[2] % store.block
 
     def place(self) -> torch.Tensor:
@@ -57,7 +59,8 @@ class StoredProducts:
 
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """q . k without the scales of keys: q [B, Hkv, R, D] -> [B, Hkv, R, T]."""
-        opened = torch.nn.functional.pad(q @ self.store.k_open.to(self.dtype).mT, (0, self._tail))
+        # in whole blocks, here and below, so that results do not depend on what else the buffer has room for
+        opened = q @ torch.nn.functional.pad(self.store.k_open.to(self.dtype), (0, 0, 0, self._tail)).mT
         if not self._sealed:
             return opened
         q = by_index(q, self._head_of_slot)[:, None]
@@ -76,8 +79,8 @@ class StoredProducts:
     def weighted(self, weight: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
         """Sums of values: weight [B, Hkv, R, T/b, b], what a block's are worth [B, Hkv, R, T/b] -> [B, Hkv, R, D]."""
         store, blocks = self.store, self.store.table.shape[1]
-        opened = (weight[..., blocks:, :] * worth[..., blocks:, None]).flatten(3)[..., : store.k_open.shape[2]]
-        total = opened @ store.v_open.to(self.dtype).mT
+        opened = (weight[..., blocks:, :] * worth[..., blocks:, None]).flatten(3)
+        total = opened @ torch.nn.functional.pad(store.v_open.to(self.dtype), (0, self._tail)).mT
         if not self._sealed:
             return total
         weight = by_index(in_value_order(weight[..., :blocks, :]), self._head_of_slot).permute(0, 3, 1, 2, 4)
