@@ -111,6 +111,10 @@ class Integrity:
         if broken is not None:
             raise ValueError(broken)
 
+    def idle(self) -> bool:
+        """Whether nothing is being written, and no pass or call is under way or has broken off."""
+        return self.writing is None and self.last.ended and not self.last.later
+
     def require_untorn(self) -> None:
         """ValueError if something was being written when a pass or call broke off."""
         if self.writing is not None:

@@ -222,9 +222,9 @@ class StepRunner:
         if steps is None:
             return
         self._forget()
-        # after a broken `generate` this may run at the interpreter's end, where torch aborts over new tensors, or while
-        # another runner captures, when launches do not run
-        if not (sys.is_finalizing() or _capturing(steps.nonfinite)):
+        # It may also come with the interpreter's end, where torch aborts over new tensors; while another runner
+        # captures, where what is launched does not run; or in the midst of a later pass over the cache.
+        if steps.integrity.idle() and not (sys.is_finalizing() or _capturing(steps.nonfinite)):
             steps.close()
 
     def _is_step(self, kwargs: dict[str, Any]) -> bool:

@@ -61,7 +61,9 @@ def _attend(
         largest = x.abs().amax(-1)
         codes = torch.round(scaled(x, largest, INT8_MAX))
         rounded = Operand(codes.to(acc), ratio(largest, INT8_MAX).to(acc), query)
-    runs = (_of_codes if store.k_open.dtype == torch.int8 else _of_numbers)(store, rounded, plain, chosen)
+    # with unrounded queries, products with codes would cancel where those with dequantized numbers do not
+    codes_alone = store.k_open.dtype == torch.int8 and how.p_type == torch.int8
+    runs = (_of_codes if codes_alone else _of_numbers)(store, rounded, plain, chosen)
     out, lse = flash(runs, how)
     out = out.masked_fill(padding[:, None, :, None], 0.0)
     return AttentionOutput(out.to(q.dtype), lse.masked_fill(padding[:, None], -torch.inf).float())
