@@ -40,10 +40,9 @@ def test_benches(mine: Path) -> None:
     assert found["options"]["configs"] == {str(mine): options}
     assert str(mine) in {row["method"] for row in found["rows"]}
     mine.write_text("bits: 2\nattention: fp16\n")
-    found = command("bench", "first-token", *words, "--length", "64", "--seconds", "0.01")
-    assert found["options"]["config"] == TurboConfig(bits=2, attention="fp16").to_dict()
-    # of the file, where no mode is asked for
-    assert "fp16" in {row["method"] for row in found["rows"]}
+    # the first token alone, in the file's attention
+    found = command("bench", "generate", *words, "--context", "64", "--new", "1", "--decoding", "greedy")
+    assert found["options"]["configs"] == {str(mine): TurboConfig(bits=2, attention="fp16").to_dict()}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,6 @@ def test_benches(mine: Path) -> None:
         ("demo", "--method"),
         ("eval", str(LAB_MODEL), "--suite", "serve", "--methods"),
         ("bench", "generate", "--tiny", "--preset"),
-        ("bench", "first-token", "--tiny", "--preset"),
         ("generate", str(LAB_MODEL), "hello", "--preset"),
     ],
     ids=lambda words: " ".join(words[:2]),
