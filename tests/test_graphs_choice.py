@@ -240,6 +240,22 @@ def test_where_nothing_can_run_nothing_is_closed(when: str, bench: Bench, monkey
     assert not closed
 
 
+def test_a_runner_released_within_a_later_pass_leaves_the_cache_alone(bench: Bench) -> None:
+    bench.step()
+    steps = bench.runner._steps
+    assert steps is not None
+    assert steps.integrity.idle()
+    closed: list[Any] = []
+    steps.close = lambda: closed.append(steps)  # type: ignore[method-assign]
+    steps.integrity.writing = "layer 0"
+    bench.runner.__del__()
+    assert not closed
+    steps.integrity.writing = None
+    bench.runner._steps = steps
+    bench.runner.__del__()
+    assert closed == [steps]
+
+
 # --- launches ------------------------------------------------------------------------------------------------------
 
 
