@@ -188,17 +188,23 @@ def test_the_inner_model_is_a_pass_too() -> None:
         inner(route.ids[:, :1], past_key_values=cache)
 
 
-def test_a_layer_that_was_about_to_store_when_the_patch_was_taken_off() -> None:
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_that_was_about_to_store_when_the_patch_was_taken_off(layer: int) -> None:
     model, ids = tiny_llama(), prompts(1, 20)
-    handle = turbo_hf.patch(model, SMALL)
-    cache = handle.new_cache()
-    hook = model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(fails)
-    with pytest.raises(KeyboardInterrupt), torch.no_grad():
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache, kept = handle.new_cache(), handle.new_cache()
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            model(ids, past_key_values=kept)
+        hook = model.model.layers[layer].self_attn.q_proj.register_forward_pre_hook(fails)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(ids, past_key_values=cache)
+        hook.remove()
+    with pytest.raises(ValueError, match=f"broke off when {layer} of its 2 layers"), torch.no_grad():
         model(ids, past_key_values=cache)
-    hook.remove()
-    handle.remove()
-    with pytest.raises(ValueError, match="broke off when 0 of its 2 layers"), torch.no_grad():
-        model(ids, past_key_values=cache)
+    cache.roll_back()
+    with torch.no_grad():
+        assert torch.equal(*(model(ids, past_key_values=each).logits for each in (cache, kept)))
 
 
 def test_a_layer_is_not_read_while_it_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:

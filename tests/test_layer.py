@@ -20,12 +20,14 @@ from layer_support import (
     random_kv,
     tensors_of,
 )
+from models import tiny_llama
 from op_calls import decode
 from torch import Tensor
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.storage import DECODE_TOKENS
+from turbo_hf.cache.turbo_cache import TurboCache, claimed
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
 from turbo_hf.ops.store.rotate import rotate_keys
@@ -225,11 +227,6 @@ def test_layers_that_have_stored_the_same_count_the_same() -> None:
 def test_nothing_of_full_precision_stays() -> None:
     layer = filled(TurboConfig(low_heads=0.5), *random_kv(2, 200))
     layer.update(*random_kv(2, 1))
-    layer.claimed = True
-    k, v = random_kv(2, 1)
-    assert layer.update(k, v)[0] is k
-    # the attention function takes the pending tensors away
-    layer.pending = None
     tokens = sum(layer.lengths())
     for x in tensors_of(layer):
         assert not x.is_floating_point() or x.numel() <= 2 * HEADS * tokens
@@ -239,18 +236,41 @@ def test_nothing_of_full_precision_stays() -> None:
 
 
 def test_a_claimed_update_hands_the_tensors_on() -> None:
-    layer = TurboLayer(TurboConfig())
-    layer.claimed = True
+    cache = TurboCache(tiny_llama().config)
+    view = claimed(cache, 1)
     k, v = random_kv(1, 3)
-    got = layer.update(k, v)
+    got = view.update(k, v, 1)
     assert got[0] is k
     assert got[1] is v
-    assert layer.pending == (k, v)
-    assert layer.get_seq_length() == 0
-    # one shot: the next call stores
-    assert not layer.claimed
-    layer.update(k, v)
-    assert layer.get_seq_length() == 3
+    assert view.given == (k, v)
+    assert cache.get_seq_length(1) == 0
+    # one shot: the next call stores, as does one of another layer
+    view.update(k, v, 0)
+    view.update(k, v, 1)
+    assert [cache.get_seq_length(layer) for layer in (0, 1)] == [3, 3]
+
+
+def test_a_claim_is_of_one_call() -> None:
+    cache = TurboCache(tiny_llama().config)
+    view = claimed(cache, 0)
+    k, v = random_kv(1, 3)
+    # the cache itself knows nothing of it
+    assert cache.update(k, v, 0)[0] is not k
+    assert cache.get_seq_length() == view.get_seq_length() == 3
+    view.decompressed = True
+    assert cache.decompressed
+
+
+def test_a_claim_keeps_what_a_subclass_overrides() -> None:
+    class Doubling(TurboCache):
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().update(2 * key_states, value_states, *args, **kwargs)
+
+    view = claimed(Doubling(tiny_llama().config), 0)
+    k, v = random_kv(1, 3)
+    assert isinstance(view, Doubling)
+    assert torch.equal(view.update(k, v, 0)[0], 2 * k)
+    assert view.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("window", [None, 30], ids=["full", "window"])

@@ -14,7 +14,7 @@ from turbo_hf.attention.step_operator import StepSlot, step_attention
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.cache.turbo_cache import ClaimedCache, TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layout import Rotary, Rounding, Scoring, narrowed
@@ -68,13 +68,14 @@ class TurboCall(NamedTuple):
     """What the hook adds to one call of an attention module, as the keyword `turbo`.
 
     Args:
-        cache, layer: where the call stores its tokens; both None if the layer is not compressed.
+        cache, layer: where the call stores its tokens, the cache claimed for it; both None if the layer is not
+            compressed.
         window: tokens that a query sees; None: all.
         strict: as in `patch`.
         rotary: this call's (cos, sin), for sparse layers.
     """
 
-    cache: TurboCache | None
+    cache: ClaimedCache | None
     layer: TurboLayer | None
     window: int | None
     strict: Strict
@@ -172,7 +173,7 @@ def _attention(
             complain(call.strict, f"layer {call.layer.index}: {reason}")
             # before anything is stored
             hf_attention(module, options, unknown)
-        key, value = _pending(call.layer, key, value)
+        _require_unchanged(call.cache, call.layer, key, value)
         if reason is None:
             new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
             out = compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
@@ -254,15 +255,14 @@ def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.T
     return torch.nn.functional.pad(new, (past, 0), value=True)
 
 
-def _pending(layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The new keys and values, which must be the very tensors that the cache was given."""
-    pending, layer.pending = layer.pending, None
-    if pending is None or pending[0] is not key or pending[1] is not value:
+def _require_unchanged(cache: ClaimedCache, layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Unsupported unless the new keys and values are the very tensors that the cache was given."""
+    given, cache.given = cache.given, None
+    if given is None or given[0] is not key or given[1] is not value:
         raise Unsupported(
             f"layer {layer.index}: this attention class changes keys or values after the cache has seen them, so its "
             f"cache cannot be compressed. Leave it dense: TurboConfig(dense_layers=({layer.index},))."
         )
-    return key, value
 
 
 def _of_one_type(new: New) -> New:

@@ -29,22 +29,14 @@ class TurboLayer(DequantizedLayer):
 
     is_croppable = True
 
-    # set by the hook of a patched model: the next `update` passes its tokens on to the attention function
-    claimed = False
-    # those tokens' keys and values
-    pending: tuple[torch.Tensor, torch.Tensor] | None = None
-
     @untraced
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """If claimed by the attention hook: pass the new tokens on, as the attention function will store them.
+        """Store the new tokens, and return full-precision keys and values of every column: always correct, but slower.
 
-        Otherwise store them, and return full-precision keys and values of every column: always correct, but slower.
+        The attention modules of a patched model do not come here (`ClaimedCache.update`).
         """
-        if self.claimed:
-            self.claimed, self.pending = False, (key_states, value_states)
-            return key_states, value_states
         self.integrity.require_unclaimed()
         return self.append_and_dequantize(key_states, value_states, self.given_mask)
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from turbo_hf.cache.guards import ordinary
+from turbo_hf.cache.guards import ordinary, untraced
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
@@ -491,6 +491,47 @@ class TurboCache(Cache):
         if torch.is_inference_mode_enabled():
             # unpickled here, tensors could not be written outside inference mode
             self.__dict__.update(copy.deepcopy(self).__dict__)
+
+
+class ClaimedCache(TurboCache):
+    """A TurboCache as one call of a patched model's attention module sees it: `update` of the claimed layer passes the
+    new tokens on to the attention function, which stores them.
+
+    All else is the cache's own: both have one `__dict__`. The claim is not part of it, so that it ends with the call,
+    wherever that breaks off: no later `update` of the cache finds it. `claimed` makes one.
+
+    Attributes:
+        claims: the index of the claimed layer, until its `update`.
+        given: the keys and values that this `update` was given.
+    """
+
+    __slots__ = ("claims", "given")
+    claims: int | None
+    given: tuple[torch.Tensor, torch.Tensor] | None
+
+    @untraced
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new keys and values themselves, once; for other layers, and from then on, as in `TurboCache`."""
+        if layer_idx == self.claims:
+            self.claims, self.given = None, (key_states, value_states)
+            return key_states, value_states
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@functools.cache
+def _claimed_class(of: type[TurboCache]) -> type[ClaimedCache]:
+    """A ClaimedCache that keeps what a subclass of TurboCache overrides."""
+    return ClaimedCache if of is TurboCache else type(f"Claimed{of.__name__}", (of, ClaimedCache), {"__slots__": ()})
+
+
+def claimed(cache: TurboCache, layer: int) -> ClaimedCache:
+    """The cache as one call of the attention module of a layer sees it."""
+    view: ClaimedCache = object.__new__(_claimed_class(type(cache)))
+    view.__dict__ = cache.__dict__
+    view.claims, view.given = layer, None
+    return view
 
 
 def _require_recorded(layer: Any, index: int, tokens_to_remove: int, seen: int) -> None:

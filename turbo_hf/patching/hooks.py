@@ -17,7 +17,7 @@ from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.cache.turbo_cache import TurboCache, claimed
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.models.model_layers import given_cache
 from turbo_hf.patches.generic import chooses_attention
@@ -237,6 +237,7 @@ def _claim_layer(
         )
     of_cache = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
     layer = of_cache if isinstance(of_cache, TurboLayer) else None
+    view = None
     if layer is not None:
         if layer.window != spec.window:
             raise Unsupported(
@@ -249,18 +250,18 @@ def _claim_layer(
                 "generate, or train without a TurboCache (use_cache=False)."
             )
         layer.integrity.claim(spec.layer)
-        layer.claimed = True
+        view = claimed(cache, spec.layer)
+        kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
     rotary = kwargs.get("position_embeddings") if layer is not None and layer.selector is not None else None
-    call = TurboCall(cache if layer is not None else None, layer, spec.window, spec.strict, rotary)
+    call = TurboCall(view, layer, spec.window, spec.strict, rotary)
     return args, {**kwargs, "turbo": call}
 
 
 @outside_of_steps(-2)
 def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook, also run after an error: a claim that this call did not use must not carry over to a later one."""
+    """Forward hook, also run after an error: the new tokens of this call are no longer on their way to the layer."""
     call = kwargs.get("turbo")
     if call is not None and call.layer is not None:
-        call.layer.claimed, call.layer.pending = False, None
         call.layer.integrity.unclaim(call.layer.index)
 
 
