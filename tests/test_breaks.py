@@ -190,7 +190,7 @@ def test_the_inner_model_is_a_pass_too() -> None:
 
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_that_was_about_to_store_when_the_patch_was_taken_off(layer: int) -> None:
-    model, ids = tiny_llama(), prompts(1, 20)
+    model, ids = tiny_llama(), prompts(1, 12)
     with turbo_hf.patch(model, SMALL) as handle:
         cache, kept = handle.new_cache(), handle.new_cache()
         with torch.no_grad():
