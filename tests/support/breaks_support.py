@@ -200,8 +200,19 @@ def routes() -> dict[str, Callable[[], Route]]:
         turbo_hf.patch(model, TurboConfig(block_size=BLOCK))
         return Route("sparse", model, lambda: TurboCache(model.config, chosen, selectors=selectors))
 
+    def deferring() -> Route:
+        route = patched("deferring", small)
+
+        def new_cache() -> TurboCache:
+            cache = route.new_cache()
+            cache.deferred.wanted = True
+            return cache
+
+        return replace(route, new_cache=new_cache)
+
     return {
         "compressed": lambda: patched("compressed", small),
+        "deferring": deferring,
         "exact": lambda: patched("exact", exact),
         "mixed": lambda: patched(
             "mixed", TurboConfig(block_size=BLOCK, low_bits=2, low_heads=0.5, buffer_scale="universal")

@@ -105,8 +105,10 @@ class Acts:
     number: int = 0
 
     def new_world(self, r: Random) -> World:
-        rows = r.randint(1, 3)
-        return World(self.made.new_cache(), [[] for _ in range(rows)], [[] for _ in range(rows)], [0] * rows)
+        rows, cache = r.randint(1, 3), self.made.new_cache()
+        # every other history stores a prompt after its pass, as `generate` does on a GPU
+        cache.deferred.wanted = self.history.acts[0][1] % 2 == 0
+        return World(cache, [[] for _ in range(rows)], [[] for _ in range(rows)], [0] * rows)
 
     def advance(self, world: World, r: Random) -> Act | None:
         """A pass: a prompt, a chunk of it, a step, or several tokens; ragged or not; patched or not."""

@@ -294,24 +294,26 @@ def compressed(
     scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
     attend = _step if layer.is_decoding(chunk.tokens) else _prompt
     with torch.no_grad():
-        out = attend(layer, source, new, chunk, scoring)
-        layer.commit(defer=True)
-        out = chunk.restore(out)
+        out = chunk.restore(attend(cache, layer, source, new, chunk, scoring))
     if torch.is_grad_enabled() and new.query.requires_grad:
         out = _NoGradient.apply(new.query, out)
     return out
 
 
-def _step(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
+def _step(
+    cache: TurboCache, layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring
+) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
     if layer.selector is not None:
         buckets, query_info = new_buckets_and_query_info(layer, source, new.query, new.key, chunk)
         layer.append(k, v, chunk, buckets, defer=True)
-        return attend_sparse(layer, query_info, new.query, chunk, starts, scoring).out
+        out = attend_sparse(layer, query_info, new.query, chunk, starts, scoring).out
+        layer.commit(defer=True)
+        return out
     layer.append(k, v, chunk, defer=True)
-    return decode(
+    out = decode(
         rotate_queries(q, config.backend) if config.rotates else q,
         layer.store(),
         scoring,
@@ -320,9 +322,13 @@ def _step(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scorin
         mode=config.decode_attention,
         backend=config.backend,
     ).out
+    layer.commit(defer=True)
+    return out
 
 
-def _prompt(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring) -> torch.Tensor:
+def _prompt(
+    cache: TurboCache, layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring
+) -> torch.Tensor:
     """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
     q, k, v = (chunk.align(x) for x in new)
     starts, config = chunk.begin(q.device), layer.config
@@ -352,7 +358,7 @@ def _prompt(layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scor
             window=layer.window,
             backend=config.backend,
         ).out
-    layer.append(k, v, chunk, buckets, defer=True)
+    cache.store_prompt(layer, k, v, chunk, buckets)
     return out
 
 

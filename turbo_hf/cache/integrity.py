@@ -25,10 +25,13 @@ class Pass:
 
     announced: hooks call when it begins and ends; else it has ended once every layer has stored its tokens.
     operation: its name; "" for a forward pass.
+    by_turns: an operation whose layers store tokens, each in its turn.
     """
 
-    def __init__(self, announced: bool = False, operation: str = "", ended: bool = False):
-        self.announced, self.operation, self.ended = announced, operation, ended
+    def __init__(self, announced: bool = False, operation: str = "", ended: bool = False, by_turns: bool = False):
+        self.announced, self.operation, self.ended, self.by_turns = announced, operation, ended, by_turns
+        # it broke off before any layer had changed
+        self.failed = False
         self.thread = get_ident()
         # modules that have announced it and not returned, by their depth
         self.calls: list[int] = []
@@ -125,9 +128,9 @@ class Integrity:
         if self.last.claimed is not None:
             self.require_whole()
 
-    def begin(self, announced: bool = False, operation: str = "") -> Pass:
+    def begin(self, announced: bool = False, operation: str = "", by_turns: bool = False) -> Pass:
         """A new pass or operation; ValueError as in `require_whole`."""
-        last, new = self.last, Pass(announced, operation)
+        last, new = self.last, Pass(announced, operation, by_turns=by_turns)
         broken = self._broken(last)
         if broken is not None:
             raise ValueError(broken)
@@ -154,14 +157,14 @@ class Integrity:
         last = self.last
         if last.calls and last.calls[-1] == depth and last.thread == get_ident():
             last.calls.pop()
-            last.ended = not last.calls
+            last.ended, last.failed = not last.calls, False
 
     def abandon(self, depth: int) -> None:
         """The module has returned, perhaps with an exception, which leaves no trace if it came before all changes."""
         last = self.last
         touched = last.done or last.at is not None or last.claimed is not None or self.writing is not None
         if depth in last.calls and last.thread == get_ident() and not touched:
-            last.ended = True
+            last.ended = last.failed = True
 
     def again(self, depth: int) -> None:
         """The module's call did not run, and is repeated."""
@@ -193,7 +196,7 @@ class Integrity:
         self.unclaim(layer)
         last, key = self.last, (layer, kind)
         again = key in last.done or (not last.announced and _left(last, layer))
-        other = last.ended or last.operation or last.thread != get_ident()
+        other = last.ended or (last.operation and not last.by_turns) or last.thread != get_ident()
         if other or again or last.claimed is not None:
             last = self.begin()
         # in this order: a layer noted as done that has not begun would count as one that has stored

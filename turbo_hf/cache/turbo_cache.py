@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.guards import ordinary, untraced
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
@@ -38,6 +39,7 @@ def _whole(method: Callable[Concatenate["TurboCache", P], None]) -> Callable[Con
 
     @functools.wraps(method)
     def operation(self: "TurboCache", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        self.deferred.begin()
         begun = self.integrity.begin(operation=method.__name__.strip("_"))
         changes(self, *args, **kwargs)
         begun.ended = True
@@ -143,16 +145,29 @@ class TurboCache(Cache):
             else:
                 self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
                 layers.append(self._others[index]())
+        self.all_layers: list[Any] = []
         super().__init__(layers=layers)
         # not the dummy layers, which transformers 5.17 does not have
         kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
         storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
         self.integrity = Integrity(storing)
+        self.deferred = DeferredStores(self.integrity)
         for layer in self.turbo_layers():
             layer.integrity, layer.given_mask = self.integrity, attention_mask
         self._planned: list[_Planned] = []
         # whether some pass could not be served compressed: the next may not be, either
         self.decompressed = False
+
+    @property
+    def layers(self) -> list[Any]:
+        """All layers. What a prompt's pass has left to be stored later is stored first."""
+        if self.deferred:
+            self.deferred.store()
+        return self.all_layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        self.all_layers = layers
 
     def turbo_layers(self) -> list[TurboLayer]:
         """The compressed layers."""
@@ -166,10 +181,10 @@ class TurboCache(Cache):
         """
         if layer.replay is not None:
             return NewColumns(tokens)
-        if layer is next(each for each in self.layers if isinstance(each, TurboLayer)):
+        if layer is next(each for each in self.all_layers if isinstance(each, TurboLayer)):
             # plans of an earlier pass may be for a mask that has been changed in place since
             self._planned = []
-            self._require_one_length(self.layers.index(layer), tokens)
+            self._require_one_length(self.all_layers.index(layer), tokens)
         valid = layer.valid
         if mask is None and valid is None:
             return NewColumns(tokens)
@@ -201,16 +216,26 @@ class TurboCache(Cache):
         Raises:
             ValueError: an earlier pass or call broke off, for NaN or anything else; or another thread uses the cache.
         """
+        self.deferred.begin()
         try:
             self.integrity.enter(depth)
         except ValueError:
             # the better reason, if it is one
             self.require_finite()
             raise
+        self.deferred.begin()
+
+    def store_prompt(
+        self, layer: TurboLayer, k: torch.Tensor, v: torch.Tensor, new: NewColumns, buckets: torch.Tensor | None
+    ) -> None:
+        """Store what a prompt's pass brings to a layer, as `TurboLayer.append` does; or after the pass (`deferred`)."""
+        if not self.deferred.take(layer, k, v, new, buckets, len(self.integrity.layers)):
+            layer.append(k, v, new, buckets, defer=True)
+            layer.commit(defer=True)
 
     def require_finite(self) -> None:
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""
-        layers = [layer for layer in self.turbo_layers() if layer.unchecked]
+        layers = [layer for layer in self.all_layers if isinstance(layer, TurboLayer) and layer.unchecked]
         if layers:
             require_finite({layer.index: layer.nonfinite for layer in layers})
         for layer in layers:
@@ -327,6 +352,8 @@ class TurboCache(Cache):
         Raises:
             ValueError: a layer was being written, or can no longer be cropped; nothing has changed. `reset()` it then.
         """
+        self.deferred.begin()
+        self.deferred.drop()
         before = self.integrity.before()
         surplus = {layer: self.get_seq_length(layer) - held for (layer, kind), held in before.items() if not kind}
         columns = sum(layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin))
@@ -401,6 +428,7 @@ class TurboCache(Cache):
 
     def _empty(self) -> None:
         self._planned, self.decompressed = [], False
+        self.deferred.drop()
         for layer in self.turbo_layers():
             layer.reset()
         for index, make in self._others.items():
@@ -477,6 +505,7 @@ class TurboCache(Cache):
 
     @ordinary
     def __deepcopy__(self, memo: dict[int, Any]) -> "TurboCache":
+        self.deferred.begin()
         copied: TurboCache = deep_copied(self, memo)
         return copied
 
@@ -485,6 +514,10 @@ class TurboCache(Cache):
         copied = object.__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.deferred.begin()
+        return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -85,6 +85,7 @@ def _prepare_cache(
     if given is None and generation_config.use_cache is not False and named is None:
         _check_rows(model_kwargs.get("attention_mask"))
         cache = maker.make(model.config)
+        cache.deferred.wanted = _may_defer(model, generation_config)
         model_kwargs["past_key_values"] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -96,6 +97,7 @@ def _prepare_cache(
         )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
+        given.deferred.wanted = _may_defer(model, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
         warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
@@ -106,6 +108,12 @@ def _prepare_cache(
             stacklevel=4,
         )
     return original(generation_config, model_kwargs, *args, **kwargs)
+
+
+def _may_defer(model: Any, generation_config: Any) -> bool:
+    """Whether prompts are stored after their pass. On a CPU nothing is gained; with one new token, no later pass would
+    report NaN."""
+    return model.device.type == "cuda" and generation_config.max_new_tokens != 1
 
 
 def _prepare_inputs(

@@ -226,7 +226,7 @@ def _claim_layer(
     if module.config._attn_implementation != NAME:
         return None
     cache = given_cache(kwargs)
-    count = len(cache.layers) if isinstance(cache, TurboCache) else spec.layers
+    count = len(cache.all_layers) if isinstance(cache, TurboCache) else spec.layers
     # a draft by the first layers alone (assistant_early_exit) changes the config accordingly in the meantime
     if count != spec.layers and count != module.config.num_hidden_layers:  # noqa: PLR1714  the config is slow to ask
         raise Unsupported(f"this TurboCache has {count} layers, the model {spec.layers}. {OTHER_MODEL}")
@@ -235,7 +235,7 @@ def _claim_layer(
             f"this pass goes over layer {spec.layer}, and its TurboCache is for the first {count}: this model's class "
             "has no early exit. Generate without assistant_early_exit."
         )
-    of_cache = cache.layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
+    of_cache = cache.all_layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
     layer = of_cache if isinstance(of_cache, TurboLayer) else None
     view = None
     if layer is not None:
