@@ -1,0 +1,210 @@
+"""What a prompt's pass leaves to be stored later: whoever asks for the layers finds it stored, and nothing is lost."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import left_padded, prompts, tiny_llama, tiny_mistral
+
+import turbo_hf
+from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.cache import deferred_stores
+from turbo_hf.cache.layer import TurboLayer
+
+SMALL = TurboConfig(block_size=32)
+TOKENS = 50
+
+
+def started(handle: Any, model: Any, ids: torch.Tensor, **kwargs: Any) -> TurboCache:
+    """A cache whose prompt is still to be stored."""
+    cache: TurboCache = handle.new_cache()
+    cache.deferred.wanted = True
+    with torch.no_grad():
+        model(ids, past_key_values=cache, **kwargs)
+    assert cache.deferred
+    assert all(not layer.is_initialized or layer.seen == 0 for layer in cache.all_layers)
+    return cache
+
+
+@torch.no_grad()
+def goes_on(model: Any, ids: torch.Tensor, cache: TurboCache) -> list[torch.Tensor]:
+    """Logits of a step, a chunk and a step."""
+    return [model(part, past_key_values=cache).logits for part in (ids[:, :1], ids[:, :30], ids[:, :1])]
+
+
+READERS: dict[str, Callable[[TurboCache], Any]] = {
+    "nothing": lambda cache: None,
+    "length": lambda cache: cache.get_seq_length(),
+    "memory": lambda cache: cache.memory(),
+    "copy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "rows": lambda cache: cache.reorder_cache([0, 1]),
+    "recording": lambda cache: (cache.activate_past_recording(), cache.stop_recording()),
+    "keys": list,
+}
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("window", [None, 40], ids=["full", "window"])
+def test_it_is_stored_before_anything_reads_it(window: int | None, reader: Callable[[TurboCache], Any]) -> None:
+    model = tiny_llama() if window is None else tiny_mistral(window)
+    ids = prompts(2, TOKENS)
+    with turbo_hf.patch(model, SMALL) as handle:
+        plain = handle.new_cache()
+        with torch.no_grad():
+            model(ids, past_key_values=plain)
+        cache = started(handle, model, ids)
+        reader(cache)
+        want, got = (goes_on(model, ids, each) for each in (plain, cache))
+    assert all(torch.equal(*pair) for pair in zip(want, got, strict=True))
+    assert cache.get_seq_length() == plain.get_seq_length()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_holds_it(copied: Callable[[TurboCache], TurboCache]) -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    with turbo_hf.patch(model, SMALL) as handle:
+        other = copied(started(handle, model, ids))
+    assert other.get_seq_length() == TOKENS
+
+
+def test_it_is_cropped_and_forgotten_as_if_it_were_stored() -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = started(handle, model, ids)
+        cache.crop(-10)
+        assert cache.get_seq_length() == TOKENS - 10
+        cache = started(handle, model, ids)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        cache = started(handle, model, ids)
+        assert cache.roll_back() == 0
+        assert cache.get_seq_length() == TOKENS
+
+
+def test_a_layer_that_is_read_in_the_midst_of_the_pass_holds_it() -> None:
+    model, given = tiny_llama(), left_padded([prompts(1, TOKENS)[0], prompts(1, TOKENS)[0, 7:]])
+    held: list[tuple[int, int]] = []
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = handle.new_cache()
+        cache.deferred.wanted = True
+
+        def look(*_: Any) -> None:
+            held.append((cache.get_seq_length(0), cache.get_seq_length(1)))
+
+        hook = model.model.layers[1].register_forward_pre_hook(look)
+        with torch.no_grad():
+            first = model(**given, past_key_values=cache).logits
+        hook.remove()
+        assert held == [(TOKENS, 0)]
+        plain = handle.new_cache()
+        with torch.no_grad():
+            assert torch.equal(first, model(**given, past_key_values=plain).logits)
+        for (keys, values, _), (same_keys, same_values, _) in zip(cache, plain, strict=True):
+            assert torch.equal(keys, same_keys)
+            assert torch.equal(values, same_values)
+
+
+def test_a_pass_that_breaks_off_leaves_the_cache_as_it_was() -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+
+    def fail(*_: Any) -> None:
+        raise KeyError
+
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = handle.new_cache()
+        cache.deferred.wanted = True
+        hook = model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(KeyError), torch.no_grad():
+            model(ids, past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == TOKENS
+
+
+def test_storing_that_breaks_off_breaks_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = started(handle, model, ids)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+            broken.setattr(TurboLayer, "commit", fail)
+            cache.get_seq_length()
+        with pytest.raises(ValueError, match="store\\(\\) of this TurboCache broke off"), torch.no_grad():
+            model(ids, past_key_values=cache)
+        cache.reset()
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        assert cache.get_seq_length() == TOKENS
+
+
+def test_nan_in_it_is_reported_by_the_next_pass() -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = handle.new_cache()
+        cache.deferred.wanted = True
+        with torch.no_grad():
+            model.model.embed_tokens.weight[ids[0, 3]] = float("nan")
+            model(ids, past_key_values=cache)
+            with pytest.raises(ValueError, match="NaN or Inf"):
+                model(ids[:, :1], past_key_values=cache)
+
+
+def test_much_is_stored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    monkeypatch.setattr(deferred_stores, "MOST_BYTES", 1000)
+    with turbo_hf.patch(model, SMALL) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        cache.deferred.wanted = True
+        model(ids, past_key_values=cache)
+        assert not cache.deferred
+        assert cache.all_layers[1].seen == TOKENS
+
+
+def test_another_thread_that_reads_stores_nothing() -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    held: list[int] = []
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = handle.new_cache()
+        cache.deferred.wanted = True
+
+        def look(*_: Any) -> None:
+            other = threading.Thread(target=lambda: held.append(cache.get_seq_length()))
+            other.start()
+            other.join()
+
+        hook = model.model.layers[1].register_forward_pre_hook(look)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        hook.remove()
+        assert held == [0]
+        assert cache.get_seq_length() == TOKENS
+
+
+@pytest.mark.gpu
+def test_generate_defers_on_a_gpu() -> None:
+    model, ids = tiny_llama().cuda(), prompts(2, TOKENS).cuda()
+    seen: list[bool] = []
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = handle.new_cache()
+
+        def look(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(bool(cache.deferred))
+            return scores
+
+        many = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, logits_processor=[look])
+        cache.reset()
+        cache.deferred.wanted = False
+        out = [model.generate(ids, max_new_tokens=count, do_sample=False) for count in (1, 20)]
+    assert seen == [True] + [False] * 19
+    assert torch.equal(many, out[1])
+    assert torch.equal(many[:, : TOKENS + 1], out[0])
