@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -171,7 +170,7 @@ def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: p
 )
 def test_torch_computes_prompts_that_are_causal_attention_and_no_more(changed: dict[str, Any], plain: bool) -> None:
     layer = TurboLayer(TurboConfig(sas=changed.get("sas", False)), window=changed.get("window"))
-    layer.state = replace(layer.state, seen=changed.get("seen", 0))
+    layer.state = layer.state._replace(seen=changed.get("seen", 0))
     starts, softcap, sinks = (changed.get(name) for name in ("starts", "softcap", "sinks"))
     scoring = Scoring(1.0, softcap, sinks, sas_threshold(layer.config, 40))
     q: Any = OnGpu(128, tokens=40)

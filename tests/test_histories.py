@@ -2,7 +2,6 @@
 
 import copy
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ def off_by_one(self: RowState, columns: int, counts: list[int]) -> RowState:
     """Leaves a token too many of those that are open."""
     after = CROPPED(self, columns, counts)
     rows = zip(after.open, self.open, counts, strict=True)
-    return replace(after, open=[left + (0 < count <= held) for left, held, count in rows])
+    return after._replace(open=[left + (0 < count <= held) for left, held, count in rows])
 
 
 def shares_pages(self: PagePool, memo: Any) -> PagePool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.integrity import Integrity, Pass
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.storage import LayerStorage
@@ -101,6 +102,7 @@ class DeferredStores:
             self._store_each()
             of.claimed = claimed
 
+    @ordinary
     def _store_each(self) -> None:
         while self._waiting:
             self._waiting[0].store()

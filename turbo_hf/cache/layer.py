@@ -1,7 +1,6 @@
 """One layer of the compressed cache, as Transformers calls it."""
 
 import copy
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -60,11 +59,11 @@ class TurboLayer(DequantizedLayer):
 
     def activate_past_recording(self) -> None:
         """Wait for `crop` after each pass before sealing a block or leaving a window (assisted decoding)."""
-        self.state = replace(self.state, recording=True)
+        self.state = self.state._replace(recording=True)
 
     def stop_recording(self) -> None:
         """End the recording, and seal blocks that were kept open for a `crop`."""
-        self.state = replace(self.state, recording=False)
+        self.state = self.state._replace(recording=False)
         if self.is_initialized:
             self.commit()
 

@@ -2,8 +2,7 @@
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,35 +10,34 @@ from turbo_hf.cache.guards import ordinary
 from turbo_hf.ops.host_device import send, shared
 
 
-@dataclass(frozen=True, slots=True)
-class RowState:
+class RowState(NamedTuple):
     """What the host counts for each row of a layer, without asking the device.
 
     Immutable, lists included: a layer whose tokens change gets a new `RowState`, in one assignment. Layers of one block
     size and window that have seen the same passes have equal states, and may share one.
 
     block: tokens per block.
-    seen: columns of all passes, padding included.
     sealed: sealed blocks per row.
     open: open tokens per row, which follow the sealed blocks.
     dropped: tokens per row that have left the sliding window.
     turn_start: tokens that each row held before its newest prompt, which `crop` can remove as a whole.
+    seen: columns of all passes, padding included.
     decoded: whether the newest tokens came in a decode step.
     recording: whether blocks stay open, and tokens in the window, until a `crop` (assisted decoding).
     """
 
     block: int
+    sealed: list[int]
+    open: list[int]
+    dropped: list[int]
+    turn_start: list[int]
     seen: int = 0
-    sealed: list[int] = field(default_factory=list)
-    open: list[int] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    turn_start: list[int] = field(default_factory=list)
     decoded: bool = False
     recording: bool = False
 
     def with_rows(self, rows: int) -> "RowState":
         """The state of `rows` rows without tokens."""
-        return replace(self, sealed=[0] * rows, open=[0] * rows, dropped=[0] * rows, turn_start=[0] * rows)
+        return self._replace(sealed=[0] * rows, open=[0] * rows, dropped=[0] * rows, turn_start=[0] * rows)
 
     def lengths(self) -> list[int]:
         """Tokens held by each row (older ones may have left a sliding window)."""
@@ -59,8 +57,7 @@ class RowState:
 
     def stored(self, tokens: int, starts: Sequence[int] | None, decoding: bool) -> "RowState":
         """The state after `tokens` new columns, row r's tokens from column `starts[r]` on. decoding: in a step."""
-        return replace(
-            self,
+        return self._replace(
             seen=self.seen + tokens,
             open=self.open_after(tokens, starts),
             # a new turn begins: `crop` can remove its tokens as a whole, sorted or not
@@ -81,20 +78,19 @@ class RowState:
     def after_step(self) -> "RowState":
         """The state after a replayed step, which seals the blocks that are due and stores one token per row."""
         opened = [tokens % self.block + 1 for tokens in self.open]
-        return replace(self, seen=self.seen + 1, sealed=self.sealed_by_step(), open=opened, decoded=True)
+        return self._replace(seen=self.seen + 1, sealed=self.sealed_by_step(), open=opened, decoded=True)
 
     def without_front(self, blocks: Sequence[int]) -> "RowState":
         """The state without the oldest `blocks[row]` sealed blocks, which have left the window."""
         sealed = [held - count for held, count in zip(self.sealed, blocks, strict=True)]
         dropped = [held + count * self.block for held, count in zip(self.dropped, blocks, strict=True)]
-        return replace(self, sealed=sealed, dropped=dropped)
+        return self._replace(sealed=sealed, dropped=dropped)
 
     def cropped(self, columns: int, counts: Sequence[int]) -> "RowState":
         """Without the newest `columns` columns, `counts[row]` of them tokens. The rest of a cut block is open."""
         left = [held - count for held, count in zip(self.lengths(), counts, strict=True)]
         sealed = [min(blocks, tokens // self.block) for blocks, tokens in zip(self.sealed, left, strict=True)]
-        return replace(
-            self,
+        return self._replace(
             seen=self.seen - columns,
             sealed=sealed,
             open=[tokens - blocks * self.block for tokens, blocks in zip(left, sealed, strict=True)],
@@ -105,7 +101,7 @@ class RowState:
         """Row i becomes what row `rows[i]` was."""
         lists = (self.sealed, self.open, self.dropped, self.turn_start)
         sealed, opened, dropped, turn_start = ([numbers[row] for row in rows] for numbers in lists)
-        return replace(self, sealed=sealed, open=opened, dropped=dropped, turn_start=turn_start)
+        return self._replace(sealed=sealed, open=opened, dropped=dropped, turn_start=turn_start)
 
 
 class DeviceCounts:

@@ -1,7 +1,6 @@
 """What a layer of the compressed cache stores, and how: the part of it that the attention function calls."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +79,7 @@ class LayerStorage:
         # shared by all layers of a cache
         self.integrity, self.name = Integrity({index: type(self).__name__}), f"layer {index}"
         self.is_sliding = window is not None
-        self.state = RowState(config.block_size)
+        self.state = RowState(config.block_size, [], [], [], [])
         # bool [B, columns], which of the first columns hold a token; None: all of them
         self.valid_prefix: torch.Tensor | None = None
         # whether `nonfinite`, which kernels set, is still to be read
@@ -304,7 +303,7 @@ class LayerStorage:
                 if row.sorted:
                     buffer.reorder(n, (row.sorted.start - before[n]) * block, index.sort(n, row.sorted))
             sealed = [held + row.sealed for held, row in zip(before, rows, strict=True)]
-            self.state = replace(self.state, sealed=sealed)
+            self.state = self.state._replace(sealed=sealed)
             # the op seals every whole block among `open_len` tokens
             store = self.store()
             if index.sorts:
@@ -315,7 +314,7 @@ class LayerStorage:
             opened = [held - count for held, count in zip(state.open, gone, strict=True)]
             buffer.drop_front(gone, opened)
             dropped = [held + row.skipped * block for held, row in zip(state.dropped, rows, strict=True)]
-            self.state = replace(state, open=opened, dropped=dropped)
+            self.state = state._replace(open=opened, dropped=dropped)
 
     def _rank_heads(self, rows: list[int]) -> None:
         """Rank the heads of rows that seal their first block, by that block alone, however the prompt was chunked."""

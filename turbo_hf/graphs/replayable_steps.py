@@ -7,7 +7,7 @@ to which pages, and which work split attention takes.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -149,7 +149,7 @@ class ReplayableSteps:
         group = next((group for group in self._groups if (group.window, group.state) == known), None)
         if group is None:
             # a new object: earlier `ReplayableSteps` of the cache are no longer intact, and their `close` does nothing
-            group = _Group([], layer.window, replace(layer.state))
+            group = _Group([], layer.window, layer.state._replace())
             self._groups.append(group)
         group.layers.append(layer)
 
@@ -239,8 +239,7 @@ class ReplayableSteps:
             # in a row that has sealed a block, the number of open tokens falls
             sealed, opened = counts.sealed(before).tolist(), counts.open(before).tolist()
             stored = opened != before.open
-            layer.state = replace(
-                before,
+            layer.state = before._replace(
                 seen=before.seen + stored,
                 sealed=sealed,
                 open=opened,

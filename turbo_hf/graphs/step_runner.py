@@ -293,13 +293,14 @@ class StepRunner:
         tensors, old = steps.tensors(), self._captured
         if self._replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
             self._drop()
+        step = self._fused_step if self._fused else self._step
         if self._warm < self._restarts:
             self._warm += 1
-            return device.warm(self._step)
+            return device.warm(step)
         if self._replay is None:
             self._captured = tensors
             try:
-                self._replay = device.capture(self._fused_step if self._fused else self._step)
+                self._replay = device.capture(step)
             except Exception as error:
                 steps.cancel()
                 self._forget()
