@@ -24,10 +24,11 @@ from models import tiny_llama
 from op_calls import decode
 from torch import Tensor
 
+from turbo_hf.cache.claimed_cache import claimed
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.storage import DECODE_TOKENS
-from turbo_hf.cache.turbo_cache import TurboCache, claimed
+from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
 from turbo_hf.ops.store.rotate import rotate_keys

@@ -11,10 +11,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
 from turbo_hf.attention.step_operator import StepSlot, step_attention
+from turbo_hf.cache.claimed_cache import ClaimedCache
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.cache.turbo_cache import ClaimedCache, TurboCache
+from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layout import Rotary, Rounding, Scoring, narrowed

@@ -17,11 +17,12 @@ from transformers.cache_utils import (
 )
 
 from turbo_hf.cache.deferred_stores import DeferredStores
-from turbo_hf.cache.guards import ordinary, untraced
+from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.new_columns import NewColumns, columns_from_mask
+from turbo_hf.cache.other_layers import require_recorded, stop_recording
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.errors import Unsupported
@@ -52,21 +53,6 @@ def _same_mask(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None or one.device == other.device:
         return one is other
     return one.shape == other.shape
-
-
-def _stop_recording(layer: Any) -> None:
-    """One of Transformers' own layers as `activate_past_recording` found it, without what it kept for a `crop`."""
-    if isinstance(layer, LinearAttentionCacheLayerMixin) and layer.record_past:
-        for index, state in layer.conv_states.items():
-            size: Any = layer.conv_kernel_size[index]
-            if state is not None:
-                # cut, or padded at the front, to the size of the kernel: as after a prompt
-                layer.conv_states[index] = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
-    if isinstance(layer, DynamicSlidingWindowLayer) and layer.record_past and layer.is_initialized:
-        # drops what has left its window
-        layer.crop(0)
-    if isinstance(layer, LinearAttentionCacheLayerMixin | DynamicSlidingWindowLayer):
-        layer.record_past = False
 
 
 class _Planned(NamedTuple):
@@ -337,7 +323,7 @@ class TurboCache(Cache):
         if isinstance(layer, TurboLayer):
             layer.removable(tokens_to_remove)
         else:
-            _require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
+            require_recorded(layer, index, tokens_to_remove, self.get_seq_length())
 
     @_whole
     def _crop(self, tokens_to_remove: int) -> None:
@@ -415,7 +401,7 @@ class TurboCache(Cache):
     def stop_recording(self) -> None:
         """End the recording that `activate_past_recording` began, and seal blocks that were kept open for a `crop`."""
         for layer in self.layers:
-            _stop_recording(layer)
+            stop_recording(layer)
         for layer in self.turbo_layers():
             layer.stop_recording()
 
@@ -524,75 +510,3 @@ class TurboCache(Cache):
         if torch.is_inference_mode_enabled():
             # unpickled here, tensors could not be written outside inference mode
             self.__dict__.update(copy.deepcopy(self).__dict__)
-
-
-class ClaimedCache(TurboCache):
-    """A TurboCache as one call of a patched model's attention module sees it: `update` of the claimed layer passes the
-    new tokens on to the attention function, which stores them.
-
-    All else is the cache's own: both have one `__dict__`. The claim is not part of it, so that it ends with the call,
-    wherever that breaks off: no later `update` of the cache finds it. `claimed` makes one.
-
-    Attributes:
-        claims: the index of the claimed layer, until its `update`.
-        given: the keys and values that this `update` was given.
-    """
-
-    __slots__ = ("claims", "given")
-    claims: int | None
-    given: tuple[torch.Tensor, torch.Tensor] | None
-
-    @untraced
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new keys and values themselves, once; for other layers, and from then on, as in `TurboCache`."""
-        if layer_idx == self.claims:
-            self.claims, self.given = None, (key_states, value_states)
-            return key_states, value_states
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-@functools.cache
-def _claimed_class(of: type[TurboCache]) -> type[ClaimedCache]:
-    """A ClaimedCache that keeps what a subclass of TurboCache overrides."""
-    return ClaimedCache if of is TurboCache else type(f"Claimed{of.__name__}", (of, ClaimedCache), {"__slots__": ()})
-
-
-def claimed(cache: TurboCache, layer: int) -> ClaimedCache:
-    """The cache as one call of the attention module of a layer sees it."""
-    view: ClaimedCache = object.__new__(_claimed_class(type(cache)))
-    view.__dict__ = cache.__dict__
-    view.claims, view.given = layer, None
-    return view
-
-
-def _require_recorded(layer: Any, index: int, tokens_to_remove: int, seen: int) -> None:
-    """ValueError if one of Transformers' own layers no longer holds what `crop(tokens_to_remove)` would bring back.
-
-    seen: columns of the whole cache.
-    """
-    recording = getattr(layer, "record_past", True)
-    if isinstance(layer, LinearAttentionCacheLayerMixin):
-        if tokens_to_remove and any(layer.is_recurrent_states_initialized.values()):
-            raise ValueError(
-                f"layer {index}: a {type(layer).__name__} has mixed all tokens into its recurrent state, and none can "
-                "be removed again. Keep a copy.deepcopy of the cache to return to."
-            )
-        for number, state in layer.conv_states.items():
-            kernel: Any = layer.conv_kernel_size[number]
-            # a state is shorter than its kernel where it holds all that there was
-            if state is not None and state.shape[-1] + tokens_to_remove < min(kernel, seen + tokens_to_remove):
-                recording = False
-    if isinstance(layer, DynamicSlidingWindowLayer) and layer.is_initialized:
-        keys: Any = layer.keys
-        held, seen = keys.shape[-2], int(layer.get_seq_length())
-        filled = seen >= layer.sliding_window
-        recording = not filled or (
-            recording and held + tokens_to_remove >= min(seen + tokens_to_remove, layer.sliding_window - 1)
-        )
-    if not recording:
-        raise ValueError(
-            f"layer {index}: a {type(layer).__name__} can be cropped only by what it has recorded. Call "
-            "activate_past_recording() before the pass to be rolled back."
-        )

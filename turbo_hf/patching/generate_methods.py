@@ -113,7 +113,7 @@ def _prepare_cache(
 def _may_defer(model: Any, generation_config: Any) -> bool:
     """Whether prompts are stored after their pass. On a CPU nothing is gained; with one new token, no later pass would
     report NaN."""
-    return model.device.type == "cuda" and generation_config.max_new_tokens != 1
+    return bool(model.device.type == "cuda" and generation_config.max_new_tokens != 1)
 
 
 def _prepare_inputs(

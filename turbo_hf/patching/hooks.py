@@ -14,10 +14,11 @@ from transformers import Cache, PreTrainedModel
 
 from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
+from turbo_hf.cache.claimed_cache import claimed
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.turbo_cache import TurboCache, claimed
+from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.models.model_layers import given_cache
 from turbo_hf.patches.generic import chooses_attention
