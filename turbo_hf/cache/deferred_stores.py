@@ -27,8 +27,8 @@ class _New(NamedTuple):
     new: NewColumns
     buckets: torch.Tensor | None
 
-    def store(self) -> None:
-        self.layer.append(self.k, self.v, self.new, self.buckets, defer=True)
+    def store(self, turn: bool) -> None:
+        self.layer.append(self.k, self.v, self.new, self.buckets, defer=True, turn=turn)
         self.layer.commit(defer=True)
 
 
@@ -93,19 +93,19 @@ class DeferredStores:
             return
         if of.ended:
             # not a pass of its own: one that broke off could be taken back from some layers alone
-            begun = integrity.begin(operation="store", by_turns=True)
-            self._store_each()
+            begun = integrity.begin(operation="store")
+            self._store_each(turn=False)
             begun.ended = True
         elif of.thread == get_ident():
             # something reads the cache in the midst of the pass: these layers have their turns late
             claimed, of.claimed = of.claimed, None
-            self._store_each()
+            self._store_each(turn=True)
             of.claimed = claimed
 
     @ordinary
-    def _store_each(self) -> None:
+    def _store_each(self, turn: bool) -> None:
         while self._waiting:
-            self._waiting[0].store()
+            self._waiting[0].store(turn)
             del self._waiting[0]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -25,11 +25,10 @@ class Pass:
 
     announced: hooks call when it begins and ends; else it has ended once every layer has stored its tokens.
     operation: its name; "" for a forward pass.
-    by_turns: an operation whose layers store tokens, each in its turn.
     """
 
-    def __init__(self, announced: bool = False, operation: str = "", ended: bool = False, by_turns: bool = False):
-        self.announced, self.operation, self.ended, self.by_turns = announced, operation, ended, by_turns
+    def __init__(self, announced: bool = False, operation: str = "", ended: bool = False):
+        self.announced, self.operation, self.ended = announced, operation, ended
         # it broke off before any layer had changed
         self.failed = False
         self.thread = get_ident()
@@ -128,9 +127,9 @@ class Integrity:
         if self.last.claimed is not None:
             self.require_whole()
 
-    def begin(self, announced: bool = False, operation: str = "", by_turns: bool = False) -> Pass:
+    def begin(self, announced: bool = False, operation: str = "") -> Pass:
         """A new pass or operation; ValueError as in `require_whole`."""
-        last, new = self.last, Pass(announced, operation, by_turns=by_turns)
+        last, new = self.last, Pass(announced, operation)
         broken = self._broken(last)
         if broken is not None:
             raise ValueError(broken)
@@ -196,7 +195,7 @@ class Integrity:
         self.unclaim(layer)
         last, key = self.last, (layer, kind)
         again = key in last.done or (not last.announced and _left(last, layer))
-        other = last.ended or (last.operation and not last.by_turns) or last.thread != get_ident()
+        other = last.ended or last.operation or last.thread != get_ident()
         if other or again or last.claimed is not None:
             last = self.begin()
         # in this order: a layer noted as done that has not begun would count as one that has stored

@@ -185,10 +185,12 @@ class LayerStorage:
         new: NewColumns,
         buckets: torch.Tensor | None = None,
         defer: bool = False,
+        turn: bool = True,
     ) -> None:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `new`, as are their buckets.
 
         defer: NaN and Inf that kernels have noted are read later (`unchecked`), for all layers at once.
+        turn: whether this is the layer's turn in a pass; else part of an operation on all layers.
 
         Raises:
             ValueError: other rows or heads than the cache holds, NaN or Inf, or a broken cache.
@@ -203,7 +205,8 @@ class LayerStorage:
             # refuse before anything is written
             k, rotates = (rotate_keys(k, self.config.backend) if rotates else k), False
             self._require_finite(new.blank(k), new.blank(v))
-        self.integrity.turn(self.index, self.seen)
+        if turn:
+            self.integrity.turn(self.index, self.seen)
         self._append(k, v, new, buckets, defer, rotates)
         if self.replay is not None:
             # the launch has sealed the blocks that were due
