@@ -15,7 +15,7 @@ from turbo_hf.cache.rows import RowState
 
 EACH = 50
 KNOWN = (6016580, 6018283, 9000609)
-"""Seeds whose histories were wrong once: a claim outlived its call, and a store that had broken off was gone on with."""
+"""Seeds whose histories were wrong once: a claim outlived its call, and a broken store was gone on with."""
 
 
 @pytest.fixture(autouse=True)
