@@ -14,6 +14,7 @@ from histories_support import (
     WINDOWED,
     Row,
     error_of,
+    error_of_padding,
     failing,
     forward,
     largest,
@@ -206,6 +207,8 @@ class Player(Acts):
             if error > allowed and not made.exact:
                 # some tokens lose more than others
                 allowed = 2 * error_of(made, seen.tokens) * (1 + seen.reopened)
+            if error > allowed and self.history.family in LINEAR_FAMILIES:
+                allowed = max(allowed, 2 * error_of_padding(made, seen.tokens))
             if not error <= allowed:
                 raise Fault(
                     f"act {seen.act}: off by {error:.3g}, allowed {allowed:.3g}, after {len(seen.tokens)} tokens"

@@ -165,6 +165,19 @@ def error_of(made: Subject, row: tuple[int, ...]) -> float:
     return max(_error(made, [row], [width] * (len(row) // width) + [len(row) % width]) for width in (1, 8, 20))
 
 
+def error_of_padding(made: Subject, row: tuple[int, ...]) -> float:
+    """By how much the unpatched model, with its own cache, errs when padding stands before these tokens.
+
+    Transformers' linear layers take padding for tokens that are nearly zero.
+    """
+    want, worst = oracle(made, [row])[row], 0.0
+    for columns in (1, 8, 36):
+        with torch.no_grad():
+            got = forward(made.plain, [[*[None] * columns, *row]], [[]], Plain(config=made.plain.config))
+        worst = max(worst, largest(got[0, columns:] - want))
+    return worst
+
+
 def _error(made: Subject, rows: list[tuple[int, ...]], lengths: Sequence[int]) -> float:
     ids, cache = torch.tensor(rows), made.new_cache()
     with torch.no_grad():
