@@ -9,6 +9,7 @@ from turbo_hf.cache.dequantized import DequantizedLayer
 from turbo_hf.cache.guards import ordinary, storing, untraced
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.errors import Unsupported
+from turbo_hf.ops.host_device import shared
 
 
 class TurboLayer(DequantizedLayer):
@@ -140,25 +141,26 @@ class TurboLayer(DequantizedLayer):
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row i continues what row `beam_idx[i]` was (`rows.chosen_rows`). Sealed pages are shared, not copied."""
         if self.is_initialized:
-            self._select_rows(chosen_rows(beam_idx, self.rows))
+            self.select_rows(chosen_rows(beam_idx, self.rows).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, side by side."""
         if self.is_initialized:
-            self._select_rows(repeated_rows(repeats, self.rows))
+            self.select_rows(repeated_rows(repeats, self.rows).tolist())
 
     batch_select_indices = reorder_cache
 
     @storing
-    def _select_rows(self, index: torch.Tensor) -> None:
-        rows, on_device = index.tolist(), index.to(self.device)
+    def select_rows(self, rows: list[int]) -> None:
+        """As `reorder_cache`, of rows that exist."""
+        index = shared(rows, self.device)
         self.pool.select_rows(self.state.sealed, rows)
         self.buffer.select_rows(index)
-        self.bucket_index.select_rows(index)
-        self.order = self.order[on_device]
+        self.bucket_index.select_rows(rows, index)
+        self.order = self.order[index]
         self.ranked = [self.ranked[row] for row in rows]
-        self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[on_device]
-        self.universal = None if self.universal is None else self.universal[on_device]
+        self.valid_prefix = None if self.valid_prefix is None else self.valid_prefix[index]
+        self.universal = None if self.universal is None else self.universal[index]
         self.given_mask = None if self.given_mask is None else self.given_mask[index.to(self.given_mask.device)]
         self.state = self.state.selected(rows)
 

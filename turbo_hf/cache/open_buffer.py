@@ -112,9 +112,8 @@ class OpenBuffer:
         """Drop the oldest `counts[row]` tokens of each row, which leaves `left[row]`, and release the memory."""
         self._resize(max(left), counts, left)
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Row i becomes what row `rows[i]` was."""
-        index = rows.to(self.k.device)
+    def select_rows(self, index: torch.Tensor) -> None:
+        """Row i becomes what row `index[i]` was; index: on the buffer's device."""
         self.k, self.v = self.k[index], self.v[index]
         self.k_scale, self.v_scale = self.k_scale[index], self.v_scale[index]
 

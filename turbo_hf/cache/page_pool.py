@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from turbo_hf.cache.open_buffer import Tokens
@@ -91,17 +92,18 @@ class PagePool:
     def trim(self, sealed: list[int], shrink: bool = True) -> None:
         """Free the pages that hold none of the `sealed[row]` oldest blocks of each row. shrink: release their memory,
         if it is worth it."""
-        in_use = torch.arange(self.table.shape[1], device="cpu") < torch.tensor(sealed, device="cpu")[:, None]
-        used = self.table[in_use].unique()
+        table = self.table.numpy()
+        in_use = np.arange(table.shape[1]) < np.array(sealed)[:, None]
+        used = np.unique(table[in_use])
         if shrink and self.pages - len(used) > self.pages // 32:
             # first, since it may run out of memory
-            self._resize(used.to(self.device, non_blocking=True), 0)
-            self.table = torch.where(in_use, torch.searchsorted(used, self.table), 0)
+            self._resize(torch.from_numpy(used).to(self.device, non_blocking=True), 0)
+            self.table = torch.from_numpy(np.where(in_use, np.searchsorted(used, table), 0))
             self._free = []
         else:
-            free = torch.ones(self.pages, dtype=torch.bool, device="cpu")
+            free = np.ones(self.pages, dtype=bool)
             free[used] = False
-            self._free = free.nonzero().flatten().tolist()
+            self._free = np.flatnonzero(free).tolist()
         self.reserved = list(sealed)
         self._device_table = None
 

@@ -430,7 +430,9 @@ class TurboCache(Cache):
         self.integrity.require_whole()
         rows = self._rows()
         if rows is not None:
-            self._select_rows(chosen_rows(beam_idx, rows))
+            chosen = chosen_rows(beam_idx, rows).tolist()
+            if chosen != list(range(rows)):
+                self._select_rows(chosen)
 
     def batch_select_indices(self, indices: Any) -> None:
         """Keep these rows of every layer: row numbers, a bool mask or a slice; ValueError as in `rows.chosen_rows`."""
@@ -441,12 +443,16 @@ class TurboCache(Cache):
         self.integrity.require_whole()
         rows = self._rows()
         if rows is not None:
-            self._select_rows(repeated_rows(repeats, rows))
+            self._select_rows(repeated_rows(repeats, rows).tolist())
 
     @_whole
-    def _select_rows(self, index: Any) -> None:
-        # layers with recurrent states have no other method for it
-        super().reorder_cache(index)
+    def _select_rows(self, rows: list[int]) -> None:
+        for layer in self.layers:
+            if not isinstance(layer, TurboLayer):
+                # layers with recurrent states have no other method for it
+                layer.reorder_cache(torch.tensor(rows))
+            elif layer.is_initialized:
+                layer.select_rows(rows)
 
     def _rows(self) -> int | None:
         """Rows of the batch; None before the first pass."""

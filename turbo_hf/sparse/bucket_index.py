@@ -148,11 +148,10 @@ class BucketIndex:
         if self.buckets.shape[-1] - room > room // 32:
             self.buckets = self.buckets[..., :room].clone()
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Row i becomes what row `rows[i]` was."""
-        on_device = rows.to(self.buckets.device)
-        self.buckets, self.spans = self.buckets[on_device], self.spans[on_device]
-        self.sorted_blocks = [list(self.sorted_blocks[row]) for row in rows.tolist()]
+    def select_rows(self, rows: list[int], index: torch.Tensor) -> None:
+        """Row i becomes what row `rows[i]` was; index: the same on the index's device."""
+        self.buckets, self.spans = self.buckets[index], self.spans[index]
+        self.sorted_blocks = [list(self.sorted_blocks[row]) for row in rows]
 
     def nbytes(self) -> int:
         """Bytes allocated."""
