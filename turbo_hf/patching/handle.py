@@ -16,7 +16,6 @@ from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_step import CompiledStep
-from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.sparse.selectors import Selectivity, Selector
 
 
@@ -141,7 +140,7 @@ class CacheMaker:
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
-        count = len(layer_windows(model_config.get_text_config(decoder=True)))
+        count = model_config.get_text_config(decoder=True).num_hidden_layers
         config = self.config
         if any(index >= count for index in (*self.int8_layers, *self.dense_layers)):
             # the layers that the config names are in the patch's own lists
