@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
 from turbo_hf.config.options import Options, at_least, freeze, freeze_layers, layer_indices, one_of
-from turbo_hf.layout import BITS, BLOCK_SIZES, UNQUANTIZED, WIDTHS
+from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
-ATTENTION_MODES = ("turbo", "int8", "half", "fp8", "fp16")
+ATTENTION_MODES = tuple(MODES)
 NATIVE = "native"
 """Another name of attention mode "fp16", which computes in the model's own dtype, be it float16 or not."""
 BACKENDS = ("auto", "triton", "reference")
