@@ -96,7 +96,7 @@ class LayerStorage:
                 "shape; only one head dim is compressed. Leave the layer dense (TurboConfig.dense_layers)."
             )
         rows, self.heads, _, self.dim = key_states.shape
-        self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, why_no_kernel(key_states)
+        self.dtype, self.device, self.why_no_kernel = key_states.dtype, key_states.device, why_no_kernel(key_states)
         self.in_place = self.appends_in_place()
         order = list(range(self.heads) if self.head_order is None else self.head_order)
         if sorted(order) != list(range(self.heads)):
@@ -122,7 +122,7 @@ class LayerStorage:
 
     def appends_in_place(self) -> bool:
         """Whether a kernel stores new tokens."""
-        return uses_triton(self.config.backend, self.device, self.obstacle)
+        return uses_triton(self.config.backend, self.device, self.why_no_kernel)
 
     @property
     def rows(self) -> int:

@@ -354,7 +354,7 @@ UNTRAINED = {
 """Selectors that need no calibration."""
 
 
-def selector_obstacle(config: SparseConfig | None) -> str | None:
+def why_no_replay_with(config: SparseConfig | None) -> str | None:
     """Why decode steps with this choice cannot be replayed; None if they can."""
     if config is None:
         return None
