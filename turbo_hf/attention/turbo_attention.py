@@ -83,7 +83,7 @@ class TurboCall(NamedTuple):
     rotary: Rotary | None = None
 
 
-class New(NamedTuple):
+class NewQKV(NamedTuple):
     """The new tokens of one call: query [B, Hq, M, D]; key, value [B, Hkv, M, D]."""
 
     query: torch.Tensor
@@ -176,7 +176,7 @@ def _attention(
             hf_attention(module, options, unknown)
         _require_unchanged(call.cache, call.layer, key, value)
         if reason is None:
-            new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
+            new, source = _of_one_type(NewQKV(query, key, value)), Source(module, call.rotary)
             out = compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
@@ -266,20 +266,20 @@ def _require_unchanged(cache: ClaimedCache, layer: TurboLayer, key: torch.Tensor
         )
 
 
-def _of_one_type(new: New) -> New:
+def _of_one_type(new: NewQKV) -> NewQKV:
     """Q, K and V in one dtype. Under autocast, rotary embedding leaves float32: all take autocast's dtype."""
     device = new.query.device.type
     if new.query.dtype == new.key.dtype == new.value.dtype or not torch.is_autocast_enabled(device):
         return new
     narrow = torch.get_autocast_dtype(device)
-    return New(*(x.to(narrow) for x in new))
+    return NewQKV(*(x.to(narrow) for x in new))
 
 
 def compressed(
     cache: TurboCache,
     layer: TurboLayer,
     source: Source,
-    new: New,
+    new: NewQKV,
     mask: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
@@ -302,7 +302,7 @@ def compressed(
 
 
 def _step(
-    cache: TurboCache, layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring
+    cache: TurboCache, layer: TurboLayer, source: Source, new: NewQKV, chunk: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = (chunk.align(x) for x in new)
@@ -328,7 +328,7 @@ def _step(
 
 
 def _prompt(
-    cache: TurboCache, layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring
+    cache: TurboCache, layer: TurboLayer, source: Source, new: NewQKV, chunk: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
     q, k, v = (chunk.align(x) for x in new)

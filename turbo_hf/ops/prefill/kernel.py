@@ -353,8 +353,9 @@ def prefill_kernel(
     `result.broken`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large
     for INT8, and then for one whose keys or values hold NaN or Inf; FLAGS: a power of two that covers them.
 
-    Of `Queries`, `Chunk`, `Past` (or None), `Scoring` (softcap in units of log2), `Result`, `Form`. k_tiles, v_tiles:
-    descriptors of the quantized operands, [B*Hkv*T, D] and [B*Hkv*D, T], or None. pairs: B*Hq. tokens: M.
+    Of `PrefillQueries`, `Chunk`, `Past` (or None), `Scoring` (softcap in units of log2), `PrefillResult`,
+    `PrefillForm`. k_tiles, v_tiles: descriptors of the quantized operands, [B*Hkv*T, D] and [B*Hkv*D, T], or None.
+    pairs: B*Hq. tokens: M.
     """
     tiles = tl.cdiv(tokens, FORM.block_m)
     # heads that share keys run side by side, and the longest tiles of each first

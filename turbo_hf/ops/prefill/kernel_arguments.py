@@ -10,7 +10,7 @@ class View(NamedTuple):
     strides: Any
 
 
-class Queries(NamedTuple):
+class PrefillQueries(NamedTuple):
     """Queries [B, Hq, M, D].
 
     given: the queries.
@@ -64,7 +64,7 @@ class Past(NamedTuple):
     room: int
 
 
-class Result(NamedTuple):
+class PrefillResult(NamedTuple):
     """Where results go: out [B, Hq, M, D], lse float32 [B, Hq, M], broken as `prefill_kernel` has it."""
 
     out: View
@@ -72,7 +72,7 @@ class Result(NamedTuple):
     broken: Any
 
 
-class Form(NamedTuple):
+class PrefillForm(NamedTuple):
     """What the kernel is compiled for.
 
     heads, group: query heads, and those per KV head.

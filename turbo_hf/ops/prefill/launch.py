@@ -19,7 +19,7 @@ from turbo_hf.layout import (
 from turbo_hf.ops import gpu
 from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
-from turbo_hf.ops.prefill.kernel_arguments import Chunk, Form, Past, Queries, Result, View
+from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillQueries, PrefillResult, View
 from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.ops.store.launch import launch_rotate, pairs_of
 from turbo_hf.ops.tuning import prefill_tiles
@@ -156,7 +156,7 @@ def launch_prefill(
         lse.fill_(-torch.inf)
     broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past)
-    block, written = rounding.block, Result(_view(result), lse, broken)
+    block, written = rounding.block, PrefillResult(_view(result), lse, broken)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
 
     def run(
@@ -183,7 +183,7 @@ def launch_prefill(
             None if k_tiles else _view(k), None if v_tiles else _view(v), parts.k_scale, logs, parts.v_channel, starts,
             parts.k.shape[2],
         )  # fmt: skip
-        form = Form(
+        form = PrefillForm(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
             block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
             p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
@@ -191,7 +191,7 @@ def launch_prefill(
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
-            Queries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
+            PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
             kernel_scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
