@@ -212,8 +212,8 @@ def test_mass_of_a_chunk_is_that_of_its_tokens_alone(starts: list[int] | None, i
     selector = Classifier(chosen, 1, torch.nn.functional.normalize(torch.randn(3, 8, 16), dim=-1), weights)
     whole = TurboLayer(TurboConfig(sparse=chosen, block_size=32, attention="fp16"), selector=selector)
 
-    def append(layer: TurboLayer, k: Tensor, chunk: NewColumns) -> None:
-        layer.append(k, k, chunk, selector.buckets(k))
+    def append(layer: TurboLayer, k: Tensor, new: NewColumns) -> None:
+        layer.append(k, k, new, selector.buckets(k))
         layer.commit()
 
     append(whole, torch.randn(2, 3, 22, 16), NewColumns(22))

@@ -176,8 +176,8 @@ def _attention(
             hf_attention(module, options, unknown)
         _require_unchanged(call.cache, call.layer, key, value)
         if reason is None:
-            new, source = _of_one_type(NewQKV(query, key, value)), Source(module, call.rotary)
-            out = compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
+            qkv, source = _of_one_type(NewQKV(query, key, value)), Source(module, call.rotary)
+            out = compressed(call.cache, call.layer, source, qkv, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     function = hf_attention(module, options, unknown)
@@ -266,54 +266,54 @@ def _require_unchanged(cache: ClaimedCache, layer: TurboLayer, key: torch.Tensor
         )
 
 
-def _of_one_type(new: NewQKV) -> NewQKV:
+def _of_one_type(qkv: NewQKV) -> NewQKV:
     """Q, K and V in one dtype. Under autocast, rotary embedding leaves float32: all take autocast's dtype."""
-    device = new.query.device.type
-    if new.query.dtype == new.key.dtype == new.value.dtype or not torch.is_autocast_enabled(device):
-        return new
+    device = qkv.query.device.type
+    if qkv.query.dtype == qkv.key.dtype == qkv.value.dtype or not torch.is_autocast_enabled(device):
+        return qkv
     narrow = torch.get_autocast_dtype(device)
-    return NewQKV(*(x.to(narrow) for x in new))
+    return NewQKV(*(x.to(narrow) for x in qkv))
 
 
 def compressed(
     cache: TurboCache,
     layer: TurboLayer,
     source: Source,
-    new: NewQKV,
+    qkv: NewQKV,
     mask: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
-    layer.require_same_rows(new.key)
-    layer.seal_leftovers(new.key.shape[2], defer=True)
-    if mask is not None and len(mask) != len(new.query):
-        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(new.query)}. Pass one row for each.")
+    layer.require_same_rows(qkv.key)
+    layer.seal_leftovers(qkv.key.shape[2], defer=True)
+    if mask is not None and len(mask) != len(qkv.query):
+        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(qkv.query)}. Pass one row for each.")
     if mask is None and layer.replay is None:
         # a step that may be captured has been checked against its mask before
-        layer.require_no_given_padding(new.query.shape[2])
-    chunk = cache.new_columns(mask, layer, new.query.shape[2])
-    scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
-    attend = _step if layer.is_decoding(chunk.tokens) else _prompt
+        layer.require_no_given_padding(qkv.query.shape[2])
+    new = cache.new_columns(mask, layer, qkv.query.shape[2])
+    scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + new.tokens))
+    attend = _step if layer.is_decoding(new.tokens) else _prompt
     with torch.no_grad():
-        out = chunk.restore(attend(cache, layer, source, new, chunk, scoring))
-    if torch.is_grad_enabled() and new.query.requires_grad:
-        out = _NoGradient.apply(new.query, out)
+        out = new.restore(attend(cache, layer, source, qkv, new, scoring))
+    if torch.is_grad_enabled() and qkv.query.requires_grad:
+        out = _NoGradient.apply(qkv.query, out)
     return out
 
 
 def _step(
-    cache: TurboCache, layer: TurboLayer, source: Source, new: NewQKV, chunk: NewColumns, scoring: Scoring
+    cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
-    q, k, v = (chunk.align(x) for x in new)
-    starts, config = chunk.begin(q.device), layer.config
+    q, k, v = (new.align(x) for x in qkv)
+    starts, config = new.begin(q.device), layer.config
     if layer.selector is not None:
-        buckets, query_info = new_buckets_and_query_info(layer, source, new.query, new.key, chunk)
-        layer.append(k, v, chunk, buckets, defer=True)
-        out = attend_sparse(layer, query_info, new.query, chunk, starts, scoring).out
+        buckets, query_info = new_buckets_and_query_info(layer, source, qkv.query, qkv.key, new)
+        layer.append(k, v, new, buckets, defer=True)
+        out = attend_sparse(layer, query_info, qkv.query, new, starts, scoring).out
         layer.commit(defer=True)
         return out
-    layer.append(k, v, chunk, defer=True)
+    layer.append(k, v, new, defer=True)
     out = decode(
         rotate_queries(q, config.backend) if config.rotates else q,
         layer.store(),
@@ -328,13 +328,13 @@ def _step(
 
 
 def _prompt(
-    cache: TurboCache, layer: TurboLayer, source: Source, new: NewQKV, chunk: NewColumns, scoring: Scoring
+    cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
-    q, k, v = (chunk.align(x) for x in new)
-    starts, config = chunk.begin(q.device), layer.config
+    q, k, v = (new.align(x) for x in qkv)
+    starts, config = new.begin(q.device), layer.config
     mode = prefill_mode(config.prompt_attention, q)
-    buckets = new_buckets(layer, source, new.key, chunk)
+    buckets = new_buckets(layer, source, qkv.key, new)
     if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scoring):
         out = _sdpa(q, k, v, scoring.scaling)
     else:
@@ -359,7 +359,7 @@ def _prompt(
             window=layer.window,
             backend=config.backend,
         ).out
-    cache.store_prompt(layer, k, v, chunk, buckets)
+    cache.store_prompt(layer, k, v, new, buckets)
     return out
 
 
