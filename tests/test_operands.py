@@ -32,9 +32,9 @@ def in_time_order(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def spread(scale: torch.Tensor, slots: int) -> torch.Tensor:
+def spread(scale: torch.Tensor, padded: int) -> torch.Tensor:
     """A scale a token or a block as one a token [B, H, T, 1], float64."""
-    return scale.double().repeat_interleave(slots // scale.shape[2], -1)[..., None]
+    return scale.double().repeat_interleave(padded // scale.shape[2], -1)[..., None]
 
 
 @all_pairs(

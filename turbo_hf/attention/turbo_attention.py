@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
-from turbo_hf.attention.step_operator import StepSlot, step_attention
+from turbo_hf.attention.step_operator import StepCall, step_attention
 from turbo_hf.cache.claimed_cache import ClaimedCache
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
@@ -103,13 +103,13 @@ def turbo_attention(
     """Attention over the compressed cache; over full-precision keys and values if there is none.
 
     query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens. turbo: a
-    TurboCall, a StepSlot, or None. Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+    TurboCall, a StepCall, or None. Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
 
     Raises:
         Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
             "raise", a call that the compressed cache cannot serve.
     """
-    # a StepSlot; a TurboCall is a tuple too, but of a class of its own
+    # a StepCall; a TurboCall is a tuple too, but of a class of its own
     if type(turbo) is tuple:
         return _in_step(query, key, value, attention_mask, turbo, **options), None
     return _attention(module, query, key, value, attention_mask, turbo=turbo, **options)
@@ -120,7 +120,7 @@ def _in_step(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    slot: StepSlot,
+    call: StepCall,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -135,7 +135,7 @@ def _in_step(
         known = known and (given is None or name in HARMLESS)
     if not known:
         raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
-    mark, layer, rotary = slot
+    mark, layer, rotary = call
     cos, sin = (None, None) if rotary is None else rotary
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out: torch.Tensor = step_attention(query, key, value, mark, layer, scale, softcap, s_aux, cos, sin)

@@ -48,7 +48,7 @@ class Past(NamedTuple):
     k, v, scale: sealed blocks, as `unpack_past` returns them.
     sealed: sealed blocks per row.
     k_open, v_open, k_open_scale, v_open_scale, open_len: the open tokens, as in `KVStore`.
-    slots, room: capacity in tokens of `k`, and of `k_open`.
+    sealed_room, open_room: capacity in tokens of `k`, and of `k_open`.
     """
 
     k: Any
@@ -60,8 +60,8 @@ class Past(NamedTuple):
     k_open_scale: Any
     v_open_scale: Any
     open_len: Any
-    slots: int
-    room: int
+    sealed_room: int
+    open_room: int
 
 
 class PrefillResult(NamedTuple):

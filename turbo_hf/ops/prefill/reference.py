@@ -104,15 +104,15 @@ def _mean_score(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
 
 def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) -> tuple[Operand, Operand]:
     """Keys and values of the chunk in the form that the products use."""
-    wide, slots = _wide(v), parts.k.shape[2]
-    place = torch.nn.functional.pad(place, (0, slots - place.shape[1]), value=-1)
-    k_scale = parts.k_scale.repeat_interleave(slots // parts.k_scale.shape[2], -1)
+    wide, padded = _wide(v), parts.k.shape[2]
+    place = torch.nn.functional.pad(place, (0, padded - place.shape[1]), value=-1)
+    k_scale = parts.k_scale.repeat_interleave(padded // parts.k_scale.shape[2], -1)
     keys = Operand(parts.k.to(wide), k_scale.to(wide), place)
     if parts.v is None:
         narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
         return keys, _raw(narrow.to(v.dtype), place[:, : v.shape[2]], block)
     values = torch.empty(parts.v.mT.shape, dtype=wide, device=v.device)
-    values[:, :, value_order(slots, v.device)] = parts.v.mT.to(wide)
+    values[:, :, value_order(padded, v.device)] = parts.v.mT.to(wide)
     if parts.v_scale is not None:
         return keys, Operand(values, parts.v_scale.repeat_interleave(block, -1).to(wide), place)
     assert parts.v_channel is not None
@@ -123,10 +123,10 @@ def _past(store: KVStore, q: Operand, fp8: bool, tile: int) -> list[Run]:
     """The sealed blocks (one scale per block) and the open tokens (one scale per token), as stored."""
     batch, _, cap, _ = store.k_open.shape
     wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
-    slot = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)
+    at = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)
     opened = torch.arange(cap, device=q.x.device).expand(batch, -1)
     found = [
-        (*sealed_tokens(store), torch.where(slot < sealed, slot, -1)),
+        (*sealed_tokens(store), torch.where(at < sealed, at, -1)),
         (
             store.k_open,
             store.k_scale,
