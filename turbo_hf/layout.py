@@ -291,10 +291,10 @@ def empty_pages(
     head_dim: int,
     block: int,
     device: torch.device,
-    unquantized: torch.dtype = torch.float16,
+    dtype_16bit: torch.dtype = torch.float16,
 ) -> PagedHeads:
-    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`). unquantized: the type at 16 bit."""
-    code = {UNQUANTIZED: unquantized, 8: torch.int8}.get(bits, torch.uint8)
+    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`)."""
+    code = {UNQUANTIZED: dtype_16bit, 8: torch.int8}.get(bits, torch.uint8)
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
     v = torch.empty(pages, slots, head_dim, packed_bytes(block, min(bits, 8)), dtype=code, device=device)
     meta = torch.empty(pages, slots, 0 if bits >= 8 else 4, head_dim, dtype=torch.int8, device=device)

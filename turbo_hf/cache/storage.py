@@ -104,10 +104,10 @@ class LayerStorage:
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
         groups = self.config.head_groups(self.heads)
-        block, full = self.config.block_size, type_16bit(self.dtype)
-        self.pool = PagePool(rows, groups, self.dim, block, self.device, full)
+        block, dtype_16bit = self.config.block_size, type_16bit(self.dtype)
+        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit)
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
-        opened = full if UNQUANTIZED in dict(groups) else torch.int8
+        opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
         self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
         self.device_counts = DeviceCounts(self.device)
         self.order = shared(order * rows, self.device).view(rows, self.heads)
