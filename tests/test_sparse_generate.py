@@ -84,7 +84,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(llama: Any, selector: str) -> No
 
 
 @pytest.mark.parametrize("always", [{"window_tokens": 1 << 30}, {"sink_tokens": 1 << 30}, {"window_tokens": 5000}])
-def test_a_dense_part_beyond_the_context_reads_every_key(llama: Any, always: dict[str, int]) -> None:
+def test_always_read_tokens_beyond_the_context_read_every_key(llama: Any, always: dict[str, int]) -> None:
     for selector in ("window", "lsh-reformer"):
         config = sparse(selector, **small(selector) | always)
         dense = answers(llama, replace(config, sparse=None), **ragged())

@@ -282,7 +282,7 @@ def _sparse(
     if rotation is None:
         return row, None
     there = sum(case.lengths) * case.heads.kv
-    note = f"{probes} of {choice.buckets} buckets, {int(read) / there:.2%} of the keys, dense part included"
+    note = f"{probes} of {choice.buckets} buckets, {int(read) / there:.2%} of the keys, always-read ones included"
     return replace(row, note=note), rotation
 
 
