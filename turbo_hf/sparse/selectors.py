@@ -19,8 +19,8 @@ class Selectivity:
     """What the decode steps of one layer have read since the patch: keys, over rows, KV heads and query tokens.
 
     layer: the layer's number.
-    there: keys that full attention would read.
-    dense: keys of the always-read tokens (the first and the newest ones).
+    there: keys that the cache held, which full attention would read.
+    dense: those of them that are always read (the first and the newest ones).
     read: all keys that were read; a key that several query heads of a KV head read counts once.
     """
 
