@@ -321,7 +321,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
     shown.append(Table("memory and speed of generation", headings, serving))
     if found["reading"]:
         rows = [[label, f"{own['share']:.1%}", f"{own['share_beyond']:.1%}"] for label, own in found["reading"].items()]
-        headings = ["method", "of all", "beyond the dense part"]
+        headings = ["method", "of all", "of those not always read"]
         shown.append(Table("keys that decode steps of sparse layers read", headings, rows))
     return shown
 

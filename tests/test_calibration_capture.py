@@ -77,7 +77,7 @@ def test_every_family_passes_the_probe(case: Case) -> None:
     found = probe(build(case.model_type, **case.options))
     assert sorted(found) == [i for i in range(len(found) + len(case.dense)) if i not in case.dense]
     learned = case.model_type == "gpt_bigcode"
-    assert {at.obstacle for at in found.values()} == {"it has no rotary embedding" if learned else None}
+    assert {at.why_no_keys for at in found.values()} == {"it has no rotary embedding" if learned else None}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_layers_without_rotary_embedding_are_told_and_get_no_index(case: Case, w
 def test_a_wrong_inverse_fails_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turbo_hf.sparse.undo_rotary._rotate", lambda module, x, cos, sin: x)
     for at in probe(tiny_llama()).values():
-        assert "the inverse of its rotary embedding fails the probe (relative error" in str(at.obstacle)
+        assert "the inverse of its rotary embedding fails the probe (relative error" in str(at.why_no_keys)
 
 
 def test_capture_changes_nothing_and_is_undone() -> None:

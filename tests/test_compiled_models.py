@@ -11,7 +11,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
-from turbo_hf.graphs.step_runner import model_obstacle
+from turbo_hf.graphs.step_runner import why_no_replay_of
 from turbo_hf.patching.hooks import is_own
 
 CONFIG = TurboConfig(bits=4, block_size=32)
@@ -142,9 +142,9 @@ def test_a_cache_of_an_unpatched_model_that_is_compiled() -> None:
 def test_steps_of_a_compiled_model_are_not_replayed(
     compile_it: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turbo_hf.graphs.step_runner._place_obstacle", lambda *args: None)
+    monkeypatch.setattr("turbo_hf.graphs.step_runner._why_no_replay_there", lambda *args: None)
     model = tiny_llama(num_hidden_layers=1)
     with turbo_hf.patch(model, CONFIG):
-        assert model_obstacle(model, is_own) is None
+        assert why_no_replay_of(model, is_own) is None
         compile_it(model)
-        assert model_obstacle(model, is_own) == "torch.compile has compiled it"
+        assert why_no_replay_of(model, is_own) == "torch.compile has compiled it"

@@ -277,9 +277,9 @@ def test_a_mask_or_keyword_of_their_own_ends_the_attempt() -> None:
     for more in ({"attention_mask": torch.ones(1, 1)}, {"position_bias": k}, {"is_causal": False}):
         options: dict[str, Any] = {"attention_mask": None, **more}
         with pytest.raises(Unsupported, match="a mask or a keyword"):
-            turbo_attention(module, q, k, k, turbo=view.slot(0, None), **options)
+            turbo_attention(module, q, k, k, turbo=view.call_of(0, None), **options)
     with pytest.raises(RuntimeError, match="outside of a compiled step"):
-        turbo_attention(module, q, k, k, None, turbo=view.slot(0, None))
+        turbo_attention(module, q, k, k, None, turbo=view.call_of(0, None))
 
 
 # --- what is left behind -------------------------------------------------------------------------------------------

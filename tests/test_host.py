@@ -112,10 +112,10 @@ MOST = 36
 """Operations of a layer's first pass, what it makes of itself included, attention not."""
 
 
-def feed(layer: TurboLayer, k: torch.Tensor, chunk: NewColumns) -> None:
+def feed(layer: TurboLayer, k: torch.Tensor, new: NewColumns) -> None:
     shape = (k.shape[0], 2, 1, k.shape[2])
     known = layer.selector is not None
-    layer.append(k, k, chunk, torch.zeros(shape, dtype=torch.int16, device=k.device) if known else None, defer=True)
+    layer.append(k, k, new, torch.zeros(shape, dtype=torch.int16, device=k.device) if known else None, defer=True)
     layer.commit(defer=True)
 
 

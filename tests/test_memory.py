@@ -63,6 +63,6 @@ def test_a_report_of_many_layers_fits_a_screen() -> None:
     assert lines[1].endswith("42 to 46: 8 x 4 bit, window 4096")
     assert lines[2] == "  layers 5, 11, 17, 23, 29, 35, 41: 8 x 4 bit"
     assert lines[3] == "  layer 47: 8 bit; key bias"
-    assert lines[4] == "  least, layer 5: 2.50% of the keys read, 1.52% of those beyond the dense part"
-    assert lines[5] == "  most, layer 45: 6.50% of the keys read, 5.56% of those beyond the dense part"
+    assert lines[4] == "  least, layer 5: 2.50% of the keys read, 1.52% of those not always read"
+    assert lines[5] == "  most, layer 45: 6.50% of the keys read, 5.56% of those not always read"
     assert lines[6] == f"  all {len(read)} sparse layers: see `selectivity`"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from families_support import FULL, SLIDING, build, exact, generate, padded
 from models import prompts, tiny_llama, tiny_mistral
-from patching_support import EXACT, changes, logits, snapshot
+from patching_support import EXACT, WrittenOut, changes, logits, snapshot
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -46,30 +46,8 @@ def minimax() -> PreTrainedModel:
     return build("minimax_m3_vl_text", **SPARSE)
 
 
-class Named(modeling_llama.LlamaAttention):
+class Named(WrittenOut):
     """Attention that sees its last keys only where it is called by one of the usual names, as MiniMax-M3's does."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            x(hidden_states).view(shape).transpose(1, 2) for x in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = modeling_llama.apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        kwargs |= self.blocks(key.shape[2])
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, modeling_llama.eager_attention_forward
-        )
-        out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
-        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
 
     def blocks(self, keys: int) -> dict[str, Any]:
         """What only a kernel reads."""
@@ -81,7 +59,7 @@ def asks(config: Any) -> bool:
     return config._attn_implementation not in ("eager", "sdpa")
 
 
-class Cutting(Named):
+class Cutting(WrittenOut):
     """Attention that changes its mask."""
 
     def forward(
@@ -98,10 +76,6 @@ class Cutting(Named):
         if attention_mask is not None:
             attention_mask = attention_mask[..., -8:]
         return attend(self, hidden_states, hidden_states, hidden_states, attention_mask, **kwargs)
-
-    def blocks(self, keys: int) -> dict[str, Any]:
-        """Nothing to ask for."""
-        return {}
 
 
 class Older(nn.Module):

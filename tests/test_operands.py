@@ -10,12 +10,11 @@ from op_calls import quantize_operands
 from stores import tokens
 
 from turbo_hf.config.turbo_config import V_SCALES
-from turbo_hf.layout import V_TOP, VALUE_ORDER, Operands
-from turbo_hf.ops.prefill.operands import QUANTIZED_MODES
+from turbo_hf.layout import MODES, QUANTIZED_MODES, VALUE_ORDER, Operands
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-MODES = [pytest.param(mode, id=mode) for mode in QUANTIZED_MODES]
+QUANTIZED = [pytest.param(mode, id=mode) for mode in QUANTIZED_MODES]
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -33,12 +32,14 @@ def in_time_order(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def spread(scale: torch.Tensor, slots: int) -> torch.Tensor:
+def spread(scale: torch.Tensor, padded: int) -> torch.Tensor:
     """A scale a token or a block as one a token [B, H, T, 1], float64."""
-    return scale.double().repeat_interleave(slots // scale.shape[2], -1)[..., None]
+    return scale.double().repeat_interleave(padded // scale.shape[2], -1)[..., None]
 
 
-@all_pairs(starts=[pytest.param(None, id="whole"), pytest.param([0, 90], id="ragged")], v_scale=V_SCALES, mode=MODES)
+@all_pairs(
+    starts=[pytest.param(None, id="whole"), pytest.param([0, 90], id="ragged")], v_scale=V_SCALES, mode=QUANTIZED
+)
 def test_codes_are_nearest_and_scales_smallest(
     starts: list[int] | None, v_scale: str, mode: str, device: torch.device
 ) -> None:
@@ -69,7 +70,7 @@ def test_codes_are_nearest_and_scales_smallest(
         limit = own_v.abs() / 16 + v_step / 512 if mode == "fp8" else v_step / 2
         assert bool((error <= limit + own_v.abs() * 2 * EPS).all())
         assert not values[:, count:].any()
-        assert float(values.abs().max()) == V_TOP[mode]
+        assert float(values.abs().max()) == MODES[mode].v_top
 
 
 @all_pairs(
@@ -80,7 +81,7 @@ def test_codes_are_nearest_and_scales_smallest(
         pytest.param({"smooth_k": True, "hadamard": True}, id="both"),
     ],
     v_scale=V_SCALES,
-    mode=MODES,
+    mode=QUANTIZED,
 )
 def test_kernel_gives_the_references_codes(
     choices: dict[str, Any], v_scale: str, mode: str, device: torch.device

@@ -17,14 +17,14 @@ import turbo_hf
 from turbo_hf import PRESETS, TurboConfig, Unsupported
 from turbo_hf.cache.memory import LayerCost, cache_bytes
 from turbo_hf.cli.main import app
-from turbo_hf.cli.plan import Plan, layer_costs, longest_context, parse_bytes, plan
+from turbo_hf.cli.plan import MemoryPlan, layer_costs, longest_context, parse_bytes, plan
 from turbo_hf.patching.meta_model import meta_model, uncompressed_layers
 
 TOKENS = 128
 """Two blocks: everything is sealed."""
 
 
-def plan_of(model_type: str, context: int = 1000, **options: Any) -> Plan:
+def plan_of(model_type: str, context: int = 1000, **options: Any) -> MemoryPlan:
     """A plan of a small model on a GPU of 1 GB."""
     config = AutoConfig.for_model(model_type, **{**SMALL, **options})
     return plan(meta_model(config), context=context, batch=1, gpu_bytes=10**9, weights=0)

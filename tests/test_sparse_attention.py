@@ -73,7 +73,7 @@ def test_options(options: dict[str, Any], device: torch.device, backend: str) ->
     check_sparse(tokens(2, 4, 2, 32, device=device), store, index, visited, backend, **options)
 
 
-def test_the_dense_part_alone(device: torch.device, backend: str) -> None:
+def test_always_read_tokens_alone(device: torch.device, backend: str) -> None:
     store = sparse_store([150, 40], 2, 32, device)
     check_sparse(tokens(2, 4, 1, 32, device=device), store, None, None, backend)
 

@@ -101,7 +101,7 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     sparse, window = (report["reading"][method] for method in methods[1:])
     assert window["share_beyond"] == 0
     assert 1 > sparse["share"] > window["share"] > 0
-    assert "beyond the dense part" in (tmp_path / "out" / "report.md").read_text()
+    assert "of those not always read" in (tmp_path / "out" / "report.md").read_text()
     # answers under one calibration are not merged with those under another
     other = lab(settings=replace(SMALL, seed=1))
     other.save_pretrained(tmp_path / "index")

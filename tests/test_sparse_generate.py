@@ -84,7 +84,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch(llama: Any, selector: str) -> No
 
 
 @pytest.mark.parametrize("always", [{"window_tokens": 1 << 30}, {"sink_tokens": 1 << 30}, {"window_tokens": 5000}])
-def test_a_dense_part_beyond_the_context_reads_every_key(llama: Any, always: dict[str, int]) -> None:
+def test_always_read_tokens_beyond_the_context_read_every_key(llama: Any, always: dict[str, int]) -> None:
     for selector in ("window", "lsh-reformer"):
         config = sparse(selector, **small(selector) | always)
         dense = answers(llama, replace(config, sparse=None), **ragged())
@@ -212,8 +212,8 @@ def test_mass_of_a_chunk_is_that_of_its_tokens_alone(starts: list[int] | None, i
     selector = Classifier(chosen, 1, torch.nn.functional.normalize(torch.randn(3, 8, 16), dim=-1), weights)
     whole = TurboLayer(TurboConfig(sparse=chosen, block_size=32, attention="fp16"), selector=selector)
 
-    def append(layer: TurboLayer, k: Tensor, chunk: NewColumns) -> None:
-        layer.append(k, k, chunk, selector.buckets(k))
+    def append(layer: TurboLayer, k: Tensor, new: NewColumns) -> None:
+        layer.append(k, k, new, selector.buckets(k))
         layer.commit()
 
     append(whole, torch.randn(2, 3, 22, 16), NewColumns(22))

@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.graphs import replayable_steps as steps
-from turbo_hf.graphs.replayable_steps import ReplayableSteps, obstacle
+from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
 from turbo_hf.sparse.selectors import Reformer
 
 
@@ -119,7 +119,7 @@ def test_other_changes_between_steps(change: Callable[[TurboCache], None], count
             change(cache)
         assert not run.intact()
         assert_same(replayed, plain)
-        assert obstacle(replayed) is None
+        assert why_no_replay(replayed) is None
         run = ReplayableSteps(replayed, None)
 
 
@@ -158,7 +158,7 @@ def test_a_reset_ends_the_steps() -> None:
     run = ReplayableSteps(cache, None)
     cache.reset()
     assert not run.intact()
-    assert "holds no tokens" in str(obstacle(cache))
+    assert "holds no tokens" in str(why_no_replay(cache))
 
 
 def test_recording_of_the_past_ends_the_steps() -> None:
@@ -220,9 +220,9 @@ def test_a_step_that_is_broken_off_is_counted_where_it_was_stored(before: int) -
         first.append(*new[0], NewColumns(1))
     run.recount()
     assert not run.intact()
-    assert obstacle(cache) == f"layer 1 holds {70 + before} columns, and the first layer {71 + before}"
+    assert why_no_replay(cache) == f"layer 1 holds {70 + before} columns, and the first layer {71 + before}"
     first.crop(-1)
-    assert obstacle(cache) is None
+    assert why_no_replay(cache) is None
     settle(cache)
     assert_same(cache, plain)
 
@@ -282,19 +282,19 @@ def dequantized() -> TurboCache:
     ],
 )
 def test_what_cannot_be_replayed_says_why(make: Callable[[], TurboCache], reason: str) -> None:
-    assert reason in str(obstacle(make()))
+    assert reason in str(why_no_replay(make()))
 
 
 def test_a_cache_that_was_dequantized_and_emptied_is_like_a_new_one() -> None:
     cache = dequantized()
     cache.reset()
-    assert "holds no tokens" in str(obstacle(cache))
+    assert "holds no tokens" in str(why_no_replay(cache))
 
 
 def test_kernels_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = filled(TurboConfig())
     monkeypatch.undo()
-    assert "runs without kernels" in str(obstacle(filled(TurboConfig())))
+    assert "runs without kernels" in str(why_no_replay(filled(TurboConfig())))
     for layer in cache.turbo_layers():
         layer.dtype = torch.float64
-    assert obstacle(cache) == "float64 has no kernel"
+    assert why_no_replay(cache) == "float64 has no kernel"

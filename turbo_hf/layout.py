@@ -64,9 +64,6 @@ Beyond it INT8 queries no longer distinguish keys, nor float32 the largest P of 
 E4M3_MAX = 448.0
 """Largest number of FP8 e4m3, the type of values and P in FP8."""
 
-V_TOP = {"turbo": float(INT8_MAX), "int8": float(INT8_MAX), "fp8": E4M3_MAX}
-"""Largest value code of the attention modes that quantize values."""
-
 BITS = (8, 4, 3, 2)
 """Bit widths of codes."""
 
@@ -180,15 +177,45 @@ class Scoring(NamedTuple):
         return self.softcap is None and self.sinks is None and self.sas_threshold is None
 
 
-class Rounding(NamedTuple):
-    """How a prompt's Q, K, P and V are rounded. Q has one scale per token in each mode, P one per query and key tile.
+class AttentionMode(NamedTuple):
+    """How one attention mode of prompts computes. Q has one scale per token, P one per query and key tile.
 
-    mode: "turbo": INT8 Q, K, P and V, K and V with one scale per block. "int8": the same, K with one per token.
-        "half": INT8 Q and K as in "int8", P and V in 16 bit. "fp8": INT8 Q and K as in "turbo", P and V in FP8 (e4m3),
-        each tile's product accumulated in float32. "fp16": all in q's dtype, as are heads with scores beyond
-        `SCORE_LIMIT`.
+    k_scale: Q and K are INT8, K with one scale per "token" or per "block"; None: both are in q's dtype.
+    v_type: the 8-bit type of V and P; None: `half_type` beside INT8 keys, else q's dtype.
+    """
+
+    k_scale: str | None
+    v_type: torch.dtype | None
+
+    @property
+    def v_top(self) -> float:
+        """The largest code of V and of P; 1 where they are not codes."""
+        return {torch.int8: float(INT8_MAX), torch.float8_e4m3fn: E4M3_MAX, None: 1.0}[self.v_type]
+
+    def p_type(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The type that P is rounded to for queries of `dtype`; None: it is not rounded."""
+        return None if self.k_scale is None else self.v_type or half_type(dtype)
+
+
+MODES = {
+    "turbo": AttentionMode("block", torch.int8),
+    "int8": AttentionMode("token", torch.int8),
+    "half": AttentionMode("token", None),
+    "fp8": AttentionMode("block", torch.float8_e4m3fn),
+    "fp16": AttentionMode(None, None),
+}
+"""The attention modes of prompts. A tile's product with FP8 is accumulated in float32. Heads with scores beyond
+`SCORE_LIMIT` are computed as in "fp16"."""
+
+QUANTIZED_MODES = tuple(name for name, mode in MODES.items() if mode.k_scale is not None)
+
+
+class Rounding(NamedTuple):
+    """How a prompt's Q, K, P and V are rounded.
+
+    mode: one of `MODES`.
     block: tokens per block of K and V, and per tile of P. Over a past, these are the past's own blocks.
-    v_scale: scales of V in "turbo", "int8" and "fp8": one per "block", per "channel" of a row, or per row ("tensor").
+    v_scale: scales of V in 8 bit: one per "block", per "channel" of a row, or per row ("tensor").
     smooth_k: subtract the row's mean key from its keys before rounding, and add its contribution back to the scores.
     hadamard: rotate Q and K by a Hadamard matrix before rounding.
     """
@@ -264,10 +291,10 @@ def empty_pages(
     head_dim: int,
     block: int,
     device: torch.device,
-    unquantized: torch.dtype = torch.float16,
+    dtype_16bit: torch.dtype = torch.float16,
 ) -> PagedHeads:
-    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`). unquantized: the type at 16 bit."""
-    code = {UNQUANTIZED: unquantized, 8: torch.int8}.get(bits, torch.uint8)
+    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`)."""
+    code = {UNQUANTIZED: dtype_16bit, 8: torch.int8}.get(bits, torch.uint8)
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
     v = torch.empty(pages, slots, head_dim, packed_bytes(block, min(bits, 8)), dtype=code, device=device)
     meta = torch.empty(pages, slots, 0 if bits >= 8 else 4, head_dim, dtype=torch.int8, device=device)

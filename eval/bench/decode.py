@@ -23,10 +23,10 @@ from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
-from turbo_hf.eval.bench.runner import BenchRun, measured_copy, mistakes_end_the_command
+from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
 from turbo_hf.eval.bench.shapes import tokens_label
 from turbo_hf.eval.bench.tables import print_rows, untimed
-from turbo_hf.eval.bench.timing import Call, Stopwatch, side_by_side
+from turbo_hf.eval.bench.timing import Call, Stopwatch, ceilings, side_by_side
 from turbo_hf.eval.output import write_png
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
@@ -274,9 +274,7 @@ def decode_command(
         stopwatch = Stopwatch(find_device(device))
         require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
         prepare_folder(folder, plot=True)
-    bench = BenchRun[DecodeRow]("decode", stopwatch.device, folder)
-    copy = measured_copy(stopwatch)
-    stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
+    bench, copy = begin_decode("decode", stopwatch, folder)
     chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
     bench.each(
         cases,
@@ -290,6 +288,15 @@ def decode_command(
     for line in steps(bench.rows):
         out.print(line, highlight=False)
     end_decode(bench, stopwatch, json_line)
+
+
+def begin_decode(name: str, stopwatch: Stopwatch, folder: Path | None) -> tuple[BenchRun[DecodeRow], float]:
+    """The beginning of `bench decode` and `bench sparse`; the second is the copy bandwidth, 10^12 bytes per second."""
+    bench = BenchRun[DecodeRow](name, stopwatch.device, folder)
+    copy = ceilings(stopwatch).copy
+    out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)
+    stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
+    return bench, copy
 
 
 def end_decode(bench: BenchRun[DecodeRow], stopwatch: Stopwatch, json_line: bool) -> None:

@@ -36,15 +36,14 @@ from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, pa
 from turbo_hf.eval.bench.tables import print_rows, untimed
 from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, ceilings, side_by_side
 from turbo_hf.eval.output import write_png
-from turbo_hf.layout import AttentionOutput, Rounding, Scoring
+from turbo_hf.layout import MODES, QUANTIZED_MODES, AttentionOutput, Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
 from turbo_hf.ops.prefill import operands
 
-DEFAULT_MODES = ("turbo", "int8", "half", "fp8")
 HALVES = ("float16", "bfloat16")
 """What the other methods have kernels for."""
 
-BITS = {"turbo": (8, 8), "int8": (8, 8), "half": (8, 16), "fp8": (8, 8), "fp16": (16, 16)}
+BITS = {name: (8 if mode.k_scale else 16, 8 if mode.v_type else 16) for name, mode in MODES.items()}
 """Width of the operands of Q K^T and of P V in each mode."""
 
 
@@ -221,7 +220,7 @@ def prefill_command(
     is then not timed, or a mode refuses.
     """
     with mistakes_end_the_command():
-        modes = [one_of("mode", name, ATTENTION_MODES) for name in mode or DEFAULT_MODES]
+        modes = [one_of("mode", name, ATTENTION_MODES) for name in mode or QUANTIZED_MODES]
         one_of("dtype", dtype, HALVES)
         one_of("backend", backend, BACKENDS)
         one_of("v-scale", v_scale, V_SCALES)

@@ -13,7 +13,7 @@ from turbo_hf.calibration.files import write_whole
 from turbo_hf.console import err, fail, out, print_error
 from turbo_hf.eval.bench.environment import facts, headline
 from turbo_hf.eval.bench.options import as_json
-from turbo_hf.eval.bench.timing import Stopwatch, ceilings, free_memory
+from turbo_hf.eval.bench.timing import free_memory
 
 AnyCase = TypeVar("AnyCase")
 AnyRow = TypeVar("AnyRow")
@@ -26,13 +26,6 @@ def mistakes_end_the_command() -> Iterator[None]:
         yield
     except (ValueError, OSError) as mistake:
         raise fail(str(mistake)) from mistake
-
-
-def measured_copy(stopwatch: Stopwatch) -> float:
-    """The copy bandwidth of the device now, 10^12 bytes per second, which is printed."""
-    copy = ceilings(stopwatch).copy
-    out.print(f"Copy bandwidth measured now: {copy:.3g} TB/s.", highlight=False)
-    return copy
 
 
 class BenchRun(Generic[AnyRow]):

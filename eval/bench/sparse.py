@@ -16,9 +16,9 @@ from turbo_hf.console import Device, Json, out
 from turbo_hf.eval.bench.check import Check, poisoned
 from turbo_hf.eval.bench.checked_rows import checked
 from turbo_hf.eval.bench.decode import (
-    BURST_MS,
     DecodeRow,
     Found,
+    begin_decode,
     beside_fp16,
     check_heads,
     dense_step,
@@ -31,7 +31,7 @@ from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
-from turbo_hf.eval.bench.runner import BenchRun, measured_copy, mistakes_end_the_command
+from turbo_hf.eval.bench.runner import mistakes_end_the_command
 from turbo_hf.eval.bench.timing import Call, Stopwatch
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
 from turbo_hf.ops.sparse.decode import sparse_decode
@@ -282,7 +282,7 @@ def _sparse(
     if rotation is None:
         return row, None
     there = sum(case.lengths) * case.heads.kv
-    note = f"{probes} of {choice.buckets} buckets, {int(read) / there:.2%} of the keys, dense part included"
+    note = f"{probes} of {choice.buckets} buckets, {int(read) / there:.2%} of the keys, always-read ones included"
     return replace(row, note=note), rotation
 
 
@@ -321,9 +321,7 @@ def sparse_command(
         require_choice(stopwatch.device, bool(size), "--size 1x4k, or less")
         prepare_folder(folder)
     choice = Choice(buckets, hidden, 1, window, selector)
-    bench = BenchRun[DecodeRow]("sparse", stopwatch.device, folder)
-    copy = measured_copy(stopwatch)
-    stopwatch.burst_ms = min(stopwatch.burst_ms, BURST_MS)
+    bench, copy = begin_decode("sparse", stopwatch, folder)
     chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
 
     def show(case: Case, rows: Sequence[DecodeRow]) -> None:

@@ -81,7 +81,7 @@ def watch_runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
     monkeypatch.setattr(generation, "StepRunner", make)
     if not torch.cuda.is_available():
         monkeypatch.setattr(generation, "cuda_device", Again)
-        monkeypatch.setattr(graphs, "_place_obstacle", lambda *args: None)
+        monkeypatch.setattr(graphs, "_why_no_replay_there", lambda *args: None)
         monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
     return made
 

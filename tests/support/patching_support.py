@@ -71,8 +71,8 @@ def renamed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
 
 
-class Doubling(modeling_llama.LlamaAttention):
-    """Attention that changes its keys after the cache has seen them, as DiffLlama and JetMoe do."""
+class WrittenOut(modeling_llama.LlamaAttention):
+    """Llama's attention, for classes that do something of their own between the cache and the attention function."""
 
     def forward(
         self,
@@ -88,8 +88,25 @@ class Doubling(modeling_llama.LlamaAttention):
         query, key = modeling_llama.apply_rotary_pos_emb(query, key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+        key, kwargs = self.changed(key), kwargs | self.blocks(key.shape[2])
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, modeling_llama.eager_attention_forward
         )
-        out, weights = attention(self, query, 2 * key, value, attention_mask, scaling=self.scaling, **kwargs)
+        out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+
+    def changed(self, key: Tensor) -> Tensor:
+        """The keys that attention gets."""
+        return key
+
+    def blocks(self, keys: int) -> dict[str, Any]:
+        """More keywords for attention."""
+        return {}
+
+
+class Doubling(WrittenOut):
+    """Attention that changes its keys after the cache has seen them, as DiffLlama and JetMoe do."""
+
+    def changed(self, key: Tensor) -> Tensor:
+        """Twice the keys."""
+        return 2 * key

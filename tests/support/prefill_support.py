@@ -49,8 +49,8 @@ def int8_queries(q: Tensor, starts: Sequence[int], *, fused: bool = True) -> Ten
 def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) -> Codes:
     """The first `count` tokens of one row of quantized operands; values left alone are v [Hkv, m, D] in 16 bit."""
     k = parts.k[row, :, :count].double().cpu()
-    slots = parts.k.shape[2]
-    k_scale = parts.k_scale[row].double().cpu().repeat_interleave(slots // parts.k_scale.shape[2], -1)[:, :count]
+    padded = parts.k.shape[2]
+    k_scale = parts.k_scale[row].double().cpu().repeat_interleave(padded // parts.k_scale.shape[2], -1)[:, :count]
     tile = torch.arange(count) // block
     one = torch.ones_like(k_scale)
     if parts.v is None:
@@ -58,7 +58,7 @@ def chunk_codes(parts: Operands, v: Tensor, row: int, count: int, block: int) ->
         return Codes(k, k_scale, narrow.double().cpu(), one, tile)
     stored = parts.v[row].cpu().float().double().mT
     values = torch.empty_like(stored)
-    for position in range(slots):
+    for position in range(padded):
         values[:, position // 16 * 16 + VALUE_ORDER[position % 16]] = stored[:, position]
     values = values[:, :count]
     if parts.v_scale is not None:

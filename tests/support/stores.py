@@ -35,7 +35,7 @@ def make_store(
     groups: (bits, heads) of each width, default 4 bit for all. order: int64 [B, Hkv], the head in each slot; default
     the model's order. sealed: sealed blocks of each row, default all whole ones. With heads of 16 bit the open tokens
     are in 16 bit. Pages lie in the pool in reverse,
-    between pages that no row owns, and open slots without a token stay uninitialised.
+    between pages that no row owns, and open places without a token stay uninitialised.
     """
     batch, heads, _, dim = k.shape
     device = k.device

@@ -41,8 +41,8 @@ class Source(NamedTuple):
         return undo_rotary(self.module, x, (cos, sin)), None
 
 
-def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: NewColumns) -> torch.Tensor | None:
-    """Buckets of new keys [B, Hkv, M, D], as the model gives them: int16 [B, Hkv, tables, M], aligned by `chunk`.
+def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, new: NewColumns) -> torch.Tensor | None:
+    """Buckets of new keys [B, Hkv, M, D], as the model gives them: int16 [B, Hkv, tables, M], aligned by `new`.
 
     None where the layer keeps no buckets.
     """
@@ -54,13 +54,13 @@ def new_buckets(layer: TurboLayer, source: Source, key: torch.Tensor, chunk: New
         part = key[:, :, first : first + PART]
         parts.append(selector.buckets(*(source.pre_rotary(part, first) if selector.pre_rotary else (part,))))
     buckets = parts[0] if len(parts) == 1 else torch.cat([part for part in parts if part is not None], 3)
-    if buckets is None or chunk.gather is None:
+    if buckets is None or new.gather is None:
         return buckets
-    return torch.take_along_dim(buckets, chunk.gather[:, None, None], 3)
+    return torch.take_along_dim(buckets, new.gather[:, None, None], 3)
 
 
 def new_buckets_and_query_info(
-    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, chunk: NewColumns
+    layer: TurboLayer, source: Source, query: torch.Tensor, key: torch.Tensor, new: NewColumns
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """For a decode step: buckets of its keys, as in `new_buckets`, and what the selector needs of its queries.
 
@@ -72,17 +72,17 @@ def new_buckets_and_query_info(
     rotary = None
     if selector.pre_rotary:
         # alignment moves columns, which separates them from their cos and sin: undo the rotation first
-        fused = chunk.gather is None
+        fused = new.gather is None
         (query, rotary), (key, _) = source.pre_rotary(query, fused=fused), source.pre_rotary(key, fused=fused)
-    grouped = chunk.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
-    return selector.buckets_and_query_info(chunk.align(key), grouped, rotary)
+    grouped = new.align(query).unflatten(1, (layer.heads, -1)).transpose(2, 3)
+    return selector.buckets_and_query_info(new.align(key), grouped, rotary)
 
 
 def attend_sparse(
     layer: TurboLayer,
     query_info: torch.Tensor | None,
     query: torch.Tensor,
-    chunk: NewColumns,
+    new: NewColumns,
     starts: torch.Tensor | None,
     scoring: Scoring,
 ) -> AttentionOutput:
@@ -94,12 +94,12 @@ def attend_sparse(
     assert selector is not None
     if layer.replay is None:
         # `ReplayableSteps` counts replayed steps, since a replay runs no Python
-        new = [chunk.tokens - start for start in chunk.starts or [0] * layer.rows]
-        selector.count(layer.lengths(), new, layer.heads)
-    q = chunk.align(query)
+        counts = [new.tokens - start for start in new.starts or [0] * layer.rows]
+        selector.count(layer.lengths(), counts, layer.heads)
+    q = new.align(query)
     q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
     # nothing may come between it and attention: their launches overlap
-    visited = None if query_info is None else _visited(layer, query_info, chunk.tokens, query.shape[1] // layer.heads)
+    visited = None if query_info is None else _visited(layer, query_info, new.tokens, query.shape[1] // layer.heads)
     return sparse_decode(
         q,
         layer.store(),

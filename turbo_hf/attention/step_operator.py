@@ -21,7 +21,7 @@ from turbo_hf.models.model_layers import CACHE_KEYWORDS
 Kind = tuple[int | None, bool]
 """A layer's window, and whether its steps are sparse."""
 
-StepSlot = tuple[torch.Tensor, int, Rotary | None]
+StepCall = tuple[torch.Tensor, int, Rotary | None]
 """What the hook adds to a call of an attention module under a `StepView`, as the keyword `turbo`: mark, layer, rotary.
 
 A plain tuple, for torch 2.11 loses the fields of a NamedTuple that is made while it traces.
@@ -79,7 +79,7 @@ class StepView(Cache):
         with torch.inference_mode(False):
             self._mark = torch.zeros(1, dtype=torch.int32, device=device)
 
-    def slot(self, layer: int, rotary: Rotary | None) -> StepSlot:
+    def call_of(self, layer: int, rotary: Rotary | None) -> StepCall:
         """The keyword `turbo` of a layer's attention. rotary: this call's (cos, sin)."""
         return self._mark, layer, rotary if self._sparse[layer] else None
 

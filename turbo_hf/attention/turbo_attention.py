@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
-from turbo_hf.attention.step_operator import StepSlot, step_attention
+from turbo_hf.attention.step_operator import StepCall, step_attention
 from turbo_hf.cache.claimed_cache import ClaimedCache
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
@@ -83,7 +83,7 @@ class TurboCall(NamedTuple):
     rotary: Rotary | None = None
 
 
-class New(NamedTuple):
+class NewQKV(NamedTuple):
     """The new tokens of one call: query [B, Hq, M, D]; key, value [B, Hkv, M, D]."""
 
     query: torch.Tensor
@@ -103,13 +103,13 @@ def turbo_attention(
     """Attention over the compressed cache; over full-precision keys and values if there is none.
 
     query: [B, Hq, M, D]; key, value: [B, Hkv, M, D] with a TurboCache, the new tokens; otherwise all tokens. turbo: a
-    TurboCall, a StepSlot, or None. Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
+    TurboCall, a StepCall, or None. Returns [B, M, Hq, D] and None. Signature: Transformers' AttentionInterface.
 
     Raises:
         Unsupported: under any `strict`, the model passes a keyword that no attention function here reads; under
             "raise", a call that the compressed cache cannot serve.
     """
-    # a StepSlot; a TurboCall is a tuple too, but of a class of its own
+    # a StepCall; a TurboCall is a tuple too, but of a class of its own
     if type(turbo) is tuple:
         return _in_step(query, key, value, attention_mask, turbo, **options), None
     return _attention(module, query, key, value, attention_mask, turbo=turbo, **options)
@@ -120,7 +120,7 @@ def _in_step(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    slot: StepSlot,
+    call: StepCall,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -135,7 +135,7 @@ def _in_step(
         known = known and (given is None or name in HARMLESS)
     if not known:
         raise Unsupported("its steps pass a mask or a keyword to their attention that is not known here")
-    mark, layer, rotary = slot
+    mark, layer, rotary = call
     cos, sin = (None, None) if rotary is None else rotary
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out: torch.Tensor = step_attention(query, key, value, mark, layer, scale, softcap, s_aux, cos, sin)
@@ -176,8 +176,8 @@ def _attention(
             hf_attention(module, options, unknown)
         _require_unchanged(call.cache, call.layer, key, value)
         if reason is None:
-            new, source = _of_one_type(New(query, key, value)), Source(module, call.rotary)
-            out = compressed(call.cache, call.layer, source, new, attention_mask, Scoring(scale, softcap, s_aux))
+            qkv, source = _of_one_type(NewQKV(query, key, value)), Source(module, call.rotary)
+            out = compressed(call.cache, call.layer, source, qkv, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
     function = hf_attention(module, options, unknown)
@@ -266,54 +266,54 @@ def _require_unchanged(cache: ClaimedCache, layer: TurboLayer, key: torch.Tensor
         )
 
 
-def _of_one_type(new: New) -> New:
+def _of_one_type(qkv: NewQKV) -> NewQKV:
     """Q, K and V in one dtype. Under autocast, rotary embedding leaves float32: all take autocast's dtype."""
-    device = new.query.device.type
-    if new.query.dtype == new.key.dtype == new.value.dtype or not torch.is_autocast_enabled(device):
-        return new
+    device = qkv.query.device.type
+    if qkv.query.dtype == qkv.key.dtype == qkv.value.dtype or not torch.is_autocast_enabled(device):
+        return qkv
     narrow = torch.get_autocast_dtype(device)
-    return New(*(x.to(narrow) for x in new))
+    return NewQKV(*(x.to(narrow) for x in qkv))
 
 
 def compressed(
     cache: TurboCache,
     layer: TurboLayer,
     source: Source,
-    new: New,
+    qkv: NewQKV,
     mask: torch.Tensor | None,
     scoring: Scoring,
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
-    layer.require_same_rows(new.key)
-    layer.seal_leftovers(new.key.shape[2], defer=True)
-    if mask is not None and len(mask) != len(new.query):
-        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(new.query)}. Pass one row for each.")
+    layer.require_same_rows(qkv.key)
+    layer.seal_leftovers(qkv.key.shape[2], defer=True)
+    if mask is not None and len(mask) != len(qkv.query):
+        raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(qkv.query)}. Pass one row for each.")
     if mask is None and layer.replay is None:
         # a step that may be captured has been checked against its mask before
-        layer.require_no_given_padding(new.query.shape[2])
-    chunk = cache.new_columns(mask, layer, new.query.shape[2])
-    scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + chunk.tokens))
-    attend = _step if layer.is_decoding(chunk.tokens) else _prompt
+        layer.require_no_given_padding(qkv.query.shape[2])
+    new = cache.new_columns(mask, layer, qkv.query.shape[2])
+    scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + new.tokens))
+    attend = _step if layer.is_decoding(new.tokens) else _prompt
     with torch.no_grad():
-        out = chunk.restore(attend(cache, layer, source, new, chunk, scoring))
-    if torch.is_grad_enabled() and new.query.requires_grad:
-        out = _NoGradient.apply(new.query, out)
+        out = new.restore(attend(cache, layer, source, qkv, new, scoring))
+    if torch.is_grad_enabled() and qkv.query.requires_grad:
+        out = _NoGradient.apply(qkv.query, out)
     return out
 
 
 def _step(
-    cache: TurboCache, layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring
+    cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
-    q, k, v = (chunk.align(x) for x in new)
-    starts, config = chunk.begin(q.device), layer.config
+    q, k, v = (new.align(x) for x in qkv)
+    starts, config = new.begin(q.device), layer.config
     if layer.selector is not None:
-        buckets, query_info = new_buckets_and_query_info(layer, source, new.query, new.key, chunk)
-        layer.append(k, v, chunk, buckets, defer=True)
-        out = attend_sparse(layer, query_info, new.query, chunk, starts, scoring).out
+        buckets, query_info = new_buckets_and_query_info(layer, source, qkv.query, qkv.key, new)
+        layer.append(k, v, new, buckets, defer=True)
+        out = attend_sparse(layer, query_info, qkv.query, new, starts, scoring).out
         layer.commit(defer=True)
         return out
-    layer.append(k, v, chunk, defer=True)
+    layer.append(k, v, new, defer=True)
     out = decode(
         rotate_queries(q, config.backend) if config.rotates else q,
         layer.store(),
@@ -328,13 +328,13 @@ def _step(
 
 
 def _prompt(
-    cache: TurboCache, layer: TurboLayer, source: Source, new: New, chunk: NewColumns, scoring: Scoring
+    cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
-    q, k, v = (chunk.align(x) for x in new)
-    starts, config = chunk.begin(q.device), layer.config
+    q, k, v = (new.align(x) for x in qkv)
+    starts, config = new.begin(q.device), layer.config
     mode = prefill_mode(config.prompt_attention, q)
-    buckets = new_buckets(layer, source, new.key, chunk)
+    buckets = new_buckets(layer, source, qkv.key, new)
     if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scoring):
         out = _sdpa(q, k, v, scoring.scaling)
     else:
@@ -359,7 +359,7 @@ def _prompt(
             window=layer.window,
             backend=config.backend,
         ).out
-    cache.store_prompt(layer, k, v, chunk, buckets)
+    cache.store_prompt(layer, k, v, new, buckets)
     return out
 
 

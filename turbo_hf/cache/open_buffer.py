@@ -121,10 +121,10 @@ class OpenBuffer:
         """Capacity for `tokens` per row, rounded up to the grain; row r keeps `left[r]` from place `skip[r]` on."""
         capacity, even = _rounded(tokens), len(set(skip)) == 1
         kept = min(capacity, self.capacity - skip[0] * even) if max(left) else 0
-        slot = None
+        place = None
         if not even:
-            slot = shared(skip, self.k.device)[:, None] + torch.arange(kept, device=self.k.device)
-            slot = slot.clamp(max=self.capacity - 1)[:, None]
+            place = shared(skip, self.k.device)[:, None] + torch.arange(kept, device=self.k.device)
+            place = place.clamp(max=self.capacity - 1)[:, None]
         grown = []
         for x, dim in ((self.k, 2), (self.v, 3), (self.k_scale, 2), (self.v_scale, 2)):
             shape = list(x.shape)
@@ -132,10 +132,10 @@ class OpenBuffer:
             if not kept:
                 grown.append(x.new_empty(shape))
                 continue
-            if slot is None:
+            if place is None:
                 old = x.narrow(dim, skip[0], kept)
             else:
-                pick = {(2, 4): slot[..., None], (3, 4): slot[:, :, None], (2, 3): slot}[dim, x.dim()]
+                pick = {(2, 4): place[..., None], (3, 4): place[:, :, None], (2, 3): place}[dim, x.dim()]
                 old = torch.take_along_dim(x, pick, dim)
             if kept < capacity:
                 grown.append(x.new_empty(shape))

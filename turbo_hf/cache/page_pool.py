@@ -16,10 +16,12 @@ TABLE_GRAIN = 16
 
 
 @lru_cache(maxsize=64)
-def _no_pages(bits: int, slots: int, dim: int, block: int, device: torch.device, full: torch.dtype) -> PagedHeads:
+def _no_pages(
+    bits: int, slots: int, dim: int, block: int, device: torch.device, dtype_16bit: torch.dtype
+) -> PagedHeads:
     """The empty pages that every pool begins with."""
     with torch.inference_mode(False):
-        return empty_pages(bits, 0, slots, dim, block, device, full)
+        return empty_pages(bits, 0, slots, dim, block, device, dtype_16bit)
 
 
 class PagePool:
@@ -36,11 +38,11 @@ class PagePool:
         dim: int,
         block: int,
         device: torch.device,
-        full: torch.dtype = torch.float16,
+        dtype_16bit: torch.dtype = torch.float16,
     ):
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
-        self.full = full
-        self.paged = tuple(_no_pages(bits, slots, dim, block, device, full) for bits, slots in groups)
+        self.dtype_16bit = dtype_16bit
+        self.paged = tuple(_no_pages(bits, slots, dim, block, device, dtype_16bit) for bits, slots in groups)
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
         # pages of each row in the table: sealed ones, and those reserved for blocks to come
         self.reserved = [0] * rows
@@ -131,7 +133,7 @@ class PagePool:
         grown = []
         for old, (bits, slots) in zip(self.paged, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)
-            new = empty_pages(bits, *shape, self.device, self.full)
+            new = empty_pages(bits, *shape, self.device, self.dtype_16bit)
             for source, target in zip(old[1:], new[1:], strict=True) if len(keep) else ():
                 if isinstance(keep, range):
                     target[: len(keep)] = source
@@ -162,7 +164,7 @@ class PagePool:
         left = [n * self.block - count for n, count in zip(cut, counts, strict=True)]
         most = max(left)
         shape = (len(counts), order.shape[1], most, self.dim)
-        opened = self.full if UNQUANTIZED in dict(self.groups) else torch.int8
+        opened = self.dtype_16bit if UNQUANTIZED in dict(self.groups) else torch.int8
         codes = torch.zeros(shape, dtype=opened, device=self.device)
         scale = torch.zeros(shape[:3], device=self.device)
         tokens = Tokens(codes, scale, codes.clone(), scale.clone())
@@ -188,6 +190,6 @@ class PagePool:
         k, v, scale = (torch.cat(parts)[slot] for parts in (keys, values, scales))
         k_scale, v_scale = (s[:, None].expand(-1, self.block) for s in scale.unbind(-1))
         if UNQUANTIZED in dict(self.groups):
-            k, v = ((x * s[..., None]).to(self.full) for x, s in ((k, k_scale), (v, v_scale)))
+            k, v = ((x * s[..., None]).to(self.dtype_16bit) for x, s in ((k, k_scale), (v, v_scale)))
             k_scale = v_scale = torch.ones_like(k_scale)
         return Tokens(k, k_scale, v, v_scale)

@@ -96,7 +96,7 @@ class LayerStorage:
                 "shape; only one head dim is compressed. Leave the layer dense (TurboConfig.dense_layers)."
             )
         rows, self.heads, _, self.dim = key_states.shape
-        self.dtype, self.device, self.obstacle = key_states.dtype, key_states.device, why_no_kernel(key_states)
+        self.dtype, self.device, self.why_no_kernel = key_states.dtype, key_states.device, why_no_kernel(key_states)
         self.in_place = self.appends_in_place()
         order = list(range(self.heads) if self.head_order is None else self.head_order)
         if sorted(order) != list(range(self.heads)):
@@ -104,10 +104,10 @@ class LayerStorage:
                 f"layer {self.index}: head_order must name each of its {self.heads} KV heads once; got {order}."
             )
         groups = self.config.head_groups(self.heads)
-        block, full = self.config.block_size, type_16bit(self.dtype)
-        self.pool = PagePool(rows, groups, self.dim, block, self.device, full)
+        block, dtype_16bit = self.config.block_size, type_16bit(self.dtype)
+        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit)
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
-        opened = full if UNQUANTIZED in dict(groups) else torch.int8
+        opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
         self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
         self.device_counts = DeviceCounts(self.device)
         self.order = shared(order * rows, self.device).view(rows, self.heads)
@@ -122,7 +122,7 @@ class LayerStorage:
 
     def appends_in_place(self) -> bool:
         """Whether a kernel stores new tokens."""
-        return uses_triton(self.config.backend, self.device, self.obstacle)
+        return uses_triton(self.config.backend, self.device, self.why_no_kernel)
 
     @property
     def rows(self) -> int:

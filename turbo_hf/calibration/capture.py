@@ -98,11 +98,11 @@ class Probed(NamedTuple):
     """What `probe` found about one layer.
 
     shape: (KV heads, query heads per KV head, head dim).
-    obstacle: why keys before rotary embedding are unavailable; None: they are available.
+    why_no_keys: why keys before rotary embedding are unavailable; None: they are available.
     """
 
     shape: tuple[int, int, int]
-    obstacle: str | None
+    why_no_keys: str | None
 
 
 def probe(model: PreTrainedModel) -> dict[int, Probed]:

@@ -139,8 +139,8 @@ def choose_selectors(
         )
     selectors: dict[int, Selector] = {}
     words = {}
-    for index, obstacle in layers.items():
-        made: Selector | str = obstacle or ("by dense_layers" if index in sparse.dense_layers else "")
+    for index, reason in layers.items():
+        made: Selector | str = reason or ("by dense_layers" if index in sparse.dense_layers else "")
         if not made:
             made = _selector(config, index, heads.found)
         if isinstance(made, Selector):

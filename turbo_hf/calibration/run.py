@@ -106,8 +106,8 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
         if source.index not in probed:
             notes[source.index] = f"not calibrated: {source.reason or 'it was not called'}"
             continue
-        shape, obstacle = probed[source.index]
-        reason = "it has a sliding window" if source.window else obstacle
+        shape, why_no_keys = probed[source.index]
+        reason = "it has a sliding window" if source.window else why_no_keys
         if chosen.index and reason is not None:
             notes[source.index] = NO_INDEX + reason
         wanted = indexed if chosen.index and reason is None else plain

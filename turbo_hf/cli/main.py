@@ -19,7 +19,7 @@ from turbo_hf.cli.generate import generate_command
 from turbo_hf.console import Device, Json, err, fail, load, load_config, load_model, out
 
 if TYPE_CHECKING:
-    from turbo_hf.cli.plan import Plan
+    from turbo_hf.cli.plan import MemoryPlan
     from turbo_hf.cli.weights import Weights
     from turbo_hf.eval.demo import DemoRow
     from turbo_hf.eval.needle import Needle
@@ -241,7 +241,7 @@ def plan_command(
         print(json.dumps(facts))  # noqa: T201
 
 
-def _print_plan(found: "Plan", title: str, context: int, batch: int, weights: "Weights") -> None:
+def _print_plan(found: "MemoryPlan", title: str, context: int, batch: int, weights: "Weights") -> None:
     table = Table(title=title)
     headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
     for heading in headings:

@@ -39,7 +39,7 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """The memory plan of a model.
 
     rows: unpatched, and each preset.
@@ -52,7 +52,7 @@ class Plan:
     notes: tuple[str, ...]
 
 
-def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, weights: int) -> Plan:
+def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, weights: int) -> MemoryPlan:
     """Rows for the unpatched model ("fp16", or "fp32" if that is its dtype) and for each preset.
 
     Args:
@@ -93,7 +93,7 @@ def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, 
             )
         )
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return Plan(rows, positions, tuple(_notes(model, reports[DEFAULT_PRESET], positions, context)))
+    return MemoryPlan(rows, positions, tuple(_notes(model, reports[DEFAULT_PRESET], positions, context)))
 
 
 def layer_costs(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
 from turbo_hf.config.options import Options, at_least, freeze, freeze_layers, layer_indices, one_of
-from turbo_hf.layout import BITS, BLOCK_SIZES, UNQUANTIZED, WIDTHS
+from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
-ATTENTION_MODES = ("turbo", "int8", "half", "fp8", "fp16")
+ATTENTION_MODES = tuple(MODES)
 NATIVE = "native"
 """Another name of attention mode "fp16", which computes in the model's own dtype, be it float16 or not."""
 BACKENDS = ("auto", "triton", "reference")
@@ -311,7 +311,7 @@ class TurboConfig(Options):
                 f"TurboConfig.low_bits must be below bits ({self.bits}) when low_heads is not 0; got {self.low_bits}."
             )
         if self.bits == UNQUANTIZED:
-            self._check_full()
+            self._check_16bit()
         threshold = self.sas_threshold
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
         if threshold is not None and not (number and -80 <= threshold < 0):
@@ -347,7 +347,7 @@ class TurboConfig(Options):
             given["sparse"] = SparseConfig.from_dict(given["sparse"])
         return replace(base, **given)
 
-    def _check_full(self) -> None:
+    def _check_16bit(self) -> None:
         """ValueError for options that round what 16-bit heads keep unrounded."""
         if self.attention not in ("auto", "fp16"):
             raise ValueError(

@@ -17,7 +17,7 @@ import torch
 
 from turbo_hf.attention.sparse_step import Source
 from turbo_hf.attention.step_operator import Kind, StepView, attending, nothing
-from turbo_hf.attention.turbo_attention import HANDED_ON, New, compressed
+from turbo_hf.attention.turbo_attention import HANDED_ON, NewQKV, compressed
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import warn
@@ -181,7 +181,9 @@ class CompiledStep:
             scoring: Scoring,
         ) -> torch.Tensor:
             layer: Any = cache.layers[index]
-            return compressed(cache, layer, Source(self._modules[index], rotary), New(query, key, value), mask, scoring)
+            return compressed(
+                cache, layer, Source(self._modules[index], rotary), NewQKV(query, key, value), mask, scoring
+            )
 
         with attending(attend):
             return self._run(model, inputs)

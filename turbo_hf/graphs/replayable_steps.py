@@ -22,7 +22,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.ops.host_device import require_finite
-from turbo_hf.sparse.selectors import selector_obstacle
+from turbo_hf.sparse.selectors import why_no_replay_with
 
 AHEAD = 8
 """Maximum number of blocks per row for which pages are reserved at a time: once used up, a step is captured again."""
@@ -58,7 +58,7 @@ class _Group:
         return self.seals() and any(due and blocks == pages for due, blocks, pages in rows)
 
 
-def config_obstacle(config: TurboConfig) -> str | None:
+def why_no_replay_under(config: TurboConfig) -> str | None:
     """Why no step under a config can ever be replayed, whatever its selectors; None if one may be."""
     if config.backend == "reference":
         return 'backend "reference" has no kernels'
@@ -69,17 +69,17 @@ def config_obstacle(config: TurboConfig) -> str | None:
     return None
 
 
-def lasting_obstacle(cache: TurboCache) -> str | None:
+def why_never_replayed(cache: TurboCache) -> str | None:
     """Why no step of a cache can ever be replayed; None if one may be. Not all is known of an empty layer."""
     if cache.decompressed:
         return "a pass over this cache was computed in full precision, and its steps may be, too"
     for index, layer in enumerate(cache.layers):
         if not isinstance(layer, TurboLayer):
             return f"layer {index} is not compressed"
-        reason = None if layer.selector is None else selector_obstacle(layer.selector.config)
+        reason = None if layer.selector is None else why_no_replay_with(layer.selector.config)
         if reason is not None:
             return f"layer {index} is sparse: {reason}"
-        reason = config_obstacle(layer.config)
+        reason = why_no_replay_under(layer.config)
         if reason is not None:
             return reason
         if not (layer.is_initialized and layer.seen):
@@ -93,9 +93,9 @@ def lasting_obstacle(cache: TurboCache) -> str | None:
     return None
 
 
-def obstacle(cache: TurboCache) -> str | None:
+def why_no_replay(cache: TurboCache) -> str | None:
     """Why the next step of a cache cannot be replayed as it is now; None if it can."""
-    lasting = lasting_obstacle(cache)
+    lasting = why_never_replayed(cache)
     if lasting is not None:
         return lasting
     for index, layer in enumerate(cache.turbo_layers()):
@@ -111,7 +111,7 @@ def obstacle(cache: TurboCache) -> str | None:
 
 
 class ReplayableSteps:
-    """The replayed steps of one cache for which `obstacle` returned None.
+    """The replayed steps of one cache for which `why_no_replay` returned None.
 
     Args:
         cache: its layers are prepared at once.

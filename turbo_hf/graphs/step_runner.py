@@ -22,9 +22,9 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
 from turbo_hf.graphs.compiled_step import CompiledStep
-from turbo_hf.graphs.replayable_steps import ReplayableSteps, config_obstacle, lasting_obstacle, obstacle
+from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
 from turbo_hf.ops.gpu import why_no_kernels_on
-from turbo_hf.sparse.selectors import selector_obstacle
+from turbo_hf.sparse.selectors import why_no_replay_with
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
 """Keywords of a step that are not tensors, and become part of the capture."""
@@ -187,10 +187,10 @@ class StepRunner:
         cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
         if self._steps is None or self._steps.cache is not cache or not self._steps.intact():
             self._forget()
-            lasting = lasting_obstacle(cache) if self._demanded else None
+            lasting = why_never_replayed(cache) if self._demanded else None
             if lasting is not None:
                 raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
-            if obstacle(cache) is not None:
+            if why_no_replay(cache) is not None:
                 return self._model(**kwargs)
             self._steps = ReplayableSteps(cache, self._limit)
             self._restarts += 1
@@ -358,9 +358,9 @@ def describe(
     config: TurboConfig, dense: Sequence[int], known_family: bool, device: torch.device
 ) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
-    reason = config_obstacle(config) or why_no_kernels_on(device)
+    reason = why_no_replay_under(config) or why_no_kernels_on(device)
     if reason is None:
-        reason = f"layer {dense[0]} is dense" if dense else selector_obstacle(config.sparse)
+        reason = f"layer {dense[0]} is dense" if dense else why_no_replay_with(config.sparse)
     if config.cuda_graphs is False:
         return "decode steps: no CUDA graphs (cuda_graphs=False)", reason
     if reason is None and config.cuda_graphs == "auto" and not known_family:
@@ -370,7 +370,7 @@ def describe(
     return f"decode steps: CUDA graphs{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
-def model_obstacle(model: Any, is_own: Callable[[Any], bool], captured: bool = True) -> str | None:
+def why_no_replay_of(model: Any, is_own: Callable[[Any], bool], captured: bool = True) -> str | None:
     """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
 
     captured: if False, why none may be compiled.
@@ -382,7 +382,7 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool], captured: bool = T
         held = [x for x in module._modules.values() if x is not None and x not in known]
         modules += held
         known.update(held)
-    reason = _place_obstacle(model, modules, captured)
+    reason = _why_no_replay_there(model, modules, captured)
     if reason is not None:
         return reason
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
@@ -403,7 +403,7 @@ def model_obstacle(model: Any, is_own: Callable[[Any], bool], captured: bool = T
     return None
 
 
-def _place_obstacle(model: Any, modules: list[Any], captured: bool) -> str | None:
+def _why_no_replay_there(model: Any, modules: list[Any], captured: bool) -> str | None:
     """Why steps cannot be captured (or compiled) because of where and how this model's weights are stored."""
     if captured and model.device.type != "cuda":
         return f"the model is on {model.device}"

@@ -3,6 +3,7 @@
 import torch
 
 from turbo_hf.config.turbo_config import BACKENDS
+from turbo_hf.layout import MODES
 from turbo_hf.ops import gpu
 
 WIDE_HALF = 150 << 10
@@ -57,7 +58,8 @@ def why_no_kernel(x: torch.Tensor, mode: str = "fp16") -> str | None:
     reason: str | None = gpu.why_no_kernels_on(x.device)
     if reason is not None:
         return reason
-    if mode == "fp8" and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
+    fp8 = MODES[mode].v_type == torch.float8_e4m3fn
+    if fp8 and x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
         return f"{torch.cuda.get_device_name(x.device)} has no FP8; modes turbo, int8, half and fp16 run"
     if mode == "half" and x.dtype == torch.float32 and x.shape[-1] > 128 and gpu.shared_memory(x.device) < WIDE_HALF:
         return (

@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import EarlyExitCandidateGenera
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
-from turbo_hf.graphs.step_runner import HandOff, StepRunner, cuda_device, model_obstacle
+from turbo_hf.graphs.step_runner import HandOff, StepRunner, cuda_device, why_no_replay_of
 from turbo_hf.patches.families import Family
 from turbo_hf.patching.handle import CacheMaker
 from turbo_hf.patching.hooks import by_name, is_own, say_replaced, uses_turbo
@@ -222,8 +222,8 @@ def _may_replay(
         generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant
     )
     if wanted and isinstance(model_kwargs.get("past_key_values"), TurboCache):
-        reason, limit, compiled = model_obstacle(model, is_own), generation_config.max_length, hand_off.compiled
-        uncompiled = None if compiled is None else model_obstacle(model, is_own, captured=False)
+        reason, limit, compiled = why_no_replay_of(model, is_own), generation_config.max_length, hand_off.compiled
+        uncompiled = None if compiled is None else why_no_replay_of(model, is_own, captured=False)
         if compiled is not None and uncompiled is not None:
             compiled.refuse(uncompiled, lasting=False)
             compiled = None

@@ -217,7 +217,7 @@ def _bring_layer(
     view = step_view(kwargs)
     if view is None:
         return _claim_layer(spec, module, args, kwargs)
-    return args, {**kwargs, "turbo": view.slot(spec.layer, kwargs.get("position_embeddings"))}
+    return args, {**kwargs, "turbo": view.call_of(spec.layer, kwargs.get("position_embeddings"))}
 
 
 @untraced

@@ -60,7 +60,7 @@ class SelfCheck:
         return self.error < LOST  # false for NaN, too
 
 
-class Batch(NamedTuple):
+class CheckBatch(NamedTuple):
     """Prompts of different length, padded at the left.
 
     Args:
@@ -88,7 +88,7 @@ class Unpatched:
     rounding: float
 
 
-def batch(model: PreTrainedModel) -> Batch:
+def batch(model: PreTrainedModel) -> CheckBatch:
     """Fixed random prompts: one beyond the model's windows, if that is worth its time, and two of `PROMPT` and half."""
     config = model.config.get_text_config(decoder=True)
     reaches = [window or 0 for _, window in layer_windows(config)]
@@ -106,7 +106,7 @@ def batch(model: PreTrainedModel) -> Batch:
     ids = torch.randint(config.vocab_size, (len(lengths), longest), generator=seeded, device="cpu")
     mask = torch.arange(longest) >= longest - torch.tensor(lengths)[:, None]
     parts = (longest - added, chunk, *[1] * steps)
-    return Batch(ids.to(device), mask.long().to(device), parts)
+    return CheckBatch(ids.to(device), mask.long().to(device), parts)
 
 
 @torch.no_grad()

@@ -19,8 +19,8 @@ class Selectivity:
     """What the decode steps of one layer have read since the patch: keys, over rows, KV heads and query tokens.
 
     layer: the layer's number.
-    there: keys that full attention would read.
-    dense: keys of the always-read tokens (the first and the newest ones).
+    there: keys that the cache held, which full attention would read.
+    dense: those of them that are always read (the first and the newest ones).
     read: all keys that were read; a key that several query heads of a KV head read counts once.
     """
 
@@ -41,8 +41,8 @@ class Selectivity:
 
     def __str__(self) -> str:
         if self.there == self.dense:
-            return "every key read: none was beyond the dense part"
-        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those beyond the dense part"
+            return "every key read: all are always read"
+        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those not always read"
 
 
 @dataclass(slots=True)
@@ -65,12 +65,12 @@ class Tally:
                 self.read[device] = torch.zeros(1, dtype=torch.int64, device=device)
         return self.read[device]
 
-    def add(self, lengths: list[int], tokens: list[int], heads: int, dense: int) -> None:
+    def add(self, lengths: list[int], tokens: list[int], heads: int, always: int) -> None:
         """Note a step: row r holds `lengths[r]` tokens, the newest `tokens[r]` of which ask."""
         seen = [n for length, new in zip(lengths, tokens, strict=True) for n in range(length - new + 1, length + 1)]
         self.there += heads * sum(seen)
-        short = [n for n in seen if n < dense]
-        self.dense += heads * (sum(short) + dense * (len(seen) - len(short)))
+        short = [n for n in seen if n < always]
+        self.dense += heads * (sum(short) + always * (len(seen) - len(short)))
 
     def selectivity(self, layer: int) -> Selectivity:
         """Read from the device."""
@@ -354,7 +354,7 @@ UNTRAINED = {
 """Selectors that need no calibration."""
 
 
-def selector_obstacle(config: SparseConfig | None) -> str | None:
+def why_no_replay_with(config: SparseConfig | None) -> str | None:
     """Why decode steps with this choice cannot be replayed; None if they can."""
     if config is None:
         return None

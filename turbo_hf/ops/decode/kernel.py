@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.decode.kernel_16bit import attend_16bit
-from turbo_hf.ops.decode.kernel_arguments import Output, Run, Share
+from turbo_hf.ops.decode.kernel_arguments import Output, Share, TileRun
 from turbo_hf.ops.decode.kernel_block import accumulate, block_softmax, scores
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import channels_of, prepare, query_rows
@@ -253,7 +253,7 @@ def _row_of(output, wanted, row_parts, rows, groups_ptr, FORM: tl.constexpr):
 # specializes nevertheless
 @triton.jit(do_not_specialize=["table_stride", "blocks", "window"])
 def decode_kernel(
-    queries, result, cache, rows,  # `Queries`, `Result`, `Cache`, `Rows`
+    queries, result, cache, rows,  # `DecodeQueries`, `DecodeResult`, `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
     plan_ptr,  # int32: 4 per CTA, 2 per output, as in `stream_k.Plan`
     workspace, scoring,  # `Workspace`, `Scoring`
@@ -300,14 +300,14 @@ def decode_kernel(
         following = _row_of(output + 1, left > steps, row_parts, rows, groups_ptr, FORM)
         at = row * FORM.kv_heads + head
         if FORM.all_16bit:
-            run = Run(table, blocks, tl.sum(page, 0), sealed, tile, steps)
+            run = TileRun(table, blocks, tl.sum(page, 0), sealed, tile, steps)
             seen = first.reshape(R), last.reshape(R)
             state = attend_16bit(cache, slot, at, run, length, tl.trans(query[0]), seen, scoring, FORM, ASM)
         else:
             acc = tl.zeros([NB, DP, N], tl.float32)
             m = tl.full([NB, R], -float("inf"), tl.float32)
             state = acc, m, tl.zeros([NB, R], tl.float32)
-            run = Run(table, blocks, page, sealed, tile, steps)
+            run = TileRun(table, blocks, page, sealed, tile, steps)
             seen = first, last
             state, _ = attend_sealed(state, cache, slot, run, prepared, seen, None, scoring, FORM, ASM)
             if tile + steps > pages:

@@ -3,14 +3,14 @@
 from typing import Any, NamedTuple
 
 
-class Queries(NamedTuple):
+class DecodeQueries(NamedTuple):
     """Queries [B, Hq, M, D] and their strides."""
 
     data: Any
     strides: Any
 
 
-class Result(NamedTuple):
+class DecodeResult(NamedTuple):
     """Where results go: out [B, Hq, M, D], contiguous, and lse float32 [B, Hq, M]."""
 
     out: Any
@@ -28,7 +28,7 @@ class Workspace(NamedTuple):
     arrived: Any
 
 
-class Form(NamedTuple):
+class DecodeForm(NamedTuple):
     """What the kernels are compiled for.
 
     slots, bits: for each width, its KV heads and its bits.
@@ -83,7 +83,7 @@ class Output(NamedTuple):
     columns: Any
 
 
-class Run(NamedTuple):
+class TileRun(NamedTuple):
     """A run of tiles of one row: sealed blocks, then the open tokens.
 
     table, entries: pages of the row's sealed blocks, and how many entries the table has.

@@ -10,7 +10,7 @@ import torch
 from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
-from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
+from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, even_rounds, stream_k, tiles_of
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
@@ -180,8 +180,8 @@ def launch_decode(
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         decode_kernel[(grid,)](
-            Queries(q, q.stride()),
-            Result(out, lse),
+            DecodeQueries(q, q.stride()),
+            DecodeResult(out, lse),
             cache_of(store),
             Rows(store.order.contiguous(), store.sealed, store.open_len, starts),
             store.table,
@@ -192,7 +192,7 @@ def launch_decode(
             store.table.shape[1],
             window,
             tokens,
-            FORM=Form(
+            FORM=DecodeForm(
                 slots=tuple(slots for _, slots in groups),
                 bits=tuple(bits for bits, _ in groups),
                 kv_heads=kv_heads,

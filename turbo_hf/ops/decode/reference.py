@@ -99,5 +99,5 @@ def _of_numbers(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor
 def _unquantized_heads(store: KVStore) -> torch.Tensor:
     """bool [B, Hkv]: which heads are stored unquantized."""
     widths = [pages.bits == UNQUANTIZED for pages in store.paged for _ in range(pages.k.shape[1])]
-    slot = torch.tensor(widths, device=store.order.device).expand(store.order.shape)
-    return torch.zeros_like(slot).scatter(1, store.order, slot)
+    by_slot = torch.tensor(widths, device=store.order.device).expand(store.order.shape)
+    return torch.zeros_like(by_slot).scatter(1, store.order, by_slot)

@@ -36,12 +36,12 @@ class StoredProducts:
     def place(self) -> torch.Tensor:
         """int64 [B, T]: the token's place in its row, -1 where there is none."""
         sealed, opened = self.store.sealed[:, None] * self.store.block, self.store.open_len[:, None]
-        slot = torch.arange(self._sealed + self.store.k_open.shape[2] + self._tail, device=sealed.device)
+        at = torch.arange(self._sealed + self.store.k_open.shape[2] + self._tail, device=sealed.device)
         first = sealed - self._sealed
         return torch.where(
-            slot < self._sealed,
-            torch.where(slot < sealed, slot, -1),
-            torch.where(slot - self._sealed < opened, slot + first, -1),
+            at < self._sealed,
+            torch.where(at < sealed, at, -1),
+            torch.where(at - self._sealed < opened, at + first, -1),
         )
 
     def scales(self) -> tuple[torch.Tensor, torch.Tensor]:

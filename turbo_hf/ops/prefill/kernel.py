@@ -133,21 +133,21 @@ def _chunk(
     BLOCK: tl.constexpr = FORM.block
     n = tl.arange(0, BLOCK)
     for n0 in range(from_n, to_n, BLOCK):
-        slot = (n0 + n).to(tl.int64)
+        place = (n0 + n).to(tl.int64)
         here = n0 + n < count
         if chunk.k is None:
             k = tl.trans(k_tiles.load([(kv_row * chunk.padded).to(tl.int32) + n0, 0]))
         else:
-            at = chunk.k.data + k_base + slot[None, :] * chunk.k.strides[2] + d[:, None]
+            at = chunk.k.data + k_base + place[None, :] * chunk.k.strides[2] + d[:, None]
             k = _load_raw(at, d[:, None], here[None, :], MASKED, FORM.dim, FORM.padded_dim)
         if chunk.v is None:
             v = tl.trans(v_tiles.load([(kv_row * FORM.dim).to(tl.int32), n0]))
         else:
-            at = chunk.v.data + v_base + slot[:, None] * chunk.v.strides[2] + d[None, :]
+            at = chunk.v.data + v_base + place[:, None] * chunk.v.strides[2] + d[None, :]
             v = _load_raw(at, d[None, :], here[:, None], MASKED, FORM.dim, FORM.padded_dim)
         k_scale = 1.0
         if FORM.k_token:
-            k_scale = tl.load(chunk.k_scale + kv_row * chunk.padded + slot)
+            k_scale = tl.load(chunk.k_scale + kv_row * chunk.padded + place)
         elif chunk.k is None:
             k_scale = tl.load(chunk.k_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
         v_scale = 0.0
@@ -185,13 +185,13 @@ def _past(state, query, past, row, kv_row, m, d, first, scoring, FORM: tl.conste
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(tokens + first - WINDOW + 1, 0)
-    k_base = past.k + kv_row * past.slots * D
-    v_base = past.v + kv_row * past.slots * D
-    scales = past.scale + kv_row * (past.slots // BLOCK) * 2
+    k_base = past.k + kv_row * past.sealed_room * D
+    v_base = past.v + kv_row * past.sealed_room * D
+    scales = past.scale + kv_row * (past.sealed_room // BLOCK) * 2
     for n0 in range(lowest // TILE * TILE, sealed, TILE):
-        slot = (n0 + n).to(tl.int64)
-        k = tl.load(k_base + slot[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
-        v_at = v_base + slot[:, None] + d[None, :].to(tl.int64) * past.slots
+        place = (n0 + n).to(tl.int64)
+        k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
+        v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
         v = tl.load(v_at, mask=(d < D)[None, :], other=0)
         k_scale = tl.load(scales + n0 // BLOCK * 2)
         v_scale = _log2_scale(tl.load(scales + n0 // BLOCK * 2 + 1))
@@ -200,18 +200,18 @@ def _past(state, query, past, row, kv_row, m, d, first, scoring, FORM: tl.conste
             state, query, None, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0, K_TOKEN=False,
             V_TOKEN=False, ORDERED=True, CLEAN=False,
         )  # fmt: skip
-    k_base = past.k_open + kv_row * past.room * D
-    v_base = past.v_open + kv_row * past.room * D
+    k_base = past.k_open + kv_row * past.open_room * D
+    v_base = past.v_open + kv_row * past.open_room * D
     for n0 in range(tl.maximum(lowest - sealed, 0) // TILE * TILE, opened, TILE):
-        slot = (n0 + n).to(tl.int64)
+        place = (n0 + n).to(tl.int64)
         here = n0 + n < opened
-        k = tl.load(k_base + slot[None, :] * D + d[:, None], mask=(d < D)[:, None] & here[None, :], other=0)
+        k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None] & here[None, :], other=0)
         # the open tokens stand in time order
-        from_slot = value_order(slot)
-        seen = (from_slot < opened)[:, None] & (d < D)[None, :]
-        v = tl.load(v_base + from_slot[:, None] + d[None, :] * past.room, mask=seen, other=0)
-        k_scale = tl.load(past.k_open_scale + kv_row * past.room + slot, mask=here, other=0.0)
-        v_scale = tl.load(past.v_open_scale + kv_row * past.room + slot, mask=here, other=0.0)
+        from_place = value_order(place)
+        seen = (from_place < opened)[:, None] & (d < D)[None, :]
+        v = tl.load(v_base + from_place[:, None] + d[None, :] * past.open_room, mask=seen, other=0)
+        k_scale = tl.load(past.k_open_scale + kv_row * past.open_room + place, mask=here, other=0.0)
+        v_scale = tl.load(past.v_open_scale + kv_row * past.open_room + place, mask=here, other=0.0)
         allowed = here[None, :] & (m >= 0)[:, None]
         if WINDOW > 0:
             allowed &= (sealed + n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
@@ -353,8 +353,9 @@ def prefill_kernel(
     `result.broken`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large
     for INT8, and then for one whose keys or values hold NaN or Inf; FLAGS: a power of two that covers them.
 
-    Of `Queries`, `Chunk`, `Past` (or None), `Scoring` (softcap in units of log2), `Result`, `Form`. k_tiles, v_tiles:
-    descriptors of the quantized operands, [B*Hkv*T, D] and [B*Hkv*D, T], or None. pairs: B*Hq. tokens: M.
+    Of `PrefillQueries`, `Chunk`, `Past` (or None), `Scoring` (softcap in units of log2), `PrefillResult`,
+    `PrefillForm`. k_tiles, v_tiles: descriptors of the quantized operands, [B*Hkv*T, D] and [B*Hkv*D, T], or None.
+    pairs: B*Hq. tokens: M.
     """
     tiles = tl.cdiv(tokens, FORM.block_m)
     # heads that share keys run side by side, and the longest tiles of each first

@@ -10,7 +10,7 @@ class View(NamedTuple):
     strides: Any
 
 
-class Queries(NamedTuple):
+class PrefillQueries(NamedTuple):
     """Queries [B, Hq, M, D].
 
     given: the queries.
@@ -48,7 +48,7 @@ class Past(NamedTuple):
     k, v, scale: sealed blocks, as `unpack_past` returns them.
     sealed: sealed blocks per row.
     k_open, v_open, k_open_scale, v_open_scale, open_len: the open tokens, as in `KVStore`.
-    slots, room: capacity in tokens of `k`, and of `k_open`.
+    sealed_room, open_room: capacity in tokens of `k`, and of `k_open`.
     """
 
     k: Any
@@ -60,11 +60,11 @@ class Past(NamedTuple):
     k_open_scale: Any
     v_open_scale: Any
     open_len: Any
-    slots: int
-    room: int
+    sealed_room: int
+    open_room: int
 
 
-class Result(NamedTuple):
+class PrefillResult(NamedTuple):
     """Where results go: out [B, Hq, M, D], lse float32 [B, Hq, M], broken as `prefill_kernel` has it."""
 
     out: View
@@ -72,7 +72,7 @@ class Result(NamedTuple):
     broken: Any
 
 
-class Form(NamedTuple):
+class PrefillForm(NamedTuple):
     """What the kernel is compiled for.
 
     heads, group: query heads, and those per KV head.

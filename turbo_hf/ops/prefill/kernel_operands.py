@@ -142,11 +142,9 @@ def unpack_past_kernel(
         k = tl.minimum(tl.maximum(k * k_step[None, :] + k_zero[None, :], -127), 127)
         v = tl.minimum(tl.maximum(v * v_step[:, None] + v_zero[:, None], -127), 127)
     token = (block * BLOCK + n).to(tl.int64)
-    slots = blocks * BLOCK
-    tl.store(
-        k_out_ptr + (kv_row * slots + token)[:, None] * D + d[None, :], k.to(k_out_ptr.dtype.element_ty), mask=kept
-    )
-    to = (kv_row * D + d)[:, None] * slots + token[None, :]
+    room = blocks * BLOCK
+    tl.store(k_out_ptr + (kv_row * room + token)[:, None] * D + d[None, :], k.to(k_out_ptr.dtype.element_ty), mask=kept)
+    to = (kv_row * D + d)[:, None] * room + token[None, :]
     tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=tl.trans(kept))
     for i in tl.static_range(2):
         tl.store(scale_out_ptr + (kv_row * blocks + block) * 2 + i, tl.load(scale_ptr + at * 2 + i))

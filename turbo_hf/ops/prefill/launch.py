@@ -7,32 +7,33 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from turbo_hf.layout import (
+    MODES,
     SAS_TILE,
-    V_TOP,
     AttentionOutput,
     KVStore,
     Operands,
     Rounding,
     Scoring,
-    half_type,
     power_of_two,
 )
 from turbo_hf.ops import gpu
 from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
-from turbo_hf.ops.prefill.kernel_arguments import Chunk, Form, Past, Queries, Result, View
+from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillQueries, PrefillResult, View
 from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
 from turbo_hf.ops.store.launch import launch_rotate, pairs_of
 from turbo_hf.ops.tuning import prefill_tiles
 
-P_LOG2 = {mode: math.log2(top) for mode, top in V_TOP.items()} | {"half": 0.0, "fp16": 0.0}
-"""log2 of the number to which the largest P of a key tile is scaled: 127 in INT8, 448 in FP8, as for values."""
-
 REPAIR_PROGRAMS = 264
 """Programs that check whether any head holds NaN or Inf: two per SM of an H200."""
 
-P_TYPES = {"turbo": tl.int8, "int8": tl.int8, "fp8": tl.float8e4nv}
-TL_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+TL_TYPES = {
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.int8: tl.int8,
+    torch.float8_e4m3fn: tl.float8e4nv,
+}
 
 
 def _padded_dim(dim: int) -> int:
@@ -60,10 +61,11 @@ def _quantize(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None, broken: torch.Tensor
 ) -> tuple[Operands, torch.Tensor | None]:
     """Operands, and the log2 of their `v_scale`. broken: int32 [B*Hkv], set to 1 for heads that contain NaN or Inf."""
-    mode, block, v_scale, smooth_k, hadamard = rounding
+    name, block, v_scale, smooth_k, hadamard = rounding
+    mode = MODES[name]
     batch, heads, tokens, dim = k.shape
     padded = -(-tokens // block) * block
-    device, by_token, with_v = k.device, mode in ("int8", "half"), mode != "half"
+    device, by_token, with_v = k.device, mode.k_scale == "token", mode.v_type is not None
     mean = key_mean(align(k, starts), starts) if smooth_k else None
     taken = mean
     if hadamard:
@@ -77,8 +79,7 @@ def _quantize(
     k_scale = torch.empty(batch, heads, padded if by_token else padded // block, device=device)
     v_codes = ranges = v_block = v_log2 = None
     if with_v:
-        v_type = torch.float8_e4m3fn if mode == "fp8" else torch.int8
-        v_codes = torch.empty(batch, heads, dim, padded, dtype=v_type, device=device)
+        v_codes = torch.empty(batch, heads, dim, padded, dtype=mode.v_type, device=device)
         if v_scale == "block":
             v_block, v_log2 = torch.empty(2, batch, heads, padded // block, device=device)
         else:
@@ -92,12 +93,12 @@ def _quantize(
         quantize_operands_kernel[grid](
             k, v, taken, ranges, k_codes, k_scale, v_codes, v_block, v_log2, broken, starts,
             *k.stride()[:3], *v.stride()[:3], tokens, padded,
-            K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=V_TOP.get(mode, 1.0), V_CHANNEL=ranges is not None, V_OUT=with_v,
+            K_TOKEN=by_token, SMOOTH=smooth_k, V_TOP=mode.v_top, V_CHANNEL=ranges is not None, V_OUT=with_v,
             **shape,
         )  # fmt: skip
     channel = None
     if ranges is not None:
-        channel = ratio(ranges, V_TOP[mode])
+        channel = ratio(ranges, mode.v_top)
         channel = torch.where(channel > 0, channel, 1.0)
     return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
 
@@ -155,23 +156,22 @@ def launch_prefill(
         lse.fill_(-torch.inf)
     broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
     held = None if past is None else _held(past)
-    block, written = rounding.block, Result(_view(result), lse, broken)
+    block, written = rounding.block, PrefillResult(_view(result), lse, broken)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
 
     def run(
         parts: Operands,
-        mode: str,
+        name: str,
         logs: torch.Tensor | None = None,
         rotated: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         *,
         repair: bool = False,
     ) -> None:
-        precise = mode == "fp16"
-        wide = half_type(q.dtype) if mode == "half" else q.dtype
+        mode, precise = MODES[name], name == "fp16"
         padded_dim = _padded_dim(dim)
         tile = SAS_TILE if precise and scoring.sas_threshold is not None else block
-        tiles = prefill_tiles(mode, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
+        tiles = prefill_tiles(name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
         past_block = 64 if past is None else past.block
         past_tile = min(past_block, tiles.block_n) if precise else past_block
         k_tiles = v_tiles = None
@@ -183,15 +183,15 @@ def launch_prefill(
             None if k_tiles else _view(k), None if v_tiles else _view(v), parts.k_scale, logs, parts.v_channel, starts,
             parts.k.shape[2],
         )  # fmt: skip
-        form = Form(
+        form = PrefillForm(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
             block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
-            p_type=P_TYPES.get(mode, TL_TYPES[wide]), p_log2=P_LOG2[mode], wide=TL_TYPES[q.dtype],
-            k_token=mode in ("int8", "half"),
+            p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
+            k_token=mode.k_scale == "token",
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
-            Queries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
+            PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
             kernel_scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
@@ -214,7 +214,7 @@ def launch_prefill(
 
             assert v_log2 is not None
             to = AttentionOutput(result, lse)
-            launch_hopper_prefill(q, parts, v_log2, to, broken, scoring, causal, rounding)
+            launch_hopper_prefill(q, parts, v_log2, to, broken, scoring, causal)
         else:
             run(parts, rounding.mode, v_log2, rotated, bias)
         # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
@@ -224,7 +224,7 @@ def launch_prefill(
 
 def _hopper_serves(q: torch.Tensor, parts: Operands, rounding: Rounding) -> bool:
     """Whether the kernel for Hopper computes what `prefill_kernel` would."""
-    scales = rounding.mode in ("turbo", "fp8") and parts.v_scale is not None and parts.k_mean is None
+    scales = MODES[rounding.mode].k_scale == "block" and parts.v_scale is not None and parts.k_mean is None
     narrow = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] in (64, 128)
     return gpu.hopper(q.device) and scales and rounding.block == 128 and narrow
 

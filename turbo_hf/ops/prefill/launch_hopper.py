@@ -7,7 +7,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from turbo_hf.layout import AttentionOutput, Operands, Rounding, Scoring
+from turbo_hf.layout import AttentionOutput, Operands, Scoring
 from turbo_hf.ops import gpu
 from turbo_hf.ops.prefill.kernel_hopper import hopper_prefill_kernel
 
@@ -29,17 +29,16 @@ def launch_hopper_prefill(
     broken: torch.Tensor,
     scoring: Scoring,
     causal: bool,
-    rounding: Rounding,
 ) -> None:
     """Write out and lse of q over `parts` to `to`, v_log2 being the log2 of `parts.v_scale`. scoring: a plain one.
 
     `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
     """
     out, lse = to
-    scaling, fp8 = scoring.scaling, rounding.mode == "fp8"
     batch, heads, tokens, dim = q.shape
     kv_heads, padded = parts.k.shape[1:3]
     assert parts.v is not None
+    fp8 = parts.v.dtype == torch.float8_e4m3fn
     group, items = heads // kv_heads, triton.cdiv(tokens, TILE) * batch * heads
     together = min(batch * heads, max(1, int(L2_BYTES // (2 * padded * dim))) * group)
     while batch * heads % together:
@@ -51,6 +50,6 @@ def launch_hopper_prefill(
     hopper_prefill_kernel[(min(items, gpu.sms(q.device)),)](
         q, keys, values, parts.k_scale, v_log2, broken, out, lse,
         *q.stride()[:3], out.stride(0), out.stride(2), out.stride(1), tokens, padded, items,
-        triton.cdiv(tokens, TILE), together, heads, group, scaling * math.log2(math.e),
+        triton.cdiv(tokens, TILE), together, heads, group, scoring.scaling * math.log2(math.e),
         D=dim, STAGES=STAGES[dim], CAUSAL=causal, FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
     )  # fmt: skip

@@ -3,12 +3,10 @@
 import torch
 
 from turbo_hf.config.turbo_config import V_SCALES
-from turbo_hf.layout import Operands, Rounding
+from turbo_hf.layout import QUANTIZED_MODES, Operands, Rounding
 from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 from turbo_hf.ops.store.quantize import check_block, check_float
-
-QUANTIZED_MODES = ("turbo", "int8", "half", "fp8")
 
 
 def quantize_operands(

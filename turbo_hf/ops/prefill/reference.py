@@ -4,6 +4,7 @@ import torch
 
 from turbo_hf.layout import (
     INT8_MAX,
+    MODES,
     SAS_TILE,
     SCORE_LIMIT,
     AttentionOutput,
@@ -19,9 +20,6 @@ from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import sealed_tokens, stored
 from turbo_hf.ops.store.reference_rotate import reference_rotate
-
-P_TYPES = {"turbo": torch.int8, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp16": None}
-"""The type that P is rounded to (`FlashOptions.p_type`); in mode "half" it depends on the queries' type."""
 
 
 def reference_prefill(
@@ -42,14 +40,14 @@ def reference_prefill(
     count = torch.full((batch, 1), tokens, device=q.device) if starts is None else tokens - starts[:, None]
     length = 0 if past is None else (past.sealed * past.block + past.open_len)[:, None]
     place = torch.where(column < count, column + length, -1)
-    precise, block = rounding.mode == "fp16", rounding.block
+    mode, precise, block = MODES[rounding.mode], rounding.mode == "fp16", rounding.block
     plain = _queries(queries, place, precise)
     turned = plain
     if rounding.hadamard:
         turned = _queries(reference_rotate(queries, query_shift(queries.shape[-1]), _wide(queries)), place, precise)
 
     sas_tile = SAS_TILE if precise and scoring.sas_threshold is not None else None
-    runs = [] if past is None else _past(past, plain, rounding.mode == "fp8", sas_tile or past.block)
+    runs = [] if past is None else _past(past, plain, mode.v_type == torch.float8_e4m3fn, sas_tile or past.block)
     if precise:
         block = sas_tile or block
         keys, values = (_raw(align(x, starts), place, block) for x in (k, v))
@@ -60,8 +58,7 @@ def reference_prefill(
         bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scoring.scaling
     runs.append(Run(turned, keys, values, block, bias, own=True))
 
-    p_type = P_TYPES[rounding.mode] if rounding.mode in P_TYPES else half_type(q.dtype)
-    out, lse = flash(runs, FlashOptions(scoring, causal, window, p_type))
+    out, lse = flash(runs, FlashOptions(scoring, causal, window, mode.p_type(q.dtype)))
     wild = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
     if starts is not None:
         back = (column - starts[:, None]).clamp(min=0)
@@ -107,15 +104,15 @@ def _mean_score(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
 
 def _chunk(parts: Operands, v: torch.Tensor, place: torch.Tensor, block: int) -> tuple[Operand, Operand]:
     """Keys and values of the chunk in the form that the products use."""
-    wide, slots = _wide(v), parts.k.shape[2]
-    place = torch.nn.functional.pad(place, (0, slots - place.shape[1]), value=-1)
-    k_scale = parts.k_scale.repeat_interleave(slots // parts.k_scale.shape[2], -1)
+    wide, padded = _wide(v), parts.k.shape[2]
+    place = torch.nn.functional.pad(place, (0, padded - place.shape[1]), value=-1)
+    k_scale = parts.k_scale.repeat_interleave(padded // parts.k_scale.shape[2], -1)
     keys = Operand(parts.k.to(wide), k_scale.to(wide), place)
     if parts.v is None:
         narrow = v if v.dtype == torch.float64 else v.to(half_type(v.dtype))
         return keys, _raw(narrow.to(v.dtype), place[:, : v.shape[2]], block)
     values = torch.empty(parts.v.mT.shape, dtype=wide, device=v.device)
-    values[:, :, value_order(slots, v.device)] = parts.v.mT.to(wide)
+    values[:, :, value_order(padded, v.device)] = parts.v.mT.to(wide)
     if parts.v_scale is not None:
         return keys, Operand(values, parts.v_scale.repeat_interleave(block, -1).to(wide), place)
     assert parts.v_channel is not None
@@ -126,10 +123,10 @@ def _past(store: KVStore, q: Operand, fp8: bool, tile: int) -> list[Run]:
     """The sealed blocks (one scale per block) and the open tokens (one scale per token), as stored."""
     batch, _, cap, _ = store.k_open.shape
     wide, sealed = q.x.dtype, store.sealed[:, None] * store.block
-    slot = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)
+    at = torch.arange(store.table.shape[1] * store.block, device=q.x.device).expand(batch, -1)
     opened = torch.arange(cap, device=q.x.device).expand(batch, -1)
     found = [
-        (*sealed_tokens(store), torch.where(slot < sealed, slot, -1)),
+        (*sealed_tokens(store), torch.where(at < sealed, at, -1)),
         (
             store.k_open,
             store.k_scale,

@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import INT8_MAX, V_TOP, Operands, Rounding, value_order
+from turbo_hf.layout import INT8_MAX, MODES, Operands, Rounding, value_order
 from turbo_hf.ops.maths import align, key_mean, key_shift, occupied, ratio, scaled
 from turbo_hf.ops.store.reference_rotate import reference_rotate
 
@@ -10,7 +10,8 @@ from turbo_hf.ops.store.reference_rotate import reference_rotate
 def reference_quantize_operands(
     k: torch.Tensor, v: torch.Tensor, rounding: Rounding, starts: torch.Tensor | None
 ) -> Operands:
-    mode, block, v_scale, smooth_k, hadamard = rounding
+    name, block, v_scale, smooth_k, hadamard = rounding
+    mode = MODES[name]
     k, v = (align(x, starts) for x in (k, v))
     mean = key_mean(k, starts) if smooth_k else None
     if mean is not None:
@@ -19,19 +20,19 @@ def reference_quantize_operands(
     if hadamard:
         k = reference_rotate(k, key_shift(k.shape[-1]), torch.promote_types(k.dtype, torch.float32))
     k, v = (_blocks(x.float(), block) for x in (k, v))
-    k_range = k.abs().amax(-1 if mode in ("int8", "half") else (-1, -2))
+    k_range = k.abs().amax(-1 if mode.k_scale == "token" else (-1, -2))
     k_codes = torch.round(scaled(k, k_range, INT8_MAX)).to(torch.int8).flatten(2, 3)
     k_scale = ratio(k_range, INT8_MAX).flatten(2)
-    if mode == "half":
+    if mode.v_type is None:
         return Operands(k_codes, k_scale, k_mean=mean)
 
     by_block = v_scale == "block"
     v_range = v.abs().amax((-1, -2)) if by_block else channel_range(v.flatten(2, 3), v_scale)
-    v = scaled(v, v_range if by_block else v_range[:, :, None, None], V_TOP[mode])
-    codes = v.float().to(torch.float8_e4m3fn) if mode == "fp8" else torch.round(v).to(torch.int8)
+    v = scaled(v, v_range if by_block else v_range[:, :, None, None], mode.v_top)
+    codes = torch.round(v).to(torch.int8) if mode.v_type == torch.int8 else v.float().to(mode.v_type)
     # FP8 tensors cannot be indexed: reorder their bytes
     stored = codes.view(torch.int8).flatten(2, 3)[:, :, value_order(k_codes.shape[2], v.device)].mT.contiguous()
-    scale = ratio(v_range, V_TOP[mode])
+    scale = ratio(v_range, mode.v_top)
     return Operands(
         k_codes,
         k_scale,

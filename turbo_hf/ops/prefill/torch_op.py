@@ -20,11 +20,11 @@ def traced_prefill(
 ) -> AttentionOutput:
     """`launch_prefill` as the one node of a graph that `torch.compile` makes. Operators take no tuples, so these are
     unpacked here and packed again in `_prefill`."""
-    tensors, numbers = pack_past(past)
+    tensors, numbers = past_as_lists(past)
     return AttentionOutput(*_prefill(q, k, v, *scoring, *rounding, tensors, numbers, starts, causal, window))
 
 
-def pack_past(past: KVStore | None) -> tuple[list[torch.Tensor], list[int]]:
+def past_as_lists(past: KVStore | None) -> tuple[list[torch.Tensor], list[int]]:
     """A cache as an operator takes it: its tensors, and [block, bits of each group of heads]."""
     if past is None:
         return [], []
@@ -32,8 +32,8 @@ def pack_past(past: KVStore | None) -> tuple[list[torch.Tensor], list[int]]:
     return [*past[1:9], *tensors], [past.block, *(pages.bits for pages in past.paged)]
 
 
-def unpack_past(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> KVStore | None:
-    """The inverse of `pack_past`."""
+def past_of_lists(tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> KVStore | None:
+    """The inverse of `past_as_lists`."""
     if not tensors:
         return None
     paged = [PagedHeads(bits, *tensors[8 + 4 * i : 12 + 4 * i]) for i, bits in enumerate(numbers[1:])]
@@ -61,12 +61,12 @@ def _prefill(
     causal: bool,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """past, past_numbers: as `pack_past` gives them."""
+    """past, past_numbers: as `past_as_lists` gives them."""
     from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
     scoring = Scoring(scaling, softcap, sinks, sas_threshold)
     rounding = Rounding(mode, block, v_scale, smooth_k, hadamard)
-    out, lse = launch_prefill(q, k, v, scoring, rounding, unpack_past(past, past_numbers), starts, causal, window)
+    out, lse = launch_prefill(q, k, v, scoring, rounding, past_of_lists(past, past_numbers), starts, causal, window)
     return out, lse
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.decode.kernel import attend_open, attend_sealed
-from turbo_hf.ops.decode.kernel_arguments import Chosen, Output, Run, Share
+from turbo_hf.ops.decode.kernel_arguments import Chosen, Output, Share, TileRun
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import prepare, query_rows
 from turbo_hf.ops.decode.kernel_tiles import prefetch_pages
@@ -21,7 +21,7 @@ from turbo_hf.ops.sparse.kernel_lists import outputs_of, over, tiles_of, tiles_o
 # specializes nevertheless
 @triton.jit(do_not_specialize=["capacity", "index_cap", "outputs", "window"])
 def sparse_decode_kernel(
-    queries, result, cache, rows,  # `Queries`, `Result`, `Cache`, `Rows`
+    queries, result, cache, rows,  # `DecodeQueries`, `DecodeResult`, `Cache`, `Rows`
     index, lists,  # `Index` or None, `Lists`
     workspace, scoring,  # `Workspace` (parts: of each share), `Scoring`
     read_ptr,  # int64 [1], to which the number of tokens read is added, or None
@@ -82,7 +82,7 @@ def sparse_decode_kernel(
         acc = tl.zeros([NB, DP, N], tl.float32)
         m = tl.full([NB, R], -float("inf"), tl.float32)
         state = acc, m, tl.zeros([NB, R], tl.float32)
-        run = Run(at, count, page, count, 0, None)
+        run = TileRun(at, count, page, count, 0, None)
         state, counted = attend_sealed(state, cache, slot, run, prepared, None, chosen, scoring, FORM, ASM)
         if (place >= closed) & (part == shares - 1):
             state, more = attend_open(

@@ -10,7 +10,7 @@ import triton
 
 from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, power_of_two
 from turbo_hf.ops import gpu
-from turbo_hf.ops.decode.kernel_arguments import Form, Queries, Result, Workspace
+from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.launch import FILLED, MERGED, tiles_for
 from turbo_hf.ops.decode.stream_k import KeptWorkspace
@@ -78,7 +78,7 @@ NEAR = 32
 """Centroids per program: every SM should read a part of them."""
 
 
-class New(NamedTuple):
+class NewKeys(NamedTuple):
     """Keys [B, Hkv, M, D], centroids [Hkv, C, D], and where the keys' buckets go, int16 [B, Hkv, M]."""
 
     keys: torch.Tensor
@@ -102,7 +102,7 @@ def launch_classify(
     classifier: Mapping[str, torch.Tensor],
     *,
     rotary: Rotary | None = None,
-    new: New | None = None,
+    new: NewKeys | None = None,
 ) -> torch.Tensor:
     """`ops.sparse.select.classify`: one launch per layer. new: keys whose buckets the first launch finds too."""
     batch, heads, tokens, group, _ = queries.shape
@@ -122,7 +122,7 @@ def launch_classify(
 
 
 def launch_score(
-    queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: New | None = None
+    queries: torch.Tensor, centroids: torch.Tensor, *, rotary: Rotary | None = None, new: NewKeys | None = None
 ) -> torch.Tensor:
     """`ops.sparse.select.score`; new: as in `classify`."""
     batch, heads, tokens, _, _ = queries.shape
@@ -141,7 +141,7 @@ def launch_assign_and_score(
     rotary: Rotary | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ops.sparse.select.assign_and_score`, with no more launches than for the logits alone."""
-    new = New(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
+    new = NewKeys(keys, centroids.contiguous(), torch.empty(keys.shape[:3], dtype=torch.int16, device=keys.device))
     if classifier is None:
         return new.out, launch_score(queries, centroids, rotary=rotary, new=new)
     return new.out, launch_classify(queries, classifier, rotary=rotary, new=new)
@@ -153,7 +153,7 @@ def _layer(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     rotary: Rotary | None,
-    new: New | None,
+    new: NewKeys | None,
 ) -> None:
     """A layer on queries [B, Hkv, M, G, D], added over G. weight: [Hkv, D, units], any strides; bias: with a ReLU."""
     batch, heads, tokens, group, dim = queries.shape
@@ -277,13 +277,13 @@ def launch_sparse_decode(
             sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, INDEX=index is not None,
             BUCKETS=1 if index is None else power_of_two(index.clusters), **pdl, num_warps=8, **gpu.FMA,
         )  # fmt: skip
-        form = Form(
+        form = DecodeForm(
             slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
             kv_heads=kv_heads, group=group, dim=dim, padded_dim=padded, block=store.block, tile=tune.blocks, rows=rows,
             spread=spread, turbo=turbo, all_16bit=False, stages=tune.stages, at_once=merged,
         )  # fmt: skip
         sparse_decode_kernel[(ctas,)](
-            Queries(q, q.stride()), Result(out, lse), cache_of(store), rows_held,
+            DecodeQueries(q, q.stride()), DecodeResult(out, lse), cache_of(store), rows_held,
             index, lists_held, Workspace(parts, arrived), scoring, read,
             capacity, 0 if visits is None else visits.buckets.shape[-1], lists * row_parts, window, queries, sink,
             alone, FORM=form, SHARING=Sharing(power_of_two(lists * row_parts), FILLED, SHARES), **pdl, ASM=q.is_cuda,

@@ -59,17 +59,17 @@ def append_kernel(
     d = tl.arange(0, DP)
     live = (n < tokens) & (n >= start)
     inside = live[:, None] & (d < D)[None, :]
-    slot = pair * cap + held + n - start
+    place = pair * cap + held + n - start
     k = tl.load(new.k + _places(new.k_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
     v = tl.load(new.v + _places(new.v_strides, row, head, n, d), mask=inside, other=0.0).to(tl.float32)
     k_given = tl.load(given_ptr + 2 * pair) if GIVEN else 0.0
     v_given = tl.load(given_ptr + 2 * pair + 1) if GIVEN else 0.0
     k, k_scale, k_nonfinite = _codes(_rotated_keys(k, LEVELS), k_given, GIVEN, k_open.dtype.element_ty)
     v, v_scale, v_nonfinite = _codes(v, v_given, GIVEN, v_open.dtype.element_ty)
-    tl.store(k_open + slot[:, None] * D + d[None, :], k, mask=inside)
+    tl.store(k_open + place[:, None] * D + d[None, :], k, mask=inside)
     tl.store(v_open + (pair * D + d)[None, :] * cap + (held + n - start)[:, None], v, mask=inside)
-    tl.store(k_scales + slot, k_scale, mask=live)
-    tl.store(v_scales + slot, v_scale, mask=live)
+    tl.store(k_scales + place, k_scale, mask=live)
+    tl.store(v_scales + place, v_scale, mask=live)
     if k_nonfinite | v_nonfinite:
         tl.store(nonfinite_ptr, 1)
     if max_scale_ptr is not None:

@@ -25,7 +25,7 @@ class Noted(NamedTuple):
     places: int
 
 
-class Form(NamedTuple):
+class StoreForm(NamedTuple):
     """What kernels that seal are compiled for.
 
     slots, bits: for each width, its KV heads and its bits.

@@ -26,16 +26,16 @@ def quantize_tokens_kernel(
     inside = (n < tokens)[:, None] & (d < D)[None, :]
     at = row * stride_b + head * stride_h + n.to(tl.int64)[:, None] * stride_n + d[None, :]
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    slot = pair * tokens + n
+    place = pair * tokens + n
     if GIVEN:
-        scale = tl.load(given_ptr + slot, mask=n < tokens, other=1.0)
+        scale = tl.load(given_ptr + place, mask=n < tokens, other=1.0)
     else:
         # tl.max skips NaN; a token with NaN must get a scale of NaN
         scale = tl.div_rn(tl.max(tl.abs(x), 1), CODE_MAX) + tl.sum(x * 0.0, 1)
-        tl.store(scale_ptr + slot, scale, mask=n < tokens)
+        tl.store(scale_ptr + place, scale, mask=n < tokens)
     codes = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
     codes = tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX)
-    tl.store(codes_ptr + slot[:, None] * D + d[None, :], as_int8(codes), mask=inside)
+    tl.store(codes_ptr + place[:, None] * D + d[None, :], as_int8(codes), mask=inside)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, empty_pages, power_of_two
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.store.kernel_append import append_kernel, append_step_kernel, seal_open_kernel
-from turbo_hf.ops.store.kernel_arguments import Form, NewTokens, Noted
+from turbo_hf.ops.store.kernel_arguments import NewTokens, Noted, StoreForm
 from turbo_hf.ops.store.kernel_rotate import rotate_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
 
@@ -39,14 +39,14 @@ def pairs_of(batch: int, heads: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _form(slots: tuple[int, ...], bits: tuple[int, ...], heads: int, dim: int, block: int) -> Form:
+def _form(slots: tuple[int, ...], bits: tuple[int, ...], heads: int, dim: int, block: int) -> StoreForm:
     """What a kernel that seals is compiled for."""
     lanes = tuple(LANES[width] for width in bits)
     widths = tuple(power_of_two(dim // n) for n in lanes)
-    return Form(slots, bits, lanes, widths, heads, dim, power_of_two(dim), block)
+    return StoreForm(slots, bits, lanes, widths, heads, dim, power_of_two(dim), block)
 
 
-def _form_of(store: KVStore) -> Form:
+def _form_of(store: KVStore) -> StoreForm:
     slots, bits = tuple(pages.k.shape[1] for pages in store.paged), tuple(pages.bits for pages in store.paged)
     return _form(slots, bits, store.k_open.shape[1], store.k_open.shape[3], store.block)
 

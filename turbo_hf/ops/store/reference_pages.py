@@ -20,8 +20,8 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
         sealed = slice(0, blocks * block)
         k[:, :, sealed], k_scale[:, :, sealed], v[:, :, sealed], v_scale[:, :, sealed] = sealed_tokens(store)
     if cap:
-        slot = store.sealed[:, None] * block + torch.arange(cap, device=k.device)
-        wide = slot[:, None, :, None].expand(batch, heads, cap, dim)
+        place = store.sealed[:, None] * block + torch.arange(cap, device=k.device)
+        wide = place[:, None, :, None].expand(batch, heads, cap, dim)
         k.scatter_(2, wide, store.k_open)
         v.scatter_(2, wide, store.v_open.mT)
         k_scale.scatter_(2, wide[..., 0], store.k_scale)
