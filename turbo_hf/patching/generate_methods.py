@@ -223,7 +223,8 @@ def _may_replay(
     )
     if wanted and isinstance(model_kwargs.get("past_key_values"), TurboCache):
         reason, limit, compiled = why_no_replay_of(model, is_own), generation_config.max_length, hand_off.compiled
-        uncompiled = None if compiled is None else why_no_replay_of(model, is_own, captured=False)
+        # what may be captured may be compiled
+        uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and reason else None
         if compiled is not None and uncompiled is not None:
             compiled.refuse(uncompiled, lasting=False)
             compiled = None
