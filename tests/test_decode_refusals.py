@@ -61,7 +61,7 @@ def test_refuses_integers(small: KVStore) -> None:
 
 
 def test_refuses_an_unknown_mode(small: KVStore) -> None:
-    with pytest.raises(ValueError, match=r"mode must be one of turbo, int8, half, fp8, fp16; got 'fast'"):
+    with pytest.raises(ValueError, match=r"mode must be one of turbo, fp16; got 'fast'"):
         decode(torch.zeros(1, 2, 1, 16), small, scaling=1.0, mode="fast")
 
 

@@ -285,7 +285,7 @@ def compressed(
 ) -> torch.Tensor:
     """Attention over the compressed cache, which the new tokens join."""
     layer.require_same_rows(qkv.key)
-    layer.seal_leftovers(qkv.key.shape[2], defer=True)
+    layer.seal_leftovers(qkv.key.shape[2], check_later=True)
     if mask is not None and len(mask) != len(qkv.query):
         raise ValueError(f"attention_mask has {len(mask)} rows, this pass {len(qkv.query)}. Pass one row for each.")
     if mask is None and layer.replay is None:
@@ -309,11 +309,11 @@ def _step(
     starts, config = new.begin(q.device), layer.config
     if layer.selector is not None:
         buckets, query_info = new_buckets_and_query_info(layer, source, qkv.query, qkv.key, new)
-        layer.append(k, v, new, buckets, defer=True)
+        layer.append(k, v, new, buckets, check_later=True)
         out = attend_sparse(layer, query_info, qkv.query, new, starts, scoring).out
-        layer.commit(defer=True)
+        layer.commit(check_later=True)
         return out
-    layer.append(k, v, new, defer=True)
+    layer.append(k, v, new, check_later=True)
     out = decode(
         rotate_queries(q, config.backend) if config.rotates else q,
         layer.store(),
@@ -323,7 +323,7 @@ def _step(
         mode=config.decode_attention,
         backend=config.backend,
     ).out
-    layer.commit(defer=True)
+    layer.commit(check_later=True)
     return out
 
 

@@ -28,8 +28,8 @@ class _New(NamedTuple):
     buckets: torch.Tensor | None
 
     def store(self, turn: bool) -> None:
-        self.layer.append(self.k, self.v, self.new, self.buckets, defer=True, turn=turn)
-        self.layer.commit(defer=True)
+        self.layer.append(self.k, self.v, self.new, self.buckets, check_later=True, turn=turn)
+        self.layer.commit(check_later=True)
 
 
 class DeferredStores:
@@ -97,7 +97,7 @@ class DeferredStores:
             self._store_each(turn=False)
             begun.ended = True
         elif of.thread == get_ident():
-            # something reads the cache in the midst of the pass: these layers have their turns late
+            # something reads the cache in the midst of the pass: these layers are marked as stored only now
             claimed, of.claimed = of.claimed, None
             self._store_each(turn=True)
             of.claimed = claimed

@@ -1,7 +1,8 @@
 """Whether a cache is whole: which pass or call has begun to change it, and has not ended.
 
 A pass that breaks off leaves a mark, wherever the exception came from: marks are set before a change and cleared after
-it, never in an exception handler. The next use finds the mark and raises an error.
+it, not in an exception handler, which Ctrl-C or a second error would cut short. The next use finds the mark and raises
+an error. (A handler may clear a mark that it has made good: `ReplayableSteps.recount`.)
 """
 
 import copy

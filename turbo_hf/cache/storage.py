@@ -167,16 +167,16 @@ class LayerStorage:
                 f"{k.shape[0]} of {k.shape[1]}. Use a new TurboCache, or reset() this one."
             )
 
-    def seal_leftovers(self, tokens: int, defer: bool = False) -> None:
+    def seal_leftovers(self, tokens: int, check_later: bool = False) -> None:
         """Seal the blocks that replayed steps have filled, unless another replayed step follows, which does it.
 
-        tokens: new tokens of the coming pass. defer: as in `append`.
+        tokens: new tokens of the coming pass. check_later: as in `append`.
         """
         waits = self.is_initialized and self.replay is None and max(self.state.open) >= self.config.block_size
         # the rest of a prompt is sorted together with the part that is still open
         if waits and (self.state.decoded or self.is_decoding(tokens)):
             self.integrity.require_untorn()
-            self.commit(defer, whole_prompt=True)
+            self.commit(check_later, whole_prompt=True)
 
     def append(
         self,
@@ -184,12 +184,12 @@ class LayerStorage:
         v: torch.Tensor,
         new: NewColumns,
         buckets: torch.Tensor | None = None,
-        defer: bool = False,
+        check_later: bool = False,
         turn: bool = True,
     ) -> None:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `new`, as are their buckets.
 
-        defer: NaN and Inf that kernels have noted are read later (`unchecked`), for all layers at once.
+        check_later: NaN and Inf that kernels have noted are read later (`unchecked`), for all layers at once.
         turn: whether this is the layer's turn in a pass; else part of an operation on all layers.
 
         Raises:
@@ -207,7 +207,7 @@ class LayerStorage:
             self._require_finite(new.blank(k), new.blank(v))
         if turn:
             self.integrity.turn(self.index, self.seen)
-        self._append(k, v, new, buckets, defer, rotates)
+        self._append(k, v, new, buckets, check_later, rotates)
         if self.replay is not None:
             # the launch has sealed the blocks that were due
             self.integrity.settle(self.index)
@@ -228,7 +228,7 @@ class LayerStorage:
         v: torch.Tensor,
         new: NewColumns,
         buckets: torch.Tensor | None,
-        defer: bool,
+        check_later: bool,
         rotate: bool,
     ) -> None:
         backend = self.config.backend if self.in_place else "reference"
@@ -253,22 +253,22 @@ class LayerStorage:
             self.valid_prefix = torch.cat((valid, new.valid.to(self.device)), 1)
         self.state = after
         if self.in_place and not decoding:
-            self._check_finite(defer)
+            self._check_finite(check_later)
 
-    def _check_finite(self, defer: bool) -> None:
-        """ValueError if kernels have noted NaN or Inf; defer: left to `TurboCache.require_finite`."""
+    def _check_finite(self, check_later: bool) -> None:
+        """ValueError if kernels have noted NaN or Inf; check_later: left to `TurboCache.require_finite`."""
         self.unchecked = True
-        if not defer:
+        if not check_later:
             require_finite({self.index: self.nonfinite})
             self.unchecked = False
 
-    def commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
+    def commit(self, check_later: bool = False, whole_prompt: bool = False) -> None:
         """Seal every whole block of open tokens, and drop what has left the window. Waits while `recording`.
 
         The newest tokens of a prompt that is sorted by bucket stay open until no more of it can come (`whole_prompt`).
         """
         if not self.state.recording and self.replay is None:
-            self._commit(defer, whole_prompt)
+            self._commit(check_later, whole_prompt)
         self.integrity.settle(self.index)
 
     def _row_blocks(self, whole_prompt: bool) -> list[RowBlocks]:
@@ -287,13 +287,13 @@ class LayerStorage:
         return rows if any(row.whole or row.leaving for row in rows) else []
 
     @storing
-    def _commit(self, defer: bool = False, whole_prompt: bool = False) -> None:
+    def _commit(self, check_later: bool = False, whole_prompt: bool = False) -> None:
         block, pool, buffer, index = self.config.block_size, self.pool, self.buffer, self.bucket_index
         rows = self._row_blocks(whole_prompt)
         if not rows:
             return
         # a block is final: NaN or Inf noted for its tokens must be reported
-        self._check_finite(defer)
+        self._check_finite(check_later)
         self._rank_heads([n for n, row in enumerate(rows) if row.whole and not self.ranked[n]])
         if any(row.leaving for row in rows):
             leaving = [row.leaving for row in rows]

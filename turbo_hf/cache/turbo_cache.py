@@ -202,6 +202,7 @@ class TurboCache(Cache):
         Raises:
             ValueError: an earlier pass or call broke off, for NaN or anything else; or another thread uses the cache.
         """
+        # what the last pass has left is stored
         self.deferred.begin()
         try:
             self.integrity.enter(depth)
@@ -209,6 +210,7 @@ class TurboCache(Cache):
             # the better reason, if it is one
             self.require_finite()
             raise
+        # what a pass has left that broke off is dropped
         self.deferred.begin()
 
     def store_prompt(
@@ -216,8 +218,8 @@ class TurboCache(Cache):
     ) -> None:
         """Store what a prompt's pass brings to a layer, as `TurboLayer.append` does; or after the pass (`deferred`)."""
         if not self.deferred.take(layer, k, v, new, buckets, len(self.integrity.layers)):
-            layer.append(k, v, new, buckets, defer=True)
-            layer.commit(defer=True)
+            layer.append(k, v, new, buckets, check_later=True)
+            layer.commit(check_later=True)
 
     def require_finite(self) -> None:
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""

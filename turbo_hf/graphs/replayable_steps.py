@@ -268,7 +268,7 @@ class ReplayableSteps:
         if self.intact():
             for layer in self.layers:
                 # NaN in the block is reported at the next use of the cache
-                layer.commit(defer=True)
+                layer.commit(check_later=True)
                 layer.pool.trim(layer.state.sealed)
                 layer.bucket_index.trim(max(layer.lengths()))
 

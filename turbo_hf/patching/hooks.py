@@ -80,7 +80,7 @@ def add_hooks(
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
     # the last attention of a pass: what earlier layers have noted is read here all at once, before any token is chosen
-    hooks.append(modules[max(modules)].register_forward_hook(_end_pass, with_kwargs=True))
+    hooks.append(modules[max(modules)].register_forward_hook(_report_nonfinite, with_kwargs=True))
     hooked = set(modules.values())
     for other in model.modules():
         named = getattr(getattr(other, "config", None), "_attn_implementation", None) == NAME
@@ -204,7 +204,7 @@ def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[st
 
 @outside_of_steps(-2)
 def _abandon_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of what calls all layers, also run after an error: one before anything is stored changes nothing."""
+    """Forward hook of what calls all layers, also run after an Exception: one before any change leaves no trace."""
     cache = _cache_of(args, kwargs)
     if cache is not None:
         cache.integrity.abandon(depth)
@@ -260,14 +260,14 @@ def _claim_layer(
 
 @outside_of_steps(-2)
 def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook, also run after an error: the new tokens of this call are no longer on their way to the layer."""
+    """Forward hook, also run after an Exception (not Ctrl-C): the call's new tokens are no longer on their way."""
     call = kwargs.get("turbo")
     if call is not None and call.layer is not None:
         call.layer.integrity.unclaim(call.layer.index)
 
 
 @outside_of_steps(-2)
-def _end_pass(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+def _report_nonfinite(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
     cache = given_cache(kwargs)
     if isinstance(cache, TurboCache):
@@ -286,6 +286,6 @@ def is_own(hook: Any) -> bool:
         _abandon_pass,
         _bring_layer,
         _release_layer,
-        _end_pass,
+        _report_nonfinite,
         left_alone,
     )

@@ -9,6 +9,10 @@ from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 
 
+DECODE_MODES = ("turbo", "fp16")
+"""On the INT8 values, or on dequantized ones."""
+
+
 def decode(
     q: torch.Tensor,
     store: KVStore,
@@ -43,7 +47,7 @@ def decode(
     Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the rescaling).
     """
     batch, kv_heads, _, dim = store.k_open.shape
-    check_queries(q, kv_heads, dim, mode, starts)
+    check_queries(q, kv_heads, dim, mode, starts, DECODE_MODES)
     check_scoring(scoring, q.shape[1], window)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")

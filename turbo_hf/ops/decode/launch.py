@@ -35,7 +35,7 @@ LEAST = 2
 """Minimum tiles per CTA, where there is a choice; twice as many where a CTA is one warp."""
 
 
-class Shape(NamedTuple):
+class PlanKey(NamedTuple):
     """What a plan depends on, besides the lengths.
 
     groups: (bits, slots) of each width.
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
+def _plan(tiles: tuple[int, ...], shape: PlanKey) -> Plan:
     """The plan of a cache whose rows have these numbers of tiles."""
     groups, row_parts, ctas, alone, blocks, warps = shape
     cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * row_parts)], dtype=np.float64)
@@ -72,12 +72,12 @@ def _plan(tiles: tuple[int, ...], shape: Shape) -> Plan:
 
 
 @lru_cache(maxsize=64)
-def _words(tiles: tuple[int, ...], shape: Shape, device: torch.device, stream: int) -> torch.Tensor:
+def _words(tiles: tuple[int, ...], shape: PlanKey, device: torch.device, stream: int) -> torch.Tensor:
     """The words of that plan on the device, copied in the order of that stream."""
     return _plan(tiles, shape).words.to(device, non_blocking=True)
 
 
-class Place(NamedTuple):
+class WorkspaceKey(NamedTuple):
     """What a workspace is made for, and who uses it: a thread may replay on another stream than it captured on, which
     may be the stream of another thread.
 
@@ -94,7 +94,7 @@ class Place(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def _workspace(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+def _workspace(place: WorkspaceKey) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial results, and arrival counters (zeros, as each launch leaves them)."""
     return (
         torch.empty((place.ctas + place.outputs) * place.floats, dtype=torch.float32, device=place.device),
@@ -104,9 +104,9 @@ def _workspace(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _schedule(
     sealed: tuple[int, ...],
-    shape: Shape,
+    shape: PlanKey,
     plans: dict[Any, LivePlan] | None,
-    place: Place,
+    place: WorkspaceKey,
 ) -> tuple[torch.Tensor, int, int, tuple[torch.Tensor, ...]]:
     """Words of the plan on the device, its CTAs, its parts rounded up to a power of two, and the workspace.
 
@@ -174,9 +174,9 @@ def launch_decode(
     tune = tune_16bit or tune
     warps = WARPS_16BIT if tune_16bit else tune.blocks
     most = gpu.sms(q.device) * tune.occupancy
-    shape = Shape(groups, row_parts, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
+    shape = PlanKey(groups, row_parts, most, gpu.sms(q.device) if warps == 4 else most, tune.blocks, warps)
     outputs, floats = len(sealed) * kv_heads * row_parts, per_output * (padded + STATS.value)
-    place = Place(q.device, gpu.stream(q.device), get_ident(), most, outputs, floats)
+    place = WorkspaceKey(q.device, gpu.stream(q.device), get_ident(), most, outputs, floats)
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         decode_kernel[(grid,)](

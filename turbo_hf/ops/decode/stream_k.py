@@ -1,11 +1,12 @@
-"""The work split of decode attention (stream-K): which CTA computes which tiles, a pure function of lengths.
+"""The work split of decode attention (stream-K): which CTA computes which tiles. A pure function of lengths,
+widths, query rows and the number of SMs.
 
 An *output* is what one row and KV head (and, with many query rows, one part of them) attend to. Its tiles are runs of
 sealed blocks, in time order, and one last tile for all open tokens, so the plan changes only when a row gets another
 tile, not with each token. The tiles of all outputs are placed end to end, and each CTA takes one contiguous run of
 them.
 
-Plans are made between decode steps, in NumPy: for a few hundred numbers, torch would start its thread pool.
+Plans are made on the host, in NumPy: for a few hundred numbers, torch would start its thread pool.
 """
 
 from collections.abc import Callable, Sequence

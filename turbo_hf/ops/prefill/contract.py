@@ -1,5 +1,7 @@
 """Attention of a prompt, or of a chunk of one over a compressed past."""
 
+from collections.abc import Sequence
+
 import torch
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES
@@ -89,13 +91,20 @@ def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:
         raise ValueError(f'a past with heads of 16 bit is read in mode "fp16", which rounds nothing; got {mode!r}.')
 
 
-def check_queries(q: torch.Tensor, kv_heads: int, dim: int, mode: str, starts: torch.Tensor | None) -> None:
-    """ValueError unless q and starts fit `kv_heads` heads of `dim` channels, and the mode exists."""
+def check_queries(
+    q: torch.Tensor,
+    kv_heads: int,
+    dim: int,
+    mode: str,
+    starts: torch.Tensor | None,
+    modes: Sequence[str] = ATTENTION_MODES,
+) -> None:
+    """ValueError unless q and starts fit `kv_heads` heads of `dim` channels, and the mode is one of `modes`."""
     check_float("q", q)
     if q.shape[1] % kv_heads or q.shape[3] != dim:
         raise ValueError(f"q must be [B, Hq, M, {dim}] with Hq a multiple of {kv_heads}; got {tuple(q.shape)}.")
-    if mode not in ATTENTION_MODES:
-        raise ValueError(f"mode must be one of {', '.join(ATTENTION_MODES)}; got {mode!r}.")
+    if mode not in modes:
+        raise ValueError(f"mode must be one of {', '.join(modes)}; got {mode!r}.")
     if starts is not None and starts.shape != q.shape[:1]:
         raise ValueError(f"starts must be [B] = [{q.shape[0]}]; got {tuple(starts.shape)}.")
 

@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.layout import UNQUANTIZED, AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
 from turbo_hf.ops.backend import uses_triton
-from turbo_hf.ops.decode.contract import check_lengths, why_no_step_kernel
+from turbo_hf.ops.decode.contract import DECODE_MODES, check_lengths, why_no_step_kernel
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 from turbo_hf.ops.sparse.reference import reference_sparse_decode
 
@@ -50,7 +50,7 @@ def sparse_decode(
     Source: SAAP sec. 4, appendix F.
     """
     batch, kv_heads, _, dim = store.k_open.shape
-    check_queries(q, kv_heads, dim, mode, starts)
+    check_queries(q, kv_heads, dim, mode, starts, DECODE_MODES)
     check_scoring(scoring, q.shape[1], None)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
