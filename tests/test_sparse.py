@@ -31,8 +31,19 @@ def assign_new(keys: Tensor, centroids: Tensor, *, rotary: tuple[Tensor, Tensor]
     return found
 
 
-@all_pairs(size=[(1, 8), (5, 37), (66, 130)], dim=[16, 80, 128], assign=[assign, assign_new])
+@all_pairs(size=[(1, 8), (5, 37), (20, 70)], dim=[16, 80, 128], assign=[assign, assign_new])
 def test_a_key_goes_to_its_nearest_centroid(
+    size: tuple[int, int], dim: int, assign: Callable[..., Tensor], device: torch.device, backend: str
+) -> None:
+    check_nearest(size, dim, assign, device, backend)
+
+
+@pytest.mark.parametrize("dim", [80, 128])
+def test_many_keys_take_several_tiles_of_keys_and_of_centroids(dim: int, device: torch.device, backend: str) -> None:
+    check_nearest((66, 130), dim, assign, device, backend)
+
+
+def check_nearest(
     size: tuple[int, int], dim: int, assign: Callable[..., Tensor], device: torch.device, backend: str
 ) -> None:
     keys, buckets = size

@@ -85,7 +85,8 @@ def test_a_store_of_open_tokens_only(device: torch.device, backend: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("threshold", "groups"), [(None, ((4, 2),)), (None, ((4, 1), (2, 1))), (-6.0, ((4, 1), (2, 1))), (None, ((8, 2),))],
+    ("threshold", "groups"),
+    [(None, ((4, 2),)), (None, ((4, 1), (2, 1))), (-6.0, ((4, 1), (2, 1))), (None, ((8, 2),))],
     ids=str,
 )
 def test_on_quantized_values(

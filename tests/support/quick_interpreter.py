@@ -1,4 +1,4 @@
-"""Triton's interpreter without what takes a third of its time: it patches its language anew at each call in a kernel."""
+"""Triton's interpreter without a third of its time, in which it patches its language anew at each call in a kernel."""
 
 import functools
 from typing import Any
