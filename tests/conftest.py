@@ -3,11 +3,13 @@
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from quick_interpreter import quicken
 
 # before anything imports huggingface_hub: no test may need the network
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,6 +27,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ and ("gpu" not in _marked() or "not g
 # before anything imports triton
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    with suppress(ImportError):
+        quicken()
 
 settings.register_profile(
     "turbo",

@@ -317,16 +317,16 @@ def test_a_mask_that_was_written_over_is_read_again(llama: Any) -> None:
 def test_memory_is_what_the_plan_says(preset: str, window: int | None) -> None:
     model = tiny_mistral(window, head_dim=64).to(torch.bfloat16)
     cache = TurboCache(model.config, preset)
-    forward(model, prompts(2, 1024), cache)
+    forward(model, prompts(2, 512), cache)
     forward(model, prompts(2, 1), cache)
     memory = measure(cache.layers)
-    planned = 2 * cache_bytes(costs(model.config, PRESETS[preset]), 1024)
+    planned = 2 * cache_bytes(costs(model.config, PRESETS[preset]), 512)
     sealed = memory.by_kind["codes"] + memory.by_kind["scales"]
     assert planned <= sealed <= 1.05 * planned
     assert memory.total == sum(memory.by_kind.values())
-    assert memory.tokens == 2 * 1025
-    dense = 2 * cache_bytes(costs(model.config), 1024)
-    assert memory.full_precision <= dense * 1025 / 1024 if window is None else memory.full_precision < 2 * dense
+    assert memory.tokens == 2 * 513
+    dense = 2 * cache_bytes(costs(model.config), 512)
+    assert memory.full_precision <= dense * 513 / 512 if window is None else memory.full_precision < 2 * dense
     assert memory.compression == memory.full_precision / memory.total
 
 

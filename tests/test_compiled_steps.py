@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphs_support import Again, an_index, answer, answer_and_report, ragged, watch_runners
+from graphs_support import NEW, Again, an_index, answer, answer_and_report, ragged, watch_runners
 from models import SHAPE, prompts, tiny_llama
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -203,10 +203,10 @@ def test_a_model_that_cannot_be_compiled(captured: bool, monkeypatch: pytest.Mon
     want, before = answer(model, PLAIN, **ragged()), dict(vars(model))
     with turbo_hf.patch(model, COMPILED) as handle:
         with pytest.warns(UserWarning, match="compile=True: steps are not compiled: "):
-            got = model.generate(**ragged(), max_new_tokens=75, do_sample=False)
+            got = model.generate(**ragged(), max_new_tokens=NEW, do_sample=False)
         assert torch.equal(got, want)
         # said once, tried once
-        assert torch.equal(model.generate(**ragged(), max_new_tokens=75, do_sample=False), want)
+        assert torch.equal(model.generate(**ragged(), max_new_tokens=NEW, do_sample=False), want)
         assert "; not compiled (" in handle.report().steps
     assert vars(model) == before
     assert all(runner.captures for runner in runners)

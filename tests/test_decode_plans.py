@@ -22,8 +22,8 @@ def test_a_plan_for_any_gpu_gives_the_same(
     from turbo_hf.ops import gpu  # noqa: PLC0415 - needs Triton
     from turbo_hf.ops.decode import launch as launch_decode  # noqa: PLC0415 - needs Triton
 
-    k, v = tokens(2, 2, 400, 64, device=device), tokens(2, 2, 400, 64, device=device)
-    store, q = make_store(k, v, [400, 90], groups=((4, 1), (2, 1)), block=32), tokens(2, 4, 1, 64, device=device)
+    k, v = tokens(2, 2, 230, 64, device=device), tokens(2, 2, 230, 64, device=device)
+    store, q = make_store(k, v, [230, 90], groups=((4, 1), (2, 1)), block=32), tokens(2, 4, 1, 64, device=device)
     own = decode(q, store, scaling=0.125, mode=mode, backend="triton")
     launch_decode._workspace.cache_clear()
     monkeypatch.setattr(gpu, "sms", lambda device: sms)

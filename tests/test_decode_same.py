@@ -39,7 +39,7 @@ def test_several_tokens_are_the_same_one_by_one(mode: str, device: torch.device,
     k, v = tokens(3, 2, 136, 64, device=device), tokens(3, 2, 136, 64, device=device)
     store, q = make_store(k, v, [136, 90, 72]), tokens(3, 4, 8, 64, device=device)
     together = decode(q, store, scaling=0.125, mode=mode, backend=backend)
-    for i in range(8):
+    for i in (0, 3, 7):
         shorter, one = store._replace(open_len=store.open_len - (7 - i)), slice(i, i + 1)
         alone = decode(q[:, :, one], shorter, scaling=0.125, mode=mode, backend=backend)
         check_same(AttentionOutput(together.out[:, :, one], together.lse[:, :, one]), alone, largest(v))

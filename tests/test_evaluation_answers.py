@@ -58,6 +58,12 @@ def change(path: Path, *statements: str, values: tuple[Any, ...] = ()) -> None:
     file.close()
 
 
+@pytest.fixture(autouse=True)
+def little_prose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of the suites are short."""
+    monkeypatch.setattr("turbo_hf.eval.suites.carried_prose", lambda texts, sentences: carried_prose(texts, 12))
+
+
 def test_answers_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "items.db"
     answers = Answers(path)

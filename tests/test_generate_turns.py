@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs, in_turn
 from generate_support import EXACT, EXACT4, MODES, answer, mistral, oracle, patched, ragged, story
 from models import lab_model, left_padded, prompts, tiny_llama
 from torch import Tensor
@@ -22,8 +23,10 @@ def config(request: pytest.FixtureRequest) -> TurboConfig:
 # --- drafts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", EXACT)
-@pytest.mark.parametrize("window", [None, 20, 100], ids=["full", "window20", "window100"])
+@in_turn(
+    config=[*EXACT, EXACT[1]],
+    window=[pytest.param(None, id="full"), pytest.param(20, id="window20"), pytest.param(100, id="window100")],
+)
 def test_drafts_give_the_oracles_tokens(config: TurboConfig, window: int | None) -> None:
     model = mistral(window)
     # a prompt that repeats itself and what the model says to it, so that drafts are accepted and refused
@@ -35,8 +38,7 @@ def test_drafts_give_the_oracles_tokens(config: TurboConfig, window: int | None)
     assert torch.equal(patched(model, config, tokens=40, **options), oracle(model, config, tokens=40, **options))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("mode", MODES)
+@in_turn(bits=[8, 4], mode=MODES)
 def test_prompt_lookup_gives_the_greedy_tokens(bits: Any, mode: Any) -> None:
     model, _ = lab_model()
     config = TurboConfig(bits=bits, attention=mode)
@@ -45,9 +47,11 @@ def test_prompt_lookup_gives_the_greedy_tokens(bits: Any, mode: Any) -> None:
     assert torch.equal(patched(model, config, tokens=60, prompt_lookup_num_tokens=4, **story()), want)
 
 
-@pytest.mark.parametrize("agrees", [True, False], ids=["good", "bad"])
-@pytest.mark.parametrize("assistant_patched", [True, False], ids=["patched", "plain"])
-@pytest.mark.parametrize("mode", MODES)
+@all_pairs(
+    agrees=[pytest.param(True, id="good"), pytest.param(False, id="bad")],
+    assistant_patched=[pytest.param(True, id="patched"), pytest.param(False, id="plain")],
+    mode=MODES,
+)
 def test_an_assistant_gives_the_greedy_tokens(agrees: bool, assistant_patched: bool, mode: Any) -> None:
     model, _ = lab_model()
     config = TurboConfig(attention=mode)

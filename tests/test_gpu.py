@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from budgets import check_exact, check_turbo
 from gpu_support import OnGpu
 from models import tiny_llama
@@ -181,18 +182,27 @@ def test_torch_computes_prompts_that_are_causal_attention_and_no_more(changed: d
 # --- what fits is right ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[CONSUMER, A100], ids=["99K", "163K"])
-def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
+MEMORY = [pytest.param(CONSUMER, id="99K"), pytest.param(A100, id="163K")]
+
+
+@pytest.fixture(params=MEMORY)
+def memory(request: pytest.FixtureRequest) -> int:
+    """Bytes of shared memory a program; tests that choose them in pairs with other things bring their own."""
+    return int(request.param)
+
+
+@pytest.fixture
+def small(memory: int, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
     pytest.importorskip("triton")
-    if torch.cuda.is_available() and gpu.shared_memory(torch.device("cuda", 0)) < request.param:
+    if torch.cuda.is_available() and gpu.shared_memory(torch.device("cuda", 0)) < memory:
         pytest.skip("this GPU has less")
-    monkeypatch.setattr(gpu, "shared_memory", lambda device: request.param)
+    monkeypatch.setattr(gpu, "shared_memory", lambda device: memory)
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("mode", ["fp16", "half", "turbo"])
-@pytest.mark.parametrize(("dim", "block"), [(64, 128), (128, 64), (256, 128)], ids=["d64", "d128", "d256"])
-def test_prefill_in_smaller_tiles(dim: int, block: int, mode: str, device: torch.device) -> None:
+@all_pairs(memory=MEMORY, mode=["fp16", "half", "turbo"], sizes=[(64, 128), (128, 64), (256, 128)])
+def test_prefill_in_smaller_tiles(memory: int, mode: str, sizes: tuple[int, int], device: torch.device) -> None:
+    dim, block = sizes
     shape, dtype = (2, 2, 140, dim), torch.float16 if mode == "half" else torch.float32
     k, v = (tokens(*shape, device=device) for _ in range(2))
     past = make_store(k, v, [140, 70], groups=((4, 1), (8, 1)), block=block)
@@ -211,9 +221,9 @@ def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) 
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("bits", [16, 8, 4, 3])
-@pytest.mark.parametrize(("dim", "block"), [(64, 128), (128, 64), (256, 64)], ids=["d64", "d128", "d256"])
-def test_decode_in_smaller_tiles(dim: int, block: int, bits: int, device: torch.device) -> None:
+@all_pairs(memory=MEMORY, bits=[16, 8, 4, 3], sizes=[(64, 128), (128, 64), (256, 64)])
+def test_decode_in_smaller_tiles(memory: int, bits: int, sizes: tuple[int, int], device: torch.device) -> None:
+    dim, block = sizes
     k, v = (tokens(2, 2, 300, dim, dtype=torch.float16, device=device) for _ in range(2))
     store = make_store(k, v, [300, 70], groups=((bits, 2),), block=block)
     q = tokens(2, 4, 1, dim, dtype=torch.float16, device=device)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_turn
 from budgets import check, float_budget, largest
 from gpu_support import tensors_in
 from models import left_padded, prompts, tiny_llama
@@ -188,7 +189,7 @@ def test_a_pass_of_a_model_reads_once_and_its_mask_once(
     padded: bool, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama(num_hidden_layers=3)
-    batch = left_padded([prompts(1, 130)[0], prompts(1, 70)[0]]) if padded else {"input_ids": prompts(2, 130)}
+    batch = left_padded([prompts(1, 70)[0], prompts(1, 66)[0]]) if padded else {"input_ids": prompts(2, 70)}
     with turbo_hf.patch(model, TurboConfig(backend="triton")) as handle, torch.no_grad():
         cache = handle.new_cache()
         held: list[int] = []
@@ -214,8 +215,7 @@ def _noted(run: Callable[..., None], calls: list[int]) -> Callable[..., None]:
 # --- when NaN is told -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@in_turn(bad=[torch.nan, torch.inf], backend=["triton", "reference"])
 def test_a_pass_names_the_layer_before_its_tokens_are_chosen(bad: float, backend: Any) -> None:
     model, told = tiny_llama(num_hidden_layers=3), []
     model.lm_head.register_forward_hook(lambda *_: told.append("logits"))

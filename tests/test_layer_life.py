@@ -138,7 +138,7 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=100, stateful_step_count=30)
+TestLife.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 # --- crop ----------------------------------------------------------------------------------------------------------

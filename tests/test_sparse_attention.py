@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_turn
 from budgets import check_turbo
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,8 +32,7 @@ def test_ragged_rows(share: float, dtype: torch.dtype, device: torch.device, bac
     check_sparse(tokens(5, 8, 1, 64, dtype=dtype, device=device), store, index, visited, backend)
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dim", [16, 80, 128])
+@in_turn(bits=BITS, dim=[16, 80, 128])
 def test_head_dims_and_bits(dim: int, bits: int, device: torch.device, backend: str) -> None:
     store = sparse_store([200, 70], 2, dim, device, groups=((bits, 2),))
     index, visited = random_index(store, 2, 9, 0.3)
@@ -84,8 +84,11 @@ def test_a_store_of_open_tokens_only(device: torch.device, backend: str) -> None
     check_sparse(tokens(2, 4, 1, 32, device=device), store, index, visited, backend, window_tokens=2)
 
 
-@pytest.mark.parametrize("groups", [((4, 2),), ((4, 1), (2, 1)), ((8, 2),)], ids=str)
-@pytest.mark.parametrize("threshold", [None, -6.0])
+@pytest.mark.parametrize(
+    ("threshold", "groups"),
+    [(None, ((4, 2),)), (None, ((4, 1), (2, 1))), (-6.0, ((4, 1), (2, 1))), (None, ((8, 2),))],
+    ids=str,
+)
 def test_on_quantized_values(
     threshold: float | None, groups: tuple[tuple[int, int], ...], device: torch.device, backend: str
 ) -> None:

@@ -22,7 +22,7 @@ from turbo_hf.patching.handle import Report
 SMALL = TurboConfig(block_size=32)
 PLAIN = TurboConfig(block_size=32, cuda_graphs=False)
 LENGTHS = [60, 33, 5]
-NEW = 75
+NEW = 40
 
 
 class Again:
