@@ -234,9 +234,9 @@ def test_visits_are_the_best_buckets(
 @pytest.mark.parametrize("group", [4, 8, 16])
 def test_a_bucket_has_one_sum(group: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     # sums of numbers of all bits, whose last one hangs on the order: beside another sum of its own a bucket would lose
-    rows, sizes = 16, (64, 256, 1024)
+    rows, sizes = 16, [64, 256, 1024]
     if device.type == "cpu":
-        rows, sizes = 2, (40,)
+        rows, sizes = 2, [40]
         # as on a GPU: some buckets are compared with those of another tile
         monkeypatch.setattr(pytest.importorskip("turbo_hf.ops.sparse.launch"), "COMPARED", 32)
     for buckets in sizes:

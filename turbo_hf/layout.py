@@ -36,7 +36,7 @@ instruction holds the probabilities that it has just computed, so that P feeds P
 In a layer for sparse decoding, tokens of a prompt may be stored in bucket order, separately for each head
 (`turbo_hf.sparse.bucket_index`): attention does not depend on the order of keys that all its queries see.
 
-Open tokens, the fewer than `b` newest of each row that do not fill a block yet, are INT8 codes with one fp32 scale per
+Open tokens, the newest of each row, usually too few to fill a block, are INT8 codes with one fp32 scale per
 token and head, in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
 
 At 16 bit nothing is rounded: `k` [b, D] and `v` [D, b] hold the model's own numbers, tokens in time order, and every

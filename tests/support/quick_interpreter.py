@@ -8,6 +8,9 @@ def quicken() -> None:
     """Let a kernel's launch patch each part of the language once: what its functions patch again is patched already."""
     from triton.runtime import interpreter  # noqa: PLC0415 - as it is chosen when it is imported
 
+    if not (hasattr(interpreter, "_patch_lang") and hasattr(interpreter, "GridExecutor")):
+        # another version of Triton, which takes its time
+        return
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     if hasattr(patch, "__wrapped__"):
         return

@@ -8,7 +8,6 @@ from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 
-
 DECODE_MODES = ("turbo", "fp16")
 """On the INT8 values, or on dequantized ones."""
 
