@@ -43,13 +43,13 @@ def test_an_exception_at_any_line_of_replayed_steps(
 
 
 @HOLDS
-def test_an_exception_at_each_line_around_a_replay(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_at_every_third_line_around_a_replay(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
     model = tiny_llama()
     route = Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
     around = tuple(str(sys.modules[name].__file__) for name in (ReplayableSteps.__module__, Integrity.__module__))
     steps = Operation("steps", held, STEPS, replayed(Graphs, STEPS), one_by_one=True)
-    judged(every_line(route, steps, Broken, files=around))
+    judged(every_line(route, steps, Broken, 3, files=around))
 
 
 @pytest.mark.gpu
