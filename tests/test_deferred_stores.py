@@ -13,7 +13,10 @@ from models import left_padded, prompts, tiny_llama, tiny_mistral
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.cache import deferred_stores
+from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.graphs.step_runner import is_compiled
+from turbo_hf.patching import generate_methods
 
 SMALL = TurboConfig(block_size=32)
 TOKENS = 50
@@ -148,16 +151,94 @@ def test_storing_that_breaks_off_breaks_the_cache(monkeypatch: pytest.MonkeyPatc
         assert cache.get_seq_length() == TOKENS
 
 
-def test_nan_in_it_is_reported_by_the_next_pass() -> None:
+def test_nan_in_it_is_reported_at_once() -> None:
     model, ids = tiny_llama(), prompts(2, TOKENS)
     with turbo_hf.patch(model, SMALL) as handle:
         cache = handle.new_cache()
         cache.deferred.wanted = True
         with torch.no_grad():
             model.model.embed_tokens.weight[ids[0, 3]] = float("nan")
-            model(ids, past_key_values=cache)
             with pytest.raises(ValueError, match="NaN or Inf"):
-                model(ids[:, :1], past_key_values=cache)
+                model(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize("call", ["pass", "generate", "recording"])
+def test_the_cache_is_refused_within_its_own_pass(call: str) -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = handle.new_cache()
+        cache.deferred.wanted = True
+        calls = {
+            "pass": lambda: model.model(ids[:, :3], past_key_values=cache),
+            "generate": lambda: model.generate(ids[:, :3], past_key_values=cache, max_new_tokens=2),
+            "recording": cache.activate_past_recording,
+        }
+
+        def nested(*_: Any) -> None:
+            with pytest.raises(ValueError, match="TurboCache"):
+                calls[call]()
+
+        hook = model.lm_head.register_forward_pre_hook(nested)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == TOKENS
+
+
+def test_one_prompt_alone_is_deferred() -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = started(handle, model, ids)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            assert not cache.deferred
+            cache.reset()
+            model(ids, past_key_values=cache)
+        assert not cache.deferred
+
+
+def test_threads_that_read_it_disturb_nothing() -> None:
+    model, ids, seen = tiny_llama(), prompts(2, TOKENS), set[int]()
+    done = threading.Event()
+    with turbo_hf.patch(model, SMALL) as handle:
+        caches: list[TurboCache] = []
+
+        def read() -> None:
+            while not done.is_set():
+                if caches:
+                    seen.add(caches[-1].get_seq_length())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            for _ in range(10):
+                cache = started(handle, model, ids)
+                caches.append(cache)
+                goes_on(model, ids, cache)
+        finally:
+            done.set()
+            reader.join()
+    assert {cache.get_seq_length() for cache in caches} == {TOKENS + 32}
+    assert seen <= {0, TOKENS, TOKENS + 1, TOKENS + 31, TOKENS + 32}
+
+
+def test_what_a_released_cache_held_is_measured() -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    with turbo_hf.patch(model, SMALL) as handle:
+        started(handle, model, ids)
+        assert handle.memory().tokens == 2 * TOKENS
+
+
+def test_a_layer_that_is_called_twice_in_a_pass_is_refused() -> None:
+    model, ids = tiny_llama(), prompts(2, TOKENS)
+    with turbo_hf.patch(model, SMALL) as handle:
+        cache = handle.new_cache()
+        cache.deferred.wanted = True
+        model.model.layers[1].self_attn.register_forward_hook(
+            lambda module, args, kwargs, out: module.forward(*args, **kwargs), with_kwargs=True
+        )
+        with pytest.raises(ValueError, match="broke off"), torch.no_grad():
+            model(ids, past_key_values=cache)
 
 
 def test_much_is_stored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,21 +272,34 @@ def test_another_thread_that_reads_stores_nothing() -> None:
         assert cache.get_seq_length() == TOKENS
 
 
-@pytest.mark.gpu
-def test_generate_defers_on_a_gpu() -> None:
-    model, ids = tiny_llama().cuda(), prompts(2, TOKENS).cuda()
-    seen: list[bool] = []
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_generate_defers_the_prompts_of_its_own_caches(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_llama().to(where), prompts(2, TOKENS).to(where)
+    taken: list[bool] = []
+    take = DeferredStores.take
+
+    def watched(*args: Any) -> bool:
+        taken.append(take(*args))
+        return taken[-1]
+
+    monkeypatch.setattr(DeferredStores, "take", watched)
+    if where == "cpu":
+        monkeypatch.setattr(generate_methods, "_may_defer", lambda model: True)
     with turbo_hf.patch(model, SMALL) as handle:
-        cache = handle.new_cache()
+        many = model.generate(ids, max_new_tokens=20, do_sample=False)
+        assert taken == [True, True]
+        assert handle.memory().tokens == 2 * (TOKENS + 19)
+        one = model.generate(ids, max_new_tokens=1, do_sample=False)
+        assert taken == [True] * 4
+        assert handle.memory().tokens == 2 * TOKENS
+        given = model.generate(ids, past_key_values=handle.new_cache(), max_new_tokens=20, do_sample=False)
+        assert taken[4:] == [False, False]
+    assert torch.equal(many, given)
+    assert torch.equal(many[:, : TOKENS + 1], one)
 
-        def look(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            seen.append(bool(cache.deferred))
-            return scores
 
-        many = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False, logits_processor=[look])
-        cache.reset()
-        cache.deferred.wanted = False
-        out = [model.generate(ids, max_new_tokens=count, do_sample=False) for count in (1, 20)]
-    assert seen == [True] + [False] * 19
-    assert torch.equal(many, out[1])
-    assert torch.equal(many[:, : TOKENS + 1], out[0])
+def test_compiled_models_defer_nothing() -> None:
+    model = tiny_llama()
+    assert not generate_methods._may_defer(model)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert is_compiled(model)

@@ -1,6 +1,7 @@
 """`TurboLayer`: what it stores, in how many bytes, and what it gives back."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import Unsupported
 from turbo_hf.layout import CODE_MAX, open_token_bytes, page_bytes
 from turbo_hf.ops.store.rotate import rotate_keys
 
@@ -260,6 +262,27 @@ def test_a_claim_is_of_one_call() -> None:
     assert cache.get_seq_length() == view.get_seq_length() == 3
     view.decompressed = True
     assert cache.decompressed
+
+
+def test_a_view_that_a_hook_has_kept_is_as_good_as_the_cache() -> None:
+    cache = TurboCache(tiny_llama().config)
+    k, v = random_kv(1, 3)
+    kept = claimed(cache, 0)
+    # claimed again for another layer
+    assert claimed(kept, 1).update(k, v, 1)[0] is k
+    for copied in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
+        copied.update(k, v, 0)
+        assert copied.get_seq_length() == 3
+        assert cache.get_seq_length() == 0
+    assert type(pickle.loads(pickle.dumps(kept))) is TurboCache
+
+
+def test_a_subclass_with_slots_is_refused_clearly() -> None:
+    class Slotted(TurboCache):
+        __slots__ = ("extra",)
+
+    with pytest.raises(Unsupported, match="without __slots__"):
+        claimed(Slotted(tiny_llama().config), 0)
 
 
 def test_a_claim_keeps_what_a_subclass_overrides() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.errors import Unsupported
 
 
 class ClaimedCache(TurboCache):
@@ -30,16 +31,36 @@ class ClaimedCache(TurboCache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The new keys and values themselves, once; for other layers, and from then on, as in `TurboCache`."""
-        if layer_idx == self.claims:
+        # a copy of a view claims nothing
+        if layer_idx == getattr(self, "claims", None):
             self.claims, self.given = None, (key_states, value_states)
             return key_states, value_states
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # a view is pickled as what it shows
+        cache: Any = object.__new__(type(self).__bases__[0])
+        cache.__dict__ = self.__dict__
+        return _itself, (cache,)
+
+
+def _itself(cache: TurboCache) -> TurboCache:
+    return cache
 
 
 @functools.cache
 def _claimed_class(of: type[TurboCache]) -> type[ClaimedCache]:
     """A ClaimedCache that keeps what a subclass of TurboCache overrides."""
-    return ClaimedCache if of is TurboCache else type(f"Claimed{of.__name__}", (of, ClaimedCache), {"__slots__": ()})
+    if issubclass(of, ClaimedCache):
+        return of
+    try:
+        return (
+            ClaimedCache if of is TurboCache else type(f"Claimed{of.__name__}", (of, ClaimedCache), {"__slots__": ()})
+        )
+    except TypeError as error:
+        raise Unsupported(
+            f"{of.__name__} cannot be used here ({error}): derive it from TurboCache without __slots__."
+        ) from error
 
 
 def claimed(cache: TurboCache, layer: int) -> ClaimedCache:

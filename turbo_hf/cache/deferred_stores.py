@@ -1,49 +1,58 @@
-"""What a prompt's pass stores after it has ended, so that its first token does not wait for it.
+"""What the first prompt of a cache stores after its pass, so that its first token does not wait for it.
 
 Attention over a prompt reads the new keys and values themselves, so that storing them can wait. A short prompt waits
 for the host, not for the GPU: the host launches the rest of the pass first, and stores when anything asks for a layer.
 """
 
-from threading import get_ident
+from contextlib import AbstractContextManager, nullcontext
+from threading import RLock, get_ident
 from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.cache.guards import ordinary
+from turbo_hf.cache.guards import ordinary, untraced
 from turbo_hf.cache.integrity import Integrity, Pass
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.storage import LayerStorage
+from turbo_hf.ops.host_device import require_finite
 
 MOST_BYTES = 256 << 20
 """Keys and values of all layers that may wait; more of them keep the GPU busy for longer than storing takes."""
 
 
 class _New(NamedTuple):
-    """As the arguments of `LayerStorage.append`."""
+    """As the arguments of `LayerStorage.append`. stream: on which they were computed; None on a CPU."""
 
     layer: LayerStorage
     k: torch.Tensor
     v: torch.Tensor
     new: NewColumns
     buckets: torch.Tensor | None
+    stream: Any
 
     def store(self, turn: bool) -> None:
-        self.layer.append(self.k, self.v, self.new, self.buckets, check_later=True, turn=turn)
-        self.layer.commit(check_later=True)
+        # a thread that only reads the cache may have another stream
+        on: AbstractContextManager[Any] = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        with on:
+            self.layer.append(self.k, self.v, self.new, self.buckets, check_later=True, turn=turn)
+            self.layer.commit(check_later=True)
 
 
 class DeferredStores:
     """New tokens of a cache that are still to be stored. They are part of one pass, and are dropped if it breaks off.
 
     Attributes:
-        wanted: whether passes may defer.
+        wanted: whether the next pass may defer, if it is the cache's first. `generate` asks for it on a GPU, of a cache
+            that nobody else has seen yet.
     """
 
-    def __init__(self, integrity: Integrity):
-        self.wanted = False
+    def __init__(self, integrity: Integrity, wanted: bool = False):
+        self.wanted = wanted
         self._integrity = integrity
         self._of: Pass | None = None
         self._waiting: list[_New] = []
+        # of several threads, one stores; the others then find it stored
+        self._lock = RLock()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -58,16 +67,30 @@ class DeferredStores:
         layers: int,
     ) -> bool:
         """Whether these new tokens wait; else store them now. layers: how many store as many in this pass."""
+        if not self.wanted or layer.is_initialized or k.shape != v.shape:
+            return False
         last = self._integrity.last
-        if not self.wanted or last.ended or not last.announced or last.thread != get_ident() or k.shape != v.shape:
+        if last.ended or not last.announced or last.thread != get_ident():
             return False
         # a view keeps all of its memory alive
         if layers * sum(x.untyped_storage().nbytes() for x in (k, v)) > MOST_BYTES:
             return False
         if self._of is not last:
             self._of, self._waiting = last, []
-        self._waiting.append(_New(layer, k, v, new, buckets))
+        if any(waiting.layer is layer for waiting in self._waiting):
+            # its second turn in a pass, which is refused
+            self.store()
+            return False
+        stream = torch.cuda.current_stream(k.device) if k.is_cuda else None
+        self._waiting.append(_New(layer, k.detach(), v.detach(), new, buckets, stream))
         return True
+
+    def require_finite(self) -> None:
+        """ValueError if the newest layer's keys or values hold NaN or Inf, as those of all layers behind NaN do."""
+        if self._waiting:
+            layer, k, v, new, *_ = self._waiting[-1]
+            finite = torch.stack([torch.isfinite(new.blank(x)).all() for x in (k, v)]).all()
+            require_finite({layer.index: ~finite})
 
     def drop(self) -> None:
         """Forget them: the cache is emptied, or their pass is taken back."""
@@ -75,39 +98,46 @@ class DeferredStores:
 
     def begin(self) -> None:
         """A pass or operation is about to begin: store them, or drop them if their own pass has broken off."""
-        of = self._of
-        if self._waiting and of is not None:
-            if of.ended:
+        # waits for another thread that stores
+        with self._lock:
+            if self._waiting:
                 self.store()
-            if of.failed or self._integrity.last is not of:
-                self.drop()
+                of = self._of
+                if of is not self._integrity.last or of.failed:
+                    self.drop()
 
+    @untraced
     def store(self) -> None:
         """Store them, if their pass is under way in this thread or has ended as it should.
 
         Raises:
             ValueError: as `LayerStorage.append`. The cache is then broken.
         """
-        of, integrity = self._of, self._integrity
-        if of is None or of is not integrity.last or of.failed:
-            return
-        if of.ended:
-            # not a pass of its own: one that broke off could be taken back from some layers alone
-            begun = integrity.begin(operation="store")
-            self._store_each(turn=False)
-            begun.ended = True
-        elif of.thread == get_ident():
-            # something reads the cache in the midst of the pass: these layers are marked as stored only now
-            claimed, of.claimed = of.claimed, None
-            self._store_each(turn=True)
-            of.claimed = claimed
+        with self._lock:
+            of, integrity = self._of, self._integrity
+            if not self._waiting or of is None or of is not integrity.last or of.failed:
+                return
+            if of.ended:
+                # not a pass of its own: one that broke off could be taken back from some layers alone
+                begun = integrity.begin(operation="store")
+                self._store_each(turn=False)
+                begun.ended = True
+            elif of.thread == get_ident():
+                # something reads the cache in the midst of the pass: these layers are marked as stored only now
+                claimed, of.claimed = of.claimed, None
+                self._store_each(turn=True)
+                of.claimed = claimed
 
     @ordinary
     def _store_each(self, turn: bool) -> None:
+        self.wanted = False
         while self._waiting:
             self._waiting[0].store(turn)
             del self._waiting[0]
 
     def __getstate__(self) -> dict[str, Any]:
         # copies are made of what has been stored
-        return {**vars(self), "_of": None, "_waiting": []}
+        return {"integrity": self._integrity, "wanted": self.wanted}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        DeferredStores.__init__(self, **state)

@@ -115,7 +115,7 @@ class LayerStorage:
         self.preranked = len(groups) == 1 or self.head_order is not None
         self.ranked = [self.preranked] * rows
         ranged = self.config.buffer_scale == "universal"
-        self.universal = torch.zeros(rows, self.heads, 2, device=self.device) if ranged else None
+        self.universal = torch.zeros(rows, self.heads, 2, dtype=torch.float32, device=self.device) if ranged else None
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.state = self.state.with_rows(rows)
         self.is_initialized = True

@@ -223,6 +223,7 @@ class TurboCache(Cache):
 
     def require_finite(self) -> None:
         """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""
+        self.deferred.require_finite()
         layers = [layer for layer in self.all_layers if isinstance(layer, TurboLayer) and layer.unchecked]
         if layers:
             require_finite({layer.index: layer.nonfinite for layer in layers})

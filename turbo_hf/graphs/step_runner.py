@@ -370,6 +370,12 @@ def describe(
     return f"decode steps: CUDA graphs{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether the user has compiled this module itself."""
+    forward = module.__dict__.get("forward")
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
+
+
 def why_no_replay_of(model: Any, is_own: Callable[[Any], bool], captured: bool = True) -> str | None:
     """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
 
@@ -390,9 +396,7 @@ def why_no_replay_of(model: Any, is_own: Callable[[Any], bool], captured: bool =
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return "there are global module hooks, which a replay would not call"
     for module in modules:
-        if module._compiled_call_impl is not None or hasattr(
-            module.__dict__.get("forward"), "_torchdynamo_orig_callable"
-        ):
+        if is_compiled(module):
             return "torch.compile has compiled it"
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         # Transformers' own hooks record outputs, and are requested by a keyword

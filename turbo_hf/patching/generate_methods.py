@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import EarlyExitCandidateGenera
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
-from turbo_hf.graphs.step_runner import HandOff, StepRunner, cuda_device, why_no_replay_of
+from turbo_hf.graphs.step_runner import HandOff, StepRunner, cuda_device, is_compiled, why_no_replay_of
 from turbo_hf.patches.families import Family
 from turbo_hf.patching.handle import CacheMaker
 from turbo_hf.patching.hooks import by_name, is_own, say_replaced, uses_turbo
@@ -85,7 +85,7 @@ def _prepare_cache(
     if given is None and generation_config.use_cache is not False and named is None:
         _check_rows(model_kwargs.get("attention_mask"))
         cache = maker.make(model.config)
-        cache.deferred.wanted = _may_defer(model, generation_config)
+        cache.deferred.wanted = _may_defer(model)
         model_kwargs["past_key_values"] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
@@ -97,7 +97,6 @@ def _prepare_cache(
         )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
-        given.deferred.wanted = _may_defer(model, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
         warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
@@ -110,10 +109,9 @@ def _prepare_cache(
     return original(generation_config, model_kwargs, *args, **kwargs)
 
 
-def _may_defer(model: Any, generation_config: Any) -> bool:
-    """Whether prompts are stored after their pass. On a CPU nothing is gained; with one new token, no later pass would
-    report NaN."""
-    return bool(model.device.type == "cuda" and generation_config.max_new_tokens != 1)
+def _may_defer(model: Any) -> bool:
+    """Whether a prompt is stored after its pass. On a CPU nothing is gained; compiled code may reuse its tensors."""
+    return model.device.type == "cuda" and not any(is_compiled(x) for x in (model, *model.children()))
 
 
 def _prepare_inputs(

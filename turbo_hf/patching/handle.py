@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from turbo_hf.attention.registration import register
 from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
@@ -158,11 +160,13 @@ class CacheMaker:
             self.made += 1
             self.newest = weakref.ref(cache)
             # the layers outlive the cache for one call, so that its last state can be measured
-            weakref.finalize(cache, self._measure, self.made, cache.layers).atexit = False
+            weakref.finalize(cache, self._measure, self.made, cache.layers, cache.deferred).atexit = False
         return cache
 
-    def _measure(self, number: int, layers: list[Any]) -> None:
+    def _measure(self, number: int, layers: list[Any], deferred: DeferredStores) -> None:
         if number == self.made:
+            with suppress(ValueError):
+                deferred.store()
             self.measured = measure(layers)
 
     def forget(self, cache: TurboCache) -> None:

@@ -250,8 +250,8 @@ def _claim_layer(
                 "the model is in training mode, and a compressed cache has no gradients. Call model.eval() to "
                 "generate, or train without a TurboCache (use_cache=False)."
             )
-        layer.integrity.claim(spec.layer)
         view = claimed(cache, spec.layer)
+        layer.integrity.claim(spec.layer)
         kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
     rotary = kwargs.get("position_embeddings") if layer is not None and layer.selector is not None else None
     call = TurboCall(view, layer, spec.window, spec.strict, rotary)
