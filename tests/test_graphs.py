@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,6 +43,49 @@ CALLS: list[Any] = [
     pytest.param({"tokenizer": object()}, id="tokenizer"),
 ]
 RAGGED, ONE_ROW = pytest.param(LENGTHS, id="ragged"), pytest.param([60], id="one-row")
+
+
+BEAMS: list[Any] = [
+    pytest.param({"num_beams": 3, "num_return_sequences": 2}, id="beams"),
+    pytest.param({"num_beams": 3, "do_sample": True, "temperature": 3.0}, id="sampled-beams"),
+    pytest.param({"num_beams": 2, "prefill_chunk_size": 17}, id="chunked-beams"),
+]
+
+
+@pytest.mark.parametrize(
+    "config", [SMALL, replace(SMALL, low_heads=0.5, low_bits=2), replace(SMALL, bits=2, buffer_scale="universal")]
+)
+@in_turn(call=BEAMS, lengths=[RAGGED, ONE_ROW, RAGGED])
+def test_beams_are_reordered_between_replays(
+    call: dict[str, Any], lengths: list[int], config: TurboConfig, runners: list[StepRunner], device: torch.device
+) -> None:
+    for model in (tiny_llama().to(device), tiny_mistral(40).to(device)):
+        want = answer(model, replace(config, cuda_graphs=False), **ragged(lengths), **call)
+        assert not runners
+        assert torch.equal(answer(model, config, **ragged(lengths), **call), want)
+        # also the runner that a prompt in chunks has asked for
+        assert 1 <= runners[0].captures <= 3
+        runners.clear()
+
+
+def test_beams_under_another_wrapper_of_forward(runners: list[StepRunner]) -> None:
+    model = tiny_llama()
+    want = answer(model, PLAIN, **ragged(), num_beams=2)
+    with turbo_hf.patch(model, SMALL):
+        inner = model.forward
+
+        def forward(
+            input_ids: Any, attention_mask: Any, position_ids: Any, past_key_values: Any, use_cache: Any,
+            logits_to_keep: Any, return_dict: Any,
+        ) -> Any:  # fmt: skip
+            given = locals()
+            return inner(**{name: given[name] for name in inspect.signature(forward).parameters})
+
+        model.forward = forward
+        got = model.generate(**ragged(), num_beams=2, max_new_tokens=NEW, do_sample=False)
+    model.__dict__.pop("forward", None)
+    assert torch.equal(got, want)
+    assert not runners
 
 
 @in_turn(call=[*CALLS, CALLS[0], CALLS[4]], lengths=[*[RAGGED] * len(CALLS), ONE_ROW, ONE_ROW])
@@ -198,7 +242,6 @@ def test_turns_on_one_cache(runners: list[StepRunner], device: torch.device) -> 
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param({"num_beams": 2}, id="beams"),
         pytest.param({"disable_compile": True}, id="disable_compile"),
         pytest.param({"use_cache": False}, id="no-cache"),
         pytest.param({"return_dict_in_generate": True, "output_hidden_states": True}, id="hidden-states"),

@@ -1,6 +1,7 @@
 """Steps that can be replayed store, bit by bit, what the host's own path stores, and leave a cache that goes on."""
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -121,6 +122,54 @@ def test_other_changes_between_steps(change: Callable[[TurboCache], None], count
         assert_same(replayed, plain)
         assert why_no_replay(replayed) is None
         run = ReplayableSteps(replayed, None)
+
+
+EQUAL = [70, 70, 33, 70, 33, 33]
+"""Beams of two prompts."""
+
+
+@pytest.mark.parametrize("config", CONFIGS[:4])
+def test_rows_of_equal_lengths_are_reordered_in_place(config: TurboConfig) -> None:
+    replayed, plain = (filled(config, lengths=EQUAL) for _ in range(2))
+    run, generator = ReplayableSteps(replayed, None), torch.Generator().manual_seed(1)
+    for count in range(150):
+        new = new_tokens(len(EQUAL))
+        by_host(plain, new)
+        by_steps(run, new)
+        before = run.tensors()
+        order = torch.arange(len(EQUAL))
+        for beams in ([0, 1, 3], [2, 4, 5]):
+            order[beams] = order[beams][torch.randint(0, 3, (3,), generator=generator)]
+        for cache in (replayed, plain):
+            cache.reorder_cache(order)
+        assert run.intact()
+        # the first reordering gives each pool a table of its own
+        same = all(x is y for x, y in zip(run.tensors(), before, strict=True))
+        assert same or count == 0
+        for layer in replayed.turbo_layers():
+            table = layer.pool.device_table()
+            for row, reserved in enumerate(layer.pool.reserved):
+                assert table[row, :reserved].tolist() == layer.pool.table[row, :reserved].tolist()
+        if run.needs_pages():
+            run.begin()
+    settle(replayed)
+    assert_same(replayed, plain)
+    run.close()
+    # pages of dropped beams have been given back
+    for x, y in zip(replayed.turbo_layers(), plain.turbo_layers(), strict=True):
+        assert x.pool.pages <= y.pool.pages + y.pool.pages // 32
+
+
+def test_rows_of_other_lengths_end_the_steps_and_copies_reorder_their_own() -> None:
+    cache = filled(TurboConfig(block_size=32), lengths=EQUAL)
+    run = ReplayableSteps(cache, None)
+    for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        held = [layer.buffer.k.clone() for layer in cache.turbo_layers()]
+        twin.reorder_cache([1, 1, 2, 3, 4, 5])
+        assert all(torch.equal(layer.buffer.k, k) for layer, k in zip(cache.turbo_layers(), held, strict=True))
+        assert run.intact()
+    cache.reorder_cache([2, 1, 2, 3, 4, 5])
+    assert not run.intact()
 
 
 def test_a_copy_goes_its_own_way() -> None:

@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
 from turbo_hf.layout import UNQUANTIZED, PagedHeads, empty_pages
 from turbo_hf.ops.host_device import nothing, shared
@@ -47,6 +48,10 @@ class PagePool:
         # pages of each row in the table: sealed ones, and those reserved for blocks to come
         self.reserved = [0] * rows
         self._free: list[int] = []
+        # whether rows have dropped pages that `_free` does not name yet
+        self._dropped = False
+        # whether the device's table is this pool's alone, and keeps its address while rows are reordered
+        self._own_table = False
         self._device_table: torch.Tensor | None = nothing((rows, 0), torch.int64, device)
 
     @property
@@ -60,9 +65,13 @@ class PagePool:
         It includes reserved pages, so that replayed launches find the pages of blocks to come.
         """
         if self._device_table is None:
-            table = self.table[:, : max(self.reserved, default=0)]
-            self._device_table = shared(table, self.device).view(table.shape)
+            sent = self._sent_table()
+            self._device_table = ordinary(sent.clone)() if self._own_table else sent
         return self._device_table
+
+    def _sent_table(self) -> torch.Tensor:
+        table = self.table[:, : max(self.reserved, default=0)]
+        return shared(table, self.device).view(table.shape)
 
     def nbytes(self) -> tuple[int, int]:
         """Bytes of codes, and of their metadata: steps, zeros, scales, table."""
@@ -72,6 +81,8 @@ class PagePool:
 
     def reserve(self, sealed: list[int], ahead: Sequence[int]) -> None:
         """Pages for the next `ahead[row]` blocks of each row, in the table before blocks are sealed to them."""
+        if self._dropped:
+            self.trim(sealed, shrink=False)
         self._release(sealed)
         self.reserved = self._enter(ahead, self._allocate(sum(ahead)))
         self._device_table = None
@@ -106,6 +117,7 @@ class PagePool:
             free = np.ones(self.pages, dtype=bool)
             free[used] = False
             self._free = np.flatnonzero(free).tolist()
+        self._dropped = False
         self.reserved = list(sealed)
         self._device_table = None
 
@@ -153,6 +165,18 @@ class PagePool:
         """Row i becomes what row `rows[i]` was. Pages are shared, not copied."""
         self.table = self.table[rows]
         self.trim([sealed[row] for row in rows])
+
+    def select_rows_in_place(self, sealed: list[int], rows: list[int]) -> None:
+        """As `select_rows`, of rows with as many blocks as those whose place they take. Every row keeps the pages that
+        are reserved for it; the device's table keeps its address, from the second time on."""
+        table = self.table.numpy()
+        held = np.arange(table.shape[1]) < np.array(sealed)[:, None]
+        self.table = torch.from_numpy(np.where(held, table[rows], table))
+        self._dropped = True
+        if self._own_table and self._device_table is not None:
+            self._device_table.copy_(self._sent_table())
+        else:
+            self._own_table, self._device_table = True, None
 
     def reopen(self, sealed: list[int], counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
         """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.

@@ -159,6 +159,14 @@ class LayerStorage:
         known, plans = (tuple(state.sealed), None) if replay is None else (replay.sealed, replay.plans)
         return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans)
 
+    def row_tensors(self) -> list[torch.Tensor]:
+        """What a reordering of rows of equal lengths changes, besides pages and masks: [B, ...] each, contiguous."""
+        tensors = list(self.buffer.tensors())
+        if not self.preranked:
+            # else the same for all rows, and shared with other layers
+            tensors.append(self.order)
+        return tensors if self.universal is None else [*tensors, self.universal]
+
     def require_same_rows(self, k: torch.Tensor) -> None:
         """ValueError unless new keys [B, Hkv, M, D] have the rows and heads that the cache holds."""
         if self.is_initialized and k.shape[:2] != (self.rows, self.heads):

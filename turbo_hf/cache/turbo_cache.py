@@ -2,8 +2,9 @@
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -62,6 +63,15 @@ class _Planned(NamedTuple):
     seen: int
     tokens: int
     new: NewColumns
+
+
+class SelectsRows(Protocol):
+    """What holds on to the memory of a cache's layers, and reorders rows in place."""
+
+    cache: Any
+
+    def select_rows(self, rows: list[int]) -> bool:
+        """As `TurboCache.reorder_cache`, of rows that exist. False: it cannot, and has changed nothing."""
 
 
 class TurboCache(Cache):
@@ -141,6 +151,8 @@ class TurboCache(Cache):
         for layer in self.turbo_layers():
             layer.integrity, layer.given_mask = self.integrity, attention_mask
         self._planned: list[_Planned] = []
+        # the captured steps over this cache (not over a copy of it), which reorder rows without a new capture
+        self.captured: weakref.ref[SelectsRows] | None = None
         # whether some pass could not be served compressed: the next may not be, either
         self.decompressed = False
 
@@ -450,6 +462,9 @@ class TurboCache(Cache):
 
     @_whole
     def _select_rows(self, rows: list[int]) -> None:
+        captured = None if self.captured is None else self.captured()
+        if captured is not None and captured.cache is self and captured.select_rows(rows):
+            return
         for layer in self.layers:
             if not isinstance(layer, TurboLayer):
                 # layers with recurrent states have no other method for it
@@ -512,7 +527,7 @@ class TurboCache(Cache):
 
     def __getstate__(self) -> dict[str, Any]:
         self.deferred.begin()
-        return dict(self.__dict__)
+        return {**self.__dict__, "captured": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

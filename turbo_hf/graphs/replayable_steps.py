@@ -5,6 +5,7 @@ tensors that keep their address. The host knows every length without asking the 
 to which pages, and which work split attention takes.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops.decode.contract import why_no_step_kernel
-from turbo_hf.ops.host_device import require_finite
+from turbo_hf.ops.host_device import require_finite, shared
+from turbo_hf.ops.store.select_rows import select_rows
 from turbo_hf.sparse.selectors import why_no_replay_with
 
 AHEAD = 8
@@ -116,17 +118,19 @@ class ReplayableSteps:
     Args:
         cache: its layers are prepared at once.
         limit: columns that the cache will hold at the end; None: not known. Pages are reserved for no more.
+        depth: of the call that a step is: `STEP`, or that of the model, if its own call has begun (`Integrity.enter`).
     """
 
     name = "what decode steps prepare"
 
-    def __init__(self, cache: TurboCache, limit: int | None):
+    def __init__(self, cache: TurboCache, limit: int | None, depth: int = STEP):
         # while steps run, nothing is read from the device
         cache.require_finite()
         self.integrity = cache.integrity
         self.integrity.require_whole()
-        self.cache, self.layers, self._limit = cache, cache.turbo_layers(), limit
+        self.cache, self.layers, self._limit, self._depth = cache, cache.turbo_layers(), limit, depth
         self._prepare()
+        cache.captured = weakref.ref(self)
 
     @storing
     def _prepare(self) -> None:
@@ -211,13 +215,14 @@ class ReplayableSteps:
         Raises:
             ValueError: it is broken already.
         """
-        self.integrity.enter(STEP, nests=False)
+        if self._depth == STEP:
+            self.integrity.enter(STEP, nests=False)
         self.integrity.writing = STEPS
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Inside, a pass over the cache is the step: layers do not count its tokens."""
-        self.integrity.again(STEP)
+        self.integrity.again(self._depth)
         for group in self._groups:
             replay = ReplayState(tuple(group.state.sealed_by_step()), group.plans, self._arrived)
             for layer in group.layers:
@@ -226,7 +231,7 @@ class ReplayableSteps:
             yield
         finally:
             self._no_step()
-            self.integrity.over(STEP)
+            self.integrity.over(self._depth)
 
     def _no_step(self) -> None:
         for layer in self.layers:
@@ -284,11 +289,34 @@ class ReplayableSteps:
                     layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)
         if self.integrity.writing == STEPS:
             self.integrity.writing = None
+        # the model's own call is still to end
         self.integrity.leave(STEP)
+
+    @storing
+    def select_rows(self, rows: list[int]) -> bool:
+        """`TurboCache.reorder_cache` without a new capture: True if every row is as long as the one that it replaces.
+
+        False: nothing has changed.
+        """
+        unequal = any(group.state.selected(rows) != group.state for group in self._groups)
+        if unequal or not self.intact() or any(layer.selector or layer.given_mask is not None for layer in self.layers):
+            return False
+        # each mask with what becomes of it: layers may share one
+        tensors, masks = [], dict[int, tuple[torch.Tensor, torch.Tensor]]()
+        for layer in self.layers:
+            layer.pool.select_rows_in_place(layer.state.sealed, rows)
+            tensors += layer.row_tensors()
+            mask = layer.valid_prefix
+            if mask is not None:
+                if id(mask) not in masks:
+                    masks[id(mask)] = mask, mask[shared(rows, mask.device)]
+                layer.valid_prefix = masks[id(mask)][1]
+        select_rows(tensors, rows, backend=self.layers[0].config.backend)
+        return True
 
     def cancel(self) -> None:
         """After a capture that failed: nothing has been stored."""
         self._no_step()
-        self.integrity.again(STEP)
+        self.integrity.again(self._depth)
         self.integrity.writing = None
         self.integrity.leave(STEP)

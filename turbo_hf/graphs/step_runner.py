@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
+from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
@@ -143,7 +144,7 @@ def cuda_device(device: torch.device) -> CudaDevice:
 
 
 class StepRunner:
-    """The forward pass of one `generate` call: replayed where that is correct, the model's own elsewhere.
+    """The forward passes of one `generate` call: replayed where that is correct, the model's own elsewhere.
 
     The first steady step runs normally, the second is captured, later ones are replayed. This begins again whenever
     pages have been reserved or a plan has moved, every few hundred steps. An outside change between two steps (another
@@ -157,6 +158,8 @@ class StepRunner:
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
         compiled: the compiled step; None: steps are not compiled. The first step, whose mask is checked, never is.
+        forward: the model's `forward`, if it is called from within the model's call, behind its hooks (beam search);
+            None: it takes the place of that call.
     """
 
     def __init__(
@@ -166,8 +169,11 @@ class StepRunner:
         device: Device | None,
         demanded: bool = False,
         compiled: CompiledStep | None = None,
+        forward: Callable[..., Any] | None = None,
     ):
         self.captures = 0
+        self._pass: Callable[..., Any] = model if forward is None else forward
+        self._depth = STEP if forward is None else STEP + 1
         self._compiled, self._fused = compiled, False
         self._checked: TurboCache | None = None
         self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
@@ -181,7 +187,7 @@ class StepRunner:
     def __call__(self, **kwargs: Any) -> Any:
         """`model(**kwargs)`."""
         if self._off or not self._is_step(kwargs):
-            return self._model(**kwargs)
+            return self._pass(**kwargs)
         if self._device is None:
             return self._launch(kwargs)
         cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
@@ -191,11 +197,11 @@ class StepRunner:
             if lasting is not None:
                 raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
             if why_no_replay(cache) is not None:
-                return self._model(**kwargs)
-            self._steps = ReplayableSteps(cache, self._limit)
+                return self._pass(**kwargs)
+            self._steps = ReplayableSteps(cache, self._limit, self._depth)
             self._restarts += 1
         if not self._confirmed(self._steps, mask):
-            return self._model(**kwargs)
+            return self._pass(**kwargs)
         self._take(kwargs)
         if self._steps.needs_pages():
             # the capture uses the current pages
@@ -212,7 +218,7 @@ class StepRunner:
             steps.recount()
             raise
         if out is None:
-            return self._model(**kwargs)
+            return self._pass(**kwargs)
         steps.finish()
         return out
 
@@ -323,7 +329,7 @@ class StepRunner:
         assert self._steps is not None
         with self._steps.running():
             # no mask: no new token is padding, and the cache knows its own padding
-            return self._model(attention_mask=None, **self._inputs)
+            return self._pass(attention_mask=None, **self._inputs)
 
     def _fused_step(self) -> Any:
         assert self._steps is not None
@@ -337,7 +343,7 @@ class StepRunner:
         inputs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         known, self._checked = self._checked is cache, cache
         if not known or self._compiled is None or not self._compiled.ready(self._model, inputs):
-            return self._model(**kwargs)
+            return self._pass(**kwargs)
         return self._compiled.launch(self._model, inputs, kwargs.get("attention_mask"))
 
     def _drop(self) -> None:

@@ -24,6 +24,9 @@ FORGETS = (
     "this version of Transformers then computes the newest token alone: what it generates from here on lacks the "
     "prompt, with or without the patch. Of Phi-3 and PhiMoE, Transformers 5.23 computes all tokens again: upgrade it."
 )
+RUNNER = "turbo_runner"
+"""Keyword that takes the runner of a beam search from `generate` to `forward`; no other search passes it."""
+
 MAY_COMPILE, COMPILED = "_valid_auto_compile_criteria", "get_compiled_call"
 
 
@@ -34,8 +37,11 @@ def replace_methods(
 
     family: its methods are replaced too. hand_off: passes runners of steps to `generate`; None: no runners.
     """
+    bring = None
+    if hand_off is not None:
+        bring = functools.partial(_bring_runner, hand_off, model.__dict__.get("forward"))
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
-        (model, PREPARE, functools.partial(_prepare_cache, maker, model.__dict__.get(PREPARE))),
+        (model, PREPARE, functools.partial(_prepare_cache, maker, bring, model.__dict__.get(PREPARE))),
         (model, INPUTS, functools.partial(_prepare_inputs, maker, strict, model.__dict__.get(INPUTS))),
         (model, CANDIDATES, functools.partial(_candidates, model.__dict__.get(CANDIDATES))),
         (model, "init_continuous_batching", _refuse_continuous_batching),
@@ -45,6 +51,7 @@ def replace_methods(
             (model, name, functools.partial(replacement, hand_off, model.__dict__.get(name)))
             for name, replacement in ((MAY_COMPILE, _may_replay), (COMPILED, _compiled_call))
         ]
+        methods.append((model, "forward", functools.partial(_forward, model.__dict__.get("forward"))))
     if family is not None:
         methods += [(module, name, method) for module in model.modules() for name, method in family.methods.items()]
     # a model without a head generates nothing, and has no method to replace
@@ -61,6 +68,7 @@ def replace_methods(
 
 def _prepare_cache(
     maker: CacheMaker,
+    bring: Callable[..., None] | None,
     before: Any,
     model: Any,
     generation_config: Any,
@@ -89,6 +97,8 @@ def _prepare_cache(
         model_kwargs["past_key_values"] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
+        if bring is not None:
+            bring(model, model_kwargs, generation_config)
         return None
     if isinstance(given, TurboCache) and generation_config.use_cache is False:
         raise ValueError(
@@ -97,6 +107,8 @@ def _prepare_cache(
         )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
+    if isinstance(given, TurboCache) and bring is not None:
+        bring(model, model_kwargs, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
         warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
@@ -216,25 +228,57 @@ def _may_replay(
 ) -> bool:
     """In place of `_valid_auto_compile_criteria`: whether `generate` calls a runner as its forward pass."""
     hand_off.give(None)
-    wanted = not (
-        generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant
-    )
-    if wanted and isinstance(model_kwargs.get("past_key_values"), TurboCache):
+    if _may_run(generation_config) and isinstance(model_kwargs.get("past_key_values"), TurboCache):
         reason, limit, compiled = why_no_replay_of(model, is_own), generation_config.max_length, hand_off.compiled
         # what may be captured may be compiled
         uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and reason else None
         if compiled is not None and uncompiled is not None:
             compiled.refuse(uncompiled, lasting=False)
             compiled = None
-        if hand_off.demanded and hand_off.graphs and reason is not None:
-            raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
-        graphs = hand_off.graphs and reason is None
+        graphs = _may_capture(hand_off, reason)
         if graphs or compiled is not None:
             device = cuda_device(model.device) if graphs else None
             hand_off.give(StepRunner(model, limit, device, hand_off.demanded, compiled))
             return True
     original: Callable[..., bool] = before or functools.partial(type(model)._valid_auto_compile_criteria, model)
     return original(model_kwargs, generation_config)
+
+
+def _may_run(generation_config: Any) -> bool:
+    """Whether a `generate` call may have a runner, whatever its model is."""
+    return not (generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant)
+
+
+def _may_capture(hand_off: HandOff, reason: str | None) -> bool:
+    """Whether steps are captured. reason: why they cannot be. Raises `Unsupported` if they must be."""
+    if hand_off.demanded and hand_off.graphs and reason is not None:
+        raise Unsupported(f'cuda_graphs=True: {reason}. Choose TurboConfig(cuda_graphs="auto") or False.')
+    return hand_off.graphs and reason is None
+
+
+def _bring_runner(
+    hand_off: HandOff, before: Any, model: Any, model_kwargs: dict[str, Any], generation_config: Any
+) -> None:
+    """Give a beam search, which calls the model itself, a runner among its keywords: it lives as long as the call.
+
+    before: `forward` before the patch, as in `_forward`.
+    """
+    # another wrapper around `forward` may not take the keyword
+    own = getattr(model.__dict__.get("forward"), "func", None) is _forward
+    if not own or not _may_run(generation_config) or (generation_config.num_beams or 1) == 1:
+        return
+    if _may_capture(hand_off, why_no_replay_of(model, is_own)):
+        limit, device = generation_config.max_length, cuda_device(model.device)
+        forward = before or functools.partial(type(model).forward, model)
+        runner = StepRunner(model, limit, device, hand_off.demanded, hand_off.compiled, forward)
+        model_kwargs[RUNNER] = runner
+
+
+def _forward(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `forward`: a beam search's runner, if there is one."""
+    runner = kwargs.pop(RUNNER, None)
+    forward: Callable[..., Any] = before or functools.partial(type(model).forward, model)
+    return forward(*args, **kwargs) if runner is None or args else runner(**kwargs)
 
 
 def _compiled_call(hand_off: HandOff, before: Any, model: Any, compile_config: Any) -> Callable[..., Any]:

@@ -1,14 +1,17 @@
 """Launches of the kernels that store tokens. Imported only where one runs, as it needs Triton."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, empty_pages, power_of_two
+from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.store.kernel_append import append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_arguments import NewTokens, Noted, StoreForm
 from turbo_hf.ops.store.kernel_rotate import rotate_kernel
+from turbo_hf.ops.store.kernel_rows import select_rows_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
 
 TOKENS = 64
@@ -19,6 +22,9 @@ ROTATED = 32
 
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
+
+MOVED = 4096
+"""32-bit words that a program moves when rows are permuted: they fit in registers."""
 
 LANES = {UNQUANTIZED: 1, 8: 1, 4: 2, 3: 8, 2: 4}
 """Lanes of a half-split run: the codes in one byte of its finest plane."""
@@ -165,4 +171,15 @@ def launch_append_step(
             None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[3]), nonfinite, arrived,
             store.table.stride(0), FORM=_form_of(store), TABLES=0 if noted is None else noted[0].shape[2],
             LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def launch_select_rows(tensors: Sequence[torch.Tensor], words: Sequence[int], rows: Sequence[int]) -> None:
+    """`ops.store.select_rows`; words: those of a row of each tensor."""
+    device, padded = tensors[0].device, power_of_two(len(rows))
+    of_each = [number for x, count in zip(tensors, words, strict=True) for number in (x.data_ptr(), count)]
+    part = max(16, MOVED // padded)
+    with torch.cuda.device_of(tensors[0]):
+        select_rows_kernel[(-(-max(words) // part), len(tensors))](
+            shared(of_each, device), shared(rows, device), ROWS=len(rows), PADDED=padded, WORDS=part,
         )  # fmt: skip
