@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_turn
 from breaks_support import HELD, Broken, BrokenError, Operation, Route, every_line
 from graphs_support import Again, Graphs, replayed
 from models import tiny_llama
 
 import turbo_hf
-from turbo_hf import TurboConfig
+from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.cache.integrity import Integrity
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.graphs.replayable_steps import ReplayableSteps
@@ -31,25 +32,43 @@ def judged(found: Counter[str]) -> None:
     assert found["after"]
 
 
+WITHIN = pytest.mark.parametrize("within", [False, True], ids=["", "beams"])
+
+
+@pytest.fixture
+def route(monkeypatch: pytest.MonkeyPatch) -> Route:
+    """A model whose steps may be replayed without kernels."""
+    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
+    model = tiny_llama()
+    return Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
+
+
 @HOLDS
-@ERRORS
+@in_turn(error=[Broken, BrokenError, BrokenError], within=[False, False, True])
 def test_an_exception_at_any_line_of_replayed_steps(
-    held: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    held: int, error: type[BaseException], within: bool, route: Route
 ) -> None:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
-    model = tiny_llama()
-    route = Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
-    judged(every_line(route, Operation("steps", held, STEPS, replayed(Again, STEPS), one_by_one=True), error, 131))
+    steps = replayed(Again, STEPS, within)
+    judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 131))
 
 
 @HOLDS
-def test_an_exception_at_every_third_line_around_a_replay(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TurboLayer, "appends_in_place", lambda layer: True)
-    model = tiny_llama()
-    route = Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
+@WITHIN
+def test_an_exception_at_every_third_line_around_a_replay(held: int, within: bool, route: Route) -> None:
     around = tuple(str(sys.modules[name].__file__) for name in (ReplayableSteps.__module__, Integrity.__module__))
-    steps = Operation("steps", held, STEPS, replayed(Graphs, STEPS), one_by_one=True)
+    steps = Operation("steps", held, STEPS, replayed(Graphs, STEPS, within), one_by_one=True)
     judged(every_line(route, steps, Broken, 3, files=around))
+
+
+def test_an_exception_at_any_line_of_a_reordering_in_place(route: Route) -> None:
+    def reorder(_: Route, cache: TurboCache) -> None:
+        steps = ReplayableSteps(cache, None)
+        cache.reorder_cache([1, 0])
+        assert steps.intact()
+
+    found = every_line(route, Operation("reorder", HELD, 0, reorder), Broken, 3)
+    assert set(found) <= {"before", "after", "refused", "refused and rolled back"}, found
+    assert {"before", "after", "refused"} <= set(found)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Models and answers for the tests of steps that are replayed."""
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -122,17 +123,25 @@ def an_index(model: Any) -> Calibration:
     return Calibration(fingerprint(model, Checkpoint("")), {}, tuple(layers), 0)
 
 
-def replayed(device: Callable[[TurboCache], Any], steps: int) -> Callable[[Any, TurboCache], None]:
-    """The `do` of an `Operation`: a step that warms, one that is captured, replayed ones; then the runner goes."""
+def replayed(
+    device: Callable[[TurboCache], Any], steps: int, within: bool = False
+) -> Callable[[Any, TurboCache], None]:
+    """The `do` of an `Operation`: a step that warms, one that is captured, replayed ones; then the runner goes.
+
+    within: the runner is called from within the model's call, as in a beam search.
+    """
 
     @torch.no_grad()
     def run(route: Any, cache: TurboCache) -> None:
-        runner = StepRunner(route.model, None, device(cache))
+        model = route.model
+        forward = functools.partial(type(model).forward, model) if within else None
+        runner = StepRunner(model, None, device(cache), forward=forward)
+        step = functools.partial(model, **{generation.RUNNER: runner}) if within else runner
         for _ in range(steps):
             held = cache.get_seq_length()
             new = route.ids[:, held : held + 1].contiguous()
             at = torch.full_like(new, held)
-            runner(input_ids=new, position_ids=at, past_key_values=cache, use_cache=True, return_dict=True)
+            step(input_ids=new, position_ids=at, past_key_values=cache, use_cache=True, return_dict=True)
         # a capture that an injected error broke off is not tried again
         assert runner.captures or runner._off
 
