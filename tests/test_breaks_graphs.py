@@ -32,9 +32,6 @@ def judged(found: Counter[str]) -> None:
     assert found["after"]
 
 
-WITHIN = pytest.mark.parametrize("within", [False, True], ids=["", "beams"])
-
-
 @pytest.fixture
 def route(monkeypatch: pytest.MonkeyPatch) -> Route:
     """A model whose steps may be replayed without kernels."""
@@ -43,8 +40,9 @@ def route(monkeypatch: pytest.MonkeyPatch) -> Route:
     return Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
 
 
-@HOLDS
-@in_turn(error=[Broken, BrokenError, BrokenError], within=[False, False, True])
+@in_turn(
+    held=[HELD - 20, HELD - 1, HELD - 1], error=[Broken, BrokenError, BrokenError], within=[False, False, True]
+)
 def test_an_exception_at_any_line_of_replayed_steps(
     held: int, error: type[BaseException], within: bool, route: Route
 ) -> None:
@@ -52,8 +50,7 @@ def test_an_exception_at_any_line_of_replayed_steps(
     judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 131))
 
 
-@HOLDS
-@WITHIN
+@in_turn(held=[HELD - 20, HELD - 1], within=[False, True])
 def test_an_exception_at_every_third_line_around_a_replay(held: int, within: bool, route: Route) -> None:
     around = tuple(str(sys.modules[name].__file__) for name in (ReplayableSteps.__module__, Integrity.__module__))
     steps = Operation("steps", held, STEPS, replayed(Graphs, STEPS, within), one_by_one=True)
