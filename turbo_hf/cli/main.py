@@ -106,7 +106,9 @@ CARRIED = Path(__file__).resolve().parents[2] / "examples" / "lab-llama-4m"
 @app.command("demo")
 def demo_command(
     model: Annotated[str | None, typer.Option(help="A folder or a Hub id; default: the included model.")] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Number of needles to look for.")] = 40,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Number of needles to look for; default: 40 on a GPU, else 16.")
+    ] = None,
     shortest: Annotated[
         int | None, typer.Option(min=1, help="Maximum tokens of the shortest prompt; default: 256, or the longest.")
     ] = None,
@@ -149,7 +151,8 @@ def demo_command(
     folder = model or str(CARRIED)
     loaded, tokenizer = load(folder, device)
     try:
-        asked = needles(tokenizer, prompts, least, longest, seed)
+        count = prompts or (40 if loaded.device.type == "cuda" else 16)
+        asked = needles(tokenizer, count, least, longest, seed)
         rows, example = _run_demo(loaded, tokenizer, asked, methods, batch)
     except ValueError as error:
         raise fail(str(error)) from error
