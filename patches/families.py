@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from turbo_hf.attention.latent import EXPAND, keep_latent
+from turbo_hf.models.model_layers import LATENT_TYPES
 from turbo_hf.patches.gemma4 import slice_queries
 
 
@@ -117,6 +119,13 @@ FAMILIES = (
         "Granite",
         ("granite",),
         "As Llama, with the scaling given by the config (`attention_multiplier`), not by the head dim.",
+    ),
+    Family(
+        "DeepSeek V2 and V3, Kimi, GLM-4.7-Flash, Mistral 4, MiniCPM3, LongCat, Youtu, A.X K1, Bailing",
+        LATENT_TYPES,
+        "Latent attention (MLA): a latent and a rotary part per token, for all heads. Steps attend to the latents "
+        "themselves (absorbed up-projections); prompts expand them. Linear-attention layers stay as they are.",
+        {EXPAND: keep_latent},
     ),
 )
 

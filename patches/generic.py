@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import CODE_MAX, HEAD_DIM_MULTIPLE
-from turbo_hf.models.model_layers import CACHE_KEYWORDS, module_head_dim
+from turbo_hf.attention.latent import why_not_absorbed
+from turbo_hf.models.model_layers import CACHE_KEYWORDS, LATENT_TYPES, module_head_dim
 from turbo_hf.ops.store.rotate import rotate_keys
 
 PROBES = 65
@@ -47,8 +48,8 @@ def why_not_compressible(module: torch.nn.Module) -> str | None:
     """Why the keys and values of this attention module cannot be compressed; None if they can."""
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         return "cross-attention"
-    if hasattr(module, "kv_lora_rank"):
-        return "multi-head latent attention (its cache is compressed already)"
+    if is_latent(module):
+        return _why_no_latents(module)
     if getattr(module, "is_causal", True) is False:
         return "its attention is not causal, as in encoders"
     head_dim = module_head_dim(module)
@@ -59,6 +60,26 @@ def why_not_compressible(module: torch.nn.Module) -> str | None:
     value_dim = getattr(module, "v_head_dim", head_dim)
     if value_dim != head_dim:
         return f"its keys have {head_dim} channels per head and its values {value_dim}"
+    return None
+
+
+def is_latent(module: torch.nn.Module) -> bool:
+    """Whether it is multi-head latent attention (MLA)."""
+    return hasattr(module, "kv_lora_rank")
+
+
+def _why_no_latents(module: Any) -> str | None:
+    """Why the latents of this attention module cannot be compressed; None if they can."""
+    if getattr(module, "indexer", None) is not None:
+        return "its latent attention reads the tokens that an indexer chooses (DSA), and the patch knows no indexer"
+    if module.config.model_type not in LATENT_TYPES:
+        return f"latent attention of {module.config.model_type} is not known here"
+    reason = why_not_absorbed(module)
+    if reason is not None:
+        return reason
+    for name in ("kv_lora_rank", "qk_rope_head_dim"):
+        if getattr(module, name) % HEAD_DIM_MULTIPLE:
+            return f"{name} {getattr(module, name)} is no multiple of {HEAD_DIM_MULTIPLE}"
     return None
 
 

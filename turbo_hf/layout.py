@@ -39,6 +39,11 @@ In a layer for sparse decoding, tokens of a prompt may be stored in bucket order
 Open tokens, the newest of each row, usually too few to fill a block, are INT8 codes with one fp32 scale per
 token and head, in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, cap].
 
+A layer of latent attention (MLA) stores one "head": its latent in the place of keys (`D` channels, rotated like keys),
+and the rotary part that all its heads share in the place of values (`Dv` channels, fewer). The latent has the config's
+width; the rotary part has 8 bit, or 16 beside a 16-bit latent, so that below 8 bit `meta` has only the latent's two
+lines. In all other layers `Dv` is `D`.
+
 At 16 bit nothing is rounded: `k` [b, D] and `v` [D, b] hold the model's own numbers, tokens in time order, and every
 scale is 1. A layer with a 16-bit head also keeps the open tokens of all its heads unquantized: a full-precision window.
 """
@@ -94,7 +99,7 @@ class PagedHeads(NamedTuple):
     bits: the width.
     k: uint8 [P, S, b, D*bits/8]; int8 [P, S, b, D] at 8 bit; float16 or bfloat16 [P, S, b, D] at 16 bit.
     v: uint8 [P, S, D, b*bits/8]; int8 [P, S, D, b] at 8 bit; float16 or bfloat16 [P, S, D, b] at 16 bit.
-    meta: int8 [P, S, 4, D]; [P, S, 0, D] at 8 and 16 bit.
+    meta: int8 [P, S, 4, D]; [P, S, 0, D] at 8 and 16 bit. Of a latent below 8 bit: [P, S, 2, D], and v int8 [P, S, Dv, b].
     scale: float32 [P, S, 2]; ones at 16 bit.
     """
 
@@ -273,10 +278,16 @@ def packed_bytes(codes: int, bits: int) -> int:
     return codes * bits // 8
 
 
-def page_bytes(head_dim: int, bits: int, block: int = 64) -> int:
-    """Bytes of one sealed block of one KV head: codes of K and V, stage 2 steps and zeros, stage 1 scales."""
-    meta = 0 if bits >= 8 else 4 * head_dim
-    return 2 * packed_bytes(block * head_dim, bits) + meta + 8
+def page_bytes(head_dim: int, bits: int, block: int = 64, rotary_dim: int | None = None) -> int:
+    """Bytes of one sealed block of one KV head: codes of K and V, stage 2 steps and zeros, stage 1 scales.
+
+    rotary_dim: of a latent (see above), the channels of its rotary part; None: a head of keys and values.
+    """
+    meta = 0 if bits >= 8 else (4 if rotary_dim is None else 2) * head_dim
+    values = packed_bytes(block * head_dim, bits)
+    if rotary_dim is not None:
+        values = packed_bytes(block * rotary_dim, max(bits, 8))
+    return packed_bytes(block * head_dim, bits) + values + meta + 8
 
 
 def open_token_bytes(head_dim: int, *, unquantized: bool = False) -> int:
@@ -292,12 +303,18 @@ def empty_pages(
     block: int,
     device: torch.device,
     dtype_16bit: torch.dtype = torch.float16,
+    rotary_dim: int | None = None,
 ) -> PagedHeads:
-    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`)."""
+    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`). rotary_dim: as in `page_bytes`."""
     code = {UNQUANTIZED: dtype_16bit, 8: torch.int8}.get(bits, torch.uint8)
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
-    v = torch.empty(pages, slots, head_dim, packed_bytes(block, min(bits, 8)), dtype=code, device=device)
-    meta = torch.empty(pages, slots, 0 if bits >= 8 else 4, head_dim, dtype=torch.int8, device=device)
+    if rotary_dim is None:
+        v = torch.empty(pages, slots, head_dim, packed_bytes(block, min(bits, 8)), dtype=code, device=device)
+    else:
+        rotary = dtype_16bit if bits == UNQUANTIZED else torch.int8
+        v = torch.empty(pages, slots, rotary_dim, block, dtype=rotary, device=device)
+    lines = 4 if rotary_dim is None else 2
+    meta = torch.empty(pages, slots, 0 if bits >= 8 else lines, head_dim, dtype=torch.int8, device=device)
     scale = torch.empty(pages, slots, 2, dtype=torch.float32, device=device)
     return PagedHeads(bits, k, v, meta, scale)
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
+from turbo_hf.attention.latent import expanded, keeps_latent, latent_prompt, latent_step
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
 from turbo_hf.attention.step_operator import StepCall, step_attention
 from turbo_hf.cache.claimed_cache import ClaimedCache
@@ -180,6 +181,8 @@ def _attention(
             out = compressed(call.cache, call.layer, source, qkv, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
         key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
+    if keeps_latent(module):
+        key, value = expanded(module, key, value)
     function = hf_attention(module, options, unknown)
     given = (query, key, value, attention_mask, call.window, causal)
     return full_precision_attention(function, module, *given, options, kwargs), None
@@ -294,6 +297,8 @@ def compressed(
     new = cache.new_columns(mask, layer, qkv.query.shape[2])
     scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + new.tokens))
     attend = _step if layer.is_decoding(new.tokens) else _prompt
+    if layer.latent:
+        attend = _latent
     with torch.no_grad():
         out = new.restore(attend(cache, layer, source, qkv, new, scoring))
     if torch.is_grad_enabled() and qkv.query.requires_grad:
@@ -325,6 +330,17 @@ def _step(
     ).out
     layer.commit(check_later=True)
     return out
+
+
+def _latent(
+    cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
+) -> torch.Tensor:
+    """Attention of a layer that keeps latents."""
+    if scoring.softcap is not None or scoring.sinks is not None:
+        raise Unsupported(f"layer {layer.index}: latent attention with softcap or sinks is not known here.")
+    if layer.is_decoding(new.tokens):
+        return latent_step(layer, source.module, qkv, new, scoring)
+    return latent_prompt(cache, layer, source.module, qkv, new, scoring)
 
 
 def _prompt(

@@ -25,6 +25,7 @@ class TurboLayer(DequantizedLayer):
         head_order: KV heads from the one that needs its bits most to the one that needs them least; None: each row's
             first block decides.
         selector: decode steps read the keys that it chooses; None: all keys.
+        latent: of latent attention: `keys` are latents [B, 1, columns, rank], `values` the rotary parts.
     """
 
     is_croppable = True
@@ -70,7 +71,7 @@ class TurboLayer(DequantizedLayer):
 
     def reset(self) -> None:
         """Drop every token and release the memory; the layer can then take another batch."""
-        empty = type(self)(self.config, self.window, self.index, self.head_order, self.selector)
+        empty = type(self)(self.config, self.window, self.index, self.head_order, self.selector, self.latent)
         empty.integrity = self.integrity
         # in one assignment, so that an exception leaves nothing half reset
         self.__dict__ = vars(empty)
@@ -170,7 +171,8 @@ class TurboLayer(DequantizedLayer):
         """Bytes that the tokens currently held would take in the model's dtype."""
         if not self.is_initialized:
             return 0
-        return 2 * self.heads * self.dim * self.dtype.itemsize * sum(self.lengths())
+        channels = self.dim + (self.dim if self.rotary_dim is None else self.rotary_dim)
+        return self.heads * channels * self.dtype.itemsize * sum(self.lengths())
 
     def nbytes(self) -> dict[str, int]:
         """Allocated bytes by kind: sealed codes, their metadata (scales, steps, table), open tokens."""

@@ -119,14 +119,20 @@ class LayerCost:
 
 
 def turbo_cost(
-    config: TurboConfig, groups: tuple[tuple[int, int], ...], head_dim: int, window: int | None, index_bytes: int = 0
+    config: TurboConfig,
+    groups: tuple[tuple[int, int], ...],
+    head_dim: int,
+    window: int | None,
+    index_bytes: int = 0,
+    rotary_dim: int | None = None,
 ) -> LayerCost:
     """Cost of a compressed layer, sealed blocks only. groups: as in `TurboConfig.head_groups`.
 
-    window: tokens that a query sees. index_bytes: per token and KV head, of a sparse layer.
+    window: tokens that a query sees. index_bytes: per token and KV head, of a sparse layer. rotary_dim: as in
+    `layout.page_bytes`, of a layer of latent attention, whose `head_dim` is the latent's.
     """
     block = config.block_size
-    page = sum(heads * page_bytes(head_dim, bits, block) for bits, heads in groups)
+    page = sum(heads * page_bytes(head_dim, bits, block, rotary_dim) for bits, heads in groups)
     # a block leaves when its newest token has left the window of the next query
     most = None if window is None else -(-(window - 1) // block) * block
     return LayerCost(page / block + sum(heads for _, heads in groups) * index_bytes, most)

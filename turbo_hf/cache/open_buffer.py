@@ -41,15 +41,22 @@ def _rounded(tokens: int) -> int:
 class OpenBuffer:
     """Open tokens of all rows, each row from place 0 on (shapes: `turbo_hf.layout`). `RowState` counts them.
 
-    tokens: initial capacity.
+    tokens: initial capacity. rotary_dim: of a layer of latent attention, as in `layout.page_bytes`.
     """
 
     def __init__(
-        self, rows: int, heads: int, dim: int, device: torch.device, dtype: torch.dtype = torch.int8, tokens: int = 0
+        self,
+        rows: int,
+        heads: int,
+        dim: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.int8,
+        tokens: int = 0,
+        rotary_dim: int | None = None,
     ):
         capacity = _rounded(tokens)
         self.k = torch.empty(rows, heads, capacity, dim, dtype=dtype, device=device)
-        self.v = torch.empty(rows, heads, dim, capacity, dtype=dtype, device=device)
+        self.v = torch.empty(rows, heads, rotary_dim or dim, capacity, dtype=dtype, device=device)
         self.k_scale = torch.empty(rows, heads, capacity, dtype=torch.float32, device=device)
         self.v_scale = torch.empty(rows, heads, capacity, dtype=torch.float32, device=device)
 

@@ -18,11 +18,17 @@ TABLE_GRAIN = 16
 
 @lru_cache(maxsize=64)
 def _no_pages(
-    bits: int, slots: int, dim: int, block: int, device: torch.device, dtype_16bit: torch.dtype
+    bits: int,
+    slots: int,
+    dim: int,
+    block: int,
+    device: torch.device,
+    dtype_16bit: torch.dtype,
+    rotary_dim: int | None,
 ) -> PagedHeads:
     """The empty pages that every pool begins with."""
     with torch.inference_mode(False):
-        return empty_pages(bits, 0, slots, dim, block, device, dtype_16bit)
+        return empty_pages(bits, 0, slots, dim, block, device, dtype_16bit, rotary_dim)
 
 
 class PagePool:
@@ -30,6 +36,8 @@ class PagePool:
 
     The table is on the host, where it is read and written without waiting for the device; `device_table` is its copy.
     `RowState` counts the sealed blocks: the argument `sealed` is its list before the call.
+
+    rotary_dim: of a layer of latent attention, as in `layout.page_bytes`.
     """
 
     def __init__(
@@ -40,10 +48,13 @@ class PagePool:
         block: int,
         device: torch.device,
         dtype_16bit: torch.dtype = torch.float16,
+        rotary_dim: int | None = None,
     ):
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
-        self.dtype_16bit = dtype_16bit
-        self.paged = tuple(_no_pages(bits, slots, dim, block, device, dtype_16bit) for bits, slots in groups)
+        self.dtype_16bit, self.rotary_dim = dtype_16bit, rotary_dim
+        self.paged = tuple(
+            _no_pages(bits, slots, dim, block, device, dtype_16bit, rotary_dim) for bits, slots in groups
+        )
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
         # pages of each row in the table: sealed ones, and those reserved for blocks to come
         self.reserved = [0] * rows
@@ -145,7 +156,7 @@ class PagePool:
         grown = []
         for old, (bits, slots) in zip(self.paged, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)
-            new = empty_pages(bits, *shape, self.device, self.dtype_16bit)
+            new = empty_pages(bits, *shape, self.device, self.dtype_16bit, self.rotary_dim)
             for source, target in zip(old[1:], new[1:], strict=True) if len(keep) else ():
                 if isinstance(keep, range):
                     target[: len(keep)] = source
@@ -191,7 +202,8 @@ class PagePool:
         opened = self.dtype_16bit if UNQUANTIZED in dict(self.groups) else torch.int8
         codes = torch.zeros(shape, dtype=opened, device=self.device)
         scale = torch.zeros(shape[:3], device=self.device)
-        tokens = Tokens(codes, scale, codes.clone(), scale.clone())
+        values = codes.new_zeros(*shape[:3], self.rotary_dim or self.dim)
+        tokens = Tokens(codes, scale, values, scale.clone())
         for row, keep in enumerate(left):
             if keep:
                 parts = self.block_tokens(row, sealed[row] - cut[row], order)

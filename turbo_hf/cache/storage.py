@@ -72,9 +72,10 @@ class LayerStorage:
         index: int = 0,
         head_order: Sequence[int] | None = None,
         selector: Selector | None = None,
+        latent: bool = False,
     ):
         super().__init__()
-        self.selector = selector
+        self.selector, self.latent = selector, latent
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         # shared by all layers of a cache
         self.integrity, self.name = Integrity({index: type(self).__name__}), f"layer {index}"
@@ -90,13 +91,17 @@ class LayerStorage:
     @ordinary
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Take batch, heads, head dim, dtype and device from the first keys."""
-        if key_states.shape != value_states.shape:
+        alike = value_states.shape[:-1] if self.latent else value_states.shape
+        if key_states.shape[: len(alike)] != alike:
             raise ValueError(
                 f"layer {self.index}: keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} differ in "
                 "shape; only one head dim is compressed. Leave the layer dense (TurboConfig.dense_layers)."
             )
         rows, self.heads, _, self.dim = key_states.shape
+        self.rotary_dim = value_states.shape[-1] if self.latent else None
         self.dtype, self.device, self.why_no_kernel = key_states.dtype, key_states.device, why_no_kernel(key_states)
+        if self.latent:
+            self.why_no_kernel = "latent attention is stored in plain torch"
         self.in_place = self.appends_in_place()
         order = list(range(self.heads) if self.head_order is None else self.head_order)
         if sorted(order) != list(range(self.heads)):
@@ -105,10 +110,11 @@ class LayerStorage:
             )
         groups = self.config.head_groups(self.heads)
         block, dtype_16bit = self.config.block_size, type_16bit(self.dtype)
-        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit)
+        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim)
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
         opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
-        self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, opened, key_states.shape[2])
+        buffer = (opened, key_states.shape[2], self.rotary_dim)
+        self.buffer = OpenBuffer(rows, self.heads, self.dim, self.device, *buffer)
         self.device_counts = DeviceCounts(self.device)
         self.order = shared(order * rows, self.device).view(rows, self.heads)
         # heads need no ranking: they have one width, or their order was given
@@ -319,7 +325,8 @@ class LayerStorage:
             store = self.store()
             if index.sorts:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
-            seal_open(store, max(row.whole for row in rows), backend=self.config.backend)
+            backend = "reference" if self.latent else self.config.backend
+            seal_open(store, max(row.whole for row in rows), backend=backend)
         if any(row.whole for row in rows):
             state, gone = self.state, [row.whole * block for row in rows]
             opened = [held - count for held, count in zip(state.open, gone, strict=True)]

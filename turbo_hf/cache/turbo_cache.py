@@ -27,7 +27,7 @@ from turbo_hf.cache.other_layers import require_recorded, stop_recording
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.errors import Unsupported
-from turbo_hf.models.model_layers import COMPRESSED_TYPES, layer_types
+from turbo_hf.models.model_layers import COMPRESSED_TYPES, LATENT_TYPES, layer_types
 from turbo_hf.ops.host_device import require_finite
 from turbo_hf.sparse.selectors import Selector
 
@@ -123,7 +123,7 @@ class TurboCache(Cache):
         of_config = self.turbo_config.int8_layers
         int8 = {*int8_layers, *(() if isinstance(of_config, str) else of_config)}
         dense = {*dense_layers, *self.turbo_config.dense_layers}
-        types = layer_types(text_config)
+        types, latent = layer_types(text_config), text_config.model_type in LATENT_TYPES
         orders, chosen_by = dict(head_orders or {}), dict(selectors or {})
         named = {"int8_layers": int8, "dense_layers": dense, "head_orders": set(orders), "selectors": set(chosen_by)}
         for name, chosen in named.items():
@@ -137,7 +137,7 @@ class TurboCache(Cache):
             if kind in COMPRESSED_TYPES and index not in dense:
                 chosen_config = at_8_bit(self.turbo_config) if index in int8 else self.turbo_config
                 window, own_order = kwargs.get("sliding_window"), orders.get(index)
-                layers.append(TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index)))
+                layers.append(TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index), latent))
             else:
                 self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
                 layers.append(self._others[index]())

@@ -116,7 +116,8 @@ def layer_costs(
         index_bytes = sparse.index_bytes if sparse is not None and indexed else 0
         # the cache splits the heads that it gets, whatever the config says
         groups = ((8, layer.heads),) if at.kept_int8 else report.config.head_groups(layer.heads)
-        cost = turbo_cost(report.config, groups, layer.head_dim, at.window, index_bytes)
+        rotary_dim = layer.value_dim if at.latent else None
+        cost = turbo_cost(report.config, groups, layer.head_dim, at.window, index_bytes, rotary_dim)
         costs.append(replace(cost, constant=layer.cost.constant))
     return costs
 

@@ -361,10 +361,12 @@ def _capturing(x: torch.Tensor) -> bool:
 
 
 def describe(
-    config: TurboConfig, dense: Sequence[int], known_family: bool, device: torch.device
+    config: TurboConfig, dense: Sequence[int], known_family: bool, device: torch.device, latent: bool = False
 ) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
     reason = why_no_replay_under(config) or why_no_kernels_on(device)
+    if reason is None and latent:
+        reason = "latent attention is computed in plain torch"
     if reason is None:
         reason = f"layer {dense[0]} is dense" if dense else why_no_replay_with(config.sparse)
     if config.cuda_graphs is False:

@@ -11,6 +11,20 @@ from turbo_hf.errors import Unsupported
 
 COMPRESSED_TYPES = ("full_attention", "sliding_attention")
 
+LATENT_TYPES = (
+    "axk1",
+    "bailing_hybrid",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_linear",
+    "longcat_flash",
+    "minicpm3",
+    "mistral4",
+    "youtu",
+)
+"""Types of text models whose full-attention layers keep a latent and a rotary part (MLA), and read all of them."""
+
 CACHE_KEYWORDS = ("past_key_values", "layer_past")
 """Names under which attention modules are given the cache."""
 

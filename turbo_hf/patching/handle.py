@@ -34,6 +34,7 @@ class LayerReport:
         kept_int8: whether it is kept at 8 bit although the config may ask for less.
         bias_step: the INT8 step that its key bias forces, in standard deviations of a key channel, if that is why it is
             kept at 8 bit; else 0.
+        latent: whether it keeps latents (MLA), which count as one head.
     """
 
     index: int
@@ -43,10 +44,13 @@ class LayerReport:
     refused: bool = False
     kept_int8: bool = False
     bias_step: float = 0.0
+    latent: bool = False
 
     @property
     def storage(self) -> str:
-        """The groups in words: "2 x 4 bit", "8 bit" for a layer kept at 8 bit, or "dense"."""
+        """The groups in words: "2 x 4 bit", "8 bit" for a layer kept at 8 bit, "latent 4 bit", or "dense"."""
+        if self.latent and self.groups:
+            return f"latent {self.groups[0][0]} bit"
         if self.kept_int8:
             return "8 bit"
         return " + ".join(f"{heads} x {bits} bit" for bits, heads in self.groups) or "dense"

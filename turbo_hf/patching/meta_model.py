@@ -167,11 +167,13 @@ class UncompressedLayer(NamedTuple):
         cost: bytes that it takes.
         heads: KV heads; 0: it keeps no keys.
         head_dim: channels of a key; 0: it keeps none.
+        value_dim: channels of a value.
     """
 
     cost: LayerCost
     heads: int
     head_dim: int
+    value_dim: int
 
 
 @torch.no_grad()
@@ -201,6 +203,8 @@ def uncompressed_layers(model: PreTrainedModel) -> list[UncompressedLayer]:
         # of a window, the newest token leaves no room for the oldest
         cost = LayerCost(token, None if window is None else window - 1, at_first - PASSES[0] * token)
         keys = getattr(few, "keys", None)
+        values = getattr(few, "values", None)
         heads, head_dim = (keys.shape[1], keys.shape[3]) if isinstance(keys, torch.Tensor) else (0, 0)
-        layers.append(UncompressedLayer(cost, heads, head_dim))
+        value_dim = values.shape[3] if isinstance(values, torch.Tensor) else 0
+        layers.append(UncompressedLayer(cost, heads, head_dim, value_dim))
     return layers

@@ -22,8 +22,11 @@ from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, Report
 from turbo_hf.patching.hooks import add_hooks
-from turbo_hf.patching.refusals import check_model, choose_layer, forecast, refuse_layers, require_layers, text_type
+from turbo_hf.patching.refusals import check_model, choose_layer, forecast, refuse_latent_options, refuse_layers, require_layers, text_type
 from turbo_hf.patching.selfcheck import require_agreement, unpatched_logits
+
+
+LATENT_PROMPTS = "prompts: expanded to keys and values, in the model's dtype, by torch's SDPA (latent attention)"
 
 
 def patch(
@@ -73,14 +76,17 @@ def patch(
     all_layers = attention_layers(model)
     layers = [choose_layer(at, chosen) for at in all_layers]
     modules = {at.index: at.module for at in all_layers if at.module is not None}
-    dims = {module_head_dim(module) or 0 for n, module in modules.items() if layers[n].groups} - {0}
+    heads = [module for n, module in modules.items() if layers[n].groups and not layers[n].latent]
+    dims = {module_head_dim(module) or 0 for module in heads} - {0}
     family = family_of(text_type(model))
     require_layers(model, all_layers, layers, chosen, family)
+    refuse_latent_options(layers, chosen)
     refuse_layers(layers, notices)
     forecast(chosen, {x.device for x in model.parameters()}, model.dtype, dims, notices)
     if not hasattr(type(model), PREPARE):
         notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
     loaded = load_calibration(model, chosen, calibration, notices, revision)
+    latent = any(at.latent and at.groups for at in layers)
     split = [at.groups for at in layers if at.groups and not at.kept_int8]
     if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for bits, _ in groups):
         notices.note(
@@ -91,7 +97,7 @@ def patch(
     selectors, sparse = choose_selectors(chosen, windowed, loaded, len(layers), notices)
     uncompressed = tuple(at.index for at in layers if not at.groups)
     unpatched = unpatched_logits(model, modules.values()) if check else None
-    steps, no_graphs = describe(chosen, uncompressed, family is not None, model.device)
+    steps, no_graphs = describe(chosen, uncompressed, family is not None, model.device, latent)
     # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
@@ -102,7 +108,7 @@ def patch(
         notes=family.notes if family else "",
         config=chosen,
         layers=tuple(layers),
-        prompts=describe_prefill(chosen.prompt_attention, model.device, dims),
+        prompts=LATENT_PROMPTS if latent else describe_prefill(chosen.prompt_attention, model.device, dims),
         steps=steps,
         warnings=tuple(notices.messages),
         heads=loaded.words,

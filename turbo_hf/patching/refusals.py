@@ -17,7 +17,7 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import why_no_kernel
 from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.patches.families import Family
-from turbo_hf.patches.generic import lost_to_bias
+from turbo_hf.patches.generic import is_latent, lost_to_bias
 from turbo_hf.patches.layers import AttentionLayer
 from turbo_hf.patches.misfits import misfit
 from turbo_hf.patching.handle import LayerReport
@@ -67,15 +67,19 @@ def choose_layer(at: AttentionLayer, config: TurboConfig) -> LayerReport:
         return uncompressed("asked for by dense_layers")
     if at.reason:
         return uncompressed(at.reason, refused=not at.by_design)
-    heads = kv_heads(at.module.config, at.index)
-    int8 = functools.partial(LayerReport, at.index, ((8, heads),), at.window, kept_int8=True)
+    latent = is_latent(at.module)
+    if latent and at.window is not None:
+        return uncompressed("latent attention with a sliding window is not known here", refused=True)
+    # one latent for all heads
+    heads = 1 if latent else kv_heads(at.module.config, at.index)
+    int8 = functools.partial(LayerReport, at.index, ((8, heads),), at.window, kept_int8=True, latent=latent)
     if config.int8_layers != "auto" and at.index in config.int8_layers:
         return int8("asked for by int8_layers")
     guarded = config.int8_layers == "auto" and config.bits < 8
     step = lost_to_bias(at.module, config.rotates) if guarded else 0.0
     if step > BIAS_STEP:
         return int8("key bias", bias_step=step)
-    return LayerReport(at.index, config.head_groups(heads), at.window, "")
+    return LayerReport(at.index, config.head_groups(heads), at.window, "", latent=latent)
 
 
 def require_layers(
@@ -110,6 +114,32 @@ def require_layers(
     reason = misfit(model, family.methods if family is not None else ())
     if reason is not None:
         raise Unsupported(f"{name} would be wrong on a patched model: {reason}. Run it without the patch.")
+
+
+def refuse_latent_options(layers: list[LayerReport], config: TurboConfig) -> None:
+    """Refuse, under any `strict`, options that layers of latent attention would not follow.
+
+    Raises:
+        Unsupported: an option that rounds, selects or computes what only keys and values of single heads have.
+    """
+    if not any(at.latent for at in layers):
+        return
+    wrong = {
+        "sparse": config.sparse is not None,
+        "sas": config.sas,
+        f"attention={config.attention!r}": config.attention not in ("auto", "fp16"),
+        "smooth_k": config.smooth_k,
+        "hadamard": config.hadamard,
+        "buffer_scale='universal'": config.buffer_scale != "token",
+        "compile": config.compile,
+        "backend='triton'": config.backend == "triton",
+    }
+    named = [name for name, given in wrong.items() if given]
+    if named:
+        raise Unsupported(
+            f"TurboConfig.{named[0]} is not for latent attention (MLA), whose prompts run in the model's own dtype "
+            "and whose steps run in plain torch over all latents. Leave it out."
+        )
 
 
 def refuse_layers(layers: list[LayerReport], notices: Notices) -> None:

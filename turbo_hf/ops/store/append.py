@@ -29,7 +29,7 @@ def append_tokens(
     In a store with 16-bit heads, they are appended unquantized, with scale 1.
 
     Args:
-        k, v: float [B, Hkv, M, D].
+        k, v: float [B, Hkv, M, D]; of latent attention, latent and rotary part (`turbo_hf.layout`), in plain torch.
         store: one layer's cache, with capacity for M more open tokens per row; k_open, v_open, their scales and
             open_len change.
         starts: int64 [B], the first column that holds a token of the row; None: all do.
@@ -50,8 +50,10 @@ def append_tokens(
     """
     batch, heads, capacity, dim = store.k_open.shape
     for name, x in (("k", k), ("v", v)):
-        if x.dim() != 4 or x.shape != k.shape or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, dim):
-            raise ValueError(f"{name} must be [{batch}, {heads}, M, {dim}] like the store; got {tuple(x.shape)}.")
+        channels = dim if name == "k" else store.v_open.shape[2]
+        wanted = (batch, heads, k.shape[2] if k.dim() == 4 else 0, channels)
+        if x.shape != wanted:
+            raise ValueError(f"{name} must be [{batch}, {heads}, M, {channels}] like the store; got {tuple(x.shape)}.")
     scales = (batch, heads, 2)
     _check_beside(
         store,

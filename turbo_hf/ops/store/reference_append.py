@@ -87,17 +87,18 @@ def reference_seal_open(store: KVStore, blocks: int) -> None:
         part, slot = slice(begin, begin + step), 0
         for pages in store.paged:
             own = store.order[row[part], slot : slot + pages.k.shape[1]]
-            sealed = _sealed(store, pages.bits, row[part], own, token[part])
+            sealed = _sealed(store, pages, row[part], own, token[part])
             for target, source in zip(pages[1:], sealed[1:], strict=True):
                 target[page[part]] = source
             slot += own.shape[1]
 
 
-def _sealed(store: KVStore, bits: int, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> PagedHeads:
-    """P pages of the open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S]."""
+def _sealed(store: KVStore, like: PagedHeads, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> PagedHeads:
+    """P pages, like `like`, of the open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S]."""
+    bits, latent = like.bits, like.meta.shape[2] == 2
     at = (row[:, None, None], head[:, :, None], token[:, None])
     k, k_scale, v, v_scale = store.k_open[at], store.k_scale[at], store.v_open.mT[at], store.v_scale[at]
     if k.is_floating_point() and bits != UNQUANTIZED:
         # a narrower head of a layer whose open tokens are in 16 bit
         (k, k_scale), (v, v_scale) = reference_quantize_tokens(k), reference_quantize_tokens(v)
-    return reference_seal_blocks(k, k_scale, v, v_scale, bits)
+    return reference_seal_blocks(k, k_scale, v, v_scale, bits, latent)

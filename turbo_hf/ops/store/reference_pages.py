@@ -14,16 +14,17 @@ def expand(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, to
     batch, heads, cap, dim = store.k_open.shape
     block, blocks = store.block, store.table.shape[1]
     total = blocks * block + -(-cap // block) * block
-    k, v = (store.k_open.new_zeros(batch, heads, total, dim) for _ in range(2))
+    k = store.k_open.new_zeros(batch, heads, total, dim)
+    v = store.v_open.new_zeros(batch, heads, total, store.v_open.shape[2])
     k_scale, v_scale = (store.k_scale.new_zeros(batch, heads, total) for _ in range(2))
     if blocks:
         sealed = slice(0, blocks * block)
         k[:, :, sealed], k_scale[:, :, sealed], v[:, :, sealed], v_scale[:, :, sealed] = sealed_tokens(store)
     if cap:
         place = store.sealed[:, None] * block + torch.arange(cap, device=k.device)
-        wide = place[:, None, :, None].expand(batch, heads, cap, dim)
-        k.scatter_(2, wide, store.k_open)
-        v.scatter_(2, wide, store.v_open.mT)
+        wide = place[:, None, :, None].expand(batch, heads, cap, 1)
+        k.scatter_(2, wide.expand(-1, -1, -1, dim), store.k_open)
+        v.scatter_(2, wide.expand(-1, -1, -1, v.shape[3]), store.v_open.mT)
         k_scale.scatter_(2, wide[..., 0], store.k_scale)
         v_scale.scatter_(2, wide[..., 0], store.v_scale)
     length = store.sealed * block + store.open_len
@@ -49,7 +50,7 @@ def sealed_tokens(store: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     batch, heads, _, dim = store.k_open.shape
     if not store.table.shape[1]:
         codes, scale = store.k_open.new_zeros(batch, heads, 0, dim), store.k_scale.new_zeros(batch, heads, 0)
-        return codes, scale, codes, scale
+        return codes, scale, codes.new_zeros(batch, heads, 0, store.v_open.shape[2]), scale
     page = store.table.flatten()
     paged = [PagedHeads(pages.bits, *(x.index_select(0, page) for x in pages[1:])) for pages in store.paged]
     keys, values = zip(*map(reference_unpack_blocks, paged), strict=True)
@@ -81,9 +82,11 @@ def reference_unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tens
         return pages.k, pages.v.mT
     k, v = pages.k, pages.v
     if pages.bits != 8:
-        k_step, k_zero, v_step, v_zero = pages.meta.to(torch.int16).unbind(-2)
+        k_step, k_zero, *of_values = pages.meta.to(torch.int16).unbind(-2)
         k = _from_stage2(half_merge(k, pages.bits), k_step[..., None, :], k_zero[..., None, :])
-        v = _from_stage2(half_merge(v, pages.bits), v_step[..., :, None], v_zero[..., :, None])
+        # the rotary part of a latent has 8 bit, and no stage 2
+        if of_values:
+            v = _from_stage2(half_merge(v, pages.bits), *(x[..., :, None] for x in of_values))
     return k, in_time_order(v).mT
 
 

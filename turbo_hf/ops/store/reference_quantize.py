@@ -19,7 +19,12 @@ def _codes(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def reference_seal_blocks(
-    k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    bits: int,
+    latent: bool = False,
 ) -> PagedHeads:
     if bits == UNQUANTIZED:
         one = torch.ones(*k.shape[:2], 2, device=k.device)
@@ -33,6 +38,9 @@ def reference_seal_blocks(
         meta = k1.new_empty(*k1.shape[:-2], 0, k1.shape[-1])
         return PagedHeads(8, k1, v1[..., order, :].mT.contiguous(), meta, scale)
     k_code, k_step, k_zero = _stage2(k1, bits)
+    if latent:
+        meta = torch.stack((k_step, k_zero), -2)
+        return PagedHeads(bits, half_split(k_code, bits), v1[..., order, :].mT.contiguous(), meta, scale)
     v_code, v_step, v_zero = _stage2(v1, bits)
     meta = torch.stack((k_step, k_zero, v_step, v_zero), -2)
     values = v_code[..., order, :].mT

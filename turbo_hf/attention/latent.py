@@ -1,0 +1,139 @@
+"""Multi-head latent attention (MLA): queries and outputs meet the cached latents, not keys and values made of them.
+
+Transformers caches a latent and a rotary part per token, and `expand_kv` of the attention module makes keys and values
+of all of them in each pass. On a patched model it hands both on as they are (`keep_latent`). Decode steps then attend
+to the latents (`latent_step`); prompts expand their own tokens, and those of the past, as without a patch
+(`latent_prompt`).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.errors import Unsupported
+from turbo_hf.layout import Scoring
+from turbo_hf.ops.latent.contract import latent_decode
+from turbo_hf.ops.store.quantize import dequantize
+from turbo_hf.ops.store.rotate import rotate_queries, unrotate_keys
+
+EXPAND = "expand_kv"
+"""The method of attention modules that makes keys and values of latents."""
+
+
+def keep_latent(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In place of `expand_kv` on a patched model: latent [B, 1, N, rank] and rotary part [B, 1, N, R] as they are.
+
+    With another attention than the patch's: keys and values, as the class makes them.
+    """
+    if module.config._attn_implementation != "turbo_hf":
+        return expanded(module, latent, rotary)
+    return latent, rotary
+
+
+def keeps_latent(module: Any) -> bool:
+    """Whether this attention module hands latents to its attention function (`keep_latent`)."""
+    return EXPAND in vars(module)
+
+
+def expanded(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [B, H, N, nope + R] and values [B, H, N, Dv] of latents, by the module's own class."""
+    keys, values = getattr(type(module), EXPAND)(module, latent, rotary)
+    return keys, values
+
+
+class UpProjections(NamedTuple):
+    """Views of the weights that make keys [H, nope, rank] and values [H, Dv, rank] of a latent."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def why_not_absorbed(module: Any) -> str | None:
+    """Why the up-projections of this attention module cannot be multiplied into queries and outputs; None if they can.
+    """
+    up = getattr(module, "kv_b_proj", None)
+    if not hasattr(type(module), EXPAND) or not type(module).__module__.startswith("transformers.models."):
+        return "latent attention of a class that is not known here"
+    weight = getattr(up, "weight", None)
+    plain = type(up) is torch.nn.Linear and isinstance(weight, torch.Tensor) and weight.is_floating_point()
+    if not plain or up.bias is not None or weight.element_size() < 2:
+        return f"its kv_b_proj is no plain Linear without a bias, but {type(up).__name__}: load it unquantized"
+    if hasattr(up, "_hf_hook"):
+        return "the weights of its kv_b_proj are offloaded: load the model without a device_map that offloads"
+    if up._forward_hooks or up._forward_pre_hooks:
+        return "its kv_b_proj has hooks, which steps over latents would not call: remove them"
+    return None
+
+
+def up_projections(module: Any) -> UpProjections:
+    """The up-projections of an attention module, as its weights are now.
+
+    Raises:
+        Unsupported: they have been replaced, since the patch, by what cannot be absorbed.
+    """
+    reason = why_not_absorbed(module)
+    if reason is not None:
+        raise Unsupported(f"{type(module).__name__}: {reason}.")
+    nope, value = module.qk_nope_head_dim, module.v_head_dim
+    weight = module.kv_b_proj.weight.unflatten(0, (-1, nope + value))
+    return UpProjections(weight[:, :nope], weight[:, nope:])
+
+
+def latent_step(
+    layer: TurboLayer, module: Any, qkv: tuple[torch.Tensor, ...], new: NewColumns, scoring: Scoring
+) -> torch.Tensor:
+    """The new tokens join the cache, then attention reads its latents.
+
+    qkv: queries [B, H, M, nope + R], latents [B, 1, M, rank], rotary parts [B, 1, M, R]. Returns [B, H, M, Dv].
+    """
+    q, latent, rotary = (new.align(x) for x in qkv)
+    up, config = up_projections(module), layer.config
+    layer.append(latent, rotary, new, check_later=True)
+    q_nope, q_rotary = q.split((up.keys.shape[1], rotary.shape[-1]), -1)
+    absorbed = q_nope @ up.keys.to(q.dtype)
+    if config.rotates:
+        absorbed = rotate_queries(absorbed, config.backend)
+    out = latent_decode(absorbed, q_rotary, layer.store(), scoring.scaling, starts=new.begin(q.device)).out
+    if config.rotates:
+        out = unrotate_keys(out, config.backend).to(q.dtype)
+    layer.commit(check_later=True)
+    return out @ up.values.mT.to(q.dtype)
+
+
+def latent_prompt(
+    cache: TurboCache,
+    layer: TurboLayer,
+    module: Any,
+    qkv: tuple[torch.Tensor, ...],
+    new: NewColumns,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention over the expanded new tokens and the expanded past, as without a patch; then they join the cache.
+
+    qkv and result as in `latent_step`.
+    """
+    q, latent, rotary = (new.align(x) for x in qkv)
+    # what padding holds is arbitrary, and 0 times NaN is NaN
+    keys, values = expanded(module, new.blank(latent), new.blank(rotary))
+    starts, tokens, mask = new.begin(q.device), new.tokens, None
+    if starts is not None or layer.seen:
+        column = torch.arange(tokens, device=q.device)
+        mask = (column <= column[:, None]).expand(len(q), 1, tokens, tokens)
+        if starts is not None:
+            # padding sees itself rather than nothing
+            mask = mask & ((column >= starts[:, None, None]) | (column == column[:, None]))[:, None]
+    if layer.seen:
+        store = layer.store()
+        past = expanded(module, *dequantize(store, q.dtype, layer.config.rotates))
+        keys, values = (torch.cat(pair, 2) for pair in zip(past, (keys, values), strict=True))
+        place = torch.arange(past[0].shape[2], device=q.device)
+        held = place < (store.sealed * store.block + store.open_len)[:, None]
+        mask = torch.cat((held[:, None, None].expand(-1, 1, tokens, -1), mask), -1) if mask is not None else None
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, is_causal=mask is None, scale=scoring.scaling
+    )
+    cache.store_prompt(layer, latent, rotary, new, None)
+    return out

@@ -1,0 +1,1 @@
+"""Attention of few tokens over a cache of latents (MLA)."""
