@@ -99,7 +99,7 @@ class PagedHeads(NamedTuple):
     bits: the width.
     k: uint8 [P, S, b, D*bits/8]; int8 [P, S, b, D] at 8 bit; float16 or bfloat16 [P, S, b, D] at 16 bit.
     v: uint8 [P, S, D, b*bits/8]; int8 [P, S, D, b] at 8 bit; float16 or bfloat16 [P, S, D, b] at 16 bit.
-    meta: int8 [P, S, 4, D]; [P, S, 0, D] at 8 and 16 bit. Of a latent below 8 bit: [P, S, 2, D], and v int8 [P, S, Dv, b].
+    meta: int8 [P, S, 4, D]; [P, S, 0, D] at 8 and 16 bit. Of a latent below 8 bit [P, S, 2, D], beside v int8.
     scale: float32 [P, S, 2]; ones at 16 bit.
     """
 

@@ -16,8 +16,8 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import Scoring
 from turbo_hf.ops.latent.contract import latent_decode
+from turbo_hf.ops.latent.rotation import rotate_latent_queries, unrotate_latents
 from turbo_hf.ops.store.quantize import dequantize
-from turbo_hf.ops.store.rotate import rotate_queries, unrotate_keys
 
 EXPAND = "expand_kv"
 """The method of attention modules that makes keys and values of latents."""
@@ -28,6 +28,7 @@ def keep_latent(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tupl
 
     With another attention than the patch's: keys and values, as the class makes them.
     """
+    # the name under which the patch registers its attention (`turbo_attention.NAME`)
     if module.config._attn_implementation != "turbo_hf":
         return expanded(module, latent, rotary)
     return latent, rotary
@@ -52,8 +53,7 @@ class UpProjections(NamedTuple):
 
 
 def why_not_absorbed(module: Any) -> str | None:
-    """Why the up-projections of this attention module cannot be multiplied into queries and outputs; None if they can.
-    """
+    """Why the up-projections of this module cannot be multiplied into queries and outputs; None if they can."""
     up = getattr(module, "kv_b_proj", None)
     if not hasattr(type(module), EXPAND) or not type(module).__module__.startswith("transformers.models."):
         return "latent attention of a class that is not known here"
@@ -95,10 +95,12 @@ def latent_step(
     q_nope, q_rotary = q.split((up.keys.shape[1], rotary.shape[-1]), -1)
     absorbed = q_nope @ up.keys.to(q.dtype)
     if config.rotates:
-        absorbed = rotate_queries(absorbed, config.backend)
-    out = latent_decode(absorbed, q_rotary, layer.store(), scoring.scaling, starts=new.begin(q.device)).out
+        absorbed = rotate_latent_queries(absorbed)
+    out = latent_decode(
+        absorbed, q_rotary, layer.store(), scoring.scaling, starts=new.begin(q.device), backend=config.backend
+    ).out
     if config.rotates:
-        out = unrotate_keys(out, config.backend).to(q.dtype)
+        out = unrotate_latents(out)
     layer.commit(check_later=True)
     return out @ up.values.mT.to(q.dtype)
 
@@ -118,7 +120,8 @@ def latent_prompt(
     q, latent, rotary = (new.align(x) for x in qkv)
     # what padding holds is arbitrary, and 0 times NaN is NaN
     keys, values = expanded(module, new.blank(latent), new.blank(rotary))
-    starts, tokens, mask = new.begin(q.device), new.tokens, None
+    starts, tokens = new.begin(q.device), new.tokens
+    mask: Any = None
     if starts is not None or layer.seen:
         column = torch.arange(tokens, device=q.device)
         mask = (column <= column[:, None]).expand(len(q), 1, tokens, tokens)
@@ -131,7 +134,7 @@ def latent_prompt(
         keys, values = (torch.cat(pair, 2) for pair in zip(past, (keys, values), strict=True))
         place = torch.arange(past[0].shape[2], device=q.device)
         held = place < (store.sealed * store.block + store.open_len)[:, None]
-        mask = torch.cat((held[:, None, None].expand(-1, 1, tokens, -1), mask), -1) if mask is not None else None
+        mask = torch.cat((held[:, None, None].expand(-1, 1, tokens, -1), mask), -1)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, keys, values, attn_mask=mask, is_causal=mask is None, scale=scoring.scaling
     )

@@ -15,6 +15,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, type_16bit
 from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.host_device import require_finite, shared
+from turbo_hf.ops.latent.contract import why_no_latent_kernel
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.rotate import rotate_keys
 from turbo_hf.sparse.bucket_index import BucketIndex
@@ -100,8 +101,10 @@ class LayerStorage:
         rows, self.heads, _, self.dim = key_states.shape
         self.rotary_dim = value_states.shape[-1] if self.latent else None
         self.dtype, self.device, self.why_no_kernel = key_states.dtype, key_states.device, why_no_kernel(key_states)
-        if self.latent:
-            self.why_no_kernel = "latent attention is stored in plain torch"
+        if self.rotary_dim is not None:
+            self.why_no_kernel = why_no_latent_kernel(key_states, self.rotary_dim, self.config.bits)
+            if self.config.buffer_scale == "universal":
+                self.why_no_kernel = "latents with a universal scale have no kernel"
         self.in_place = self.appends_in_place()
         order = list(range(self.heads) if self.head_order is None else self.head_order)
         if sorted(order) != list(range(self.heads)):

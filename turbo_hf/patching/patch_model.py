@@ -22,9 +22,16 @@ from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, Report
 from turbo_hf.patching.hooks import add_hooks
-from turbo_hf.patching.refusals import check_model, choose_layer, forecast, refuse_latent_options, refuse_layers, require_layers, text_type
+from turbo_hf.patching.refusals import (
+    check_model,
+    choose_layer,
+    forecast,
+    refuse_latent_options,
+    refuse_layers,
+    require_layers,
+    text_type,
+)
 from turbo_hf.patching.selfcheck import require_agreement, unpatched_logits
-
 
 LATENT_PROMPTS = "prompts: expanded to keys and values, in the model's dtype, by torch's SDPA (latent attention)"
 

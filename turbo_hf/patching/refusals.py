@@ -132,13 +132,12 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig) -> Non
         "hadamard": config.hadamard,
         "buffer_scale='universal'": config.buffer_scale != "token",
         "compile": config.compile,
-        "backend='triton'": config.backend == "triton",
     }
     named = [name for name, given in wrong.items() if given]
     if named:
         raise Unsupported(
             f"TurboConfig.{named[0]} is not for latent attention (MLA), whose prompts run in the model's own dtype "
-            "and whose steps run in plain torch over all latents. Leave it out."
+            "and whose steps read all latents. Leave it out."
         )
 
 

@@ -3,6 +3,8 @@
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.ops import gpu
+from turbo_hf.ops.backend import uses_triton
 from turbo_hf.ops.latent.reference import reference_latent_decode
 from turbo_hf.ops.store.quantize import FLOATS
 
@@ -14,11 +16,12 @@ def latent_decode(
     scaling: float,
     *,
     starts: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> AttentionOutput:
     """Attention of a row's newest tokens over the latents of all its tokens, each up to its own place.
 
     Scores are (q_latent . latent + q_rotary . rotary part) * scaling; the output is the weighted mean of the latents,
-    which the caller multiplies by the up-projection of values. In plain torch, in float32 or wider.
+    which the caller multiplies by the up-projection of values.
 
     Args:
         q_latent: float [B, H, M, rank], queries multiplied by the up-projection of keys; rotated
@@ -27,6 +30,7 @@ def latent_decode(
         store: one layer's cache of latents (`turbo_hf.layout`), which holds these M tokens already.
         scaling: factor on the scores.
         starts: int64 [B], the first of the M columns that holds a token of the row; None: all do.
+        backend: "auto", "triton" or "reference".
 
     Returns:
         out [B, H, M, rank] in q_latent's dtype, rotated like the stored latents, 0 at padding; lse float32 [B, H, M].
@@ -48,4 +52,30 @@ def latent_decode(
             )
     if starts is not None and starts.shape != (batch,):
         raise ValueError(f"starts must be int64 [{batch}]; got {tuple(starts.shape)}.")
-    return reference_latent_decode(q_latent, q_rotary, store, scaling, starts)
+    bits = max(pages.bits for pages in store.paged)
+    if not uses_triton(backend, q_latent.device, why_no_latent_kernel(q_latent, rotary, bits)):
+        return reference_latent_decode(q_latent, q_rotary, store, scaling, starts)
+    from turbo_hf.ops.latent.launch import launch_latent_decode  # noqa: PLC0415 - needs Triton
+
+    out, lse = launch_latent_decode(q_latent, q_rotary, store, scaling, starts, q_latent.device.type != "cuda")
+    if starts is None:
+        return AttentionOutput(out, lse)
+    hidden = (torch.arange(out.shape[2], device=out.device) < starts[:, None])[:, None]
+    return AttentionOutput(out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -torch.inf))
+
+
+def why_no_latent_kernel(latent: torch.Tensor, rotary_dim: int, bits: int) -> str | None:
+    """Why no kernel serves latents like `latent` [..., rank] beside rotary parts of so many channels, stored at `bits`;
+    None if one does."""
+    rank = latent.shape[-1]
+    reason = gpu.why_no_kernels_on(latent.device)
+    if reason is not None:
+        return reason
+    if latent.dtype not in (torch.float16, torch.bfloat16) and (latent.is_cuda or latent.dtype == torch.float64):
+        return f"latent attention has kernels for 16-bit models, and this is {latent.dtype}"
+    if bits not in (16, 8, 4):
+        return f"latents of {bits} bit have no kernel; 4, 8 and 16 have"
+    for name, size, least in (("latent", rank, 32), ("rotary part", rotary_dim, 16)):
+        if size & (size - 1) or not least <= size <= 512:
+            return f"a {name} of {size} channels has no kernel, which needs a power of two from {least} to 512"
+    return None

@@ -7,6 +7,8 @@ import torch
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.ops.latent.contract import why_no_latent_kernel
+from turbo_hf.ops.latent.rotation import rotate_latents
 from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
 from turbo_hf.ops.store.rotate import rotate_keys
@@ -29,7 +31,7 @@ def append_tokens(
     In a store with 16-bit heads, they are appended unquantized, with scale 1.
 
     Args:
-        k, v: float [B, Hkv, M, D]; of latent attention, latent and rotary part (`turbo_hf.layout`), in plain torch.
+        k, v: float [B, Hkv, M, D]; of latent attention, latent and rotary part (`turbo_hf.layout`).
         store: one layer's cache, with capacity for M more open tokens per row; k_open, v_open, their scales and
             open_len change.
         starts: int64 [B], the first column that holds a token of the row; None: all do.
@@ -68,6 +70,14 @@ def append_tokens(
         )
     if rotate:
         check_float("k", k)
+    if store.paged and store.k_open.shape[3] != store.v_open.shape[2] and given_scale is None and max_scale is None:
+        reason = why_no_latent_kernel(k, v.shape[3], max(pages.bits for pages in store.paged))
+        if uses_triton(backend, k.device, reason):
+            from turbo_hf.ops.latent.launch import launch_append_latents  # noqa: PLC0415 - needs Triton
+
+            launch_append_latents(rotate_latents(k) if rotate else k, v, store, starts, nonfinite)
+            return
+        backend = "reference"
     if uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_append_tokens  # noqa: PLC0415 - needs Triton
 

@@ -1,0 +1,47 @@
+"""Kernels of latent attention against the reference in plain torch."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.ops.latent.contract import latent_decode
+
+RANK, ROTARY = 64, 16
+
+
+def layer_of(bits: int, backend: str, lengths: list[int], device: str, dtype: torch.dtype) -> Any:
+    """A latent layer that holds random rows of these lengths, left-padded."""
+    longest, seeded = max(lengths), torch.Generator().manual_seed(1)
+    latent = torch.randn(len(lengths), 1, longest, RANK, generator=seeded).to(device, dtype)
+    rotary = torch.randn(len(lengths), 1, longest, ROTARY, generator=seeded).to(device, dtype)
+    starts = [longest - n for n in lengths]
+    valid = torch.arange(longest, device=device) >= torch.tensor(starts, device=device)[:, None]
+    new = NewColumns(longest, valid, starts) if any(starts) else NewColumns(longest)
+    layer = TurboLayer(TurboConfig(bits=bits, backend=backend), latent=True)
+    layer.append(latent, rotary, new)
+    layer.commit()
+    return layer
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("bits", "heads", "tokens"), [(16, 3, 1), (8, 16, 2), (4, 3, 5), (4, 40, 1)])
+def test_a_step_over_latents_is_that_of_the_reference(device: str, bits: int, heads: int, tokens: int) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    lengths = [200, 70, 7]
+    stored = layer_of(bits, "triton", lengths, device, dtype)
+    plain = layer_of(bits, "reference", lengths, device, dtype)
+    for x, y in zip(stored.dequantized(200), plain.dequantized(200), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    q = torch.randn(3, heads, tokens, RANK + ROTARY, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    starts = torch.tensor([0, tokens - 1, 0], device=device)
+    got, want = (
+        latent_decode(*q.split((RANK, ROTARY), -1), layer.store(), 0.2, starts=starts, backend=backend)
+        for layer, backend in ((stored, "triton"), (plain, "reference"))
+    )
+    close = {"rtol": 1e-4, "atol": 1e-5} if device == "cpu" else {"rtol": 2e-2, "atol": 1e-2}
+    torch.testing.assert_close(got.out, want.out, **close)
+    torch.testing.assert_close(got.lse, want.lse, **close)

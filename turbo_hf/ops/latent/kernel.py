@@ -1,0 +1,179 @@
+"""Kernels of latent attention: one share of the tokens of a row, the merging of shares, and the storing of new tokens.
+
+A latent of `rank` channels is both key and value. It is read in two halves of channels, which is how 4 bit are packed
+(`turbo_hf.layout`): byte j holds channels j and j + rank / 2. Codes are integers up to 127, exact in 16 bit, so that
+both products run on 16-bit tensor cores; scales are applied to scores, and to P.
+
+    S = (Q K^T) k_scale + (Qr Kr^T) r_scale     [rows, tokens]
+    P = exp(S - m)                              m: the largest score so far
+    O = O exp(m' - m) + (P k_scale) K           [rows, rank]
+"""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.ops.kernel_common import CODE_MAX, LOG2_E
+
+
+@triton.jit
+def _absorb(state, q, low, high, rotary, k_scale, r_scale, allowed, unit, TYPE: tl.constexpr):
+    """One tile's part of the softmax. low, high: [T, half]; rotary: [R, T]; scales: numbers or [T]; allowed: [N, T]."""
+    acc_low, acc_high, m, denom = state
+    q_low, q_high, q_rotary = q
+    s = tl.dot(q_low, tl.trans(low))
+    s = tl.dot(q_high, tl.trans(high), s)
+    s = (s * k_scale + tl.dot(q_rotary, rotary) * r_scale) * unit
+    s = tl.where(allowed, s, -float("inf"))
+    new = tl.maximum(m, tl.max(s, 1))
+    shift = tl.where(new == -float("inf"), 0.0, new)
+    p = tl.exp2(s - shift[:, None])
+    keep = tl.exp2(m - shift)
+    denom = denom * keep + tl.sum(p, 1)
+    p = (p * k_scale).to(TYPE)
+    acc_low = tl.dot(p, low, acc_low * keep[:, None])
+    acc_high = tl.dot(p, high, acc_high * keep[:, None])
+    return acc_low, acc_high, new, denom
+
+
+@triton.jit
+def latent_kernel(
+    q_ptr, qr_ptr,  # [B, N, rank] and [B, N, R], N = heads * tokens, contiguous
+    k_ptr, v_ptr, meta_ptr, scale_ptr,  # pages of the one head, as in `PagedHeads`
+    k_open, v_open, k_scales, v_scales,  # open tokens, as in `KVStore`
+    table_ptr, sealed_ptr, open_ptr, starts_ptr,  # int64 [B, blocks], [B], [B]; starts [B] or None
+    part_ptr, lse_ptr,  # float32 [B, SHARES, N, rank], [B, SHARES, N]: log2
+    table_stride, cap, unit, count,
+    RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, SHARES: tl.constexpr, TYPE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One share of the blocks of one row, for ROWS of its N queries (head-major); the last share has the open tokens.
+
+    count: N. unit: scaling times log2(e).
+    """
+    share, group = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    HALF: tl.constexpr = RANK // 2
+    n = group * ROWS + tl.arange(0, ROWS)
+    c, r, t = tl.arange(0, HALF), tl.arange(0, ROTARY), tl.arange(0, BLOCK)
+    inside = (n < count)[:, None]
+    at = (row * count + n)[:, None] * RANK + c[None, :]
+    q_low = tl.load(q_ptr + at, mask=inside, other=0.0).to(TYPE)
+    q_high = tl.load(q_ptr + at + HALF, mask=inside, other=0.0).to(TYPE)
+    q_rotary = tl.load(qr_ptr + (row * count + n)[:, None] * ROTARY + r[None, :], mask=inside, other=0.0).to(TYPE)
+    q = (q_low, q_high, q_rotary)
+    sealed = tl.load(sealed_ptr + row).to(tl.int32)
+    opened = tl.load(open_ptr + row).to(tl.int32)
+    # a query sees the tokens up to its own; padding sees what the row's first token sees, and is dropped by the caller
+    last = sealed * BLOCK + opened - TOKENS + n % TOKENS
+    if starts_ptr is not None:
+        last = tl.maximum(last, sealed * BLOCK + opened - TOKENS + tl.load(starts_ptr + row).to(tl.int32))
+    last = tl.maximum(last, 0)
+    each = tl.cdiv(sealed, SHARES)
+    begin = tl.minimum(share * each, sealed)
+    end = tl.minimum(begin + each, sealed)
+    acc = tl.zeros([ROWS, HALF], tl.float32)
+    state = acc, acc, tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    # where the stored values of a block hold token t (VALUE_ORDER)
+    stored = t if BITS == 16 else t // 16 * 16 + t // 2 % 4 * 4 + t // 8 % 2 * 2 + t % 2
+    for block in tl.range(begin, end, num_stages=STAGES):
+        page = tl.load(table_ptr + row * table_stride + block)
+        k_scale = tl.load(scale_ptr + 2 * page)
+        r_scale = tl.load(scale_ptr + 2 * page + 1)
+        rotary = tl.load(v_ptr + (page * ROTARY + r)[:, None] * BLOCK + stored[None, :]).to(TYPE)
+        if BITS == 4:
+            packed = tl.load(k_ptr + (page * BLOCK + t)[:, None] * HALF + c[None, :])
+            meta = meta_ptr + page * 2 * RANK + c
+            low = (packed & 15).to(tl.float32) * tl.load(meta)[None, :] + tl.load(meta + RANK)[None, :]
+            high = (packed >> 4).to(tl.float32) * tl.load(meta + HALF)[None, :]
+            high += tl.load(meta + RANK + HALF)[None, :]
+            low = tl.minimum(tl.maximum(low, -127.0), 127.0).to(TYPE)
+            high = tl.minimum(tl.maximum(high, -127.0), 127.0).to(TYPE)
+        else:
+            place = (page * BLOCK + t)[:, None] * RANK + c[None, :]
+            low = tl.load(k_ptr + place).to(TYPE)
+            high = tl.load(k_ptr + place + HALF).to(TYPE)
+        allowed = (block * BLOCK + t)[None, :] <= last[:, None]
+        state = _absorb(state, q, low, high, rotary, k_scale, r_scale, allowed, unit, TYPE)
+    for first in tl.range(0, opened if share == SHARES - 1 else 0, BLOCK, num_stages=1):
+        token = first + t
+        live = token < opened
+        place = (row * cap + token)[:, None] * RANK + c[None, :]
+        low = tl.load(k_open + place, mask=live[:, None], other=0.0).to(TYPE)
+        high = tl.load(k_open + place + HALF, mask=live[:, None], other=0.0).to(TYPE)
+        rotary = tl.load(v_open + (row * ROTARY + r)[:, None] * cap + token[None, :], mask=live[None, :], other=0.0).to(
+            TYPE
+        )
+        k_scale = tl.load(k_scales + row * cap + token, mask=live, other=0.0)[None, :]
+        r_scale = tl.load(v_scales + row * cap + token, mask=live, other=0.0)[None, :]
+        allowed = ((sealed * BLOCK + token)[None, :] <= last[:, None]) & live[None, :]
+        state = _absorb(state, q, low, high, rotary, k_scale, r_scale, allowed, unit, TYPE)
+    acc_low, acc_high, m, denom = state
+    some = tl.where(denom > 0, denom, 1.0)
+    to = (row * SHARES + share) * count + n
+    place = to[:, None] * RANK + c[None, :]
+    tl.store(part_ptr + place, acc_low / some[:, None], mask=inside)
+    tl.store(part_ptr + place + HALF, acc_high / some[:, None], mask=inside)
+    tl.store(lse_ptr + to, tl.where(denom > 0, m + tl.log2(some), -float("inf")), mask=n < count)
+
+
+@triton.jit
+def merge_kernel(part_ptr, lse_ptr, out_ptr, out_lse_ptr, count, RANK: tl.constexpr, SHARES: tl.constexpr):
+    """Merge the shares of one query. out: [B, N, rank]; out_lse: float32 [B, N], natural log."""
+    n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    c = tl.arange(0, RANK)
+    largest = -float("inf")
+    for share in range(SHARES):
+        largest = tl.maximum(largest, tl.load(lse_ptr + (row * SHARES + share) * count + n))
+    acc, total = tl.zeros([RANK], tl.float32), 0.0
+    for share in range(SHARES):
+        at = (row * SHARES + share) * count + n
+        weight = tl.exp2(tl.load(lse_ptr + at) - largest)
+        total += weight
+        acc += weight * tl.load(part_ptr + at * RANK + c)
+    tl.store(out_ptr + (row * count + n) * RANK + c, (acc / total).to(out_ptr.dtype.element_ty))
+    tl.store(out_lse_ptr + row * count + n, (largest + tl.log2(total)) / LOG2_E)
+
+
+@triton.jit
+def append_latent_kernel(
+    k_ptr, v_ptr,  # new latents [B, M, rank] and rotary parts [B, M, R], contiguous
+    k_open, v_open, k_scales, v_scales,  # as in `KVStore`
+    open_ptr, starts_ptr, nonfinite_ptr,  # int64 [B]; [B] or None; int32 [1]
+    tokens, cap,
+    RANK: tl.constexpr, ROTARY: tl.constexpr, QUANTIZED: tl.constexpr,
+):  # fmt: skip
+    """Store one new token of one row behind its open ones."""
+    token, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    start = 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + row).to(tl.int32)
+    if token >= start:
+        to = tl.load(open_ptr + row) + token - start
+        c, r = tl.arange(0, RANK), tl.arange(0, ROTARY)
+        k = tl.load(k_ptr + (row * tokens + token) * RANK + c).to(tl.float32)
+        v = tl.load(v_ptr + (row * tokens + token) * ROTARY + r).to(tl.float32)
+        if QUANTIZED:
+            # tl.max skips NaN; a token with NaN must get a scale of NaN
+            k_scale = tl.div_rn(tl.max(tl.abs(k), 0), CODE_MAX) + tl.sum(k * 0.0, 0)
+            v_scale = tl.div_rn(tl.max(tl.abs(v), 0), CODE_MAX) + tl.sum(v * 0.0, 0)
+            k = _codes(k, k_scale)
+            v = _codes(v, v_scale)
+        else:
+            k = k.to(k_open.dtype.element_ty)
+            v = v.to(v_open.dtype.element_ty)
+            k_scale = 1.0 + tl.sum(k.to(tl.float32) * 0.0, 0)
+            v_scale = 1.0 + tl.sum(v.to(tl.float32) * 0.0, 0)
+        tl.store(k_open + (row * cap + to) * RANK + c, k)
+        tl.store(v_open + (row * ROTARY + r) * cap + to, v)
+        tl.store(k_scales + row * cap + to, k_scale)
+        tl.store(v_scales + row * cap + to, v_scale)
+        if (k_scale + v_scale) * 0.0 != 0.0:
+            tl.store(nonfinite_ptr, 1)
+
+
+@triton.jit
+def _codes(x, scale):
+    """INT8 codes of a token with its own scale, rounded to even."""
+    codes = tl.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), x.shape))
+    codes = tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX)
+    return (codes + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)

@@ -1,0 +1,88 @@
+"""Launches of the kernels of latent attention. Imported only where one runs, as it needs Triton."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from turbo_hf.layout import AttentionOutput, KVStore
+from turbo_hf.ops import gpu
+from turbo_hf.ops.latent.kernel import append_latent_kernel, latent_kernel, merge_kernel
+
+ROWS = 16
+"""Queries per program at least: the M of a 16-bit tensor-core product."""
+
+MOST_ROWS = 64
+"""Queries per program at most: their sums fill the registers of eight warps."""
+
+MOST_SHARES = 64
+"""Parts that one query's output is merged from at most."""
+
+TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def schedule(rows: int, bits: int) -> tuple[int, int]:
+    """Warps and pipeline stages of a program for so many queries."""
+    return (8, 2) if rows > ROWS else (4, 2)
+
+
+def shares_of(programs: int, blocks: int, sms: int) -> int:
+    """Into how many shares the blocks of a row are cut, so that all SMs have work; a power of two."""
+    wanted = max(1, min(sms // max(1, programs), blocks // 2, MOST_SHARES))
+    return 1 << (wanted.bit_length() - 1)
+
+
+def launch_latent_decode(
+    q_latent: torch.Tensor,
+    q_rotary: torch.Tensor,
+    store: KVStore,
+    scaling: float,
+    starts: torch.Tensor | None,
+    interpreted: bool,
+) -> AttentionOutput:
+    """`ops.latent.contract.latent_decode`, but for the output of padding, which is arbitrary."""
+    (batch, heads, tokens, rank), device = q_latent.shape, q_latent.device
+    (pages,), count = store.paged, heads * tokens
+    rows = min(MOST_ROWS, max(ROWS, triton.next_power_of_2(count)))
+    groups = triton.cdiv(count, rows)
+    blocks = max(store.sealed_host) if store.sealed_host is not None else store.table.shape[1]
+    shares = shares_of(batch * groups, blocks, gpu.sms(device))
+    parts = torch.empty(batch, shares, count, rank, dtype=torch.float32, device=device)
+    part_lse = torch.empty(batch, shares, count, dtype=torch.float32, device=device)
+    out = torch.empty(batch, heads, tokens, rank, dtype=q_latent.dtype, device=device)
+    lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=device)
+    kind = tl.float32 if interpreted else TYPES[q_latent.dtype]
+    warps, stages = schedule(rows, pages.bits)
+    latent_kernel[(shares, groups, batch)](
+        q_latent.contiguous(), q_rotary.contiguous(),
+        pages.k, pages.v, pages.meta, pages.scale,
+        store.k_open, store.v_open, store.k_scale, store.v_scale,
+        store.table, store.sealed, store.open_len, starts,
+        parts, part_lse,
+        store.table.stride(0), store.k_open.shape[2], scaling * math.log2(math.e), count,
+        RANK=rank, ROTARY=q_rotary.shape[-1], BITS=pages.bits, BLOCK=store.block, ROWS=rows, TOKENS=tokens,
+        SHARES=shares, TYPE=kind, STAGES=stages, num_warps=warps,
+    )  # fmt: skip
+    merge_kernel[(count, batch)](parts, part_lse, out, lse, count, RANK=rank, SHARES=shares, num_warps=4)
+    return AttentionOutput(out, lse)
+
+
+def launch_append_latents(
+    latent: torch.Tensor,
+    rotary: torch.Tensor,
+    store: KVStore,
+    starts: torch.Tensor | None,
+    nonfinite: torch.Tensor,
+) -> None:
+    """`ops.store.append.append_tokens` for latents. latent: [B, 1, M, rank], rotated if it is to be stored so."""
+    batch, _, tokens, rank = latent.shape
+    if tokens:
+        append_latent_kernel[(tokens, batch)](
+            latent.contiguous(), rotary.contiguous(),
+            store.k_open, store.v_open, store.k_scale, store.v_scale,
+            store.open_len, starts, nonfinite,
+            tokens, store.k_open.shape[2],
+            RANK=rank, ROTARY=rotary.shape[-1], QUANTIZED=store.k_open.dtype == torch.int8, num_warps=4,
+        )  # fmt: skip
+    store.open_len.add_(tokens if starts is None else tokens - starts)
