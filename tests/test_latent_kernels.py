@@ -9,6 +9,8 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.ops.latent.contract import latent_decode
+from turbo_hf.ops.store.append import append_step
+from turbo_hf.ops.store.quantize import dequantize
 
 RANK, ROTARY = 64, 16
 
@@ -45,3 +47,32 @@ def test_a_step_over_latents_is_that_of_the_reference(device: str, bits: int, he
     close = {"rtol": 1e-4, "atol": 1e-5} if device == "cpu" else {"rtol": 2e-2, "atol": 1e-2}
     torch.testing.assert_close(got.out, want.out, **close)
     torch.testing.assert_close(got.lse, want.lse, **close)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_replayable_step_seals_and_stores_as_the_reference(device: str, bits: int) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    made = []
+    for backend in ("triton", "reference"):
+        # rows that are about to seal a block, and one that is not
+        layer = layer_of(bits, "reference", [127, 63, 10], device, dtype)
+        state = layer.state
+        layer.pool.reserve(state.sealed, [1, 1, 1])
+        layer.buffer.reserve(64, state.open)
+        layer.device_counts.own(state)
+        nonfinite, seeded = torch.zeros(1, dtype=torch.int32, device=device), torch.Generator().manual_seed(3)
+        for _ in range(3):
+            k = torch.randn(3, 1, 1, RANK, generator=seeded).to(device, dtype)
+            v = torch.randn(3, 1, 1, ROTARY, generator=seeded).to(device, dtype)
+            arrived = torch.zeros(3, dtype=torch.int32, device=device)
+            store = layer.store()._replace(open_len=layer.device_counts.open(state))
+            append_step(
+                k, v, store, nonfinite=nonfinite, arrived=arrived, rotate=layer.config.rotates, backend=backend
+            )
+        made.append((dequantize(store, torch.float32, layer.config.rotates), store.sealed, store.open_len, nonfinite))
+    assert made[0][1].tolist() == [2, 1, 0]
+    assert made[0][2].tolist() == [2, 2, 13]
+    for one, other in zip(made[0][0], made[1][0], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    assert [x.tolist() for x in made[0][1:]] == [x.tolist() for x in made[1][1:]]

@@ -82,6 +82,14 @@ def up_projections(module: Any) -> UpProjections:
     return UpProjections(weight[:, :nope], weight[:, nope:])
 
 
+def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [B, H, M, n] times weight [H, n, m]: [B, H, M, m] in x's dtype. Rows together, so that weights are read once."""
+    batch, heads, tokens, _ = x.shape
+    # [H, B x M, n]
+    together = x.transpose(0, 1).reshape(heads, batch * tokens, -1)
+    return (together @ weight.to(x.dtype)).unflatten(1, (batch, tokens)).transpose(0, 1)
+
+
 def latent_step(
     layer: TurboLayer, module: Any, qkv: tuple[torch.Tensor, ...], new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
@@ -93,7 +101,7 @@ def latent_step(
     up, config = up_projections(module), layer.config
     layer.append(latent, rotary, new, check_later=True)
     q_nope, q_rotary = q.split((up.keys.shape[1], rotary.shape[-1]), -1)
-    absorbed = q_nope @ up.keys.to(q.dtype)
+    absorbed = _by_head(q_nope, up.keys)
     if config.rotates:
         absorbed = rotate_latent_queries(absorbed)
     out = latent_decode(
@@ -102,7 +110,7 @@ def latent_step(
     if config.rotates:
         out = unrotate_latents(out)
     layer.commit(check_later=True)
-    return out @ up.values.mT.to(q.dtype)
+    return _by_head(out, up.values.mT)
 
 
 def latent_prompt(

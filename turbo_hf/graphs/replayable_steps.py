@@ -60,11 +60,14 @@ class _Group:
         return self.seals() and any(due and blocks == pages for due, blocks, pages in rows)
 
 
-def why_no_replay_under(config: TurboConfig) -> str | None:
-    """Why no step under a config can ever be replayed, whatever its selectors; None if one may be."""
+def why_no_replay_under(config: TurboConfig, latent: bool = False) -> str | None:
+    """Why no step under a config can ever be replayed, whatever its selectors; None if one may be.
+
+    latent: of layers of latent attention.
+    """
     if config.backend == "reference":
         return 'backend "reference" has no kernels'
-    if config.bits == UNQUANTIZED:
+    if config.bits == UNQUANTIZED and not latent:
         return "16-bit pages"
     if config.sas and config.sas_threshold is None:
         return "the SAS threshold follows the length: choose sas_threshold"
@@ -81,13 +84,16 @@ def why_never_replayed(cache: TurboCache) -> str | None:
         reason = None if layer.selector is None else why_no_replay_with(layer.selector.config)
         if reason is not None:
             return f"layer {index} is sparse: {reason}"
-        reason = why_no_replay_under(layer.config)
+        reason = why_no_replay_under(layer.config, layer.latent)
         if reason is not None:
             return reason
         if not (layer.is_initialized and layer.seen):
             continue
         if not layer.in_place:
             return f"layer {index} runs without kernels"
+        if layer.latent:
+            # `in_place` tells of all its kernels
+            continue
         q = torch.empty(0, 0, 0, layer.dim, dtype=layer.dtype, device=layer.device)
         limit = why_no_step_kernel(q, layer.config.block_size, layer.config.decode_attention)
         if limit is not None:

@@ -364,9 +364,7 @@ def describe(
     config: TurboConfig, dense: Sequence[int], known_family: bool, device: torch.device, latent: bool = False
 ) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
-    reason = why_no_replay_under(config) or why_no_kernels_on(device)
-    if reason is None and latent:
-        reason = "latent attention is not captured yet"
+    reason = why_no_replay_under(config, latent) or why_no_kernels_on(device)
     if reason is None:
         reason = f"layer {dense[0]} is dense" if dense else why_no_replay_with(config.sparse)
     if config.cuda_graphs is False:

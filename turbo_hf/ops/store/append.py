@@ -124,17 +124,19 @@ def append_step(
 
     Raises:
         ValueError: shapes or devices that do not agree with the store's, room for less than a block, or a store with
-            16-bit pages.
+            16-bit pages of keys and values.
 
     Source: TurboAttention alg. 2 (decode: quantize, and compress the buffer once it is full).
     """
     batch, heads, capacity, dim = store.k_open.shape
     for name, x in (("k", k), ("v", v)):
-        if x.shape != (batch, heads, 1, dim):
-            raise ValueError(f"{name} must be [{batch}, {heads}, 1, {dim}] like the store; got {tuple(x.shape)}.")
+        channels = dim if name == "k" else store.v_open.shape[2]
+        if x.shape != (batch, heads, 1, channels):
+            raise ValueError(f"{name} must be [{batch}, {heads}, 1, {channels}] like the store; got {tuple(x.shape)}.")
     if capacity < store.block:
         raise ValueError(f"store must have room for {store.block} open tokens; it has {capacity}.")
-    if store.k_open.dtype != torch.int8:
+    latent = store.k_open.shape[3] != store.v_open.shape[2]
+    if store.k_open.dtype != torch.int8 and not latent:
         raise ValueError(
             f"store must have INT8 open tokens; got {store.k_open.dtype}. For 16-bit pages "
             "use append_tokens and seal_open."
@@ -147,6 +149,13 @@ def append_step(
             f"noted must be an index [{batch}, {heads}, L, places] and buckets [{batch}, {heads}, L, 1]; got "
             f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
         )
+    if latent and given_scale is None:
+        if uses_triton(backend, k.device, why_no_latent_kernel(k, v.shape[3], store.paged[0].bits)):
+            from turbo_hf.ops.latent.launch import launch_latent_step  # noqa: PLC0415 - needs Triton
+
+            launch_latent_step(rotate_latents(k) if rotate else k, v, store, nonfinite)
+            return
+        backend = "reference"
     if uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_append_step  # noqa: PLC0415 - needs Triton
 
