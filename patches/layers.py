@@ -26,6 +26,10 @@ LEFT_ALONE = {
 """Kinds of layers that work uncompressed beside compressed ones, and why they are not compressed."""
 
 
+INDEXED = ("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention")
+"""Kinds of layers that read the tokens that an indexer chooses; up to transformers 5.17, the last two."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """One layer of a model.
@@ -74,6 +78,8 @@ def _layer(index: int, kind: str, window: int | None, modules: list[Any], known:
         return AttentionLayer(index, module, window, shared or LEFT_ALONE[kind], by_design=True)
     if kind not in COMPRESSED_TYPES:
         reason = f"{kind} is neither full nor sliding-window attention, nor anything that is known here"
+        if kind in INDEXED:
+            reason += ": an indexer chooses the tokens that it reads (DSA)"
         return AttentionLayer(index, None, window, reason, unknown=True)
     if not modules:
         reason = "it has no attention module that uses Transformers' AttentionInterface with a Cache"

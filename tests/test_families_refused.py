@@ -31,8 +31,12 @@ def test_refused_types_exist() -> None:
 @pytest.mark.parametrize(
     ("model_type", "options", "reason"),
     [
-        pytest.param("deepseek_v3", {**LATENT, **EXPERTS, "num_key_value_heads": 4}, "latent attention", id="latent"),
-        pytest.param("deepseek_v2", {**LATENT, **EXPERTS, "num_key_value_heads": 4}, "latent attention", id="latent-2"),
+        pytest.param(
+            "deepseek_v3",
+            {**LATENT, **EXPERTS, "num_key_value_heads": 4, "kv_lora_rank": 24},
+            "kv_lora_rank 24 is no multiple of 16",
+            id="latent",
+        ),
         pytest.param("bloom", {}, "no attention module that uses Transformers' AttentionInterface", id="interface"),
         pytest.param("gptj", {"rotary_dim": 8}, "no attention module that uses Transformers' Att", id="interface-2"),
         pytest.param("llama", {"head_dim": 24}, "head dim 24 is no multiple of 16", id="head-dim"),
@@ -52,7 +56,7 @@ def test_refused_types_exist() -> None:
         pytest.param(
             "deepseek_v32",
             {**LATENT, **EXPERTS, "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 16},
-            "_attention is neither full nor sliding-window attention, nor anything that is known here",
+            "_attention is neither full nor sliding-window attention, nor anything that is known here: an indexer",
             id="unknown-kind",
         ),
         pytest.param("bart", {"d_model": 64, "decoder_layers": 2}, "cross-attention", id="cross-attention"),

@@ -34,6 +34,7 @@ LAYERS = [
     {"turbo_hf.config", "turbo_hf.models"},
     {"turbo_hf.ops"},
     {"turbo_hf.ops.store"},
+    {"turbo_hf.ops.latent"},
     {"turbo_hf.ops.prefill"},
     {"turbo_hf.ops.decode"},
     {"turbo_hf.ops.sparse"},
@@ -57,6 +58,7 @@ CONTRACTS = (
     "prefill/contract",
     "prefill/operands",
     "decode/contract",
+    "latent/contract",
     "sparse/decode",
     "sparse/select",
 )

@@ -201,7 +201,7 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
         pytest.param({"model_type": "bert", "num_hidden_layers": 2}, "no layer of BertLMHeadModel", id="bert"),
         pytest.param({"model_type": "mamba", "num_hidden_layers": 2}, "no layer of MambaForCausalLM", id="mamba"),
         pytest.param(
-            {"model_type": "deepseek_v3", **SMALL, **EXPERTS, **LATENT, "num_key_value_heads": 4},
+            {"model_type": "deepseek_v3", **SMALL, **EXPERTS, **LATENT, "num_key_value_heads": 4, "kv_lora_rank": 24},
             "no layer of DeepseekV3ForCausalLM",
             id="deepseek",
         ),

@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA): queries and outputs meet the cached latents, not keys and values made of them.
 
 Transformers caches a latent and a rotary part per token, and `expand_kv` of the attention module makes keys and values
-of all of them in each pass. On a patched model it hands both on as they are (`keep_latent`). Decode steps then attend
+of all of them in each pass. On a patched model it hands both on as they are (`patches.latent.keep_latent`). Decode steps then attend
 to the latents (`latent_step`); prompts expand their own tokens, and those of the past, as without a patch
 (`latent_prompt`).
 """
@@ -16,33 +16,9 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import Scoring
 from turbo_hf.ops.latent.contract import latent_decode
-from turbo_hf.ops.latent.rotation import rotate_latent_queries, unrotate_latents
 from turbo_hf.ops.store.quantize import dequantize
-
-EXPAND = "expand_kv"
-"""The method of attention modules that makes keys and values of latents."""
-
-
-def keep_latent(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of `expand_kv` on a patched model: latent [B, 1, N, rank] and rotary part [B, 1, N, R] as they are.
-
-    With another attention than the patch's: keys and values, as the class makes them.
-    """
-    # the name under which the patch registers its attention (`turbo_attention.NAME`)
-    if module.config._attn_implementation != "turbo_hf":
-        return expanded(module, latent, rotary)
-    return latent, rotary
-
-
-def keeps_latent(module: Any) -> bool:
-    """Whether this attention module hands latents to its attention function (`keep_latent`)."""
-    return EXPAND in vars(module)
-
-
-def expanded(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [B, H, N, nope + R] and values [B, H, N, Dv] of latents, by the module's own class."""
-    keys, values = getattr(type(module), EXPAND)(module, latent, rotary)
-    return keys, values
+from turbo_hf.ops.store.rotate_latents import rotate_latent_queries, unrotate_latents
+from turbo_hf.patches.latent import expanded, why_not_absorbed
 
 
 class UpProjections(NamedTuple):
@@ -50,22 +26,6 @@ class UpProjections(NamedTuple):
 
     keys: torch.Tensor
     values: torch.Tensor
-
-
-def why_not_absorbed(module: Any) -> str | None:
-    """Why the up-projections of this module cannot be multiplied into queries and outputs; None if they can."""
-    up = getattr(module, "kv_b_proj", None)
-    if not hasattr(type(module), EXPAND) or not type(module).__module__.startswith("transformers.models."):
-        return "latent attention of a class that is not known here"
-    weight = getattr(up, "weight", None)
-    plain = type(up) is torch.nn.Linear and isinstance(weight, torch.Tensor) and weight.is_floating_point()
-    if not plain or up.bias is not None or weight.element_size() < 2:
-        return f"its kv_b_proj is no plain Linear without a bias, but {type(up).__name__}: load it unquantized"
-    if hasattr(up, "_hf_hook"):
-        return "the weights of its kv_b_proj are offloaded: load the model without a device_map that offloads"
-    if up._forward_hooks or up._forward_pre_hooks:
-        return "its kv_b_proj has hooks, which steps over latents would not call: remove them"
-    return None
 
 
 def up_projections(module: Any) -> UpProjections:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
-from turbo_hf.attention.latent import expanded, keeps_latent, latent_prompt, latent_step
+from turbo_hf.attention.latent import latent_prompt, latent_step
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
 from turbo_hf.attention.step_operator import StepCall, step_attention
 from turbo_hf.cache.claimed_cache import ClaimedCache
@@ -24,6 +24,7 @@ from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import prefill_mode
+from turbo_hf.patches.latent import expanded, keeps_latent
 
 NAME = "turbo_hf"
 """The value of `config._attn_implementation` on a patched model."""

@@ -13,9 +13,8 @@ from turbo_hf.cache.page_pool import PagePool
 from turbo_hf.cache.rows import DeviceCounts, RowState
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED, KVStore, type_16bit
-from turbo_hf.ops.backend import uses_triton, why_no_kernel
+from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kernel
 from turbo_hf.ops.host_device import require_finite, shared
-from turbo_hf.ops.latent.contract import why_no_latent_kernel
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.rotate import rotate_keys
 from turbo_hf.sparse.bucket_index import BucketIndex

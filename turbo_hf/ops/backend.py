@@ -67,3 +67,20 @@ def why_no_kernel(x: torch.Tensor, mode: str = "fp16") -> str | None:
             f"{gpu.shared_memory(x.device) >> 10}; modes turbo, int8 and fp16 run"
         )
     return None
+
+
+def why_no_latent_kernel(latent: torch.Tensor, rotary_dim: int, bits: int) -> str | None:
+    """Why no kernel serves latents like `latent` [..., rank] beside rotary parts of so many channels, stored at `bits`;
+    None if one does."""
+    rank = latent.shape[-1]
+    reason = gpu.why_no_kernels_on(latent.device)
+    if reason is not None:
+        return reason
+    if latent.dtype not in (torch.float16, torch.bfloat16) and (latent.is_cuda or latent.dtype == torch.float64):
+        return f"latent attention has kernels for 16-bit models, and this is {latent.dtype}"
+    if bits not in (16, 8, 4):
+        return f"latents of {bits} bit have no kernel; 4, 8 and 16 have"
+    for name, size, least in (("latent", rank, 32), ("rotary part", rotary_dim, 16)):
+        if size & (size - 1) or not least <= size <= 512:
+            return f"a {name} of {size} channels has no kernel, which needs a power of two from {least} to 512"
+    return None

@@ -3,8 +3,7 @@
 import torch
 
 from turbo_hf.layout import AttentionOutput, KVStore
-from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import uses_triton
+from turbo_hf.ops.backend import uses_triton, why_no_latent_kernel
 from turbo_hf.ops.latent.reference import reference_latent_decode
 from turbo_hf.ops.store.quantize import FLOATS
 
@@ -62,20 +61,3 @@ def latent_decode(
         return AttentionOutput(out, lse)
     hidden = (torch.arange(out.shape[2], device=out.device) < starts[:, None])[:, None]
     return AttentionOutput(out.masked_fill(hidden[..., None], 0.0), lse.masked_fill(hidden, -torch.inf))
-
-
-def why_no_latent_kernel(latent: torch.Tensor, rotary_dim: int, bits: int) -> str | None:
-    """Why no kernel serves latents like `latent` [..., rank] beside rotary parts of so many channels, stored at `bits`;
-    None if one does."""
-    rank = latent.shape[-1]
-    reason = gpu.why_no_kernels_on(latent.device)
-    if reason is not None:
-        return reason
-    if latent.dtype not in (torch.float16, torch.bfloat16) and (latent.is_cuda or latent.dtype == torch.float64):
-        return f"latent attention has kernels for 16-bit models, and this is {latent.dtype}"
-    if bits not in (16, 8, 4):
-        return f"latents of {bits} bit have no kernel; 4, 8 and 16 have"
-    for name, size, least in (("latent", rank, 32), ("rotary part", rotary_dim, 16)):
-        if size & (size - 1) or not least <= size <= 512:
-            return f"a {name} of {size} channels has no kernel, which needs a power of two from {least} to 512"
-    return None

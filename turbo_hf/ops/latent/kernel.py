@@ -1,4 +1,4 @@
-"""Kernels of latent attention: one share of the tokens of a row, the merging of shares, the storing of new tokens.
+"""Kernels of latent attention: one share of the tokens of a row, and the merging of shares.
 
 A latent of `rank` channels is both key and value. It is read in two halves of channels, which is how 4 bit are packed
 (`turbo_hf.layout`): byte j holds channels j and j + rank / 2. Codes are integers up to 127, exact in 16 bit, so that
@@ -12,8 +12,7 @@ both products run on 16-bit tensor cores; scales are applied to scores, and to P
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import CODE_MAX, LOG2_E, as_int8, value_order
-from turbo_hf.ops.store.kernel_seal import _ratios, _seal_lines, _stage1
+from turbo_hf.ops.kernel_common import LOG2_E
 
 
 @triton.jit
@@ -133,106 +132,3 @@ def merge_kernel(part_ptr, lse_ptr, out_ptr, out_lse_ptr, count, RANK: tl.conste
         acc += weight * tl.load(part_ptr + at * RANK + c)
     tl.store(out_ptr + (row * count + n) * RANK + c, (acc / total).to(out_ptr.dtype.element_ty))
     tl.store(out_lse_ptr + row * count + n, (largest + tl.log2(total)) / LOG2_E)
-
-
-@triton.jit
-def append_latent_kernel(
-    k_ptr, v_ptr,  # new latents [B, M, rank] and rotary parts [B, M, R], contiguous
-    k_open, v_open, k_scales, v_scales,  # as in `KVStore`
-    open_ptr, starts_ptr, nonfinite_ptr,  # int64 [B]; [B] or None; int32 [1]
-    tokens, cap,
-    RANK: tl.constexpr, ROTARY: tl.constexpr, QUANTIZED: tl.constexpr,
-):  # fmt: skip
-    """Store one new token of one row behind its open ones."""
-    token, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    start = 0
-    if starts_ptr is not None:
-        start = tl.load(starts_ptr + row).to(tl.int32)
-    if token >= start:
-        to = tl.load(open_ptr + row) + token - start
-        opened = (k_open, v_open, k_scales, v_scales)
-        _store_token(k_ptr, v_ptr, row * tokens + token, opened, row, to, cap, nonfinite_ptr, RANK, ROTARY, QUANTIZED)
-
-
-@triton.jit
-def _store_token(
-    k_ptr, v_ptr, token, opened, row, to, cap, nonfinite_ptr,
-    RANK: tl.constexpr, ROTARY: tl.constexpr, QUANTIZED: tl.constexpr,
-):  # fmt: skip
-    """Store the new token number `token` to place `to` of a row's open tokens."""
-    k_open, v_open, k_scales, v_scales = opened
-    c, r = tl.arange(0, RANK), tl.arange(0, ROTARY)
-    k = tl.load(k_ptr + token * RANK + c).to(tl.float32)
-    v = tl.load(v_ptr + token * ROTARY + r).to(tl.float32)
-    if QUANTIZED:
-        # tl.max skips NaN; a token with NaN must get a scale of NaN
-        k_scale = tl.div_rn(tl.max(tl.abs(k), 0), CODE_MAX) + tl.sum(k * 0.0, 0)
-        v_scale = tl.div_rn(tl.max(tl.abs(v), 0), CODE_MAX) + tl.sum(v * 0.0, 0)
-        k = _codes(k, k_scale)
-        v = _codes(v, v_scale)
-    else:
-        k = k.to(k_open.dtype.element_ty)
-        v = v.to(v_open.dtype.element_ty)
-        k_scale = 1.0 + tl.sum(k.to(tl.float32) * 0.0, 0)
-        v_scale = 1.0 + tl.sum(v.to(tl.float32) * 0.0, 0)
-    tl.store(k_open + (row * cap + to) * RANK + c, k)
-    tl.store(v_open + (row * ROTARY + r) * cap + to, v)
-    tl.store(k_scales + row * cap + to, k_scale)
-    tl.store(v_scales + row * cap + to, v_scale)
-    if (k_scale + v_scale) * 0.0 != 0.0:
-        tl.store(nonfinite_ptr, 1)
-
-
-@triton.jit
-def latent_step_kernel(
-    k_ptr, v_ptr,  # new latents [B, 1, rank] and rotary parts [B, 1, R], contiguous
-    paged,  # (k, v, meta, scale), as in `PagedHeads`
-    opened,  # (k, v, k_scale, v_scale), as in `KVStore`
-    table_ptr, sealed_ptr, open_ptr, nonfinite_ptr,  # int64 [B, blocks], [B], [B]; int32 [1]
-    table_stride, cap,
-    RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """For one row: seal its open block if it is full, then store its new token, and count both."""
-    row = tl.program_id(0).to(tl.int64)
-    held, sealed = tl.load(open_ptr + row), tl.load(sealed_ptr + row)
-    is_due = held == BLOCK
-    if is_due:
-        k_out, v_out, meta_out, scale_out = paged
-        k_open, v_open, k_scales, v_scales = opened
-        page = tl.load(table_ptr + row * table_stride + sealed)
-        k_from, v_from = k_open + row * cap * RANK, v_open + row * ROTARY * cap
-        n, r = tl.arange(0, BLOCK), tl.arange(0, ROTARY)
-        inside = (r >= 0)[:, None] & (n >= 0)[None, :]
-        to = (page * ROTARY + r)[:, None] * BLOCK + n[None, :]
-        if BITS == 16:
-            c = tl.arange(0, RANK)
-            at = n[:, None] * RANK + c[None, :]
-            tl.store(k_out + page * BLOCK * RANK + at, tl.load(k_from + at))
-            tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + n[None, :]))
-            tl.store(scale_out + page * 2, 1.0)
-            tl.store(scale_out + page * 2 + 1, 1.0)
-        else:
-            k_scale, k_ratio = _ratios(k_scales + row * cap, 0, n)
-            token = value_order(n)
-            v_scale, v_ratio = _ratios(v_scales + row * cap, 0, token)
-            tl.store(scale_out + page * 2, k_scale)
-            tl.store(scale_out + page * 2 + 1, v_scale)
-            LANES: tl.constexpr = 2 if BITS == 4 else 1
-            meta = meta_out + page * 2 * RANK
-            _seal_lines(k_from, RANK, 1, k_ratio, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
-            q1 = _stage1(v_from, r[:, None] * cap + token[None, :], inside, v_ratio[None, :])
-            tl.store(v_out + to, q1.to(tl.int8))
-        # all threads have now read the place that the new token takes
-        tl.debug_barrier()
-    at = tl.where(is_due, 0, held)
-    _store_token(k_ptr, v_ptr, row, opened, row, at, cap, nonfinite_ptr, RANK, ROTARY, BITS != 16)
-    tl.store(open_ptr + row, at + 1)
-    tl.store(sealed_ptr + row, tl.where(is_due, sealed + 1, sealed))
-
-
-@triton.jit
-def _codes(x, scale):
-    """INT8 codes of a token with its own scale, rounded to even."""
-    codes = tl.div_rn(x, tl.broadcast_to(tl.where(scale > 0, scale, 1.0), x.shape))
-    codes = tl.minimum(tl.maximum(codes, -CODE_MAX), CODE_MAX)
-    return as_int8(codes)

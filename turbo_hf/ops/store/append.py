@@ -6,12 +6,11 @@ import torch
 
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import uses_triton, why_no_kernel
-from turbo_hf.ops.latent.contract import why_no_latent_kernel
-from turbo_hf.ops.latent.rotation import rotate_latents
+from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kernel
 from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
 from turbo_hf.ops.store.rotate import rotate_keys
+from turbo_hf.ops.store.rotate_latents import rotate_latents
 
 
 def append_tokens(
@@ -73,7 +72,7 @@ def append_tokens(
     if store.paged and store.k_open.shape[3] != store.v_open.shape[2] and given_scale is None and max_scale is None:
         reason = why_no_latent_kernel(k, v.shape[3], max(pages.bits for pages in store.paged))
         if uses_triton(backend, k.device, reason):
-            from turbo_hf.ops.latent.launch import launch_append_latents  # noqa: PLC0415 - needs Triton
+            from turbo_hf.ops.store.launch_latent import launch_append_latents  # noqa: PLC0415 - needs Triton
 
             launch_append_latents(rotate_latents(k) if rotate else k, v, store, starts, nonfinite)
             return
@@ -151,7 +150,7 @@ def append_step(
         )
     if latent and given_scale is None:
         if uses_triton(backend, k.device, why_no_latent_kernel(k, v.shape[3], store.paged[0].bits)):
-            from turbo_hf.ops.latent.launch import launch_latent_step  # noqa: PLC0415 - needs Triton
+            from turbo_hf.ops.store.launch_latent import launch_latent_step  # noqa: PLC0415 - needs Triton
 
             launch_latent_step(rotate_latents(k) if rotate else k, v, store, nonfinite)
             return

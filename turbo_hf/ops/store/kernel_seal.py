@@ -39,13 +39,13 @@ def quantize_tokens_kernel(
 
 
 @triton.jit
-def _stage1(codes_ptr, at, inside, ratio):
+def stage1(codes_ptr, at, inside, ratio):
     """INT8 codes under the block's scale."""
     return _rounded(tl.load(codes_ptr + at, mask=inside, other=0).to(tl.float32) * ratio)
 
 
 @triton.jit
-def _ratios(scale_ptr, at, n):
+def ratios(scale_ptr, at, n):
     """The block's scale, which is the largest of its tokens', and each token's share of it."""
     scales = tl.load(scale_ptr + at + n)
     scale = tl.max(scales, 0)
@@ -92,7 +92,7 @@ def _store_planes(ptr, at, codes, inside, lane: tl.constexpr, before, width, BIT
 
 
 @triton.jit
-def _seal_lines(
+def seal_lines(
     x_ptr, token, channel, ratio, out_ptr, meta_ptr, page,
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, LANE_WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +107,7 @@ def _seal_lines(
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
-        q1 = _stage1(x_ptr, n[:, None] * token + run[None, :] * channel, inside, ratio[:, None])
+        q1 = stage1(x_ptr, n[:, None] * token + run[None, :] * channel, inside, ratio[:, None])
         if BITS == 8:
             tl.store(out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :], q1.to(tl.int8), mask=inside)
         else:
@@ -129,19 +129,19 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     LANES: tl.constexpr = FORM.lanes[G]
     LEVELS: tl.constexpr = 2.0**BITS - 1
     n = tl.arange(0, BLOCK)
-    k_scale, k_ratio = _ratios(tokens.k_scale, 0, n)
-    v_scale, v_ratio = _ratios(tokens.v_scale, 0, n)
+    k_scale, k_ratio = ratios(tokens.k_scale, 0, n)
+    v_scale, v_ratio = ratios(tokens.v_scale, 0, n)
     tl.store(scale_out + page * 2, k_scale)
     tl.store(scale_out + page * 2 + 1, v_scale)
     base = page * BLOCK * D
     meta = meta_out + page * 4 * D
-    _seal_lines(tokens.k, D, 1, k_ratio, k_out, meta, page, D, BLOCK, BITS, LANES, FORM.lane_width[G])
+    seal_lines(tokens.k, D, 1, k_ratio, k_out, meta, page, D, BLOCK, BITS, LANES, FORM.lane_width[G])
     d = tl.arange(0, DP)
     step = tl.full((DP,), 1.0, tl.float32)
     zero = step
     if BITS != 8:
         at = n[:, None] * tokens.v_token + d[None, :] * tokens.v_channel
-        q1 = _stage1(tokens.v, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
+        q1 = stage1(tokens.v, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
         step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
         tl.store(meta + 2 * D + d, step.to(tl.int8), mask=d < D)
         tl.store(meta + 3 * D + d, zero.to(tl.int8), mask=d < D)
@@ -155,7 +155,7 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
         token = value_order(lane * TOKENS + i)
         share = tl.div_rn(tl.load(tokens.v_scale + token), tl.where(v_scale > 0, v_scale, 1.0))
         v_from = token[None, :] * tokens.v_token + d[:, None] * tokens.v_channel
-        q1 = _stage1(tokens.v, v_from, inside, share[None, :])
+        q1 = stage1(tokens.v, v_from, inside, share[None, :])
         if BITS == 8:
             tl.store(v_out + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
         else:
