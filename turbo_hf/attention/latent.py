@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA): queries and outputs meet the cached latents, not keys and values made of them.
 
 Transformers caches a latent and a rotary part per token, and `expand_kv` of the attention module makes keys and values
-of all of them in each pass. On a patched model it hands both on as they are (`patches.latent.keep_latent`). Decode steps then attend
-to the latents (`latent_step`); prompts expand their own tokens, and those of the past, as without a patch
-(`latent_prompt`).
+of all of them in each pass. On a patched model it hands both on as they are (`patches.latent.keep_latent`). Decode
+steps then attend to the latents (`latent_step`); prompts expand their own tokens, and those of the past, as without a
+patch (`latent_prompt`).
 """
 
 from typing import Any, NamedTuple
@@ -43,9 +43,9 @@ def up_projections(module: Any) -> UpProjections:
 
 
 def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [B, H, M, n] times weight [H, n, m]: [B, H, M, m] in x's dtype. Rows together, so that weights are read once."""
+    """x [B, H, M, n] times weight [H, n, m] of each head: [B, H, M, m] in x's dtype."""
     batch, heads, tokens, _ = x.shape
-    # [H, B x M, n]
+    # [H, B x M, n]: the weights are read once, not for each row
     together = x.transpose(0, 1).reshape(heads, batch * tokens, -1)
     return (together @ weight.to(x.dtype)).unflatten(1, (batch, tokens)).transpose(0, 1)
 

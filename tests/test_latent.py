@@ -1,0 +1,232 @@
+"""Models of latent attention (MLA): what `generate` does on them, patched, is what it does unpatched."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import left_padded, prompts
+from tiny_families import build
+
+import turbo_hf
+from turbo_hf import TurboCache, TurboConfig, Unsupported
+from turbo_hf.layout import page_bytes
+from turbo_hf.models.model_layers import LATENT_TYPES
+
+EXACT = TurboConfig(bits=16)
+NEW = 12
+
+
+@functools.cache
+def model_of(family: str = "deepseek_v3", **changes: Any) -> Any:
+    """A tiny model in float64-like comfort: float16 storage of float32 leaves tokens apart by more than rounding."""
+    model = build(family)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def batch() -> dict[str, Any]:
+    """Ragged left-padded prompts, longer and shorter than a block."""
+    return left_padded([row[:n] % 97 + 1 for row, n in zip(prompts(3, 90), (90, 70, 13), strict=True)])
+
+
+def generated(model: Any, given: dict[str, Any], **options: Any) -> torch.Tensor:
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options
+    out: torch.Tensor = model.generate(**given, **options)
+    return out
+
+
+def test_every_type_is_one_that_transformers_has() -> None:
+    known = set(transformers.CONFIG_MAPPING)
+    # Bailing's hybrid came with a later version than the oldest
+    assert set(LATENT_TYPES) - known <= {"bailing_hybrid"}
+
+
+@pytest.mark.parametrize("mode", ["plain", "beams", "chunks", "sampled", "assisted"])
+def test_tokens_are_those_of_the_unpatched_model(mode: str) -> None:
+    model, given = model_of(), batch()
+    options: dict[str, Any] = {
+        "plain": {},
+        "beams": {"num_beams": 3, "num_return_sequences": 2},
+        "chunks": {"prefill_chunk_size": 25},
+        "sampled": {"do_sample": True, "num_return_sequences": 2, "top_k": 20},
+        "assisted": {"prompt_lookup_num_tokens": 3},
+    }[mode]
+    if mode == "assisted":
+        ids = batch()["input_ids"][:1, :40]
+        given = {"input_ids": torch.cat((ids, ids), 1)}
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+    torch.manual_seed(5)
+    want = generated(model, given, **options)
+    with turbo_hf.patch(model, EXACT):
+        torch.manual_seed(5)
+        got = generated(model, given, **options)
+    assert torch.equal(got, want)
+
+
+def steps(model: Any, ids: torch.Tensor, cache: Any, first: int) -> torch.Tensor:
+    """Logits of a prompt, and of the tokens behind it one by one."""
+    with torch.no_grad():
+        out = [model(ids[:, :first], past_key_values=cache).logits[:, -1:]]
+        out += [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(first, ids.shape[1])]
+    return torch.cat(out, 1)
+
+
+def test_logits_of_steps_are_those_of_the_unpatched_model_within_the_rounding_of_its_cache() -> None:
+    model, ids = model_of(), prompts(2, 140) % 97 + 1
+    want = steps(model, ids, transformers.DynamicCache(config=model.config), 120)
+    with turbo_hf.patch(model, EXACT) as handle:
+        got = steps(model, ids, handle.new_cache(), 120)
+    assert (got - want).norm() < 2e-3 * want.norm()
+
+
+@pytest.mark.parametrize("config", [EXACT, "int8", "turbo4"], ids=["16", "int8", "turbo4"])
+def test_absorbed_steps_equal_expanded_ones_over_the_same_cache(config: Any) -> None:
+    # the same cache on the unpatched model: Transformers expands what it dequantizes
+    model, ids = model_of(), prompts(2, 140) % 97 + 1
+    with turbo_hf.patch(model, config) as handle:
+        cache = handle.new_cache()
+        with torch.no_grad():
+            model(ids[:, :130], past_key_values=cache)
+        other = copy.deepcopy(cache)
+        got = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(130, 140)]
+    with torch.no_grad():
+        want = [other_step(model, ids, n, other) for n in range(130, 140)]
+    torch.testing.assert_close(torch.cat(got, 1), torch.cat(want, 1), rtol=2e-3, atol=2e-3)
+    assert cache.get_seq_length() == other.get_seq_length() == 140
+
+
+def other_step(model: Any, ids: torch.Tensor, n: int, cache: Any) -> torch.Tensor:
+    logits: torch.Tensor = model(ids[:, n : n + 1], past_key_values=cache).logits
+    return logits
+
+
+def test_crop_and_copies_go_back_to_what_was() -> None:
+    model, ids = model_of(), prompts(2, 140) % 97 + 1
+    with turbo_hf.patch(model, EXACT) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(ids[:, :100], past_key_values=cache)
+        kept = copy.deepcopy(cache)
+        want = model(ids[:, 100:101], past_key_values=cache).logits
+        model(ids[:, 101:140], past_key_values=cache)
+        # into a sealed block
+        cache.crop(-40)
+        for again in (cache, kept):
+            assert again.get_seq_length() == 100
+            torch.testing.assert_close(model(ids[:, 100:101], past_key_values=again).logits, want)
+
+
+def test_a_second_turn_continues_the_cache() -> None:
+    model, ids = model_of(), prompts(1, 90) % 97 + 1
+    mask = torch.ones(1, 120, dtype=torch.long)
+
+    def two_turns() -> torch.Tensor:
+        first = model.generate(
+            ids[:, :60], attention_mask=mask[:, :60], max_new_tokens=8, return_dict_in_generate=True, pad_token_id=0
+        )
+        again = torch.cat((first.sequences, ids[:, 60:]), 1)
+        return generated(
+            model,
+            {"input_ids": again, "attention_mask": mask[:, : again.shape[1]]},
+            past_key_values=first.past_key_values,
+        )
+
+    want = two_turns()
+    with turbo_hf.patch(model, EXACT):
+        assert torch.equal(two_turns(), want)
+
+
+def test_bytes_are_those_of_latents() -> None:
+    # DeepSeek's own sizes: 512 and 64 channels, blocks of 64 tokens
+    assert page_bytes(512, 4, 64, 64) / 64 == pytest.approx(336.1, abs=0.1)
+    assert page_bytes(512, 8, 64, 64) / 64 == pytest.approx(576.1, abs=0.1)
+    model, ids = model_of(), prompts(1, 128) % 97 + 1
+    with turbo_hf.patch(model, "turbo4") as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(ids, past_key_values=cache)
+        layer = cache.memory().layers[0]
+    # two pages, and what the host needs of a row
+    assert 2 * page_bytes(16, 4, 64, 16) <= layer["codes"] + layer["scales"] <= 2 * page_bytes(16, 4, 64, 16) + 120
+
+
+def test_remove_restores_the_model() -> None:
+    model, given = model_of(), batch()
+    want = generated(model, given)
+    modules = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+    with turbo_hf.patch(model, "turbo4") as handle:
+        assert all("expand_kv" in vars(module) for module in modules)
+        assert "latent 4 bit" in str(handle.report())
+        # a call without a cache, and one with Transformers' own, are the unpatched model's
+        assert torch.equal(generated(model, given, use_cache=False), want)
+        with pytest.warns(UserWarning, match="not compressed"):
+            own = generated(model, given, past_key_values=transformers.DynamicCache(config=model.config))
+        assert torch.equal(own, want)
+    assert not any("expand_kv" in vars(module) for module in modules)
+    assert torch.equal(generated(model, given), want)
+
+
+def test_dense_layers_keep_latents_of_transformers_own() -> None:
+    model, given = model_of(), batch()
+    want = generated(model, given)
+    with turbo_hf.patch(model, TurboConfig(bits=16, dense_layers=(0, 2))) as handle:
+        assert torch.equal(generated(model, given), want)
+        assert [at.storage for at in handle.report().layers] == ["dense", "latent 16 bit"] * 2
+
+
+def test_a_turbo_cache_serves_the_unpatched_model() -> None:
+    model, ids = model_of(), prompts(1, 90) % 97 + 1
+    want = steps(model, ids, transformers.DynamicCache(config=model.config), 80)
+    got = steps(model, ids, TurboCache(model.config, EXACT), 80)
+    assert (got - want).norm() < 2e-3 * want.norm()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sas": True},
+        {"attention": "int8"},
+        {"smooth_k": True},
+        {"hadamard": True},
+        {"buffer_scale": "universal"},
+        {"compile": True},
+        {"sparse": turbo_hf.SparseConfig(selector="window")},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_single_heads_are_refused(options: dict[str, Any]) -> None:
+    model = model_of()
+    with pytest.raises(Unsupported, match=f"TurboConfig.{next(iter(options))}.* is not for latent attention"):
+        turbo_hf.patch(model, TurboConfig(**options), strict="fallback")
+    assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+def test_up_projections_that_are_no_plain_linear_are_refused() -> None:
+    model = copy.deepcopy(model_of())
+    attention = model.model.layers[1].self_attn
+
+    class Wrapped(torch.nn.Linear):
+        """As quantized and adapted layers are."""
+
+    wrapped = Wrapped(attention.kv_b_proj.in_features, attention.kv_b_proj.out_features, bias=False)
+    kept, attention.kv_b_proj = attention.kv_b_proj, wrapped
+    with pytest.raises(Unsupported, match="layers 1 cannot be compressed: its kv_b_proj is no plain Linear"):
+        turbo_hf.patch(model)
+    attention.kv_b_proj = kept
+    with turbo_hf.patch(model), torch.no_grad():
+        # an adapter that is added after the patch
+        attention.kv_b_proj = wrapped
+        with pytest.raises(Unsupported, match="kv_b_proj is no plain Linear"):
+            generated(model, {"input_ids": torch.ones(1, 5, dtype=torch.long)})
+
+
+def test_nan_is_reported() -> None:
+    model = copy.deepcopy(model_of())
+    with turbo_hf.patch(model) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(torch.ones(1, 5, dtype=torch.long), past_key_values=cache)
+        model.model.layers[0].self_attn.kv_a_layernorm.weight.fill_(torch.nan)
+        with pytest.raises(ValueError, match=r"layer 0.*NaN"):
+            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
