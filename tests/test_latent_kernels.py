@@ -67,9 +67,7 @@ def test_a_replayable_step_seals_and_stores_as_the_reference(device: str, bits: 
             v = torch.randn(3, 1, 1, ROTARY, generator=seeded).to(device, dtype)
             arrived = torch.zeros(3, dtype=torch.int32, device=device)
             store = layer.store()._replace(open_len=layer.device_counts.open(state))
-            append_step(
-                k, v, store, nonfinite=nonfinite, arrived=arrived, rotate=layer.config.rotates, backend=backend
-            )
+            append_step(k, v, store, nonfinite=nonfinite, arrived=arrived, rotate=layer.config.rotates, backend=backend)
         made.append((dequantize(store, torch.float32, layer.config.rotates), store.sealed, store.open_len, nonfinite))
     assert made[0][1].tolist() == [2, 1, 0]
     assert made[0][2].tolist() == [2, 2, 13]

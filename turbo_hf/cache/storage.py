@@ -101,7 +101,9 @@ class LayerStorage:
         self.rotary_dim = value_states.shape[-1] if self.latent else None
         self.dtype, self.device, self.why_no_kernel = key_states.dtype, key_states.device, why_no_kernel(key_states)
         if self.rotary_dim is not None:
-            self.why_no_kernel = why_no_latent_kernel(key_states, self.rotary_dim, self.config.bits)
+            self.why_no_kernel = why_no_latent_kernel(
+                key_states, self.rotary_dim, self.config.bits, self.config.block_size
+            )
             if self.config.buffer_scale == "universal":
                 self.why_no_kernel = "latents with a universal scale have no kernel"
         self.in_place = self.appends_in_place()

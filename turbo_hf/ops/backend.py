@@ -6,6 +6,9 @@ from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.layout import MODES
 from turbo_hf.ops import gpu
 
+LATENT_BLOCK = 64
+"""Tokens per block for which the kernels of latent attention have run on a GPU."""
+
 WIDE_HALF = 150 << 10
 """Bytes of shared memory that mode "half" takes for values in float32 of more than 128 channels."""
 
@@ -69,15 +72,19 @@ def why_no_kernel(x: torch.Tensor, mode: str = "fp16") -> str | None:
     return None
 
 
-def why_no_latent_kernel(latent: torch.Tensor, rotary_dim: int, bits: int) -> str | None:
-    """Why no kernel serves latents like `latent` [..., rank] beside rotary parts of so many channels, stored at `bits`;
-    None if one does."""
+def why_no_latent_kernel(latent: torch.Tensor, rotary_dim: int, bits: int, block: int) -> str | None:
+    """Why no kernel serves latents like `latent` [..., rank] beside rotary parts of so many channels; None if one does.
+
+    bits, block: width and tokens of the blocks that hold them.
+    """
     rank = latent.shape[-1]
     reason = gpu.why_no_kernels_on(latent.device)
     if reason is not None:
         return reason
     if latent.dtype not in (torch.float16, torch.bfloat16) and (latent.is_cuda or latent.dtype == torch.float64):
         return f"latent attention has kernels for 16-bit models, and this is {latent.dtype}"
+    if block != LATENT_BLOCK:
+        return f"latents in blocks of {block} tokens have no kernel; blocks of {LATENT_BLOCK} have"
     if bits not in (16, 8, 4):
         return f"latents of {bits} bit have no kernel; 4, 8 and 16 have"
     for name, size, least in (("latent", rank, 32), ("rotary part", rotary_dim, 16)):

@@ -26,6 +26,7 @@ from turbo_hf.patching.refusals import (
     check_model,
     choose_layer,
     forecast,
+    forecast_latent,
     refuse_latent_options,
     refuse_layers,
     require_layers,
@@ -90,10 +91,11 @@ def patch(
     refuse_latent_options(layers, chosen)
     refuse_layers(layers, notices)
     forecast(chosen, {x.device for x in model.parameters()}, model.dtype, dims, notices)
+    latents = [module for n, module in modules.items() if layers[n].groups and layers[n].latent]
+    forecast_latent(chosen, latents, {x.device for x in model.parameters()}, model.dtype, notices)
     if not hasattr(type(model), PREPARE):
         notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
     loaded = load_calibration(model, chosen, calibration, notices, revision)
-    latent = any(at.latent and at.groups for at in layers)
     split = [at.groups for at in layers if at.groups and not at.kept_int8]
     if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for bits, _ in groups):
         notices.note(
@@ -104,7 +106,7 @@ def patch(
     selectors, sparse = choose_selectors(chosen, windowed, loaded, len(layers), notices)
     uncompressed = tuple(at.index for at in layers if not at.groups)
     unpatched = unpatched_logits(model, modules.values()) if check else None
-    steps, no_graphs = describe(chosen, uncompressed, family is not None, model.device, latent)
+    steps, no_graphs = describe(chosen, uncompressed, family is not None, model.device, bool(latents))
     # the last possible refusal before anything is changed
     if chosen.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
@@ -115,7 +117,7 @@ def patch(
         notes=family.notes if family else "",
         config=chosen,
         layers=tuple(layers),
-        prompts=LATENT_PROMPTS if latent else describe_prefill(chosen.prompt_attention, model.device, dims),
+        prompts=LATENT_PROMPTS if latents else describe_prefill(chosen.prompt_attention, model.device, dims),
         steps=steps,
         warnings=tuple(notices.messages),
         heads=loaded.words,

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,7 +15,7 @@ from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.models.model_layers import kv_heads
 from turbo_hf.models.versions import version_problem
 from turbo_hf.ops import gpu
-from turbo_hf.ops.backend import why_no_kernel
+from turbo_hf.ops.backend import why_no_kernel, why_no_latent_kernel
 from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.patches.families import Family
 from turbo_hf.patches.generic import is_latent, lost_to_bias
@@ -176,6 +177,22 @@ def forecast(
         if config.backend == "triton":
             raise Unsupported(f'backend "triton": {line} Choose backend "auto" or "reference", or another attention.')
         notices.note(line)
+
+
+def forecast_latent(
+    config: TurboConfig, modules: Iterable[Any], devices: Iterable[torch.device], dtype: torch.dtype, notices: Notices
+) -> None:
+    """As `forecast`, of layers of latent attention. modules: their attention modules."""
+    sizes = {(module.kv_lora_rank, module.qk_rope_head_dim) for module in modules}
+    cuda = [device for device in devices if device.type == "cuda"]
+    if config.backend == "reference":
+        return
+    for rank, rotary in sorted(sizes) if cuda else ():
+        why = why_no_latent_kernel(_example(rank, dtype, cuda[0]), rotary, config.bits, config.block_size)
+        if why is not None and config.backend == "triton":
+            raise Unsupported(f'backend "triton": {why}. Choose backend "auto" or "reference".')
+        if why is not None:
+            notices.note(f"decode steps over latents run in plain torch, which is slow: {why}.")
 
 
 def _lines(config: TurboConfig, device: torch.device, dtype: torch.dtype, dims: set[int]) -> Iterable[str]:

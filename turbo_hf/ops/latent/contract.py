@@ -52,7 +52,7 @@ def latent_decode(
     if starts is not None and starts.shape != (batch,):
         raise ValueError(f"starts must be int64 [{batch}]; got {tuple(starts.shape)}.")
     bits = max(pages.bits for pages in store.paged)
-    if not uses_triton(backend, q_latent.device, why_no_latent_kernel(q_latent, rotary, bits)):
+    if not uses_triton(backend, q_latent.device, why_no_latent_kernel(q_latent, rotary, bits, store.block)):
         return reference_latent_decode(q_latent, q_rotary, store, scaling, starts)
     from turbo_hf.ops.latent.launch import launch_latent_decode  # noqa: PLC0415 - needs Triton
 

@@ -36,32 +36,25 @@ def _absorb(state, q, low, high, rotary, k_scale, r_scale, allowed, unit, TYPE: 
 
 
 @triton.jit
-def _dequantized(codes, step, zero, TYPE: tl.constexpr):
-    """Stage 2 undone. Exact in 16 bit: products are at most 15 x 16, and sums at most 128."""
-    x = codes.to(TYPE) * step.to(TYPE)[None, :] + zero.to(TYPE)[None, :]
-    return tl.minimum(tl.maximum(x, -127.0), 127.0).to(TYPE)
-
-
-@triton.jit(do_not_specialize=["shares"])
 def latent_kernel(
     q_ptr, qr_ptr,  # [B, N, rank] and [B, N, R], N = heads * tokens, contiguous
     k_ptr, v_ptr, meta_ptr, scale_ptr,  # pages of the one head, as in `PagedHeads`
     k_open, v_open, k_scales, v_scales,  # open tokens, as in `KVStore`
     table_ptr, sealed_ptr, open_ptr, starts_ptr,  # int64 [B, blocks], [B], [B]; starts [B] or None
-    part_ptr, lse_ptr,  # float32 [B, shares, N, rank], [B, shares, N]: log2
-    table_stride, cap, unit, count, shares,
-    RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, TYPE: tl.constexpr, STAGES: tl.constexpr,
+    part_ptr, lse_ptr,  # float32 [B, SHARES, N, rank], [B, SHARES, N]: log2
+    table_stride, cap, unit, count,
+    RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, SHARES: tl.constexpr, TYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One share of the blocks of one row, for ROWS of its N queries (head-major); the last share has the open tokens.
 
-    count: N. unit: scaling times log2(e). TILE: tokens per iteration, a part of a block.
+    count: N. unit: scaling times log2(e).
     """
     share, group = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     HALF: tl.constexpr = RANK // 2
     n = group * ROWS + tl.arange(0, ROWS)
-    c, r, t = tl.arange(0, HALF), tl.arange(0, ROTARY), tl.arange(0, TILE)
+    c, r, t = tl.arange(0, HALF), tl.arange(0, ROTARY), tl.arange(0, BLOCK)
     inside = (n < count)[:, None]
     at = (row * count + n)[:, None] * RANK + c[None, :]
     q_low = tl.load(q_ptr + at, mask=inside, other=0.0).to(TYPE)
@@ -75,33 +68,34 @@ def latent_kernel(
     if starts_ptr is not None:
         last = tl.maximum(last, sealed * BLOCK + opened - TOKENS + tl.load(starts_ptr + row).to(tl.int32))
     last = tl.maximum(last, 0)
-    each = tl.cdiv(sealed, shares)
+    each = tl.cdiv(sealed, SHARES)
     begin = tl.minimum(share * each, sealed)
     end = tl.minimum(begin + each, sealed)
     acc = tl.zeros([ROWS, HALF], tl.float32)
     state = acc, acc, tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     # where the stored values of a block hold token t (VALUE_ORDER)
     stored = t if BITS == 16 else t // 16 * 16 + t // 2 % 4 * 4 + t // 8 % 2 * 2 + t % 2
-    TILES: tl.constexpr = BLOCK // TILE
-    for tile in tl.range(begin * TILES, end * TILES, num_stages=STAGES):
-        page = tl.load(table_ptr + row * table_stride + tile // TILES)
-        first = tile % TILES * TILE
+    for block in tl.range(begin, end, num_stages=STAGES):
+        page = tl.load(table_ptr + row * table_stride + block)
         k_scale = tl.load(scale_ptr + 2 * page)
         r_scale = tl.load(scale_ptr + 2 * page + 1)
-        rotary = tl.load(v_ptr + (page * ROTARY + r)[:, None] * BLOCK + (first + stored)[None, :]).to(TYPE)
+        rotary = tl.load(v_ptr + (page * ROTARY + r)[:, None] * BLOCK + stored[None, :]).to(TYPE)
         if BITS == 4:
-            packed = tl.load(k_ptr + (page * BLOCK + first + t)[:, None] * HALF + c[None, :])
+            packed = tl.load(k_ptr + (page * BLOCK + t)[:, None] * HALF + c[None, :])
             meta = meta_ptr + page * 2 * RANK + c
-            low = _dequantized(packed & 15, tl.load(meta), tl.load(meta + RANK), TYPE)
-            high = _dequantized(packed >> 4, tl.load(meta + HALF), tl.load(meta + RANK + HALF), TYPE)
+            low = (packed & 15).to(tl.float32) * tl.load(meta)[None, :] + tl.load(meta + RANK)[None, :]
+            high = (packed >> 4).to(tl.float32) * tl.load(meta + HALF)[None, :]
+            high += tl.load(meta + RANK + HALF)[None, :]
+            low = tl.minimum(tl.maximum(low, -127.0), 127.0).to(TYPE)
+            high = tl.minimum(tl.maximum(high, -127.0), 127.0).to(TYPE)
         else:
-            place = (page * BLOCK + first + t)[:, None] * RANK + c[None, :]
+            place = (page * BLOCK + t)[:, None] * RANK + c[None, :]
             low = tl.load(k_ptr + place).to(TYPE)
             high = tl.load(k_ptr + place + HALF).to(TYPE)
-        allowed = (tile * TILE + t)[None, :] <= last[:, None]
+        allowed = (block * BLOCK + t)[None, :] <= last[:, None]
         state = _absorb(state, q, low, high, rotary, k_scale, r_scale, allowed, unit, TYPE)
-    for begun in tl.range(0, opened if share == shares - 1 else 0, TILE, num_stages=1):
-        token = begun + t
+    for first in tl.range(0, opened if share == SHARES - 1 else 0, BLOCK, num_stages=1):
+        token = first + t
         live = token < opened
         place = (row * cap + token)[:, None] * RANK + c[None, :]
         low = tl.load(k_open + place, mask=live[:, None], other=0.0).to(TYPE)
@@ -115,24 +109,24 @@ def latent_kernel(
         state = _absorb(state, q, low, high, rotary, k_scale, r_scale, allowed, unit, TYPE)
     acc_low, acc_high, m, denom = state
     some = tl.where(denom > 0, denom, 1.0)
-    to = (row * shares + share) * count + n
+    to = (row * SHARES + share) * count + n
     place = to[:, None] * RANK + c[None, :]
     tl.store(part_ptr + place, acc_low / some[:, None], mask=inside)
     tl.store(part_ptr + place + HALF, acc_high / some[:, None], mask=inside)
     tl.store(lse_ptr + to, tl.where(denom > 0, m + tl.log2(some), -float("inf")), mask=n < count)
 
 
-@triton.jit(do_not_specialize=["shares"])
-def merge_kernel(part_ptr, lse_ptr, out_ptr, out_lse_ptr, count, shares, RANK: tl.constexpr):
+@triton.jit
+def merge_kernel(part_ptr, lse_ptr, out_ptr, out_lse_ptr, count, RANK: tl.constexpr, SHARES: tl.constexpr):
     """Merge the shares of one query. out: [B, N, rank]; out_lse: float32 [B, N], natural log."""
     n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     c = tl.arange(0, RANK)
-    largest = tl.load(lse_ptr + row * shares * count + n)
-    for share in range(shares):
-        largest = tl.maximum(largest, tl.load(lse_ptr + (row * shares + share) * count + n))
+    largest = -float("inf")
+    for share in range(SHARES):
+        largest = tl.maximum(largest, tl.load(lse_ptr + (row * SHARES + share) * count + n))
     acc, total = tl.zeros([RANK], tl.float32), 0.0
-    for share in range(shares):
-        at = (row * shares + share) * count + n
+    for share in range(SHARES):
+        at = (row * SHARES + share) * count + n
         weight = tl.exp2(tl.load(lse_ptr + at) - largest)
         total += weight
         acc += weight * tl.load(part_ptr + at * RANK + c)

@@ -6,36 +6,31 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore
+from turbo_hf.layout import AttentionOutput, KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.latent.kernel import latent_kernel, merge_kernel
 
 ROWS = 16
 """Queries per program at least: the M of a 16-bit tensor-core product."""
 
-MOST_ROWS = 32
-"""Queries per program at most: with more, their sums no longer fit in registers."""
+MOST_ROWS = 64
+"""Queries per program at most: their sums fill the registers of eight warps."""
 
-TILE = 32
-"""Tokens per iteration, for the same reason."""
-
-PER_SM = 2
-"""Programs for each SM, if a row has blocks enough."""
-
-LEAST_BLOCKS = 2
-"""Blocks per share at least."""
+MOST_SHARES = 64
+"""Parts that one query's output is merged from at most."""
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 def schedule(rows: int, bits: int) -> tuple[int, int]:
     """Warps and pipeline stages of a program for so many queries."""
-    return (4 if rows == ROWS and bits == UNQUANTIZED else 8), 3
+    return (8, 2) if rows > ROWS else (4, 2)
 
 
 def shares_of(programs: int, blocks: int, sms: int) -> int:
-    """Into how many shares the blocks of a row are cut, so that all SMs have work."""
-    return max(1, min(PER_SM * sms // programs, blocks // LEAST_BLOCKS))
+    """Into how many shares the blocks of a row are cut, so that all SMs have work; a power of two."""
+    wanted = max(1, min(sms // max(1, programs), blocks // 2, MOST_SHARES))
+    return 1 << (wanted.bit_length() - 1)
 
 
 def launch_latent_decode(
@@ -59,15 +54,16 @@ def launch_latent_decode(
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=device)
     kind = tl.float32 if interpreted else TYPES[q_latent.dtype]
     warps, stages = schedule(rows, pages.bits)
-    latent_kernel[(shares, groups, batch)](
-        q_latent.contiguous(), q_rotary.contiguous(),
-        pages.k, pages.v, pages.meta, pages.scale,
-        store.k_open, store.v_open, store.k_scale, store.v_scale,
-        store.table, store.sealed, store.open_len, starts,
-        parts, part_lse,
-        store.table.stride(0), store.k_open.shape[2], scaling * math.log2(math.e), count, shares,
-        RANK=rank, ROTARY=q_rotary.shape[-1], BITS=pages.bits, BLOCK=store.block, TILE=min(TILE, store.block),
-        ROWS=rows, TOKENS=tokens, TYPE=kind, STAGES=stages, num_warps=warps,
-    )  # fmt: skip
-    merge_kernel[(count, batch)](parts, part_lse, out, lse, count, shares, RANK=rank, num_warps=4)
+    with torch.cuda.device_of(q_latent):
+        latent_kernel[(shares, groups, batch)](
+            q_latent.contiguous(), q_rotary.contiguous(),
+            pages.k, pages.v, pages.meta, pages.scale,
+            store.k_open, store.v_open, store.k_scale, store.v_scale,
+            store.table, store.sealed, store.open_len, starts,
+            parts, part_lse,
+            store.table.stride(0), store.k_open.shape[2], scaling * math.log2(math.e), count,
+            RANK=rank, ROTARY=q_rotary.shape[-1], BITS=pages.bits, BLOCK=store.block, ROWS=rows, TOKENS=tokens,
+            SHARES=shares, TYPE=kind, STAGES=stages, num_warps=warps,
+        )  # fmt: skip
+        merge_kernel[(count, batch)](parts, part_lse, out, lse, count, RANK=rank, SHARES=shares, num_warps=4)
     return AttentionOutput(out, lse)

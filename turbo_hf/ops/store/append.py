@@ -70,7 +70,7 @@ def append_tokens(
     if rotate:
         check_float("k", k)
     if store.paged and store.k_open.shape[3] != store.v_open.shape[2] and given_scale is None and max_scale is None:
-        reason = why_no_latent_kernel(k, v.shape[3], max(pages.bits for pages in store.paged))
+        reason = why_no_latent_kernel(k, v.shape[3], max(pages.bits for pages in store.paged), store.block)
         if uses_triton(backend, k.device, reason):
             from turbo_hf.ops.store.launch_latent import launch_append_latents  # noqa: PLC0415 - needs Triton
 
@@ -149,7 +149,7 @@ def append_step(
             f"{tuple(noted[0].shape)} and {tuple(noted[1].shape)}."
         )
     if latent and given_scale is None:
-        if uses_triton(backend, k.device, why_no_latent_kernel(k, v.shape[3], store.paged[0].bits)):
+        if uses_triton(backend, k.device, why_no_latent_kernel(k, v.shape[3], store.paged[0].bits, store.block)):
             from turbo_hf.ops.store.launch_latent import launch_latent_step  # noqa: PLC0415 - needs Triton
 
             launch_latent_step(rotate_latents(k) if rotate else k, v, store, nonfinite)

@@ -15,26 +15,28 @@ def launch_append_latents(
 ) -> None:
     """`ops.store.append.append_tokens` for latents. latent: [B, 1, M, rank], rotated if it is to be stored so."""
     batch, _, tokens, rank = latent.shape
-    if tokens:
-        append_latent_kernel[(tokens, batch)](
-            latent.contiguous(), rotary.contiguous(),
-            store.k_open, store.v_open, store.k_scale, store.v_scale,
-            store.open_len, starts, nonfinite,
-            tokens, store.k_open.shape[2],
-            RANK=rank, ROTARY=rotary.shape[-1], QUANTIZED=store.k_open.dtype == torch.int8, num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    with torch.cuda.device_of(latent):
+        if tokens:
+            append_latent_kernel[(tokens, batch)](
+                latent.contiguous(), rotary.contiguous(),
+                store.k_open, store.v_open, store.k_scale, store.v_scale,
+                store.open_len, starts, nonfinite,
+                tokens, store.k_open.shape[2],
+                RANK=rank, ROTARY=rotary.shape[-1], QUANTIZED=store.k_open.dtype == torch.int8, num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
     store.open_len.add_(tokens if starts is None else tokens - starts)
 
 
 def launch_latent_step(latent: torch.Tensor, rotary: torch.Tensor, store: KVStore, nonfinite: torch.Tensor) -> None:
     """`ops.store.append.append_step` for latents. latent: [B, 1, 1, rank], rotated if it is to be stored so."""
     (pages,) = store.paged
-    latent_step_kernel[(len(latent),)](
-        latent.contiguous(), rotary.contiguous(), tuple(pages[1:]),
-        (store.k_open, store.v_open, store.k_scale, store.v_scale),
-        store.table, store.sealed, store.open_len, nonfinite,
-        store.table.stride(0), store.k_open.shape[2],
-        RANK=latent.shape[-1], ROTARY=rotary.shape[-1], BITS=pages.bits, BLOCK=store.block, num_warps=8,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    with torch.cuda.device_of(latent):
+        latent_step_kernel[(len(latent),)](
+            latent.contiguous(), rotary.contiguous(), tuple(pages[1:]),
+            (store.k_open, store.v_open, store.k_scale, store.v_scale),
+            store.table, store.sealed, store.open_len, nonfinite,
+            store.table.stride(0), store.k_open.shape[2],
+            RANK=latent.shape[-1], ROTARY=rotary.shape[-1], BITS=pages.bits, BLOCK=store.block, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
