@@ -32,7 +32,7 @@ def expanded(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[t
 
 def why_not_absorbed(module: Any) -> str | None:
     """Why the up-projections of this module cannot be multiplied into queries and outputs; None if they can."""
-    up = getattr(module, "kv_b_proj", None)
+    up: Any = getattr(module, "kv_b_proj", None)
     if not hasattr(type(module), EXPAND) or not type(module).__module__.startswith("transformers.models."):
         return "latent attention of a class that is not known here"
     weight = getattr(up, "weight", None)

@@ -15,7 +15,7 @@ from turbo_hf.ops.store.quantize import dequantize
 RANK, ROTARY = 64, 16
 
 
-def layer_of(bits: int, backend: str, lengths: list[int], device: str, dtype: torch.dtype) -> Any:
+def layer_of(bits: int, backend: Any, lengths: list[int], device: str, dtype: torch.dtype) -> Any:
     """A latent layer that holds random rows of these lengths, left-padded."""
     longest, seeded = max(lengths), torch.Generator().manual_seed(1)
     latent = torch.randn(len(lengths), 1, longest, RANK, generator=seeded).to(device, dtype)
@@ -41,10 +41,10 @@ def test_a_step_over_latents_is_that_of_the_reference(device: str, bits: int, he
     q = torch.randn(3, heads, tokens, RANK + ROTARY, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     starts = torch.tensor([0, tokens - 1, 0], device=device)
     got, want = (
-        latent_decode(*q.split((RANK, ROTARY), -1), layer.store(), 0.2, starts=starts, backend=backend)
+        latent_decode(q[..., :RANK], q[..., RANK:], layer.store(), 0.2, starts=starts, backend=backend)
         for layer, backend in ((stored, "triton"), (plain, "reference"))
     )
-    close = {"rtol": 1e-4, "atol": 1e-5} if device == "cpu" else {"rtol": 2e-2, "atol": 1e-2}
+    close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if device == "cpu" else {"rtol": 2e-2, "atol": 1e-2}
     torch.testing.assert_close(got.out, want.out, **close)
     torch.testing.assert_close(got.lse, want.lse, **close)
 

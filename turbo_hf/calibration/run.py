@@ -27,6 +27,7 @@ from turbo_hf.calibration.unfinished import Unfinished
 from turbo_hf.errors import warn
 from turbo_hf.layout import power_of_two
 from turbo_hf.models.model_layers import require_model
+from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.layers import attention_layers
 
 Progress = Callable[[str, float], None]
@@ -98,6 +99,11 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
     plain: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     indexed: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     all_sources, notes = attention_layers(model), {}
+    if any(source.module is not None and is_latent(source.module) for source in all_sources):
+        raise ValueError(
+            f"{type(model).__name__} has latent attention (MLA), with one latent for all heads: there are no heads to "
+            "rank, and no keys to choose. Patch it without a calibration."
+        )
     if all(source.reason for source in all_sources):
         why = all_sources[0].reason if all_sources else "it has no attention layer"
         raise ValueError(f"no layer of {type(model).__name__} can be calibrated: {why}.")

@@ -69,6 +69,9 @@ def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, 
         raise ValueError(f"context and batch must be at least 1; got {context} and {batch}.")
     # selectors need a calibration, and change only the index of a layer
     reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in PRESETS.items()}
+    if any(at.latent for at in reports[DEFAULT_PRESET].layers):
+        # latent attention takes no sparse config
+        reports = {name: report for name, report in reports.items() if PRESETS[name].sparse is None}
     room, layers = gpu_bytes * (1 - KEPT_FREE) - weights, uncompressed_layers(model)
     unpatched = [layer.cost for layer in layers]
     if not cache_bytes(unpatched, context):

@@ -78,7 +78,7 @@ def why_no_latent_kernel(latent: torch.Tensor, rotary_dim: int, bits: int, block
     bits, block: width and tokens of the blocks that hold them.
     """
     rank = latent.shape[-1]
-    reason = gpu.why_no_kernels_on(latent.device)
+    reason: str | None = gpu.why_no_kernels_on(latent.device)
     if reason is not None:
         return reason
     if latent.dtype not in (torch.float16, torch.bfloat16) and (latent.is_cuda or latent.dtype == torch.float64):
