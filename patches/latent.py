@@ -35,11 +35,12 @@ def why_not_absorbed(module: Any) -> str | None:
     up: Any = getattr(module, "kv_b_proj", None)
     if not hasattr(type(module), EXPAND) or not type(module).__module__.startswith("transformers.models."):
         return "latent attention of a class that is not known here"
-    weight = getattr(up, "weight", None)
+    weight: Any = getattr(up, "weight", None)
     plain = type(up) is torch.nn.Linear and isinstance(weight, torch.Tensor) and weight.is_floating_point()
     if not plain or up.bias is not None or weight.element_size() < 2:
         return f"its kv_b_proj is no plain Linear without a bias, but {type(up).__name__}: load it unquantized"
-    if hasattr(up, "_hf_hook"):
+    # a model on the meta device alone has no hook of accelerate
+    if hasattr(up, "_hf_hook") and weight.is_meta:
         return "the weights of its kv_b_proj are offloaded: load the model without a device_map that offloads"
     if up._forward_hooks or up._forward_pre_hooks:
         return "its kv_b_proj has hooks, which steps over latents would not call: remove them"

@@ -43,6 +43,14 @@ DELTA_NET = {
     "linear_value_head_dim": 16,
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+}
 GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4}
 QUARTER_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 SHARED = {
@@ -94,6 +102,7 @@ FAMILY_CASES = (
     Case("gpt_bigcode", {**GPT2, "n_positions": 4096, "multi_query": False}, variant="-many-heads"),
     Case("olmo2", {}),
     Case("granite", {"attention_multiplier": 0.2}),
+    Case("deepseek_v3", {**LATENT, **EXPERTS, "num_key_value_heads": 4}),
 )
 GENERIC_CASES = (
     Case("stablelm", {}),

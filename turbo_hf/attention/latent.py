@@ -47,9 +47,9 @@ def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     batch, heads, tokens, _ = x.shape
     # [H, B x M, n]: the weights are read once, not for each row
     together = x.transpose(0, 1).reshape(heads, batch * tokens, -1)
-    product: torch.Tensor = together @ weight.to(x.dtype)
     # autocast computes float32 in its own type
-    return product.to(x.dtype).unflatten(1, (batch, tokens)).transpose(0, 1)
+    product: torch.Tensor = (together @ weight.to(x.dtype)).to(x.dtype).unflatten(1, (batch, tokens))
+    return product.transpose(0, 1)
 
 
 def latent_step(
