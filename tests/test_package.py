@@ -43,6 +43,7 @@ LAYERS = [
     {"turbo_hf.attention"},
     {"turbo_hf.graphs"},
     {"turbo_hf.calibration"},
+    {"turbo_hf.serving"},
     {"turbo_hf.patching"},
     {"turbo_hf.console"},
     {"turbo_hf.eval"},

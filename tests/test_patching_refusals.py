@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
 from models import prompts, tiny_llama, tiny_mistral
 from patching_support import EXACT, SMALL, WINDOW, Doubling, changes, generate, logits, padded, snapshot, tiny
@@ -136,13 +137,16 @@ def test_a_model_without_layers_is_refused() -> None:
         turbo_hf.patch(model)
 
 
-def test_continuous_batching_is_refused() -> None:
+def test_continuous_batching_of_older_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.18.1")
     model: Any = tiny_llama()
-    with turbo_hf.patch(model):
-        with pytest.raises(Unsupported, match=r"paged cache of its own.*Use generate, or remove the patch"):
+    with turbo_hf.patch(model) as handle:
+        message = r"needs transformers 5.19 or newer, and 5.18.1 is installed.*use generate, or remove the patch"
+        with pytest.raises(Unsupported, match=message):
             model.generate_batch([[1, 2, 3]])
-        with pytest.raises(Unsupported, match="paged cache of its own"):
+        with pytest.raises(Unsupported, match=message):
             model.init_continuous_batching()
+        assert "5.19 or newer" in handle.report().serving
 
 
 def test_masks_and_caches_of_another_batch_or_model_are_refused() -> None:

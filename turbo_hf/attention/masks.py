@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from turbo_hf.attention.packed import in_packed_pass
 from turbo_hf.cache.guards import untraced
 
 PART = 1 << 26
@@ -32,6 +33,8 @@ def turbo_mask(
     Returns None (no padding), bool [B, columns], or bool [B, 1, q_length, kv_length]. A 2D mask of a long prompt is
     thousands of times smaller than the 4D one, and tells the cache where padding is.
     """
+    if in_packed_pass():
+        return None
     if attention_mask is None and q_length == 1 and kv_length == 1:
         # one token that sees itself; also a compiled step, whose mask cannot be read
         return None

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
 from turbo_hf.attention.latent import latent_prompt, latent_step
+from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
 from turbo_hf.attention.step_operator import StepCall, step_attention
 from turbo_hf.cache.claimed_cache import ClaimedCache
@@ -19,7 +20,7 @@ from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.layout import Rotary, Rounding, Scoring, narrowed
+from turbo_hf.layout import KVStore, Rotary, Rounding, Scoring, narrowed
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
@@ -168,6 +169,16 @@ def _attention(
     call = turbo or TurboCall(None, None, sliding_window, "raise")
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
+    packed = packed_cache(kwargs)
+    if packed is not None:
+        # Transformers says is_causal=True here to attention without a mask
+        layer: Any = module.layer_idx
+        reason = _refusal(None, causal, sorted({*unknown} - PACKED_KEYWORDS))
+        if reason is not None:
+            raise Unsupported(f"layer {layer}: {reason}")
+        qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
+        out = packed.attend(layer, *qkv, scoring, call.window)
+        return out.transpose(1, 2).contiguous(), None
     if call.cache is not None and call.layer is not None:
         if kwargs.get("output_attentions"):
             warn(NO_WEIGHTS)
@@ -349,41 +360,54 @@ def _prompt(
 ) -> torch.Tensor:
     """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
     q, k, v = (new.align(x) for x in qkv)
-    starts, config = new.begin(q.device), layer.config
-    mode = prefill_mode(config.prompt_attention, q)
+    starts = new.begin(q.device)
     buckets = new_buckets(layer, source, qkv.key, new)
-    if mode == "fp16" and config.backend == "auto" and _is_plain(layer, q, starts, scoring):
-        out = _sdpa(q, k, v, scoring.scaling)
-    else:
-        # over a past, the chunk's own keys are rotated like the stored ones
-        turned = layer.seen > 0 and config.rotates
-        # "fp16" rounds nothing, so nothing needs preparing
-        rounds = mode != "fp16"
-        rounding = Rounding(
-            mode,
-            v_scale=config.v_scale,
-            smooth_k=config.smooth_k and rounds,
-            hadamard=config.hadamard and rounds and not turned,
-        )
-        out = prefill(
-            rotate_queries(q, config.backend) if turned else q,
-            narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
-            v,
-            scoring,
-            rounding,
-            past=layer.store() if layer.seen else None,
-            starts=starts,
-            window=layer.window,
-            backend=config.backend,
-        ).out
+    past = layer.store() if layer.seen else None
+    out = prompt_attention(layer.config, NewQKV(q, k, v), past, starts, layer.window, scoring)
     cache.store_prompt(layer, k, v, new, buckets)
     return out
 
 
-def _is_plain(layer: TurboLayer, q: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring) -> bool:
-    """Whether a prompt on a GPU is plain causal attention, for which torch has kernels."""
-    short = layer.window is None or q.shape[2] <= layer.window
-    return q.is_cuda and not layer.seen and short and starts is None and scoring.is_plain
+def prompt_attention(
+    config: TurboConfig,
+    qkv: NewQKV,
+    past: KVStore | None,
+    starts: torch.Tensor | None,
+    window: int | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored."""
+    q, k, v = qkv
+    mode = prefill_mode(config.prompt_attention, q)
+    if mode == "fp16" and config.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
+        return _sdpa(q, k, v, scoring.scaling)
+    # over a past, the chunk's own keys are rotated like the stored ones
+    turned = past is not None and config.rotates
+    # "fp16" rounds nothing, so nothing needs preparing
+    rounds = mode != "fp16"
+    rounding = Rounding(
+        mode,
+        v_scale=config.v_scale,
+        smooth_k=config.smooth_k and rounds,
+        hadamard=config.hadamard and rounds and not turned,
+    )
+    return prefill(
+        rotate_queries(q, config.backend) if turned else q,
+        narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
+        v,
+        scoring,
+        rounding,
+        past=past,
+        starts=starts,
+        window=window,
+        backend=config.backend,
+    ).out
+
+
+def _is_plain(q: torch.Tensor, starts: torch.Tensor | None, window: int | None, scoring: Scoring) -> bool:
+    """Whether a first prompt on a GPU is plain causal attention, for which torch has kernels."""
+    short = window is None or q.shape[2] <= window
+    return q.is_cuda and short and starts is None and scoring.is_plain
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:

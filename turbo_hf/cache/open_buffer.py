@@ -30,6 +30,16 @@ def to_open(k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, backend: str) 
     return Tokens(k, 1 + (k.float() * 0).sum(-1), v, 1 + (v.float() * 0).sum(-1))
 
 
+def ranked_heads(first: Tokens, config: TurboConfig) -> torch.Tensor:
+    """Heads ranked by the first block of each row, the one that needs its bits most first, int64 [rows, H]."""
+    k, k_scale, v, v_scale = first
+    keys = k * k_scale[..., None]
+    # the metrics are of single channels
+    keys = unrotate_keys(keys, config.backend) if config.rotates else keys
+    score = head_scores(keys, v * v_scale[..., None], config.head_metric)
+    return score.argsort(dim=-1, descending=True, stable=True)
+
+
 GRAIN = 16
 """Tokens by which the buffer grows. Its capacity is at least one grain, so that no op sees a cache of capacity 0."""
 
@@ -98,12 +108,7 @@ class OpenBuffer:
 
     def ranked_heads(self, rows: torch.Tensor | slice, config: TurboConfig) -> torch.Tensor:
         """Heads of `rows`, ranked by their first block, the one that needs its bits most first, int64 [rows, H]."""
-        k, k_scale, v, v_scale = self.first_block(rows, config.block_size)
-        keys = k * k_scale[..., None]
-        # the metrics are of single channels
-        keys = unrotate_keys(keys, config.backend) if config.rotates else keys
-        score = head_scores(keys, v * v_scale[..., None], config.head_metric)
-        return score.argsort(dim=-1, descending=True, stable=True)
+        return ranked_heads(self.first_block(rows, config.block_size), config)
 
     def reorder(self, row: int, first: int, order: torch.Tensor) -> None:
         """Permute n tokens of a row: place `first + i` gets token `first + order[head, i]`; order: int64 [H, n]."""

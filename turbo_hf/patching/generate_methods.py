@@ -14,6 +14,7 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.graphs.step_runner import HandOff, StepRunner, cuda_device, is_compiled, why_no_replay_of
 from turbo_hf.patches.families import Family
+from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.handle import CacheMaker
 from turbo_hf.patching.hooks import by_name, is_own, say_replaced, uses_turbo
 
@@ -44,7 +45,7 @@ def replace_methods(
         (model, PREPARE, functools.partial(_prepare_cache, maker, bring, model.__dict__.get(PREPARE))),
         (model, INPUTS, functools.partial(_prepare_inputs, maker, strict, model.__dict__.get(INPUTS))),
         (model, CANDIDATES, functools.partial(_candidates, model.__dict__.get(CANDIDATES))),
-        (model, "init_continuous_batching", _refuse_continuous_batching),
+        (model, "init_continuous_batching", functools.partial(continuous_batching.begin, maker)),
     ]
     if hand_off is not None:
         methods += [
@@ -285,10 +286,3 @@ def _compiled_call(hand_off: HandOff, before: Any, model: Any, compile_config: A
     """In place of `get_compiled_call`: the runner, if `_may_replay` has just returned True."""
     original: Callable[..., Any] = before or functools.partial(type(model).get_compiled_call, model)
     return hand_off.take() or original(compile_config)
-
-
-def _refuse_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
-    raise Unsupported(
-        "generate_batch (continuous batching) keeps keys and values in a paged cache of its own, which cannot be "
-        "compressed. Use generate, or remove the patch."
-    )

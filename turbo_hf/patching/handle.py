@@ -18,6 +18,7 @@ from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_step import CompiledStep
+from turbo_hf.patching import continuous_batching
 from turbo_hf.sparse.selectors import Selectivity, Selector
 
 
@@ -73,6 +74,7 @@ class Report:
         sparse: for each layer, what chooses the keys that decode steps read, or why they read all of them; {} without
             `TurboConfig.sparse`.
         selectivity: for each sparse layer, what its steps have read since the patch was applied.
+        serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
     """
 
     model: str
@@ -86,12 +88,13 @@ class Report:
     heads: str = ""
     sparse: Mapping[int, str] = field(default_factory=dict)
     selectivity: tuple[Selectivity, ...] = ()
+    serving: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
         lines += self._read()
-        lines += [f"  {text}" for text in (self.heads, self.prompts, self.steps) if text]
+        lines += [f"  {text}" for text in (self.heads, self.prompts, self.steps, self.serving) if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
     def _read(self) -> list[str]:
@@ -130,6 +133,9 @@ class CacheMaker:
         measured: bytes of the latest cache when it was released.
         active: whether the patch is on.
         uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
+        groups, dims: of the compressed layers: (bits, KV heads) of each width, and the head dims that occur.
+        why_not_served: why continuous batching cannot run; None: it can.
+        serving: what its managers have in common; None before the first one.
     """
 
     layers: int
@@ -143,6 +149,10 @@ class CacheMaker:
     measured: Memory | None = None
     active: bool = True
     uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
+    groups: tuple[tuple[int, int], ...] = ()
+    dims: frozenset[int] = frozenset()
+    why_not_served: str | None = None
+    serving: Any = None
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
@@ -180,6 +190,10 @@ class CacheMaker:
 
     def memory(self) -> Memory:
         """Bytes of the newest cache: as it is now, or as it was when it was released."""
+        served = None if self.serving is None else self.serving.memory()
+        if served is not None:
+            memory: Memory = served
+            return memory
         cache = self.newest() if self.newest is not None else None
         if cache is not None:
             return cache.memory()
@@ -231,6 +245,8 @@ class Handle:
         """Remove the patch: hooks are removed, attributes restored to the same objects. A second call does nothing."""
         if not self._active:
             return
+        # while their passes can still run
+        continuous_batching.end(self._maker, self._model)
         self._active = False
         for hook in self._hooks:
             hook.remove()
@@ -249,11 +265,15 @@ class Handle:
         """What was patched, what was left alone and why, and what sparse layers have read so far."""
         read = tuple(selector.tally.selectivity(layer) for layer, selector in self._maker.selectors.items())
         steps = self._report.steps + (f"; {self._compiled.words()}" if self._compiled is not None else "")
-        return replace(self._report, selectivity=read, steps=steps)
+        serving = self._report.serving
+        if self._maker.serving is not None:
+            serving = self._maker.serving.words() or serving
+        return replace(self._report, selectivity=read, steps=steps, serving=serving)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was
-        when it was released. For any other cache, call its own `memory()`."""
+        when it was released. While a manager of continuous batching exists, of the blocks in its pool that hold tokens.
+        For any other cache, call its own `memory()`."""
         return self._maker.memory()
 
     def new_cache(self) -> TurboCache:

@@ -19,6 +19,7 @@ from turbo_hf.models.model_layers import module_head_dim, require_model
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import attention_layers
+from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, Report
 from turbo_hf.patching.hooks import add_hooks
@@ -61,7 +62,7 @@ def patch(
         strict: what happens with a layer, version or call that compressed attention cannot serve, and with a
             calibration found by "auto" that is damaged or belongs to another model: "raise" an error, "warn" and leave
             that part to Hugging Face, or "fallback" to Hugging Face with only a log message. Training mode, NaN, Inf
-            and `generate_batch` are errors under each.
+            and continuous batching that cannot run on compressed pages are errors under each.
         check: compare the logits of a short random text before and after patching; an error removes the patch.
 
     Returns:
@@ -81,6 +82,7 @@ def patch(
     require_model(model)
     notices = Notices(strict)
     check_model(model, notices)
+    continuous_batching.require_no_manager(model)
     all_layers = attention_layers(model)
     layers = [choose_layer(at, chosen) for at in all_layers]
     modules = {at.index: at.module for at in all_layers if at.module is not None}
@@ -111,6 +113,7 @@ def patch(
     if chosen.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
     compiled = _compiled_step(chosen, uncompressed, notices)
+    no_serving = continuous_batching.why_not_served(model, layers, chosen, dims)
     report = Report(
         model=type(model).__name__,
         family=family.name if family else f"{text_type(model)}: generic path, no test of its own",
@@ -122,9 +125,20 @@ def patch(
         warnings=tuple(notices.messages),
         heads=loaded.words,
         sparse=sparse,
+        serving="continuous batching: " + (f"no; {no_serving}" if no_serving else "yes"),
     )
     int8 = tuple(at.index for at in layers if at.kept_int8)
-    maker = CacheMaker(len(layers), chosen, int8, uncompressed, loaded.orders, selectors)
+    maker = CacheMaker(
+        len(layers),
+        chosen,
+        int8,
+        uncompressed,
+        loaded.orders,
+        selectors,
+        groups=layers[0].groups,
+        dims=frozenset(dims),
+        why_not_served=no_serving,
+    )
     graphs = chosen.cuda_graphs is not False and no_graphs is None
     hand_off = HandOff(chosen.cuda_graphs is True, graphs, compiled) if graphs or compiled is not None else None
     handle = _apply(model, report, modules, family, maker, hand_off, strict)

@@ -1,0 +1,354 @@
+"""Continuous batching on compressed pages: the tokens of static batches, and what becomes of requests."""
+
+import threading
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import prompts, tiny_llama, tiny_mistral
+
+import turbo_hf
+from turbo_hf import TurboConfig, Unsupported
+from turbo_hf.config.turbo_config import resolve_config
+
+transformers = pytest.importorskip("transformers", minversion="5.19")
+
+from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
+
+from turbo_hf.serving.paged_cache import TurboAllocator, TurboPagedCache  # noqa: E402
+from turbo_hf.serving.storage import Shape  # noqa: E402
+
+WINDOW = 24
+LENGTHS = (5, 70, 131, 64, 1, 90)
+PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2")
+MODELS = {
+    "llama": lambda: tiny_llama().double(),
+    "sliding": lambda: tiny_mistral(WINDOW).double(),
+}
+
+
+def requests(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """One prompt of each length."""
+    return [prompts(1, length, seed=length)[0].tolist() for length in lengths]
+
+
+def options(blocks: int = 24, **others: Any) -> ContinuousBatchingConfig:
+    """A pool of `blocks` blocks of 64 tokens, and passes of at most 96 tokens unless another number is given."""
+    return ContinuousBatchingConfig(**{"num_blocks": blocks, "page_size": 64, "max_batch_tokens": 96, **others})
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
+    """Of each request: (tokens held, tokens brought) of each pass."""
+    seen: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    before = TurboPagedCache.extend_read_and_write_indices
+
+    def record(self: Any, request_id: str, past: int, new: int, *rest: Any) -> None:
+        seen[request_id].append((past, new))
+        before(self, request_id, past, new, *rest)
+
+    monkeypatch.setattr(TurboPagedCache, "extend_read_and_write_indices", record)
+    return seen
+
+
+def in_static_batches(model: Any, handle: Any, prompt: list[int], edges: list[tuple[int, int]]) -> list[int]:
+    """Greedy tokens of one prompt whose passes have these edges; the last one begins again where a pass begins at 0."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for past, new in edges:
+            if past == 0:
+                cache = handle.new_cache()
+            ids = torch.tensor([tokens[past : past + new]])
+            place = torch.arange(past, past + new)[None]
+            logits = model(ids, past_key_values=cache, position_ids=place).logits[0, -1]
+            if past + new == len(tokens):
+                tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def check_same(model: Any, handle: Any, inputs: list[list[int]], outputs: dict[str, Any], passes: Any) -> None:
+    for prompt, (name, output) in zip(inputs, outputs.items(), strict=True):
+        assert output.error is None
+        assert output.generated_tokens == in_static_batches(model, handle, prompt, passes[name]), name
+
+
+@pytest.mark.parametrize(("preset", "kind"), [*((preset, "llama") for preset in PRESETS), ("turbo-mixed", "sliding")])
+def test_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any) -> None:
+    model, inputs = MODELS[kind](), requests()
+    with turbo_hf.patch(model, preset) as handle:
+        outputs = model.generate_batch(inputs, max_new_tokens=24, continuous_batching_config=options())
+        assert any(len(edges) > 24 for edges in passes.values()), "some prompt was cut"
+        check_same(model, handle, inputs, outputs, passes)
+
+
+def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
+    model, inputs = tiny_llama().double(), requests((70, 128))
+    with turbo_hf.patch(model, "turbo-mixed") as handle:
+        config = options(max_batch_tokens=60)
+        outputs = model.generate_batch(inputs, max_new_tokens=8, continuous_batching_config=config)
+        assert any(past < 64 < past + new and new <= 16 for edges in passes.values() for past, new in edges)
+        check_same(model, handle, inputs, outputs, passes)
+
+
+def test_kernels_give_the_same_tokens(passes: Any) -> None:
+    model, inputs = tiny_llama(), requests((5, 110))
+    tokens = {}
+    for backend in ("reference", "triton"):
+        with turbo_hf.patch(model, TurboConfig(bits=4, low_bits=2, low_heads=0.5, backend=backend)):
+            outputs = model.generate_batch(inputs, max_new_tokens=2, continuous_batching_config=options())
+            tokens[backend] = [output.generated_tokens for output in outputs.values()]
+    assert tokens["triton"] == tokens["reference"]
+
+
+def test_a_small_pool_starts_requests_again(passes: Any) -> None:
+    model, inputs = tiny_llama().double(), requests((70, 80, 90))
+    with turbo_hf.patch(model) as handle:
+        config = options(blocks=4)
+        outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=config)
+        again = [name for name, edges in passes.items() if sum(past == 0 for past, _ in edges) > 1]
+        assert again, "the pool was not too small"
+        check_same(model, handle, inputs, outputs, passes)
+
+
+def test_several_sequences_of_a_prompt_are_alike(passes: Any) -> None:
+    model = tiny_llama().double()
+    # so cold that sampling takes the likeliest token
+    config = GenerationConfig(
+        num_return_sequences=3, max_new_tokens=70, do_sample=True, temperature=1e-5, eos_token_id=-1
+    )
+    for share in (True, False):
+        with turbo_hf.patch(model, "turbo-mixed"):
+            outputs = model.generate_batch(
+                requests((100, 30)), config, continuous_batching_config=options(allow_block_sharing=share)
+            )
+            tokens = [output.generated_tokens for output in outputs.values()]
+            assert len(tokens) == 6
+            assert tokens[0] == tokens[1] == tokens[2]
+            assert tokens[3] == tokens[4] == tokens[5]
+
+
+def test_sampling_streaming_cancelling_and_late_requests() -> None:
+    model = tiny_llama()
+    sampling = GenerationConfig(max_new_tokens=40, do_sample=True, temperature=0.7, eos_token_id=-1)
+    handle = turbo_hf.patch(model)
+    with model.continuous_batching_context_manager(sampling, continuous_batching_config=options()) as manager:
+        first = manager.add_request(requests((70,))[0], max_new_tokens=400, streaming=True)
+        assert len(manager.get_result().generated_tokens) == 1
+        late = manager.add_request(requests((33,))[0])
+        manager.cancel_request(first)
+        while (done := manager.get_result()).request_id != late:
+            assert len(done.generated_tokens) < 400
+        assert len(done.generated_tokens) == 40
+        allocator = manager.batch_processor.cache.allocator
+        assert handle.memory().tokens >= 0
+    assert len(allocator.free_slots) == allocator.slots
+    handle.remove()
+
+
+def test_a_stored_prefix_is_found_and_changes_no_bit(passes: Any) -> None:
+    model, system = tiny_llama().double(), prompts(1, 130, seed=1)[0].tolist()
+    inputs = [system + [n] * 20 for n in (5, 6, 7)]
+    for preset in ("turbo4", "turbo-mixed"):
+        passes.clear()
+        with turbo_hf.patch(model, preset) as handle:
+            config = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=-1)
+            with model.continuous_batching_context_manager(
+                config, continuous_batching_config=options(max_batch_tokens=256)
+            ) as manager:
+                outputs = {}
+                for prompt in inputs:
+                    name = manager.add_request(prompt)
+                    outputs[name] = next(manager.request_id_iter(name))
+                allocator = manager.batch_processor.cache.allocator
+            found = [edges[0][0] for edges in passes.values()]
+            assert found == [0, 128, 128]
+            assert "256 of 450 prompt tokens" in str(handle.report())
+            for name, edges in list(passes.items())[1:]:
+                # as if the prompt had been cut where the stored prefix ends
+                passes[name] = [(0, 128), *edges]
+            check_same(model, handle, inputs, outputs, passes)
+            assert len(allocator.ledger.cached_blocks) + allocator.pool.count_free_blocks(0) <= allocator.num_blocks
+
+
+def test_remove_ends_a_running_manager() -> None:
+    model = tiny_llama()
+    original = model.init_continuous_batching
+    handle = turbo_hf.patch(model)
+    manager = model.init_continuous_batching(continuous_batching_config=options())
+    manager.start()
+    manager.add_request(requests((70,))[0], max_new_tokens=1000, streaming=True)
+    # it has begun
+    manager.get_result()
+    with pytest.raises(ValueError, match="a manager of continuous batching runs on this model"):
+        model.init_continuous_batching()
+    handle.remove()
+    assert not manager.is_running()
+    while not (result := manager.get_result()).is_finished():
+        pass
+    assert "before this request completed" in result.error
+    assert model.init_continuous_batching == original
+    assert not [thread for thread in threading.enumerate() if "_run_generation_loop" in thread.name]
+
+
+def test_a_request_that_does_not_fit_fails_alone(passes: Any) -> None:
+    model, inputs = tiny_llama().double(), requests((5, 600, 20))
+    with turbo_hf.patch(model) as handle:
+        outputs = model.generate_batch(inputs, max_new_tokens=24, continuous_batching_config=options(blocks=8))
+        good, long, other = outputs.values()
+        assert "a request of 600 tokens that may generate 24 more does not fit: the pool holds" in long.error
+        assert good.generated_tokens == in_static_batches(model, handle, inputs[0], passes["req_0"])
+        assert len(other.generated_tokens) == 24
+
+
+def test_a_persistent_manager_lives_on_and_is_removed_with_the_patch() -> None:
+    model, inputs = tiny_llama(), requests((70, 20))
+    handle = turbo_hf.patch(model)
+    how: dict[str, Any] = {"max_new_tokens": 4, "persistent_manager": True, "continuous_batching_config": options()}
+    first = model.generate_batch(inputs, **how)
+    second = model.generate_batch(inputs, **how)
+    assert [len(x.generated_tokens) for x in (*first.values(), *second.values())] == [4] * 4
+    assert handle.report().serving.startswith("continuous batching: 64 of 180")
+    handle.remove()
+    assert not hasattr(model, "_cached_continuous_batching_manager")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (TurboConfig(buffer_scale="universal"), "whose scale is that of a whole prompt"),
+        (TurboConfig(bits=16), "16-bit pages"),
+        (TurboConfig(dense_layers=(0,)), "layer 0 is not compressed"),
+        (TurboConfig(int8_layers=(1,)), r"pages of several sizes.*layer 1: 8 bit"),
+        (TurboConfig(sas=True), "SAS without a given sas_threshold"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(config: TurboConfig, reason: str) -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model, config) as handle:
+        assert "continuous batching: no" in str(handle.report())
+        with pytest.raises(Unsupported, match=reason):
+            model.generate_batch(requests())
+
+
+@pytest.mark.parametrize("chosen", [{"cpu_offload_space": 1.0}, {"use_async_batching": True}])
+def test_options_that_are_not_supported_are_refused(chosen: dict[str, Any]) -> None:
+    model = tiny_llama()
+    with turbo_hf.patch(model), pytest.raises(Unsupported, match=f"does not support {next(iter(chosen))}"):
+        model.init_continuous_batching(continuous_batching_config=options(**chosen))
+
+
+def test_no_patch_while_a_manager_runs() -> None:
+    model = tiny_llama(attn_implementation="sdpa")
+    running = model.continuous_batching_context_manager(continuous_batching_config=options())
+    with running, pytest.raises(ValueError, match="runs on this model, or is kept on it"):
+        turbo_hf.patch(model)
+
+
+def test_nan_ends_the_manager_and_says_why() -> None:
+    model = tiny_llama()
+    torch.nn.init.constant_(model.model.layers[1].self_attn.k_proj.weight, torch.nan)
+    with turbo_hf.patch(model):
+        (output,) = model.generate_batch(
+            requests((9,)), max_new_tokens=4, continuous_batching_config=options()
+        ).values()
+        assert "layer 1: keys or values hold NaN or Inf" in output.error
+
+
+def test_the_pool_holds_what_the_plan_says() -> None:
+    """At the 8B shape, 3.3 times the tokens of FP16, slots of open tokens included."""
+    shape = Shape(32, resolve_config("turbo4").head_groups(8), 128, 64)
+    fp16 = 2 * 8 * 128 * 2 * 32
+    assert fp16 * 64 / (shape.page * 32) > 3.7
+    tokens = 8192
+    assert fp16 * tokens / (tokens // 64 * shape.page * 32 + shape.slot) > 3.6
+
+
+class Pool:
+    """A pool of blocks and what requests of it should hold, counted a second time."""
+
+    def __init__(self) -> None:
+        shape = Shape(2, ((4, 2),), 16, 64)
+        self.blocks = 12
+        self.allocator = TurboAllocator(shape, 4, True)
+        size = shape.page * 2
+        self.pool = CachePool(self.blocks, 1, num_reserved_sectors=0)
+        memory = torch.empty(size * self.blocks, dtype=torch.uint8)
+        self.allocator.register_cache_tensor(size, memory.numel(), memory, self.pool)
+        self.tokens: dict[str, list[int]] = {}
+        self.made = 0
+
+    def check(self) -> None:
+        """Each block is free, stored, or held, by as many requests as the ledger says; each slot is free or held."""
+        allocator, ledger = self.allocator, self.allocator.ledger
+        assert {*allocator.block_table} == {*self.tokens}
+        held = Counter(block for table in allocator.block_table.values() for block in table)
+        for block, count in held.items():
+            assert ledger.shared_ref_counts.get(block, 1) == count
+        free = self.pool.num_free_sectors + self.pool.count_free_blocks(0)
+        assert not {*held} & {*ledger.cached_blocks}
+        assert len(held) + len(ledger.cached_blocks) + free == self.blocks
+        assert sorted([*allocator.free_slots, *allocator.slot_of.values()]) == list(range(allocator.slots))
+        for name, tokens in self.tokens.items():
+            assert len(allocator.block_table[name]) == len(tokens) // 64
+        assert {*ledger.block_to_hash} <= {*held, *ledger.cached_blocks}
+        assert {block: code for code, block in ledger.hash_to_block.items()} == ledger.block_to_hash
+
+    def store(self, name: str, new: list[int]) -> bool:
+        """Give `new` to a request, as a pass would; False: there is no room."""
+        past, allocator = len(self.tokens[name]), self.allocator
+        sectors = allocator.needs_new_sectors(name, past, len(new))
+        if not allocator.has_slot(name) or sectors > self.pool.num_free_sectors:
+            return False
+        for _ in range(sectors):
+            self.pool.allocate_sector(0)
+        allocator.allocate_cache_to_request(name, past, len(new))
+        self.tokens[name] = self.tokens[name] + new
+        allocator.mark_complete_blocks(name, self.tokens[name], (past % 64 + len(new)) // 64)
+        return True
+
+
+acts = st.tuples(st.sampled_from(("arrive", "grow", "fork", "end", "drop", "evict")), st.integers(0, 99))
+
+
+@given(st.lists(acts, max_size=80))
+@settings(max_examples=100)
+def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]]) -> None:
+    pool = Pool()
+    allocator = pool.allocator
+    for act, number in script:
+        names = list(pool.tokens)
+        name = names[number % len(names)] if names else ""
+        if act == "arrive" and allocator.free_slots:
+            pool.made += 1
+            name, prompt = f"r{pool.made}", [number % 2] * (64 + number * 2)
+            found = allocator.match_prefix_blocks(prompt)
+            pool.tokens[name] = prompt[: 64 * len(found)]
+            if found:
+                allocator.acquire_prefix_blocks(name, 64 * len(found), found)
+            if not pool.store(name, prompt[64 * len(found) :]):
+                allocator.free_blocks(name)
+                del pool.tokens[name]
+        elif act == "grow" and name:
+            pool.store(name, [2] * number)
+        elif act == "fork" and name and allocator.free_slots:
+            pool.made += 1
+            child = f"r{pool.made}"
+            source, _ = allocator.fork_blocks(name, child, len(pool.tokens[name]))
+            assert not source, "whole blocks are shared, and the rest is in the slot"
+            pool.tokens[child] = list(pool.tokens[name])
+        elif act in ("end", "drop") and name:
+            allocator.free_blocks(name, no_cache=act == "drop")
+            del pool.tokens[name]
+        elif act == "evict":
+            allocator.evict(number % 3)
+        pool.pool.try_to_free_sectors()
+        pool.check()
+    for name in list(pool.tokens):
+        allocator.free_blocks(name)
+    allocator.evict(pool.blocks)
+    pool.pool.try_to_free_sectors()
+    assert pool.pool.num_free_sectors == pool.blocks

@@ -1,0 +1,67 @@
+"""What attention knows of a cache for packed passes: rows of many requests side by side in one sequence."""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from turbo_hf.layout import Scoring
+
+PACKED_KEYWORDS = frozenset(
+    {
+        "cache",
+        "block_table",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "logits_indices",
+        "logits_processor_args",
+        "max_length_k",
+        "max_length_q",
+        "read_index",
+        "write_index",
+    }
+)
+"""Keywords that Transformers' continuous batching passes to attention; the cache knows all of it from the host."""
+
+_packed: ContextVar[bool] = ContextVar("turbo_hf_packed", default=False)
+
+
+class PackedCache:
+    """A cache that attends for all requests of a pass."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Store the new tokens of the pass and attend. query: [1, Hq, T, D]; key, value: [1, Hkv, T, D], all requests
+        of the pass one after the other. Returns [1, Hq, T, D]."""
+
+
+@contextmanager
+def packed_pass() -> Iterator[None]:
+    """Inside of it no mask is made in this thread: the cache keeps requests apart."""
+    token = _packed.set(True)
+    try:
+        yield
+    finally:
+        _packed.reset(token)
+
+
+def in_packed_pass() -> bool:
+    """Whether this thread is in a `packed_pass`."""
+    return _packed.get()
+
+
+def packed_cache(options: dict[str, Any]) -> PackedCache | None:
+    """The cache of a packed pass among the keywords of an attention call; None: it is no packed pass."""
+    cache = options.get("cache")
+    return cache if isinstance(cache, PackedCache) else None

@@ -1,0 +1,118 @@
+"""Whether continuous batching can serve a patched model, and the method that begins it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import PreTrainedModel
+
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import Unsupported
+from turbo_hf.layout import UNQUANTIZED
+
+SINCE = Version("5.19")
+"""The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
+
+
+class Layer(Protocol):
+    """What is read of a `LayerReport`."""
+
+    @property
+    def index(self) -> int:
+        """The layer's number."""
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """(bits, KV heads) of each width; (): not compressed."""
+
+    @property
+    def storage(self) -> str:
+        """The groups in words."""
+
+
+class Maker(Protocol):
+    """What is read of a `CacheMaker`, and kept in it."""
+
+    layers: int
+    config: TurboConfig
+    head_orders: Mapping[int, tuple[int, ...]]
+    active: bool
+    groups: tuple[tuple[int, int], ...]
+    dims: frozenset[int]
+    why_not_served: str | None
+    serving: Any
+
+
+def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: TurboConfig, dims: set[int]) -> str | None:
+    """Why continuous batching cannot run on compressed pages of this model; None: it can. dims: head dims."""
+    here = Version(transformers.__version__)
+    if Version(f"{here.major}.{here.minor}") < SINCE:
+        return f"it needs transformers {SINCE} or newer, and {here} is installed. Upgrade transformers, use generate"
+    other = next((at for at in layers if not at.groups), None)
+    if other is not None:
+        return f"layer {other.index} is not compressed, and all layers share one pool. Use generate"
+    if len({at.groups for at in layers}) > 1 or len(dims) > 1:
+        odd = next((at for at in layers if at.groups != layers[0].groups), layers[0])
+        return (
+            "its layers need pages of several sizes, and those of the pool have one (layer "
+            f"{odd.index}: {odd.storage}). Choose a config with one width for all layers (int8), use generate"
+        )
+    if len({x.device for x in model.parameters()}) > 1:
+        return "the model is spread over several devices. Use generate"
+    for reason, found in (
+        ("sparse steps", config.sparse is not None),
+        ('buffer_scale="universal", whose scale is that of a whole prompt,', config.buffer_scale == "universal"),
+        ("16-bit pages", any(bits == UNQUANTIZED for bits, _ in layers[0].groups)),
+        ("SAS without a given sas_threshold", config.sas and config.sas_threshold is None),
+        ("cuda_graphs=True", config.cuda_graphs is True),
+    ):
+        if found:
+            return f"{reason} cannot be served to requests that come and go. Choose another config, use generate"
+    return None
+
+
+def begin(maker: Maker, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `init_continuous_batching`: a manager whose cache is compressed."""
+    if maker.why_not_served is not None or not maker.active:
+        reason = maker.why_not_served or "this model is a copy of a patched one, or its patch was removed. Use generate"
+        raise Unsupported(f"continuous batching (generate_batch) on compressed pages: {reason}, or remove the patch.")
+    # Transformers before 5.19 lacks what it needs
+    from turbo_hf.serving.manager import init_continuous_batching  # noqa: PLC0415
+
+    if maker.serving is None:
+        maker.serving = serving_of(maker, model)
+    with torch.no_grad():
+        return init_continuous_batching(maker.serving, model, *args, **kwargs)
+
+
+def serving_of(maker: Maker, model: Any) -> Any:
+    """What the managers of this patch have in common."""
+    from turbo_hf.serving.paged_cache import Serving  # noqa: PLC0415 - as above
+    from turbo_hf.serving.storage import Shape  # noqa: PLC0415 - as above
+
+    config, (dim,) = maker.config, maker.dims
+    shape = Shape(maker.layers, maker.groups, dim, config.block_size)
+    return Serving(shape, config, [maker.head_orders.get(n) for n in range(maker.layers)])
+
+
+def end(maker: Maker, model: Any) -> None:
+    """End the managers of a patch that is removed."""
+    if maker.serving is not None:
+        from turbo_hf.serving.manager import end_managers  # noqa: PLC0415 - as above
+
+        end_managers(maker.serving, model)
+
+
+def require_no_manager(model: PreTrainedModel) -> None:
+    """ValueError if continuous batching runs on a model that is to be patched, or a manager of it is kept."""
+    if Version(transformers.__version__) < SINCE:
+        return
+    from turbo_hf.serving.manager import KEPT, running_managers  # noqa: PLC0415 - as above
+
+    if running_managers(model) or getattr(model, KEPT, None) is not None:
+        raise ValueError(
+            "a manager of continuous batching runs on this model, or is kept on it, with pages that are not "
+            "compressed. Stop it, or call model.destroy_cached_continuous_batching_manager(), then patch."
+        )

@@ -1,0 +1,203 @@
+"""The manager of continuous batching on a patched model: Transformers' own, with the compressed cache."""
+
+import copy
+import threading
+from typing import Any
+
+from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+)
+from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
+
+from turbo_hf.attention.packed import packed_pass
+from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.errors import Unsupported
+from turbo_hf.ops.host_device import require_finite
+from turbo_hf.serving.paged_cache import Serving, TurboPagedCache
+
+KEPT = "_cached_continuous_batching_manager"
+"""Where Transformers keeps a persistent manager on the model."""
+
+
+class TurboBatchingManager(ContinuousBatchingManager):
+    """Transformers' manager on compressed pages. Made by `init_continuous_batching` of a patched model."""
+
+    def __init__(
+        self,
+        model: Any,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig,
+        workload_hints: Any,
+        serving: Serving,
+    ):
+        self.serving = serving
+        super().__init__(model, generation_config, continuous_batching_config, workload_hints)
+        _check_options(self.continuous_batching_config)
+        if self.distributed_helper.tp_size > 1:
+            raise Unsupported(
+                "continuous batching on compressed pages runs on one device, and this model is spread over "
+                f"{self.distributed_helper.tp_size} processes. Use generate, or remove the patch."
+            )
+        serving.managers.add(self)
+        serving.made += 1
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """The patch's attention stays. Raises: Unsupported, if another was chosen since the patch."""
+        chosen = model.config.get_text_config(decoder=True)._attn_implementation
+        if chosen != NAME:
+            raise Unsupported(
+                f"set_attn_implementation has chosen {chosen!r} since the patch: nothing would be compressed. Call "
+                f'model.set_attn_implementation("{NAME}"), or remove the patch.'
+            )
+
+    def start(self) -> None:
+        """See Transformers. Raises: ValueError, if another manager of the model runs."""
+        if not self.is_running():
+            require_none_running(self.model)
+        super().start()
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        """As in Transformers, with a `TurboPagedCache`."""
+        if isinstance(self.batch_processor, ContinuousBatchProcessor):
+            kept: Any = self.batch_processor
+            kept.reset()
+            kept.cache.begin_session()
+            return self.batch_processor
+        config, cb = self.model.config.get_text_config(), self.continuous_batching_config
+        supports = getattr(self.model, "_supports_logits_to_keep", None)
+        cache = TurboPagedCache(
+            config, cb, self.model.device, self.model.dtype, bool(callable(supports) and supports()), self.serving
+        )
+        self._use_prefix_sharing = cache.use_prefix_sharing
+        update_cb_config_after_cache_creation(cb, cache.num_blocks, cache.max_batch_tokens)
+        if cb.scheduler_type not in SCHEDULER_MAPPING:
+            raise ValueError(
+                f"scheduler_type must be one of {', '.join(SCHEDULER_MAPPING)}; got {cb.scheduler_type!r}."
+            )
+        of_kind: Any = SCHEDULER_MAPPING[cb.scheduler_type]
+        scheduler = of_kind(
+            cache=cache, safety_margin=cb.safety_margin, max_requests_per_batch=cb.max_requests_per_batch or 1
+        )
+        accept = scheduler.add_waiting_request
+
+        def add_waiting_request(state: Any) -> None:
+            _require_room(state, cache.capacity)
+            self.serving.prompt_tokens += len(state.initial_tokens)
+            accept(state)
+
+        scheduler.add_waiting_request = add_waiting_request
+        return ContinuousBatchProcessor(
+            cache=cache,
+            config=config,
+            generation_config=self.generation_config,
+            continuous_batching_config=cb,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue,
+            cancel_queue=self.cancel_queue,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+
+    def _generation_step(self) -> None:
+        """See Transformers. Raises: ValueError, if NaN or Inf was stored."""
+        with packed_pass():
+            super()._generation_step()
+        processor: Any = self.batch_processor
+        # the pass has been waited for: its tokens are read on the host
+        require_finite(dict(enumerate(processor.cache.storage.nonfinite)))
+
+
+def init_continuous_batching(
+    serving: Serving,
+    model: Any,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: Any = None,
+) -> ContinuousBatchingManager:
+    """In place of Transformers' method of that name; arguments and result as there.
+
+    Raises:
+        Unsupported: an option that compressed pages do not support.
+        ValueError: a manager of the model runs, or one from before the patch is kept on it.
+    """
+    kept: Any = getattr(model, KEPT, None)
+    if kept is not None and kept not in serving.managers:
+        raise ValueError(
+            "the model keeps a manager from before the patch, whose pages are not compressed. Call "
+            "model.destroy_cached_continuous_batching_manager() first."
+        )
+    if kept is not None:
+        kept.switch_to_cb_friendly_attn(model)
+        manager: ContinuousBatchingManager = kept
+        return manager
+    require_none_running(model)
+    chosen = generation_config if generation_config is not None else model.generation_config
+    if chosen.eos_token_id is None:
+        # as in Transformers, which writes it to the model's own config: no end token
+        chosen = copy.deepcopy(chosen)
+        chosen.eos_token_id = -1
+    config = continuous_batching_config if continuous_batching_config is not None else ContinuousBatchingConfig()
+    return TurboBatchingManager(model, chosen, config, workload_hints, serving)
+
+
+def end_managers(serving: Serving, model: Any) -> None:
+    """End every manager of the patch; requests that are not finished fail, and say so."""
+    for manager in list(serving.managers):
+        if manager.is_running():
+            manager.stop(block=True, hard_stop=True)
+        manager.destroy()
+        manager.batch_processor = None
+    if getattr(model, KEPT, None) in serving.managers:
+        delattr(model, KEPT)
+
+
+def running_managers(model: Any) -> list[Any]:
+    """The managers, patched or not, whose thread runs on this model."""
+    owners = (getattr(getattr(thread, "_target", None), "__self__", None) for thread in threading.enumerate())
+    return [x for x in owners if isinstance(x, ContinuousBatchingManager) and x.model is model]
+
+
+def require_none_running(model: Any) -> None:
+    """ValueError if a manager's thread runs on this model."""
+    if running_managers(model):
+        raise ValueError(
+            "a manager of continuous batching runs on this model, and its pool takes the memory that is planned for "
+            "one. Stop it first (manager.stop()), or send it your requests."
+        )
+
+
+def _check_options(cb: ContinuousBatchingConfig) -> None:
+    """Unsupported for options of Transformers that compressed pages do not support."""
+    compiled = cb.varlen_compile_config is not None or cb.decode_compile_config is not None
+    for name, given, instead in (
+        ("use_cuda_graph", any(cb.cuda_graph_booleans), "False"),
+        ("use_async_batching", bool(cb.use_async_batching), "False"),
+        ("cpu_offload_space", cb.cpu_offload_space is None or cb.cpu_offload_space > 0, "0"),
+        ("a compile config", compiled, "none"),
+    ):
+        if given:
+            raise Unsupported(
+                f"continuous batching on compressed pages does not support {name}. Choose {instead} in the "
+                "ContinuousBatchingConfig, or remove the patch."
+            )
+
+
+def _require_room(state: Any, capacity: int) -> None:
+    """ValueError unless a request fits into the pool with all that it may generate."""
+    prompt, most = len(state.initial_tokens), state.max_new_tokens
+    if not prompt:
+        raise ValueError("a request needs at least one token; got an empty prompt.")
+    if most is None:
+        raise ValueError("a request needs max_new_tokens, without which nobody knows how long it gets; got None.")
+    if prompt + most - 1 > capacity:
+        raise ValueError(
+            f"a request of {prompt} tokens that may generate {most} more does not fit: the pool holds {capacity} "
+            "tokens. Lower max_new_tokens, or plan more memory (num_blocks, max_memory_percent)."
+        )

@@ -1,0 +1,366 @@
+"""The cache of continuous batching: Transformers schedules blocks and shares prefixes, `Storage` holds the tokens.
+
+Imports Transformers' continuous batching as it is from 5.19 on.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
+from transformers.generation.continuous_batching.cache_allocators import CachePool
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
+    CacheAllocator,
+    compute_block_hash,
+)
+
+from turbo_hf.attention.packed import PackedCache
+from turbo_hf.attention.turbo_attention import NewQKV
+from turbo_hf.cache.memory import Memory
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.layout import Scoring, open_token_bytes
+from turbo_hf.serving.storage import Group, Row, Shape, Storage, groups_of
+
+FULL = "full_attention"
+SLOT_SHARE = 16
+"""At most one part in this many of the memory goes to slots of open tokens."""
+
+
+@dataclass
+class Serving:
+    """What the managers of one patch have in common.
+
+    shape, config, orders: as in `Storage`.
+    managers: those that exist.
+    made: how many were made.
+    prompt_tokens: tokens of all prompts; hit_tokens: those of them that a stored prefix has saved.
+    evicted: blocks of stored prefixes that were given up for others.
+    peak: memory when blocks and slots took the most bytes.
+    """
+
+    shape: Shape
+    config: TurboConfig
+    orders: list[tuple[int, ...] | None]
+    managers: "WeakSet[Any]" = field(default_factory=WeakSet)
+    made: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    evicted: int = 0
+    peak: Memory | None = None
+
+    def memory(self) -> Memory | None:
+        """Of the newest manager that has a cache; None: there is none."""
+        made = [manager.batch_processor for manager in list(self.managers)]
+        caches = [processor.cache for processor in made if processor is not None]
+        found: Memory | None = caches[-1].memory() if caches else None
+        return found
+
+    def words(self) -> str:
+        """For the report; "" before the first manager."""
+        if not self.made:
+            return ""
+        share = self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        text = f"continuous batching: {self.hit_tokens:,} of {self.prompt_tokens:,} prompt tokens ({share:.0%}) were "
+        held = f"; at most {self.peak.tokens:,} tokens in {self.peak.total:,} bytes" if self.peak else ""
+        return f"{text}found in stored prefixes, {self.evicted:,} stored blocks evicted{held}"
+
+
+class TurboAllocator(CacheAllocator):
+    """Blocks of sealed pages, and the slot of each request. One for all layers, also those with a sliding window.
+
+    A request of n tokens has `n // block` blocks: the rest is in its slot.
+    """
+
+    supports_block_sharing = True
+    supports_block_table = False
+    rows_per_token = 2
+    layer_type = FULL
+
+    def __init__(self, shape: Shape, slots: int, share: bool):
+        self.shape, self.slots = shape, slots
+        self._before_cache_tensor_init(0, list(range(shape.layers)), shape.block, shape.page, share)
+        self.slot_of: dict[str, int] = {}
+        self.free_slots = list(range(slots))[::-1]
+        # slots to copy before the next pass: (from, to)
+        self.copies: list[tuple[int, int]] = []
+        # hashes of a request's whole blocks, in order
+        self.chains: dict[str, list[int]] = {}
+        self.held: dict[str, int] = {}
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: CachePool
+    ) -> None:
+        """See Transformers."""
+        self.bytes_per_sector = bytes_per_sector
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, cache_tensor, pool)
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """Blocks that this many tokens seal, beyond those that the request has."""
+        held = len(self.block_table.get(request_id, ()))
+        return max(0, (past_length + query_length) // self.shape.block - held)
+
+    def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
+        """See Transformers; a new request also gets a slot."""
+        if request_id not in self.slot_of:
+            self.slot_of[request_id] = self.free_slots.pop()
+        table = self.block_table.setdefault(request_id, [])
+        table += self.pool.get_free_blocks(self.index, self.needs_new_blocks(request_id, past_length, query_length))
+
+    def has_slot(self, request_id: str) -> bool:
+        """Whether the request has a slot, or can get one."""
+        return request_id in self.slot_of or bool(self.free_slots)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """See Transformers. The deepest block first, as the oldest ones are given up first: a prefix stays whole."""
+        freed = [n for n in self.block_table.pop(request_id, [])[::-1] if self.ledger.release(n, no_cache)]
+        self.pool.free_blocks(self.index, freed)
+        self.chains.pop(request_id, None)
+        self.held.pop(request_id, None)
+        slot = self.slot_of.pop(request_id, None)
+        if slot is not None:
+            self.copies = [pair for pair in self.copies if pair[1] != slot]
+            self.free_slots.append(slot)
+
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
+        """See Transformers."""
+        slot = self.slot_of[dest_request_id] = self.free_slots.pop()
+        self.copies.append((self.slot_of[source_request_id], slot))
+        if source_request_id in self.chains:
+            self.chains[dest_request_id] = list(self.chains[source_request_id])
+        return super().fork_blocks(source_request_id, dest_request_id, past_length)
+
+    def acquire_prefix_blocks(self, request_id: str, prefix_len: int, block_ids: list[int]) -> None:
+        """See Transformers."""
+        super().acquire_prefix_blocks(request_id, prefix_len, block_ids)
+        self.chains[request_id] = [self.ledger.block_to_hash[n] for n in self.block_table[request_id]]
+
+    def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
+        """Make the newest whole blocks known. A request keeps its own ones where others hold the same tokens: computed
+        from other chunks, these may differ in bits."""
+        table, block = self.block_table[request_id], self.shape.block
+        chain = self.chains.setdefault(request_id, [])
+        end = min(len(chain) + new_new_blocks, len(table), len(token_ids) // block)
+        for n in range(len(chain), end):
+            parent = chain[-1] if chain else None
+            chain.append(compute_block_hash(parent, token_ids[n * block : (n + 1) * block]))
+            self.ledger.register_new_hash(table[n], chain[-1])
+
+    def evict(self, count: int) -> int:
+        """Give up the `count` blocks that no request has used for longest; returns how many there were."""
+        ledger = self.ledger
+        oldest = list(ledger.cached_blocks)[:count]
+        for block in oldest:
+            del ledger.cached_blocks[block]
+            del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+        self.pool.free_blocks(self.index, oldest)
+        return len(oldest)
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """See Transformers."""
+        return past_length + query_length
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """None: pages are read where they are."""
+        return []
+
+    get_write_indices = get_read_indices
+
+    def fill_block_table(self, *args: Any) -> None:
+        """Not called: `supports_block_table` is False."""
+        raise NotImplementedError
+
+    def update(self, *args: Any) -> Any:
+        """Not called: attention calls `TurboPagedCache.attend`."""
+        raise NotImplementedError
+
+    def get_cache_for_block_table(self, layer_idx: int) -> Any:
+        """Not called, as `update`."""
+        raise NotImplementedError
+
+
+class _Planner(PagedAttentionMemoryHandler):
+    """Plans memory for pages that are read in place: no copies that are read back, and no masks."""
+
+    def __init__(self, shape: Shape, **options: Any):
+        super().__init__(**options)
+        self.num_attention_masks = 0
+        heads = self.config.num_attention_heads
+        # queries, keys and values of a chunk in INT8 or rotated, beside what is charged anyway
+        self.kv_heads_at_peak = heads + 2 * shape.heads
+        most, share = self.cb_config.max_requests_per_batch, self.available_memory // SLOT_SHARE
+        self.slots = max(1, min(most or 1, share // shape.slot))
+        self.slot_bytes = self.slots * shape.slot
+
+    @property
+    def bytes_per_cache_token(self) -> int:
+        """Only the read indices, which Transformers allocates nevertheless."""
+        return self.io_multiplier * self.num_groups * 8
+
+    @property
+    def fixed_overhead_bytes(self) -> int:
+        """The slots are allocated beside the pool."""
+        return super().fixed_overhead_bytes + self.slot_bytes
+
+
+class TurboPagedCache(PagedAttentionCache, PackedCache):
+    """A `PagedAttentionCache` of compressed pages, with one allocator. Arguments as in Transformers, and `serving`."""
+
+    def __init__(
+        self,
+        config: Any,
+        continuous_batching_config: ContinuousBatchingConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        model_supports_logits_to_keep: bool,
+        serving: Serving,
+    ):
+        cb, shape = continuous_batching_config, serving.shape
+        self.config, self.dtype, self.device, self.serving = config, dtype, device, serving
+        self.max_blocks_per_request = 0
+        self.bytes_per_sector, self.tokens_per_sector = shape.page * shape.layers, shape.block
+        # `num_blocks` counts blocks of `page_size` tokens, as in Transformers, whatever their bytes
+        counted = -(-self.bytes_per_sector * cb.page_size // shape.block)
+        planner = _Planner(
+            shape,
+            config=config,
+            cb_config=cb,
+            dtype=dtype,
+            bytes_per_sector=self.bytes_per_sector,
+            tokens_per_sector=self.tokens_per_sector,
+            bytes_per_block=counted,
+            attn_types=[FULL],
+            model_supports_logits_to_keep=model_supports_logits_to_keep,
+        )
+        self.max_batch_tokens, self.num_sectors = planner.infer_max_batch_tokens_and_num_sectors()
+        total = self.num_sectors * self.bytes_per_sector
+        self.cache_tensor = torch.zeros(total, dtype=torch.uint8, device=device)
+        self.pool = CachePool(self.num_sectors, 1, num_reserved_sectors=0)
+        self.allow_block_sharing = cb.allow_block_sharing
+        self.allocator = TurboAllocator(shape, planner.slots, self.allow_block_sharing)
+        self.allocator.register_cache_tensor(self.bytes_per_sector, total, self.cache_tensor, self.pool)
+        self.cache_allocators = {FULL: self.allocator}
+        self.layer_to_allocator = dict.fromkeys(range(shape.layers), self.allocator)
+        self.use_prefix_sharing = self.allow_block_sharing
+        self.num_blocks = max(1, total // counted)
+        # pages are read in place: what a batch reads has no limit
+        self.read_cache_limit: int | None = 0
+        self.max_decode_fast_path_length = 0
+        self.max_tokens_read = self.num_sectors * shape.block
+        self.storage = Storage(shape, serving.config, self.cache_tensor, planner.slots, serving.orders)
+        self._coming: list[Row] = []
+        self._groups: list[Group] = []
+
+    def begin_session(self) -> None:
+        """Forget what an earlier session has left behind, but for the stored prefixes."""
+        self._coming, self._groups = [], []
+        self.allocator.copies = []
+        self.storage.nonfinite.zero_()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest request that fits."""
+        block = self.serving.shape.block
+        return self.num_sectors * block + block - 1
+
+    def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
+        """See Transformers; a request also needs a slot."""
+        return self.allocator.has_slot(state.request_id) and super().can_store_request_tokens(
+            state, request_len, dry_run
+        )
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """See Transformers; counts what is found."""
+        # a match makes the request active: only if it can go on
+        if not self.allocator.has_slot(request_id):
+            return 0
+        found = super().search_prefix_match(request_id, prompt_ids)
+        self.serving.hit_tokens += found
+        return int(found)
+
+    def evict_cached_blocks(self) -> bool:
+        """Give up stored prefixes that no request uses, the oldest first, until a quarter of the pool is free; at least
+        one block in sixteen, so that repeated calls free all of them."""
+        free = self.num_sectors - self._blocks_in_use()
+        wanted = max(self.num_sectors // 4 - free, self.num_sectors // 16, 1)
+        evicted = self.allocator.evict(wanted)
+        self.serving.evicted += evicted
+        return evicted > 0
+
+    def prepare_fork_request(
+        self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: dict[str, tuple[list[int], list[int]]]
+    ) -> list[str]:
+        """See Transformers; children beyond the free slots wait as new requests."""
+        there = dst_req_ids[: len(self.allocator.free_slots)]
+        forked: list[str] = super().prepare_fork_request(src_state, there, copy_src_and_dst)
+        return forked
+
+    def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
+        """See Transformers."""
+        for source, target in copy_src_and_dst.values():
+            if source:
+                self.storage.copy_blocks(source, target)
+        copies, self.allocator.copies = self.allocator.copies, []
+        if copies:
+            old, new = zip(*copies, strict=True)
+            self.storage.copy_slots(list(old), list(new))
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Called for each request of the coming pass, in order: what the host knows of it."""
+        allocator, first = self.allocator, sum(row.new for row in self._coming)
+        blocks = list(allocator.block_table[request_id][: (past_length + query_length) // self.serving.shape.block])
+        slot = allocator.slot_of[request_id]
+        self._coming.append(Row(request_id, past_length, query_length, first, slot, blocks))
+        allocator.held[request_id] = past_length + query_length
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See `PackedCache`."""
+        if self._coming:
+            # the first layer of a pass
+            self._groups, self._coming = groups_of(self._coming, self.serving.shape, query.device), []
+            peak = self.serving.peak
+            if peak is None or self._bytes_in_use() > peak.total:
+                self.serving.peak = self.memory()
+        return self.storage.attend(self._groups, layer, NewQKV(query, key, value), scoring, window)
+
+    def _blocks_in_use(self) -> int:
+        """Blocks of requests and of stored prefixes."""
+        return self.num_sectors - int(self.pool.num_free_sectors) - int(self.pool.count_free_blocks(0))
+
+    def _bytes_in_use(self) -> int:
+        """Bytes of these blocks, and of the slots of requests."""
+        return self._blocks_in_use() * self.bytes_per_sector + len(self.allocator.slot_of) * self.serving.shape.slot
+
+    def memory(self) -> Memory:
+        """Bytes of the blocks and slots that hold tokens, stored prefixes included."""
+        shape, allocator = self.serving.shape, self.allocator
+        blocks = self._blocks_in_use()
+        opened = sum(tokens % shape.block for tokens in list(allocator.held.values()))
+        scales = sum(x[0].nbytes for pages in self.storage.paged for x in pages[3:])
+        layer = {
+            "codes": blocks * (shape.page - scales),
+            "scales": blocks * scales,
+            "open": len(allocator.slot_of) * shape.heads * shape.room * open_token_bytes(shape.dim),
+        }
+        tokens = blocks * shape.block + opened
+        full = 2 * shape.layers * shape.heads * shape.dim * self.dtype.itemsize * tokens
+        return Memory(tuple(dict(layer) for _ in range(shape.layers)), tokens, full)
