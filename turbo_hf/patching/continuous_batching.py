@@ -28,6 +28,10 @@ class Layer(Protocol):
         """(bits, KV heads) of each width; (): not compressed."""
 
     @property
+    def latent(self) -> bool:
+        """Whether it keeps latents (MLA)."""
+
+    @property
     def storage(self) -> str:
         """The groups in words."""
 
@@ -53,6 +57,8 @@ def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: Turb
     other = next((at for at in layers if not at.groups), None)
     if other is not None:
         return f"layer {other.index} is not compressed, and all layers share one pool. Use generate"
+    if any(at.latent for at in layers):
+        return "latent attention (MLA) is not served to requests that come and go. Use generate"
     if len({at.groups for at in layers}) > 1 or len(dims) > 1:
         odd = next((at for at in layers if at.groups != layers[0].groups), layers[0])
         return (
