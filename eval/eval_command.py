@@ -1,6 +1,10 @@
 """`turbo-hf eval`: the run, the tables, the files."""
 
+import atexit
 import importlib.util
+import json
+import shutil
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +17,7 @@ from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
 from turbo_hf.calibration.files import write_whole
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
-from turbo_hf.console import Device, Json, choose_device, err, fail, load, out
+from turbo_hf.console import Device, Json, choose_device, err, fail, load, out, processes
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.methods import (
@@ -38,6 +42,7 @@ from turbo_hf.eval.suites import SUITES, Limits, build
 from turbo_hf.eval.token_cache import Prompts
 from turbo_hf.eval.without_cudnn_plans import NO_PLANS
 from turbo_hf.models.model_layers import kv_heads, layer_windows
+from turbo_hf.ranks import Ranks, ranks_of
 
 LONGEST = {"smoke": 1024, "core": 4096, "reasoning": 4096, "serve": 4096}
 """Tokens of the longest prompt (serve: with its reply) for suites that do not go to 16384."""
@@ -126,6 +131,8 @@ def eval_command(
             raise ValueError(f"unknown suite {suite}; suites are {', '.join(SUITES)}.")
         items = limit or (SMOKE_ITEMS if suite == "smoke" else None)
         if suite == "serve":
+            if processes()[1] > 1:
+                raise ValueError("the suite serve runs in one process; start it without torchrun.")
             if task or shortest or calibration != "auto":
                 raise ValueError("the suite serve takes no --task, --shortest or --calibration; it has no tasks.")
             own = trace or (data / TRACE if data is not None else None)
@@ -147,6 +154,23 @@ def eval_command(
         raise _interrupted(chosen) from stop
     if json_line:
         print(as_json(found))  # noqa: T201
+
+
+def _own_folder(folder: Path, ranks: Ranks) -> Path:
+    """Where this process writes: ranks that do not speak go on with a copy of what is there, and leave none of it."""
+    own = folder
+    with ranks.together():
+        if ranks.rank:
+            own = Path(tempfile.mkdtemp(prefix="turbo-eval-"))
+            atexit.register(shutil.rmtree, own, ignore_errors=True)
+            if folder.is_dir():
+                shutil.copytree(folder, own, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.lock"))
+    there = sorted((str(x.relative_to(own)), x.stat().st_size) for x in own.rglob("*") if x.suffix != ".lock")
+    if len(set(ranks.texts(json.dumps([it for it in there if it[0].endswith((".db", ".json", ".jsonl"))])))) > 1:
+        raise ValueError(
+            f"the ranks find different files in {folder}: --out must be a folder that all of them can read."
+        )
+    return own
 
 
 def _interrupted(folder: Path) -> typer.Exit:
@@ -208,6 +232,10 @@ def _run(
     if any(map(is_simulated, wanted)):
         notes.append(SIMULATION)
     notes += _alike(loaded, wanted)
+    ranks = ranks_of(loaded)
+    if ranks:
+        options["ranks"] = ranks.count
+    folder = _own_folder(folder, ranks)
     with only_run(folder, identity(loaded, tokenizer, tasks, options)) as meta:
         runs = {BASELINE: BASELINE, AGAIN: BASELINE, **{name: name for name in wanted}}
         outcomes: dict[str, Any] = {}

@@ -33,7 +33,8 @@ def fingerprint(model: Any) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        flat = weight.detach().reshape(-1)
+        # of a tensor parallel model, gathered from all ranks
+        flat = (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().reshape(-1)
         # one read from the device a weight; whole tensors would take minutes for a large model
         at = torch.linspace(0, max(0, flat.numel() - 1), min(SAMPLED, flat.numel()), dtype=torch.float64).long()
         digest.update(flat[at.to(flat.device)].float().cpu().numpy().tobytes())

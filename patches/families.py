@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from turbo_hf.patches.latent import EXPAND, keep_latent
 from turbo_hf.models.model_layers import LATENT_TYPES
 from turbo_hf.patches.gemma4 import slice_queries
+from turbo_hf.patches.latent import EXPAND, keep_latent
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from turbo_hf.layout import CODE_MAX, HEAD_DIM_MULTIPLE
-from turbo_hf.patches.latent import why_not_absorbed
 from turbo_hf.models.model_layers import CACHE_KEYWORDS, LATENT_TYPES, module_head_dim
 from turbo_hf.ops.store.rotate import rotate_keys
+from turbo_hf.patches.latent import why_not_absorbed
 
 PROBES = 65
 """Random inputs used to measure a key projection; the first is zero."""

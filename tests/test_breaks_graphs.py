@@ -40,9 +40,7 @@ def route(monkeypatch: pytest.MonkeyPatch) -> Route:
     return Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
 
 
-@in_turn(
-    held=[HELD - 20, HELD - 1, HELD - 1], error=[Broken, BrokenError, BrokenError], within=[False, False, True]
-)
+@in_turn(held=[HELD - 20, HELD - 1, HELD - 1], error=[Broken, BrokenError, BrokenError], within=[False, False, True])
 def test_an_exception_at_any_line_of_replayed_steps(
     held: int, error: type[BaseException], within: bool, route: Route
 ) -> None:

@@ -3,6 +3,10 @@
 Torch and Transformers take seconds to import, and are imported where they are used: the help does not wait for them.
 """
 
+import atexit
+import os
+import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,8 +19,40 @@ if TYPE_CHECKING:
 out = Console()
 err = Console(stderr=True)
 
+_kept: list[Any] = []
+
+TOGETHER = ("doctor", "generate", "eval", "bench", "plan")
+"""Commands that several processes may run together: under torchrun they share the model, and the first one speaks."""
+
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON last.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto uses the first GPU, if there is one.")]
+
+
+def processes() -> tuple[int, int]:
+    """The number of this process, from 0 on, and how many torchrun has started; (0, 1) without it."""
+    number, count = (os.environ.get(name) for name in ("RANK", "WORLD_SIZE"))
+    # WORLD_SIZE alone is set by schedulers, too
+    return (0, 1) if number is None or count is None else (int(number), int(count))
+
+
+def leave_to_the_first(command: str) -> None:
+    """Under torchrun: refuse commands that are for one process, and silence all but the first of its processes.
+
+    What is not caught is still shown: a traceback, wherever it comes from.
+    """
+    number, count = processes()
+    if count == 1:
+        return
+    if number:
+        # whoever holds the former stream finds it open
+        _kept.append(sys.stdout)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the process ends
+        out.quiet = err.quiet = True
+        # progress bars, warnings of all packages
+        os.environ["TQDM_DISABLE"] = "1"
+        warnings.simplefilter("ignore")
+    if command not in TOGETHER:
+        raise fail(f"{command} runs in one process: start it without torchrun, which is for {', '.join(TOGETHER)}.")
 
 
 def print_error(message: str) -> None:
@@ -59,7 +95,10 @@ def load_config(model: str, revision: str | None = None) -> "PreTrainedConfig":
 
 
 def load_model(model: str, device: str, revision: str | None = None, dtype: str = "auto") -> Any:
-    """A model in eval mode; Exit with a sentence if it cannot be loaded. dtype: by name; "auto": the checkpoint's."""
+    """A model in eval mode; Exit with a sentence if it cannot be loaded. dtype: by name; "auto": the checkpoint's.
+
+    Under torchrun its processes share it, by Transformers' own plan.
+    """
     from safetensors import SafetensorError  # noqa: PLC0415
 
     from turbo_hf.errors import Unsupported  # noqa: PLC0415
@@ -70,12 +109,31 @@ def load_model(model: str, device: str, revision: str | None = None, dtype: str 
         raise fail("--device meta holds no weights to run; choose cpu or cuda.")
     config = load_config(model, revision)
     try:
-        loaded: Any = auto_class(config).from_pretrained(model, revision=revision, dtype=dtype)
-        return loaded.to(device).eval()
+        count = processes()[1]
+        split = {} if count == 1 else {"distributed_config": _over(count, device)}
+        loaded: Any = auto_class(config).from_pretrained(model, revision=revision, dtype=dtype, **split)
+        return (loaded if split else loaded.to(device)).eval()
     except Unsupported as error:
         raise fail(str(error)) from error
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         raise fail(f"cannot load {model!r} on {device}: {shortened(error)}") from error
+
+
+def _over(count: int, device: str) -> Any:
+    """How `count` processes share a model. ValueError: on a device that they cannot share it on."""
+    import torch  # noqa: PLC0415
+    from torch import distributed  # noqa: PLC0415
+    from transformers.distributed.configuration_utils import DistributedConfig  # noqa: PLC0415
+
+    # where Transformers puts it
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != there:
+        raise ValueError(f"under torchrun each process takes its own device of kind {there}. Omit --device")
+    if there == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", count)):
+        raise ValueError(f"torchrun has started more processes than there are GPUs, {torch.cuda.device_count()}")
+    # else torch warns that nobody has
+    atexit.register(lambda: distributed.destroy_process_group() if distributed.is_initialized() else None)
+    return DistributedConfig(tp_size=count)
 
 
 def load_tokenizer(model: str, revision: str | None = None) -> Any:

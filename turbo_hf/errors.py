@@ -41,15 +41,18 @@ def warn(message: str) -> None:
 
 
 class Notices:
-    """The messages of one patch: issued as the user chose, and kept in `messages` for the report."""
+    """The messages of one patch: issued as the user chose, and kept in `messages` for the report.
 
-    def __init__(self, strict: Strict):
-        self.strict = strict
+    speaks: whether this process issues warnings; of several that patch one model, the first does.
+    """
+
+    def __init__(self, strict: Strict, speaks: bool = True):
+        self.strict, self.speaks = strict, speaks
         self.messages: list[str] = []
 
     def note(self, message: str) -> None:
-        """Something that the user should know: a warning, or with "fallback" a log message."""
-        complain("fallback" if self.strict == "fallback" else "warn", message)
+        """Something that the user should know: a warning; with "fallback", or where others speak, a log message."""
+        complain("fallback" if self.strict == "fallback" or not self.speaks else "warn", message)
         self.messages.append(message)
 
     def refuse(self, message: str, remedy: str = "") -> None:

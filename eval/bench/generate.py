@@ -16,10 +16,10 @@ import typer
 from rich.table import Table
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig, resolve_config
-from turbo_hf.console import Device, Json, err, out
+from turbo_hf.console import Device, Json, err, out, processes
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
 from turbo_hf.eval.bench.options import Folder, Seed, figure, find_device, one_of, prepare_folder, require_choice
-from turbo_hf.eval.bench.random_models import KINDS, random_drafter, random_model
+from turbo_hf.eval.bench.random_models import KINDS, random_drafter, random_model, shared_out
 from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.tables import print_notes
@@ -27,6 +27,7 @@ from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS
 from turbo_hf.patching.patch_model import patch
 from turbo_hf.patching.selfcheck import compare as compare_logits
+from turbo_hf.ranks import ranks_of
 
 SDPA, STATIC = "SDPA", "static"
 
@@ -183,6 +184,8 @@ def compare(
 
 def _unable(model: Any, method: GenerateMethod, work: Work, batch: int | None) -> str:
     """Why Transformers cannot decode so; "" if it can."""
+    if method.name == STATIC and ranks_of(model):
+        return "its compiled steps are not run under tensor parallel"
     if method.name == STATIC and model.device.type != "cuda":
         return "generate compiles for a static cache on a GPU only"
     if method.decoding == "assisted" and (batch != 1 or work.chunk is not None):
@@ -378,20 +381,33 @@ def generate_command(
         works = [Work(tokens, new or own[2], rounds, chunk, seed) for tokens in contexts]
         modes = [one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
         decodings = [
-            one_of("decoding", name, DECODINGS) for name in decoding or DECODINGS[: 1 if None in batches else 3]
+            one_of("decoding", name, DECODINGS)
+            for name in decoding or DECODINGS[: 1 if None in batches or processes()[1] > 1 else 3]
         ]
         configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs)
         where = find_device(device)
         if None in batches and where.type != "cuda" and not tiny:
             raise ValueError(f"--batch {LARGEST} needs a GPU: on a CPU the system, not an error, says what fits.")
         require_choice(where, tiny or layers is not None, "--layers 1, or --tiny to try the command")
+        together = processes()
+        if together[1] > 1:
+            if None in batches or "assisted" in decodings:
+                raise ValueError(f"under torchrun, --batch is a number, and --decoding {' or '.join(DECODINGS[:2])}.")
+            # the first process writes; all of them draw the same weights
+            folder = folder if together[0] == 0 else None
+            torch.manual_seed(seed)
         prepare_folder(folder)
     bench = BenchRun[GenerateRow]("generate", where, folder)
     given: dict[str, Any] = {"layers": layers, "chunk": chunk, "rounds": rounds, "most": most, "seed": seed}
-    given |= {"cuda_graphs": cuda_graphs, "configs": {name: config.to_dict() for name, config in configs.items()}}
+    given |= {
+        "cuda_graphs": cuda_graphs,
+        "ranks": together[1],
+        "configs": {name: config.to_dict() for name, config in configs.items()},
+    }
     for name in shapes:
         with err.status(f"making {name}"):
             model = random_model(name, layers, where, tiny=tiny)
+            model = shared_out(model) if together[1] > 1 else model
             drafter = random_drafter(model, DRAFTED) if "assisted" in decodings else None
         measure = partial(compare, model, name, methods(configs, decodings, drafter))
         bench.each(

@@ -1,9 +1,15 @@
 """Models of known shapes with random weights: they cost the same as trained ones of that shape."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+
+from turbo_hf.console import load_model
+from turbo_hf.eval.bench.timing import free_memory
 
 KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] = {
     "llama3-8b": (
@@ -17,7 +23,7 @@ KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] 
             "vocab_size": 128256,
             "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
         },
-        {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1},
+        {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2},
     ),
     "qwen2.5-0.5b": (
         Qwen2Config,
@@ -53,6 +59,17 @@ def random_model(shape: str, layers: int | None, device: torch.device, *, tiny: 
     with torch.device(device):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     return model.eval()
+
+
+def shared_out(model: Any) -> Any:
+    """The same model, shared among torchrun's processes, each of which has drawn it and now stores it for itself."""
+    with tempfile.TemporaryDirectory(prefix="turbo-bench-") as folder:
+        # not `save_pretrained`, which writes in the first process alone
+        model.config.to_json_file(Path(folder, "config.json"), use_diff=False)
+        save_model(model, str(Path(folder, "model.safetensors")), metadata={"format": "pt"})
+        del model
+        free_memory()
+        return load_model(folder, "auto")
 
 
 def random_drafter(model: Any, drafted: int) -> Any:

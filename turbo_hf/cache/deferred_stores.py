@@ -15,6 +15,7 @@ from turbo_hf.cache.integrity import Integrity, Pass
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.ops.host_device import require_finite
+from turbo_hf.ranks import Ranks
 
 MOST_BYTES = 256 << 20
 """Keys and values of all layers that may wait; more of them keep the GPU busy for longer than storing takes."""
@@ -85,12 +86,12 @@ class DeferredStores:
         self._waiting.append(_New(layer, k.detach(), v.detach(), new, buckets, stream))
         return True
 
-    def require_finite(self) -> None:
+    def require_finite(self, ranks: Ranks) -> None:
         """ValueError if the newest layer's keys or values hold NaN or Inf, as those of all layers behind NaN do."""
         if self._waiting:
             layer, k, v, new, *_ = self._waiting[-1]
             finite = torch.stack([torch.isfinite(new.blank(x)).all() for x in (k, v)]).all()
-            require_finite({layer.index: ~finite})
+            require_finite({layer.index: ~finite}, ranks)
 
     def drop(self) -> None:
         """Forget them: the cache is emptied, or their pass is taken back."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from turbo_hf.ranks import ALONE
+
 RESET = "reset() it, or take a new one."
 TAKEN = f"another thread has begun to use this TurboCache, or broke off there: {RESET}"
 STEP = 0
@@ -57,6 +59,8 @@ class Integrity:
 
     def __init__(self, layers: Mapping[int, str]):
         self.layers = dict(layers)
+        # those that must agree whether NaN or Inf has been stored
+        self.ranks = ALONE
         self.forget()
 
     def forget(self) -> None:

@@ -41,11 +41,18 @@ class Memory:
         buckets of a sparse layer's tokens), or "dense" (not compressed).
     tokens: tokens of all rows, without padding.
     full_precision: bytes that the tokens of compressed layers would take in the model's dtype.
+    ranks: of a tensor parallel model, how many ranks hold as much, each of its own heads; bytes are those of one.
     """
 
     layers: tuple[dict[str, int], ...]
     tokens: int
     full_precision: int
+    ranks: int = 1
+
+    @property
+    def all_ranks(self) -> int:
+        """Bytes of all layers on all ranks."""
+        return self.total * self.ranks
 
     @property
     def total(self) -> int:
@@ -67,8 +74,10 @@ class Memory:
     def __str__(self) -> str:
         if not self.layers:
             return "no cache yet"
+        each = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
         lines = [
-            f"{self.tokens:,} tokens in {self.total:,} bytes; compressed layers: {self.compression:.2f} x smaller",
+            f"{self.tokens:,} tokens in {self.total:,} bytes{each}; compressed layers: {self.compression:.2f} x "
+            "smaller",
             f"  all layers: {_of_kinds(self.by_kind.items())}",
         ]
         groups = group_layers((index, tuple(layer.items())) for index, layer in enumerate(self.layers))
@@ -83,13 +92,14 @@ def _of_kinds(kinds: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{kind} {count:,}" for kind, count in kinds)
 
 
-def measure(layers: list[Any]) -> Memory:
-    """What the layers of a `TurboCache` currently have allocated."""
+def measure(layers: list[Any], ranks: int = 1) -> Memory:
+    """What the layers of a `TurboCache` currently have allocated. ranks: as in `Memory`."""
     turbo = [layer for layer in layers if isinstance(layer, TurboLayer) and layer.is_initialized]
     return Memory(
         tuple(layer_bytes(layer) for layer in layers),
         sum(turbo[0].lengths()) + sum(turbo[0].state.dropped) if turbo else 0,
         sum(layer.full_precision_bytes() for layer in turbo),
+        ranks,
     )
 
 

@@ -237,7 +237,7 @@ class LayerStorage:
         # aminmax returns NaN twice if there is one
         extremes = [end for x in stored if x.numel() for end in torch.aminmax(x.to(dtype))]
         if extremes:
-            require_finite({self.index: ~torch.isfinite(torch.stack(extremes)).all()})
+            require_finite({self.index: ~torch.isfinite(torch.stack(extremes)).all()}, self.integrity.ranks)
 
     @storing
     def _append(
@@ -277,7 +277,7 @@ class LayerStorage:
         """ValueError if kernels have noted NaN or Inf; check_later: left to `TurboCache.require_finite`."""
         self.unchecked = True
         if not check_later:
-            require_finite({self.index: self.nonfinite})
+            require_finite({self.index: self.nonfinite}, self.integrity.ranks)
             self.unchecked = False
 
     def commit(self, check_later: bool = False, whole_prompt: bool = False) -> None:

@@ -29,6 +29,7 @@ from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, r
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import COMPRESSED_TYPES, LATENT_TYPES, layer_types
 from turbo_hf.ops.host_device import require_finite
+from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.selectors import Selector
 
 P = ParamSpec("P")
@@ -219,8 +220,8 @@ class TurboCache(Cache):
         try:
             self.integrity.enter(depth)
         except ValueError:
-            # the better reason, if it is one
-            self.require_finite()
+            # the better reason, if it is one; where other ranks go on, none of them is asked
+            self._require_finite(ALONE)
             raise
         # what a pass has left that broke off is dropped
         self.deferred.begin()
@@ -234,11 +235,17 @@ class TurboCache(Cache):
             layer.commit(check_later=True)
 
     def require_finite(self) -> None:
-        """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device."""
-        self.deferred.require_finite()
+        """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device.
+
+        Of a tensor parallel model every rank must call it, and all raise the error if one of them has cause to.
+        """
+        self._require_finite(self.integrity.ranks)
+
+    def _require_finite(self, ranks: Ranks) -> None:
+        self.deferred.require_finite(ranks)
         layers = [layer for layer in self.all_layers if isinstance(layer, TurboLayer) and layer.unchecked]
         if layers:
-            require_finite({layer.index: layer.nonfinite for layer in layers})
+            require_finite({layer.index: layer.nonfinite for layer in layers}, ranks)
         for layer in layers:
             layer.unchecked = False
 
@@ -398,7 +405,7 @@ class TurboCache(Cache):
 
     def memory(self) -> Memory:
         """Bytes by layer and kind, as currently allocated."""
-        return measure(self.layers)
+        return measure(self.layers, self.integrity.ranks.count)
 
     @property
     def max_cache_len(self) -> int:

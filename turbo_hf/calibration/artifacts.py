@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,18 @@ class LayerCalibration:
     note: str = ""
     quality: Mapping[str, Any] = field(default_factory=dict)
     rotated_centroids: torch.Tensor | None = None
+
+    def of_heads(self, heads: range) -> "LayerCalibration":
+        """What it says of these KV heads alone, as for a layer that has no others."""
+        own = slice(heads.start, heads.stop)
+        rotated = self.rotated_centroids
+        return replace(
+            self,
+            scores={metric: x[own] for metric, x in self.scores.items()},
+            centroids=None if self.centroids is None else self.centroids[own],
+            classifier={name: x[own] for name, x in self.classifier.items()},
+            rotated_centroids=None if rotated is None else rotated[own],
+        )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What the layer stores, by name."""

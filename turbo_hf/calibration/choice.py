@@ -1,6 +1,7 @@
 """What a patch takes from a calibration: which heads get the low bits, and what sparse decoding selects keys by."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +27,14 @@ class HeadChoice(NamedTuple):
     words: str
     found: Calibration | None = None
     refused: str = ""
+
+    def of_heads(self, heads: Mapping[int, range], metric: str) -> "HeadChoice":
+        """The same for a rank that holds these KV heads of the layers named here. metric: as in `head_orders`."""
+        if self.found is None or not heads:
+            return self
+        layers = (x.of_heads(heads[x.index]) if x.index in heads else x for x in self.found.layers)
+        found = replace(self.found, layers=tuple(layers))
+        return self._replace(found=found, orders=found.head_orders(metric) if self.orders else {})
 
 
 def uses_calibration(config: TurboConfig) -> bool:

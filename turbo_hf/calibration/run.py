@@ -29,6 +29,7 @@ from turbo_hf.layout import power_of_two
 from turbo_hf.models.model_layers import require_model
 from turbo_hf.patches.generic import is_latent
 from turbo_hf.patches.layers import attention_layers
+from turbo_hf.ranks import ranks_of
 
 Progress = Callable[[str, float], None]
 """Called with a description of the current work, and the share of all work done since the last call."""
@@ -92,6 +93,11 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
     require_model(model)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoder-only models can be calibrated.")
+    if ranks_of(model):
+        raise ValueError(
+            "the model's heads are split among processes (tensor parallel), and a calibration is of all heads. Load it "
+            "in one process to calibrate it: what that gives serves every split."
+        )
     if model.training:
         raise ValueError("the model is in training mode, in which dropout changes what it sees. Call model.eval().")
     text = model.config.get_text_config(decoder=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from turbo_hf.console import Device, Json, err, fail, load_model, load_tokenizer
+from turbo_hf.console import Device, Json, err, fail, load_model, load_tokenizer, processes
 
 if TYPE_CHECKING:
     from turbo_hf.cache.memory import Memory
@@ -46,12 +46,16 @@ def generate_command(
         raise fail("there is no prompt: write it behind the model, or - for standard input, or chat with --chat.")
     if dtype not in DTYPES:
         raise fail(f"unknown dtype {dtype}; choose from {', '.join(DTYPES)}.")
+    if processes()[1] > 1 and (prompt is None or prompt == "-"):
+        raise fail("under torchrun the processes share no standard input: write the prompt behind the model.")
+    import torch  # noqa: PLC0415
     from transformers import set_seed  # noqa: PLC0415
 
     from turbo_hf.cli.conversation import Conversation, sampling  # noqa: PLC0415
     from turbo_hf.config.turbo_config import DEFAULT_PRESET, resolve_config  # noqa: PLC0415
     from turbo_hf.errors import out_of_memory  # noqa: PLC0415
     from turbo_hf.patching.patch_model import patch  # noqa: PLC0415
+    from turbo_hf.ranks import ranks_of  # noqa: PLC0415
 
     replies = []
     try:
@@ -65,8 +69,10 @@ def generate_command(
         loaded.generation_config.update(use_cache=True, cache_implementation=None, num_beams=1, num_return_sequences=1)
         with patch(loaded, chosen) as handle:
             talk = Conversation(loaded, tokenizer, handle, options)
-            if seed is not None:
-                set_seed(seed)
+            # ranks that sample must draw alike
+            ranks = ranks_of(loaded)
+            if seed is not None or ranks:
+                set_seed(int(ranks.most(torch.randint(1 << 31, (1,)))) if seed is None else seed)
             for text in _texts(prompt):
                 replies.append(talk.answer(text) if chat else talk.complete(text))
                 _note_positions(loaded, replies[-1].prompt_tokens + replies[-1].new_tokens)
@@ -84,7 +90,7 @@ def generate_command(
         err.print(_line(taken, loaded.dtype), markup=False, highlight=False, soft_wrap=True)
     if json_line:
         facts = {"model": model, "device": str(loaded.device), "dtype": str(loaded.dtype), "config": chosen.to_dict()}
-        facts["memory"] = {"tokens": taken.tokens, "bytes": taken.total, "compression": taken.compression}
+        facts["memory"] = {"tokens": taken.tokens, "bytes": taken.all_ranks, "compression": taken.compression}
         print(json.dumps({**facts, "replies": [asdict(reply) for reply in replies]}), flush=True)  # noqa: T201
 
 
@@ -124,4 +130,5 @@ def _note_positions(model: Any, tokens: int) -> None:
 
 def _line(taken: "Memory", dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
-    return f"KV cache: {taken.tokens:,} tokens in {taken.total:,} bytes, {taken.compression:.2f} x less than in {name}."
+    size = f"{taken.tokens:,} tokens in {taken.all_ranks:,} bytes"
+    return f"KV cache: {size}, {taken.compression:.2f} x less than in {name}."

@@ -16,11 +16,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from turbo_hf._version import __version__
 from turbo_hf.cli.generate import generate_command
-from turbo_hf.console import Device, Json, err, fail, load, load_config, load_model, out
+from turbo_hf.console import Device, Json, err, fail, leave_to_the_first, load, load_config, load_model, out
 
 if TYPE_CHECKING:
     from turbo_hf.cli.plan import MemoryPlan
-    from turbo_hf.cli.weights import Weights
     from turbo_hf.eval.demo import DemoRow
     from turbo_hf.eval.needle import Needle
     from turbo_hf.patching.doctor import Diagnosis, Machine
@@ -93,11 +92,13 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Attention on a compressed KV cache for Hugging Face Transformers."""
+    leave_to_the_first(context.invoked_subcommand or "")
 
 
 CARRIED = Path(__file__).resolve().parents[2] / "examples" / "lab-llama-4m"
@@ -222,10 +223,13 @@ def plan_command(
     context: Annotated[str, typer.Option(help="Tokens per row, such as 128k or 131072.")] = "128k",
     batch: Annotated[int, typer.Option(min=1, help="Rows in a batch.")] = 1,
     gpu_memory: Annotated[str, typer.Option(help="Memory of the GPU, such as 80GB or 24GiB.")] = "80GB",
+    tensor_parallel: Annotated[
+        int, typer.Option("--tp", min=1, help="GPUs that share the model by tensor parallel; the table is of one.")
+    ] = 1,
     json_line: Json = False,
 ) -> None:
     """Cache memory before and after, from the config alone: bytes per token, longest context, largest batch."""
-    from turbo_hf.cli.plan import parse_bytes, plan  # noqa: PLC0415
+    from turbo_hf.cli.plan import parse_bytes, plan, share_of_weights  # noqa: PLC0415
     from turbo_hf.cli.weights import weigh  # noqa: PLC0415
     from turbo_hf.eval.bench.shapes import parse_tokens  # noqa: PLC0415
     from turbo_hf.patching.meta_model import meta_model  # noqa: PLC0415
@@ -235,16 +239,19 @@ def plan_command(
         gpu_bytes, tokens = parse_bytes(gpu_memory), parse_tokens(context)
         unloaded = meta_model(config)
         weights = weigh(unloaded, model)
-        found = plan(unloaded, context=tokens, batch=batch, gpu_bytes=gpu_bytes, weights=weights.nbytes)
+        of_gpu: dict[str, Any] = {"gpu_bytes": gpu_bytes, "weights": weights.nbytes, "ranks": tensor_parallel}
+        found = plan(unloaded, context=tokens, batch=batch, **of_gpu)
     except ValueError as error:
         raise fail(str(error)) from error
-    _print_plan(found, f"{Path(model).name}: {tokens} tokens x {batch} on {gpu_memory}", tokens, batch, weights)
+    gpus = f"each of {tensor_parallel} GPUs of {gpu_memory}" if tensor_parallel > 1 else gpu_memory
+    own = round(weights.nbytes * share_of_weights(unloaded, tensor_parallel))
+    _print_plan(found, f"{Path(model).name}: {tokens} tokens x {batch} on {gpus}", tokens, batch, own, weights.note)
     if json_line:
-        facts = {**asdict(found), "weight_bytes": weights.nbytes, "weight_note": weights.note}
+        facts = {**asdict(found), "weight_bytes": own, "weight_note": weights.note, "ranks": tensor_parallel}
         print(json.dumps(facts))  # noqa: T201
 
 
-def _print_plan(found: "MemoryPlan", title: str, context: int, batch: int, weights: "Weights") -> None:
+def _print_plan(found: "MemoryPlan", title: str, context: int, batch: int, weights: int, weight_note: str) -> None:
     table = Table(title=title)
     headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
     for heading in headings:
@@ -262,8 +269,8 @@ def _print_plan(found: "MemoryPlan", title: str, context: int, batch: int, weigh
             f"{row.largest_batch:,}",
         )
     out.print(table)
-    out.print(f"Weights take {weights.nbytes / 1e9:.2f} GB; a tenth of the GPU is left for activations.", style="dim")
-    for note in (weights.note, *found.notes):
+    out.print(f"Weights take {weights / 1e9:.2f} GB; a tenth of the GPU is left for activations.", style="dim")
+    for note in (weight_note, *found.notes):
         if note:
             out.print(note, style="dim", markup=False, highlight=False)
 

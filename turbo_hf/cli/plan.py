@@ -8,8 +8,10 @@ from transformers import PreTrainedModel
 
 from turbo_hf.cache.memory import LayerCost, cache_bytes, turbo_cost
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig
+from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import UncompressedLayer, key_bias_note, patch_report, uncompressed_layers
+from turbo_hf.ranks import Ranks, split_layers, splits_weight
 
 KEPT_FREE = 0.1
 """Share of the GPU left for activations and the allocator."""
@@ -52,17 +54,20 @@ class MemoryPlan:
     notes: tuple[str, ...]
 
 
-def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, weights: int) -> MemoryPlan:
+def plan(
+    model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, weights: int, ranks: int = 1
+) -> MemoryPlan:
     """Rows for the unpatched model ("fp16", or "fp32" if that is its dtype) and for each preset.
 
     Args:
         model: from `meta_model`.
         context, batch: planned tokens per row, and number of rows.
         gpu_bytes: the GPU's memory; a tenth of it is left for activations.
-        weights: bytes of it that the weights take.
+        weights: bytes that the weights take, of all ranks together.
+        ranks: GPUs that share the model by tensor parallel; the rows are of one of them.
 
     Raises:
-        Unsupported: `patch` refuses this model.
+        Unsupported: `patch` refuses this model, or its heads do not divide among the ranks.
         ValueError: context or batch below 1, or a model that cannot run without weights.
     """
     if context < 1 or batch < 1:
@@ -72,7 +77,8 @@ def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, 
     if any(at.latent for at in reports[DEFAULT_PRESET].layers):
         # latent attention takes no sparse config
         reports = {name: report for name, report in reports.items() if PRESETS[name].sparse is None}
-    room, layers = gpu_bytes * (1 - KEPT_FREE) - weights, uncompressed_layers(model)
+    room = gpu_bytes * (1 - KEPT_FREE) - weights * share_of_weights(model, ranks)
+    layers, whole = _of_rank(model, uncompressed_layers(model), ranks)
     unpatched = [layer.cost for layer in layers]
     if not cache_bytes(unpatched, context):
         raise ValueError(
@@ -96,7 +102,34 @@ def plan(model: PreTrainedModel, *, context: int, batch: int, gpu_bytes: float, 
             )
         )
     positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return MemoryPlan(rows, positions, tuple(_notes(model, reports[DEFAULT_PRESET], positions, context)))
+    notes = _notes(model, reports[DEFAULT_PRESET], positions, context)
+    if whole:
+        notes.append(f"{whole} of {len(layers)} layers keep all of their KV heads on each rank (Transformers' plan).")
+    return MemoryPlan(rows, positions, tuple(notes))
+
+
+def share_of_weights(model: PreTrainedModel, ranks: int) -> float:
+    """Which part of all weights one of `ranks` ranks holds, by Transformers' tensor parallel plan of the model."""
+    bytes_of = {name: x.nbytes for name, x in model.named_parameters()}
+    own = sum(n / (ranks if splits_weight(model, name) else 1) for name, n in bytes_of.items())
+    return own / max(1, sum(bytes_of.values()))
+
+
+def _of_rank(
+    model: PreTrainedModel, layers: list[UncompressedLayer], ranks: int
+) -> tuple[list[UncompressedLayer], int]:
+    """What one rank holds of each layer, and how many layers with keys it holds as a whole."""
+    if ranks == 1:
+        return layers, 0
+    heads = {at.index: (at.module, layers[at.index].heads) for at in attention_layers(model) if at.module is not None}
+    split = split_layers(model, Ranks(0, ranks), {index: of for index, of in heads.items() if of[1]})
+    own = [
+        layer._replace(heads=layer.heads // ranks, cost=replace(layer.cost, per_token=layer.cost.per_token / ranks))
+        if index in split
+        else layer
+        for index, layer in enumerate(layers)
+    ]
+    return own, sum(bool(layer.heads) and index not in split for index, layer in enumerate(layers))
 
 
 def layer_costs(

@@ -203,7 +203,7 @@ class ReplayableSteps:
 
     def require_finite(self) -> None:
         """ValueError if `nonfinite`, which is read from the device, names a layer."""
-        require_finite({layer.index: layer.nonfinite for layer in self.layers})
+        require_finite({layer.index: layer.nonfinite for layer in self.layers}, self.integrity.ranks)
 
     @storing
     def begin(self) -> None:

@@ -25,6 +25,7 @@ from turbo_hf.errors import Unsupported, out_of_memory
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
 from turbo_hf.ops.gpu import why_no_kernels_on
+from turbo_hf.ranks import ranks_of
 from turbo_hf.sparse.selectors import why_no_replay_with
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
@@ -266,7 +267,8 @@ class StepRunner:
         if mask is not None and known is not None:
             proofs.append((mask[:, :padded].bool() == known).all())
         if steps.seals():
-            proofs.append((steps.nonfinite == 0).all())
+            bad = steps.integrity.ranks.most(steps.nonfinite)
+            proofs.append((bad == 0).all())
         if not proofs or bool(proofs[0] if len(proofs) == 1 else torch.stack(proofs).all()):
             return True
         if steps.seals():
@@ -306,7 +308,9 @@ class StepRunner:
         if self._replay is None:
             self._captured = tensors
             try:
-                self._replay = device.capture(step)
+                # sums over ranks must be captured on all of them, or on none
+                with steps.integrity.ranks.together():
+                    self._replay = device.capture(step)
             except Exception as error:
                 steps.cancel()
                 self._forget()
@@ -361,9 +365,18 @@ def _capturing(x: torch.Tensor) -> bool:
 
 
 def describe(
-    config: TurboConfig, dense: Sequence[int], known_family: bool, device: torch.device, latent: bool = False
+    config: TurboConfig,
+    dense: Sequence[int],
+    known_family: bool,
+    device: torch.device,
+    *,
+    latent: bool = False,
+    shared: bool = False,
 ) -> tuple[str, str | None]:
-    """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can."""
+    """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can.
+
+    latent: whether layers keep latents. shared: whether several ranks share the model.
+    """
     reason = why_no_replay_under(config, latent) or why_no_kernels_on(device)
     if reason is None:
         reason = f"layer {dense[0]} is dense" if dense else why_no_replay_with(config.sparse)
@@ -371,6 +384,8 @@ def describe(
         return "decode steps: no CUDA graphs (cuda_graphs=False)", reason
     if reason is None and config.cuda_graphs == "auto" and not known_family:
         return "decode steps: no CUDA graphs (family without a test; cuda_graphs=True tries them)", "untested family"
+    if reason is None and config.cuda_graphs == "auto" and shared:
+        return "decode steps: no CUDA graphs (tensor parallel; cuda_graphs=True captures them)", "tensor parallel"
     if reason is not None:
         return f"decode steps: no CUDA graphs ({reason})", reason
     return f"decode steps: CUDA graphs{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
@@ -420,8 +435,11 @@ def _why_no_replay_there(model: Any, modules: list[Any], captured: bool) -> str 
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
     if len(places) > 1:
         return f"its weights lie on {len(places)} devices"
-    if getattr(model, "_device_mesh", None) is not None:
-        return "its weights are shared among processes"
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is not None and not captured:
+        return "its weights are shared among processes, whose sums are not compiled"
+    if mesh is not None and mesh.size() != ranks_of(model).count:
+        return "its weights are shared among processes (FSDP)"
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_compileable:
         return "the kernels of its quantized weights cannot be captured"

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from turbo_hf.ops import gpu
+from turbo_hf.ranks import ALONE, Ranks
 
 
 def send(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -42,12 +43,15 @@ def nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def require_finite(flags: Mapping[int, torch.Tensor]) -> None:
-    """ValueError naming the first layer whose flag, of one element, is not 0. One read from each device."""
+def require_finite(flags: Mapping[int, torch.Tensor], ranks: Ranks = ALONE) -> None:
+    """ValueError naming the first layer whose flag, of one element, is not 0. One read from each device.
+
+    ranks: those that ask the same at this moment; all of them raise the error, if one of them does.
+    """
     found: list[int] = []
     for device in {flag.device for flag in flags.values()}:
         here = {index: flag for index, flag in flags.items() if flag.device == device}
-        values = torch.stack([flag.view(()) for flag in here.values()]).tolist()
+        values = ranks.most(torch.stack([flag.view(()) for flag in here.values()])).tolist()
         found += [index for index, nonfinite in zip(here, values, strict=True) if nonfinite]
     if found:
         raise ValueError(

@@ -231,8 +231,9 @@ def _may_replay(
     hand_off.give(None)
     if _may_run(generation_config) and isinstance(model_kwargs.get("past_key_values"), TurboCache):
         reason, limit, compiled = why_no_replay_of(model, is_own), generation_config.max_length, hand_off.compiled
-        # what may be captured may be compiled
-        uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and reason else None
+        # what may be captured may be compiled, but for sums over ranks
+        apart = reason or getattr(model, "_device_mesh", None)
+        uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and apart else None
         if compiled is not None and uncompiled is not None:
             compiled.refuse(uncompiled, lasting=False)
             compiled = None

@@ -19,6 +19,7 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.patching import continuous_batching
+from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.selectors import Selectivity, Selector
 
 
@@ -75,6 +76,8 @@ class Report:
             `TurboConfig.sparse`.
         selectivity: for each sparse layer, what its steps have read since the patch was applied.
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
+        ranks: of a tensor parallel model, how many share it and which heads each of them holds; "" for one process.
+            Heads of `layers`, and `selectivity`, are those of this rank.
     """
 
     model: str
@@ -89,9 +92,11 @@ class Report:
     sparse: Mapping[int, str] = field(default_factory=dict)
     selectivity: tuple[Selectivity, ...] = ()
     serving: str = ""
+    ranks: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
+        lines += [f"  {self.ranks}"] if self.ranks else []
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
         lines += self._read()
         lines += [f"  {text}" for text in (self.heads, self.prompts, self.steps, self.serving) if text]
@@ -132,6 +137,7 @@ class CacheMaker:
         newest: the latest cache, as long as it exists.
         measured: bytes of the latest cache when it was released.
         active: whether the patch is on.
+        ranks: those that share the model.
         uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
         groups, dims: of the compressed layers: (bits, KV heads) of each width, and the head dims that occur.
         why_not_served: why continuous batching cannot run; None: it can.
@@ -148,6 +154,7 @@ class CacheMaker:
     newest: "weakref.ref[TurboCache] | None" = None
     measured: Memory | None = None
     active: bool = True
+    ranks: Ranks = ALONE
     uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
     groups: tuple[tuple[int, int], ...] = ()
     dims: frozenset[int] = frozenset()
@@ -169,6 +176,7 @@ class CacheMaker:
             head_orders={index: order for index, order in self.head_orders.items() if index < count},
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
+        cache.integrity.ranks = self.ranks
         # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
             self.made += 1
@@ -181,7 +189,7 @@ class CacheMaker:
         if number == self.made:
             with suppress(ValueError):
                 deferred.store()
-            self.measured = measure(layers)
+            self.measured = measure(layers, self.ranks.count)
 
     def forget(self, cache: TurboCache) -> None:
         """The model has replaced `cache` by another one, so `memory` no longer reports it."""
@@ -197,11 +205,11 @@ class CacheMaker:
         cache = self.newest() if self.newest is not None else None
         if cache is not None:
             return cache.memory()
-        return self.measured or Memory((), 0, 0)
+        return self.measured or Memory((), 0, 0, self.ranks.count)
 
     def __reduce__(self) -> Any:
         # a copied or pickled model makes its own caches, and needs the names in its config to be registered
-        kept = (dict(self.head_orders), dict(self.selectors))
+        kept = (dict(self.head_orders), dict(self.selectors), self.ranks)
         return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.dense_layers, *kept)
 
 
@@ -212,10 +220,11 @@ def _maker_of_a_copy(
     dense_layers: tuple[int, ...],
     head_orders: dict[int, tuple[int, ...]],
     selectors: dict[int, Selector],
+    ranks: Ranks,
 ) -> CacheMaker:
     register()
     # a copy has no handle, so no message can name one
-    return CacheMaker(layers, config, int8_layers, dense_layers, head_orders, selectors, active=False)
+    return CacheMaker(layers, config, int8_layers, dense_layers, head_orders, selectors, active=False, ranks=ranks)
 
 
 @dataclass(slots=True, repr=False, eq=False)

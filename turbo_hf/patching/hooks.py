@@ -23,6 +23,7 @@ from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.models.model_layers import given_cache
 from turbo_hf.patches.generic import chooses_attention
 from turbo_hf.patching.handle import CacheMaker, LayerReport
+from turbo_hf.ranks import Ranks
 
 OTHER_MODEL = "It was made for another model: use handle.new_cache()."
 
@@ -69,7 +70,8 @@ def add_hooks(
             hooks.append(module.register_forward_hook(remember, with_kwargs=True))
     for depth, module in enumerate(around, start=STEP + 1):
         # behind the hook that may bring the cache
-        hooks.append(module.register_forward_pre_hook(functools.partial(_begin_pass, depth), with_kwargs=True))
+        begin = functools.partial(_begin_pass, depth, maker.ranks)
+        hooks.append(module.register_forward_pre_hook(begin, with_kwargs=True))
         failed = functools.partial(_abandon_pass, depth)
         hooks.append(module.register_forward_hook(failed, with_kwargs=True, always_call=True))
         # not called after an exception; the last thing done, as what breaks off behind it has stored its tokens
@@ -187,10 +189,12 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | Non
 
 
 @outside_of_steps(-1)
-def _begin_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a module that calls all layers: refuse a cache in which an earlier pass broke off."""
     cache = _cache_of(args, kwargs)
     if cache is not None:
+        # of a cache that the patch has not made, too
+        cache.integrity.ranks = ranks
         cache.begin_pass(depth)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -15,15 +15,16 @@ from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig
 from turbo_hf.errors import Notices, Strict
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import HandOff, describe
-from turbo_hf.models.model_layers import module_head_dim, require_model
+from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches.families import Family, family_of
-from turbo_hf.patches.layers import attention_layers
+from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, Report
 from turbo_hf.patching.hooks import add_hooks
 from turbo_hf.patching.refusals import (
+    bias_steps,
     check_model,
     choose_layer,
     forecast,
@@ -34,6 +35,7 @@ from turbo_hf.patching.refusals import (
     text_type,
 )
 from turbo_hf.patching.selfcheck import require_agreement, unpatched_logits
+from turbo_hf.ranks import Ranks, ranks_of, split_layers
 
 LATENT_PROMPTS = "prompts: expanded to keys and values, in the model's dtype, by torch's SDPA (latent attention)"
 
@@ -48,7 +50,8 @@ def patch(
     check: bool = False,
 ) -> Handle:
     """Put `model.generate` on a compressed KV cache. Nothing else in the model changes, and `remove()` undoes the
-    patch.
+    patch. Of a tensor parallel model every rank must call it, with the same arguments: they patch it alike, or all
+    raise the same error.
 
     Args:
         model: a loaded decoder-only Transformers model.
@@ -76,79 +79,146 @@ def patch(
         OSError: there is no config file, or no calibration, in the named place.
         TypeError: not a Transformers model.
     """
-    if strict not in get_args(Strict):
-        raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
-    chosen = resolve_config(config)
-    require_model(model)
-    notices = Notices(strict)
-    check_model(model, notices)
-    continuous_batching.require_no_manager(model)
-    all_layers = attention_layers(model)
-    layers = [choose_layer(at, chosen) for at in all_layers]
-    modules = {at.index: at.module for at in all_layers if at.module is not None}
-    heads = [module for n, module in modules.items() if layers[n].groups and not layers[n].latent]
-    dims = {module_head_dim(module) or 0 for module in heads} - {0}
-    family = family_of(text_type(model))
-    require_layers(model, all_layers, layers, chosen, family)
-    refuse_latent_options(layers, chosen)
-    refuse_layers(layers, notices)
-    forecast(chosen, {x.device for x in model.parameters()}, model.dtype, dims, notices)
-    latents = [module for n, module in modules.items() if layers[n].groups and layers[n].latent]
-    forecast_latent(chosen, latents, {x.device for x in model.parameters()}, model.dtype, notices)
-    if not hasattr(type(model), PREPARE):
-        notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
-    loaded = load_calibration(model, chosen, calibration, notices, revision)
-    split = [at.groups for at in layers if at.groups and not at.kept_int8]
-    if chosen.low_heads and split and not any(bits == chosen.low_bits for groups in split for bits, _ in groups):
-        notices.note(
-            f"low_heads={chosen.low_heads:g} is less than one KV head of each layer: all keep {chosen.bits} bit."
-        )
-        loaded = loaded._replace(words="")
-    windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
-    selectors, sparse = choose_selectors(chosen, windowed, loaded, len(layers), notices)
-    uncompressed = tuple(at.index for at in layers if not at.groups)
-    unpatched = unpatched_logits(model, modules.values()) if check else None
-    steps, no_graphs = describe(chosen, uncompressed, family is not None, model.device, bool(latents))
-    # the last possible refusal before anything is changed
-    if chosen.cuda_graphs is True and no_graphs is not None:
-        notices.refuse(f"cuda_graphs=True: {no_graphs}.")
-    compiled = _compiled_step(chosen, uncompressed, notices)
-    no_serving = continuous_batching.why_not_served(model, layers, chosen, dims)
-    report = Report(
-        model=type(model).__name__,
-        family=family.name if family else f"{text_type(model)}: generic path, no test of its own",
-        notes=family.notes if family else "",
-        config=chosen,
-        layers=tuple(layers),
-        prompts=LATENT_PROMPTS if latents else describe_prefill(chosen.prompt_attention, model.device, dims),
-        steps=steps,
-        warnings=tuple(notices.messages),
-        heads=loaded.words,
-        sparse=sparse,
-        serving="continuous batching: " + (f"no; {no_serving}" if no_serving else "yes"),
-    )
-    int8 = tuple(at.index for at in layers if at.kept_int8)
-    maker = CacheMaker(
-        len(layers),
-        chosen,
-        int8,
-        uncompressed,
-        loaded.orders,
-        selectors,
-        groups=layers[0].groups,
-        dims=frozenset(dims),
-        why_not_served=no_serving,
-    )
-    graphs = chosen.cuda_graphs is not False and no_graphs is None
-    hand_off = HandOff(chosen.cuda_graphs is True, graphs, compiled) if graphs or compiled is not None else None
-    handle = _apply(model, report, modules, family, maker, hand_off, strict)
+    ranks = ranks_of(model)
+    with ranks.together():
+        if strict not in get_args(Strict):
+            raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
+        chosen = resolve_config(config)
+        require_model(model)
+        notices = Notices(strict, speaks=ranks.rank == 0)
+        check_model(model, notices)
+        continuous_batching.require_no_manager(model)
+        all_layers = attention_layers(model)
+    ranks.require_same({"config": str(chosen), "strict": strict, "check": str(check)})
+    biases = bias_steps(all_layers, chosen, ranks)
+    with ranks.together():
+        planned = _plan(model, chosen, calibration, revision, notices, all_layers, biases, ranks)
+    ranks.require_same(planned.decisions())
+    with ranks.together():
+        unpatched = unpatched_logits(model, planned.modules.values()) if check else None
+    handle = _apply(model, planned, strict)
     if unpatched is not None:
         try:
-            require_agreement(model, unpatched, chosen, uncompressed, handle.new_cache())
+            with ranks.together():
+                require_agreement(model, unpatched, chosen, planned.maker.dense_layers, handle.new_cache())
         except BaseException:
             handle.remove()
             raise
     return handle
+
+
+class _Planned(NamedTuple):
+    """What a patch will do. calibration: identifies the one that is used; "none" without one, or on one process.
+    hand_off: passes runners of steps to `generate`, if they are wanted."""
+
+    report: Report
+    modules: Mapping[int, torch.nn.Module]
+    family: Family | None
+    maker: CacheMaker
+    hand_off: HandOff | None
+    calibration: str
+
+    def decisions(self) -> dict[str, str]:
+        """What must be the same on all ranks, in words."""
+        report = self.report
+        return {
+            "calibration": self.calibration,
+            "layers": "; ".join(f"{at.index}: {at.storage} {at.reason}" for at in report.layers),
+            "prompts": report.prompts,
+            "steps": report.steps,
+        }
+
+
+def _plan(
+    model: PreTrainedModel,
+    config: TurboConfig,
+    calibration: Calibration | str | Path | None,
+    revision: str | None,
+    notices: Notices,
+    all_layers: list[AttentionLayer],
+    biases: Mapping[int, float],
+    ranks: Ranks,
+) -> _Planned:
+    """Decide what to do with each part of the model; nothing is changed yet. Errors as in `patch`."""
+    heads = {at.index: (at.module, kv_heads(at.module.config, at.index)) for at in all_layers if not at.reason}
+    split = split_layers(model, ranks, heads)
+    layers = [
+        choose_layer(at, config, biases.get(at.index, 0.0), ranks.count if at.index in split else 1)
+        for at in all_layers
+    ]
+    modules = {at.index: at.module for at in all_layers if at.module is not None}
+    of_heads = [module for n, module in modules.items() if layers[n].groups and not layers[n].latent]
+    dims = {module_head_dim(module) or 0 for module in of_heads} - {0}
+    family = family_of(text_type(model))
+    require_layers(model, all_layers, layers, config, family)
+    refuse_latent_options(layers, config, bool(ranks))
+    refuse_layers(layers, notices)
+    devices = {x.device for x in model.parameters()}
+    forecast(config, devices, model.dtype, dims, notices)
+    latents = [module for n, module in modules.items() if layers[n].groups and layers[n].latent]
+    forecast_latent(config, latents, devices, model.dtype, notices)
+    if not hasattr(type(model), PREPARE):
+        notices.note(f"{type(model).__name__} has no generate: pass handle.new_cache() when you call it.")
+    loaded = load_calibration(model, config, calibration, notices, revision)
+    words = loaded.words
+    widths = [at.groups for at in layers if at.groups and not at.kept_int8]
+    if config.low_heads and widths and not any(bits == config.low_bits for groups in widths for bits, _ in groups):
+        each = " on each rank" if split else ""
+        notices.note(
+            f"low_heads={config.low_heads:g} is less than one KV head of each layer{each}: all keep {config.bits} bit."
+        )
+        words = ""
+    compressed = {at.index for at in layers if at.groups}
+    whole = sorted(compressed - split) if ranks else []
+    if whole:
+        notices.note(
+            f"the tensor parallel plan gives each of the {ranks.count} ranks all KV heads of layer"
+            f"{'s' * (len(whole) > 1)} {', '.join(map(str, whole))}: their cache takes as much on each rank as on one "
+            "GPU."
+        )
+    digest = loaded.found.digest() if ranks and loaded.found is not None else "none"
+    loaded = loaded.of_heads({index: ranks.heads(heads[index][1]) for index in split}, config.head_metric)
+    windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
+    selectors, sparse = choose_selectors(config, windowed, loaded, len(layers), notices)
+    uncompressed = tuple(at.index for at in layers if not at.groups)
+    steps, no_graphs = describe(
+        config, uncompressed, family is not None, model.device, latent=bool(latents), shared=bool(ranks)
+    )
+    # the last possible refusal before anything is changed
+    if config.cuda_graphs is True and no_graphs is not None:
+        notices.refuse(f"cuda_graphs=True: {no_graphs}.")
+    compiled = _compiled_step(config, uncompressed, notices)
+    no_serving = continuous_batching.why_not_served(model, layers, config, dims)
+    report = Report(
+        model=type(model).__name__,
+        family=family.name if family else f"{text_type(model)}: generic path, no test of its own",
+        notes=family.notes if family else "",
+        config=config,
+        layers=tuple(layers),
+        prompts=LATENT_PROMPTS if latents else describe_prefill(config.prompt_attention, model.device, dims),
+        steps=steps,
+        warnings=tuple(notices.messages),
+        heads=words,
+        sparse=sparse,
+        serving="continuous batching: " + (f"no; {no_serving}" if no_serving else "yes"),
+        ranks=f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else "",
+    )
+    int8 = tuple(at.index for at in layers if at.kept_int8)
+    maker = CacheMaker(
+        len(layers),
+        config,
+        int8,
+        uncompressed,
+        loaded.orders,
+        selectors,
+        ranks=ranks,
+        groups=layers[0].groups,
+        dims=frozenset(dims),
+        why_not_served=no_serving,
+    )
+    graphs = config.cuda_graphs is not False and no_graphs is None
+    hand_off = HandOff(config.cuda_graphs is True, graphs, compiled) if graphs or compiled is not None else None
+    return _Planned(report, modules, family, maker, hand_off, digest)
 
 
 def _compiled_step(config: TurboConfig, uncompressed: Sequence[int], notices: Notices) -> CompiledStep | None:
@@ -158,16 +228,9 @@ def _compiled_step(config: TurboConfig, uncompressed: Sequence[int], notices: No
     return CompiledStep() if config.compile and not uncompressed else None
 
 
-def _apply(
-    model: PreTrainedModel,
-    report: Report,
-    modules: Mapping[int, torch.nn.Module],
-    family: Family | None,
-    maker: CacheMaker,
-    hand_off: HandOff | None,
-    strict: Strict,
-) -> Handle:
-    """Change the model. hand_off: passes runners of steps to `generate`, if they are wanted."""
+def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:
+    """Change the model."""
+    report, modules, family, maker, hand_off, _ = planned
     register()
     previous = switch_attention(model, NAME)
     hooks = add_hooks(model, modules, report.layers, maker, strict)

@@ -23,6 +23,7 @@ from turbo_hf.patches.layers import AttentionLayer
 from turbo_hf.patches.misfits import misfit
 from turbo_hf.patching.handle import LayerReport
 from turbo_hf.patching.hooks import is_own
+from turbo_hf.ranks import Ranks
 
 BIAS_STEP = 0.5
 """Key bias at which a layer is kept at 8 bit: its INT8 step exceeds half a standard deviation of a typical channel."""
@@ -61,8 +62,17 @@ def text_type(model: PreTrainedModel) -> str:
     return str(model.config.get_text_config(decoder=True).model_type)
 
 
-def choose_layer(at: AttentionLayer, config: TurboConfig) -> LayerReport:
-    """What will be done with one layer."""
+def bias_steps(layers: Iterable[AttentionLayer], config: TurboConfig, ranks: Ranks) -> dict[int, float]:
+    """`lost_to_bias` of each layer that it may keep at 8 bit, over the heads of all ranks."""
+    if config.int8_layers != "auto" or config.bits >= 8:
+        return {}
+    guarded = [at for at in layers if not at.reason and at.index not in config.dense_layers]
+    steps = {at.index: lost_to_bias(at.module, config.rotates) for at in guarded}
+    return dict(zip(steps, ranks.most(torch.tensor([*steps.values()], dtype=torch.float64)).tolist(), strict=True))
+
+
+def choose_layer(at: AttentionLayer, config: TurboConfig, bias_step: float = 0.0, ranks: int = 1) -> LayerReport:
+    """What will be done with one layer. bias_step: of `bias_steps`. ranks: how many its KV heads are split among."""
     uncompressed = functools.partial(LayerReport, at.index, (), at.window)
     if at.index in config.dense_layers:
         return uncompressed("asked for by dense_layers")
@@ -72,14 +82,12 @@ def choose_layer(at: AttentionLayer, config: TurboConfig) -> LayerReport:
     if latent and at.window is not None:
         return uncompressed("latent attention with a sliding window is not known here", refused=True)
     # one latent for all heads
-    heads = 1 if latent else kv_heads(at.module.config, at.index)
+    heads = 1 if latent else kv_heads(at.module.config, at.index) // ranks
     int8 = functools.partial(LayerReport, at.index, ((8, heads),), at.window, kept_int8=True, latent=latent)
     if config.int8_layers != "auto" and at.index in config.int8_layers:
         return int8("asked for by int8_layers")
-    guarded = config.int8_layers == "auto" and config.bits < 8
-    step = lost_to_bias(at.module, config.rotates) if guarded else 0.0
-    if step > BIAS_STEP:
-        return int8("key bias", bias_step=step)
+    if bias_step > BIAS_STEP:
+        return int8("key bias", bias_step=bias_step)
     return LayerReport(at.index, config.head_groups(heads), at.window, "", latent=latent)
 
 
@@ -117,14 +125,20 @@ def require_layers(
         raise Unsupported(f"{name} would be wrong on a patched model: {reason}. Run it without the patch.")
 
 
-def refuse_latent_options(layers: list[LayerReport], config: TurboConfig) -> None:
-    """Refuse, under any `strict`, options that layers of latent attention would not follow.
+def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared: bool) -> None:
+    """Refuse, under any `strict`, what layers of latent attention would not follow. shared: among several ranks.
 
     Raises:
-        Unsupported: an option that rounds, selects or computes what only keys and values of single heads have.
+        Unsupported: tensor parallel, or an option that rounds, selects or computes what only keys and values of single
+            heads have.
     """
     if not any(at.latent for at in layers):
         return
+    if shared:
+        raise Unsupported(
+            "tensor parallel is not for latent attention (MLA), whose latent each rank would hold as a whole. Load the "
+            "model on one GPU, or run it without the patch."
+        )
     wrong = {
         "sparse": config.sparse is not None,
         "sas": config.sas,

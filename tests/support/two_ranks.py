@@ -1,0 +1,288 @@
+"""One rank of a tensor parallel model of two: what `test_ranks.py` asks of it, as JSON.
+
+    python two_ranks.py RANK FOLDER [cuda]
+
+FOLDER holds checkpoints by name (`write_models`); what the rank has seen goes to FOLDER/RANK.json.
+"""
+
+import copy
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from graphs_support import Again
+from models import LAB_MODEL, SHAPE, prompts, tiny_llama
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from typer.testing import CliRunner
+
+import turbo_hf
+from turbo_hf import Calibration, SparseConfig, TurboConfig
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
+from turbo_hf.calibration.checkpoint import Checkpoint
+from turbo_hf.calibration.run import make_plan
+from turbo_hf.cli.main import app
+from turbo_hf.config.turbo_config import HEAD_METRICS
+from turbo_hf.graphs import step_runner as graphs
+from turbo_hf.patching import generate_methods as generation
+
+COUNT = 2
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
+CONFIGS = {
+    "int8": TurboConfig(bits=8, block_size=32),
+    "turbo4": TurboConfig(block_size=32),
+    "turbo-mixed": TurboConfig(low_bits=2, low_heads=0.5, block_size=32),
+    "turbo2": TurboConfig(bits=2, block_size=32),
+    "saap": TurboConfig(block_size=32, sparse=SparseConfig(sink_tokens=4, window_tokens=16, probes=2)),
+}
+NEW = 24
+
+
+def calibration_of(model: Any, seed: int = 5) -> Calibration:
+    """Of a whole or a split model: on either rank the odd heads need their bits least; an index of 16 buckets."""
+    heads, dim = model.config.num_key_value_heads, SHAPE["head_dim"]
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"weight_1": (dim, 32), "bias_1": (32,), "weight_2": (32, 16), "bias_2": (16,)}
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.nn.functional.normalize(torch.randn(heads, *shape, generator=generator), dim=-1)
+
+    layers = []
+    for index in range(model.config.num_hidden_layers):
+        scores = {metric: torch.tensor([3.0, 1.0, 4.0, 2.0][:heads]) for metric in HEAD_METRICS}
+        classifier = {name: drawn(*shape) for name, shape in shapes.items()}
+        layers.append(LayerCalibration(index, scores, drawn(16, dim), classifier, rotated_centroids=drawn(16, dim)))
+    return Calibration(fingerprint(model, Checkpoint("")), {}, tuple(layers), 0)
+
+
+def answer(model: Any, config: TurboConfig, **options: Any) -> tuple[list[Any], Any, Any]:
+    """Tokens of one patched `generate` over two rows; the report and the memory of the patch."""
+    calibration = calibration_of(model) if config.low_heads or config.sparse else None
+    ids = prompts(2, 70).to(model.device)
+    with turbo_hf.patch(model, config, calibration=calibration, **options) as handle:
+        tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False)[:, 70:]
+        return tokens.tolist(), handle.report(), handle.memory()
+
+
+def error_of(act: Callable[[], Any]) -> str:
+    """What `act` raises, with the name of its class; "" if nothing."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Rank:
+    """What one rank is asked. Every method that is public is a case; both ranks run them in the same order."""
+
+    def __init__(self, rank: int, folder: Path, device: str):
+        self.rank, self.folder, self.device = rank, folder, device
+        self.dtype = torch.float64 if device == "cpu" else torch.float32
+        self.llama = self.load("llama")
+
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Any:
+        return AutoModelForCausalLM.from_pretrained(
+            self.folder / name, dtype=dtype or self.dtype, distributed_config=DistributedConfig(tp_size=COUNT)
+        ).eval()
+
+    def presets(self) -> Any:
+        found = {}
+        for name, config in CONFIGS.items():
+            tokens, report, memory = answer(self.llama, config)
+            # what sparse steps read is counted for the heads of each rank
+            words = str(replace(report, selectivity=()))
+            found[name] = {"tokens": tokens, "report": words, "bytes": memory.by_kind}
+        return found
+
+    def checked(self) -> Any:
+        return [answer(self.llama, CONFIGS["turbo4"], check=True)[0], error_of(self._too_coarse)]
+
+    def _too_coarse(self) -> Any:
+        return turbo_hf.patch(self.llama, TurboConfig(cuda_graphs=True, backend="reference"), check=True)
+
+    def families(self) -> Any:
+        """Plans of other kinds: fused keys that are split, and plans that gather heads again."""
+        found = {}
+        for name in ("neox", "olmo2", "phi3", "qwen2"):
+            model = self.load(name)
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                tokens, report, memory = answer(model, CONFIGS["turbo4"])
+            said = [str(x.message) for x in told if "turbo_hf" in x.filename or "two_ranks" in x.filename]
+            found[name] = {
+                "tokens": tokens,
+                "layers": [at.storage for at in report.layers],
+                "notes": list(report.warnings),
+                "warned": said,
+                "bytes": memory.by_kind,
+            }
+        return found
+
+    def refused(self) -> Any:
+        """Sentences, which must be the same on both ranks."""
+        one = self.rank == 1
+        other = calibration_of(self.llama, seed=7 if one else 5)
+        mixed, broken = CONFIGS["turbo-mixed"], self.folder / "not-there.json"
+        return {
+            "configs": error_of(lambda: turbo_hf.patch(self.llama, "int8" if one else "turbo4")),
+            "file": error_of(lambda: turbo_hf.patch(self.llama, broken if one else "turbo4")),
+            "strict": error_of(lambda: turbo_hf.patch(self.llama, "turbo4", strict="raise" if one else "warn")),
+            "calibrations": error_of(lambda: turbo_hf.patch(self.llama, mixed, calibration=other)),
+            "missing": error_of(
+                lambda: turbo_hf.patch(self.llama, CONFIGS["saap"], calibration=None if one else other)
+            ),
+            "heads": error_of(lambda: turbo_hf.patch(self.load("three"), "turbo4")),
+            "twice": error_of(self._twice),
+            "calibrate": error_of(lambda: make_plan(self.llama)),
+            "otherwise": error_of(self._split_otherwise),
+        }
+
+    def _twice(self) -> None:
+        """One rank alone has a model that looks patched."""
+        with turbo_hf.patch(self.llama):
+            if self.rank == 0:
+                held, self.llama._forward_pre_hooks = self.llama._forward_pre_hooks, {}
+            try:
+                turbo_hf.patch(self.llama)
+            finally:
+                if self.rank == 0:
+                    self.llama._forward_pre_hooks = held
+
+    def _split_otherwise(self) -> None:
+        model = tiny_llama()
+        mesh = init_device_mesh(self.device, (COUNT,))
+        projection = model.model.layers[0].self_attn.k_proj
+        projection.weight = torch.nn.Parameter(distribute_tensor(projection.weight, mesh, [Shard(0)]))
+        turbo_hf.patch(model)
+
+    def nan(self) -> Any:
+        """NaN among the keys of one rank's heads, in the last layer: no other layer or rank sees it by itself."""
+        weight = self.llama.model.layers[-1].self_attn.k_proj.weight.detach().to_local()
+        before = weight.clone()
+        found = []
+        if self.rank == 1:
+            weight[0] = torch.nan
+        found.append(error_of(lambda: answer(self.llama, CONFIGS["turbo4"])))
+        weight.copy_(before)
+        return [*found, answer(self.llama, CONFIGS["turbo4"])[0]]
+
+    def copies(self) -> Any:
+        """A cache that is copied goes on like the first; one of the user's own is known to the ranks, too."""
+        ids = prompts(1, 40).to(self.llama.device)
+        with turbo_hf.patch(self.llama, CONFIGS["turbo4"]) as handle, torch.no_grad():
+            caches = [handle.new_cache(), turbo_hf.TurboCache(self.llama.config, CONFIGS["turbo4"])]
+            for cache in caches:
+                self.llama(ids, past_key_values=cache)
+            caches.append(copy.deepcopy(caches[0]))
+            return [self.llama(ids[:, :9], past_key_values=x).logits.argmax(-1).tolist() for x in caches]
+
+    def graphs(self) -> Any:
+        """Steps that are captured as the config demands, steps of "auto", and a capture that fails on one rank."""
+        config = replace(CONFIGS["turbo4"], cuda_graphs=True)
+        # no kernel serves float64
+        model = self.load("llama", torch.float32)
+        found: dict[str, Any] = {"eager": answer(model, replace(config, cuda_graphs=False))[0]}
+        for case, asked in (
+            ("captured", config),
+            ("auto", CONFIGS["turbo4"]),
+            ("compiled", replace(config, compile=True)),
+        ):
+            with stand_ins(self.device) as made:
+                tokens, report, _ = answer(model, asked)
+                found[case] = {"tokens": tokens, "captures": [x.captures for x in made], "steps": report.steps}
+        with stand_ins(self.device, "out of something" if self.rank == 1 else ""):
+            found["failed"] = error_of(lambda: answer(model, config))
+        weight = model.model.layers[-1].self_attn.v_proj.weight.detach().to_local()
+        before = weight.clone()
+        with stand_ins(self.device), turbo_hf.patch(model, config):
+            found["nan"] = error_of(lambda: self._nan_while_replaying(model, weight))
+        weight.copy_(before)
+        return found
+
+    def _nan_while_replaying(self, model: Any, weight: Any) -> None:
+        """Values of one rank's heads become NaN in the midst of steps."""
+
+        def spoil(ids: Any, scores: Any) -> Any:
+            if ids.shape[1] == 80 and self.rank == 1:
+                weight[0] = torch.nan
+            return scores
+
+        model.generate(prompts(2, 70).to(model.device), max_new_tokens=60, do_sample=False, logits_processor=[spoil])
+
+    def commands(self) -> Any:
+        """The command line, as torchrun starts it; last, as it silences all but the first rank."""
+        words = ["generate", str(LAB_MODEL), "The number is", "--max-new-tokens", "8", "--json"]
+        bench = ["bench", "generate", "--tiny", "--new", "4", "--context", "32", "--rounds", "1", "--json"]
+        calls = (words, bench, ["plan", words[1]], ["demo"], [*words[:2], "-"], ["bench", "decode"])
+        ran = [CliRunner().invoke(app, call) for call in calls]
+        return [[result.exit_code, result.stdout, result.stderr, repr(result.exception)] for result in ran]
+
+
+@contextmanager
+def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
+    """The runners of `generate` inside; on a CPU over a device that runs again what it has captured."""
+    made: list[Any] = []
+    held = (
+        (generation, "StepRunner", lambda *args: made.append(graphs.StepRunner(*args)) or made[-1]),
+        *(
+            ()
+            if device != "cpu"
+            else (
+                (generation, "cuda_device", lambda device: Again(device, fails)),
+                (graphs, "_why_no_replay_there", lambda model, modules, captured: _place(model, captured)),
+                (TurboLayer, "appends_in_place", lambda layer: True),
+            )
+        ),
+    )
+    before = [getattr(owner, name) for owner, name, _ in held]
+    for owner, name, value in held:
+        setattr(owner, name, value)
+    try:
+        yield made
+    finally:
+        for (owner, name, _), value in zip(held, before, strict=True):
+            setattr(owner, name, value)
+
+
+def _place(model: Any, captured: bool) -> str | None:
+    return None if captured else "its weights are shared among processes, whose sums are not compiled"
+
+
+def main() -> None:
+    rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(COUNT)}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store = dist.FileStore(str(folder / "store"), COUNT)
+    backend = "gloo" if device == "cpu" else "nccl"
+    # a rank that waits for one that does not come ends in an error
+    dist.init_process_group(backend, store=store, rank=rank, world_size=COUNT, timeout=timedelta(seconds=30))
+    asked = Rank(rank, folder, device)
+    cases = [name for name in vars(Rank) if not name.startswith("_") and name != "load"]
+    found = {}
+    for case in cases:
+        try:
+            found[case] = getattr(asked, case)()
+        except Exception:
+            found[case] = traceback.format_exc()
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Tensor parallel over two ranks: their tokens are those of one process, and whatever one decides, both do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import SHAPE, tiny_llama
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from two_ranks import CONFIGS, COUNT, HEADS, answer
+
+SUPPORT = Path(__file__).resolve().parent / "support"
+
+
+def models() -> dict[str, Any]:
+    """Tiny models by name. Qwen2: the key bias of the second rank's heads alone fills the INT8 range."""
+    shape = {**SHAPE, **HEADS}
+    made: dict[str, Any] = {"llama": tiny_llama(**HEADS)}
+    made["three"] = tiny_llama(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
+    for name, config, cls in (
+        ("olmo2", Olmo2Config, Olmo2ForCausalLM),
+        ("phi3", Phi3Config, Phi3ForCausalLM),
+        ("qwen2", Qwen2Config, Qwen2ForCausalLM),
+        ("neox", GPTNeoXConfig, GPTNeoXForCausalLM),
+    ):
+        torch.manual_seed(0)
+        made[name] = cls(config(**shape)).eval()
+    bias = made["qwen2"].model.layers[0].self_attn.k_proj.bias
+    with torch.no_grad():
+        bias.zero_()
+        bias[-3] = 1000.0
+    return made
+
+
+@pytest.fixture(scope="module", params=["cpu"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What both ranks have seen, and what one process sees of the same models."""
+    folder = tmp_path_factory.mktemp("ranks")
+    whole = models()
+    for name, model in whole.items():
+        model.save_pretrained(folder / name)
+    paths = [str(SUPPORT), str(SUPPORT.parents[1])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(SUPPORT / "two_ranks.py")]
+    started = [
+        subprocess.Popen([*command, str(n), str(folder), request.param], env=env, stderr=subprocess.PIPE, text=True)
+        for n in range(COUNT)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all((folder / f"{n}.json").exists() for n in range(COUNT)), "\n".join(errors)
+    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(COUNT)]
+    for seen in found:
+        for case in seen.values():
+            assert not isinstance(case, str), case
+    for model in whole.values():
+        model.double()
+    return found, whole
+
+
+def both(ranks: Any, case: str) -> Any:
+    """What the ranks have seen, where it is the same."""
+    first, second = (found[case] for found in ranks[0])
+    assert first == second
+    return first
+
+
+def test_tokens_and_bytes_of_each_preset(ranks: Any) -> None:
+    seen = both(ranks, "presets")
+    for name, config in CONFIGS.items():
+        tokens, _, memory = answer(ranks[1]["llama"], config)
+        assert seen[name]["tokens"] == tokens, name
+        # what is stored for each head is shared out evenly, with some bytes for each row
+        assert seen[name]["bytes"]["codes"] * COUNT == memory.by_kind["codes"], name
+        assert seen[name]["bytes"]["open"] * COUNT == memory.by_kind["open"], name
+    assert "1 x 4 bit + 1 x 2 bit" in seen["turbo-mixed"]["report"]
+    assert "tensor parallel over 2 ranks" in seen["turbo4"]["report"]
+
+
+def test_the_check_of_a_patch(ranks: Any) -> None:
+    tokens, refusal = both(ranks, "checked")
+    assert tokens == both(ranks, "presets")["turbo4"]["tokens"]
+    assert refusal.startswith("Unsupported: cuda_graphs=True: ")
+
+
+@pytest.mark.parametrize("name", ["neox", "olmo2", "phi3", "qwen2"])
+def test_families_and_their_plans(name: str, ranks: Any) -> None:
+    first, second = (found["families"][name] for found in ranks[0])
+    tokens, report, memory = answer(ranks[1][name], CONFIGS["turbo4"])
+    assert first["tokens"] == second["tokens"] == tokens
+    assert first["layers"] == second["layers"]
+    assert first["notes"] == second["notes"]
+    # the first rank speaks for all
+    assert first["warned"] == [f"{note}" for note in first["notes"]]
+    assert not second["warned"]
+    gathered = name in ("olmo2", "phi3")
+    assert first["bytes"]["codes"] * (1 if gathered else COUNT) == memory.by_kind["codes"]
+    assert any("all KV heads of layers 0, 1" in note for note in first["notes"]) == gathered
+    if name == "qwen2":
+        assert first["layers"] == ["8 bit", "2 x 4 bit"]
+        assert [at.storage for at in report.layers] == ["8 bit", "4 x 4 bit"]
+
+
+def test_ranks_that_differ_are_refused_in_the_same_words(ranks: Any) -> None:
+    said = both(ranks, "refused")
+    alike = "ValueError: the ranks of this tensor parallel model must all be patched alike; "
+    assert said["configs"].startswith(f"{alike}config of rank 0: TurboConfig(bits=4")
+    assert "of rank 1: TurboConfig(bits=8" in said["configs"]
+    assert said["file"].startswith("FileNotFoundError: there is no config file ")
+    assert said["strict"].startswith(f"{alike}strict of rank 0: warn; of rank 1: raise.")
+    assert said["calibrations"].startswith(f"{alike}calibration of rank 0: ")
+    assert said["missing"].startswith('ValueError: selector "saap" needs a calibration')
+    assert said["heads"].startswith("Unsupported: layer 0 has 3 KV heads, which do not divide among 2 ranks")
+    assert said["twice"].startswith("ValueError: This model is patched already")
+    assert "a calibration is of all heads" in said["calibrate"]
+    assert said["otherwise"].startswith("Unsupported: model.layers.0.self_attn.k_proj.weight is split among processes")
+
+
+def test_nan_on_one_rank_is_raised_by_both(ranks: Any) -> None:
+    error, tokens = both(ranks, "nan")
+    assert error.startswith("ValueError: layer 1: keys or values hold NaN or Inf")
+    assert tokens == both(ranks, "presets")["turbo4"]["tokens"]
+
+
+def test_copied_caches_and_own_ones(ranks: Any) -> None:
+    one, own, copied = both(ranks, "copies")
+    assert one == own == copied
+
+
+def test_both_capture_their_steps_or_neither(ranks: Any) -> None:
+    seen = both(ranks, "graphs")
+    for case in ("captured", "auto", "compiled"):
+        assert seen[case]["tokens"] == seen["eager"]
+    assert sum(seen["captured"]["captures"])
+    assert sum(seen["compiled"]["captures"])
+    assert "whose sums are not compiled" in seen["compiled"]["steps"]
+    assert not seen["auto"]["captures"]
+    assert "tensor parallel; cuda_graphs=True captures them" in seen["auto"]["steps"]
+    # whoever was not at fault, too
+    assert seen["failed"].startswith("Unsupported: turbo_hf: this model's decode step cannot be captured")
+    assert "out of something" in seen["failed"]
+    assert seen["nan"].startswith("ValueError: layer 1: ")
+
+
+def test_the_command_line_speaks_once(ranks: Any) -> None:
+    (generated, bench, planned, demo, typed, other), silent = (found["commands"] for found in ranks[0])
+    assert [code for code, *_ in silent] == [0, 0, 0, 1, 1, 1], silent
+    assert json.loads(generated[1].splitlines()[-1])["replies"][0]["new_tokens"] == 8
+    rows = {row["method"]: row for row in json.loads(bench[1].splitlines()[-1])["rows"]}
+    assert rows["SDPA"]["tokens_s"], rows["SDPA"]["note"]
+    assert rows["turbo4"]["tokens_s"], rows["turbo4"]["note"]
+    assert rows["static"]["note"].endswith("tensor parallel")
+    assert planned[0] == 0
+    assert "error: demo runs in one process" in demo[2]
+    assert "share no standard input" in typed[2]
+    assert "error: bench decode runs in one process" in other[2]
+    assert not any(said for _, said, *_ in silent)
+    assert not any("error" in told for _, _, told, _ in silent)
