@@ -131,10 +131,7 @@ def eval_command(
             raise ValueError(f"unknown suite {suite}; suites are {', '.join(SUITES)}.")
         items = limit or (SMOKE_ITEMS if suite == "smoke" else None)
         if suite == "serve":
-            if processes()[1] > 1:
-                raise ValueError("the suite serve runs in one process; start it without torchrun.")
-            if task or shortest or calibration != "auto":
-                raise ValueError("the suite serve takes no --task, --shortest or --calibration; it has no tasks.")
+            _require_servable(bool(task or shortest or calibration != "auto"))
             own = trace or (data / TRACE if data is not None else None)
             sized = tuple(parse_tokens(text) for text in context or ["1k"])
             workload = Workload(sized, batch or 8, new, rounds, own, requests, longest or LONGEST["serve"])
@@ -154,6 +151,14 @@ def eval_command(
         raise _interrupted(chosen) from stop
     if json_line:
         print(as_json(found))  # noqa: T201
+
+
+def _require_servable(of_tasks: bool) -> None:
+    """ValueError unless the suite serve can run. of_tasks: whether an option names tasks, or what they need."""
+    if processes()[1] > 1:
+        raise ValueError("the suite serve runs in one process; start it without torchrun.")
+    if of_tasks:
+        raise ValueError("the suite serve takes no --task, --shortest or --calibration; it has no tasks.")
 
 
 def _own_folder(folder: Path, ranks: Ranks) -> Path:

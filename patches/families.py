@@ -123,8 +123,8 @@ FAMILIES = (
     Family(
         "DeepSeek V2 and V3",
         LATENT_TYPES,
-        "Also Kimi, GLM-4.7-Flash, Mistral 4, MiniCPM3, LongCat-Flash, Youtu, A.X K1, Bailing. Latent attention (MLA): a "
-        "latent and a rotary part per token, for all heads. Steps attend to the latents "
+        "Also Kimi, GLM-4.7-Flash, Mistral 4, MiniCPM3, LongCat-Flash, Youtu, A.X K1, Bailing. Latent attention (MLA): "
+        "a latent and a rotary part per token, for all heads. Steps attend to the latents "
         "themselves (absorbed up-projections); prompts expand them. Linear-attention layers stay as they are.",
         {EXPAND: keep_latent},
     ),

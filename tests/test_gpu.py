@@ -18,7 +18,6 @@ from stores import make_store, store_codes, tokens
 import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.attention.turbo_attention import _is_plain, sas_threshold
-from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.errors import Notices
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.layout import UNQUANTIZED, Scoring
@@ -166,17 +165,14 @@ def test_large_blocks_of_16_bit_are_refused_where_they_do_not_fit(monkeypatch: p
         pytest.param({"softcap": 30.0}, False, id="softcap"),
         pytest.param({"sinks": torch.zeros(8)}, False, id="sinks"),
         pytest.param({"sas": True}, False, id="sas"),
-        pytest.param({"seen": 1}, False, id="past"),
     ],
 )
 def test_torch_computes_prompts_that_are_causal_attention_and_no_more(changed: dict[str, Any], plain: bool) -> None:
-    layer = TurboLayer(TurboConfig(sas=changed.get("sas", False)), window=changed.get("window"))
-    layer.state = layer.state._replace(seen=changed.get("seen", 0))
-    starts, softcap, sinks = (changed.get(name) for name in ("starts", "softcap", "sinks"))
-    scoring = Scoring(1.0, softcap, sinks, sas_threshold(layer.config, 40))
+    starts, softcap, sinks, window = (changed.get(name) for name in ("starts", "softcap", "sinks", "window"))
+    scoring = Scoring(1.0, softcap, sinks, sas_threshold(TurboConfig(sas=changed.get("sas", False)), 40))
     q: Any = OnGpu(128, tokens=40)
-    assert _is_plain(layer, q, starts, scoring) is plain
-    assert not _is_plain(layer, torch.empty(1, 8, 40, 128), starts, scoring)
+    assert _is_plain(q, starts, window, scoring) is plain
+    assert not _is_plain(torch.empty(1, 8, 40, 128), starts, window, scoring)
 
 
 # --- what fits is right ---------------------------------------------------------------------------------------------

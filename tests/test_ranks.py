@@ -30,12 +30,13 @@ def models() -> dict[str, Any]:
     shape = {**SHAPE, **HEADS}
     made: dict[str, Any] = {"llama": tiny_llama(**HEADS)}
     made["three"] = tiny_llama(hidden_size=96, num_attention_heads=6, num_key_value_heads=3)
-    for name, config, cls in (
+    others: list[tuple[str, Any, Any]] = [
         ("olmo2", Olmo2Config, Olmo2ForCausalLM),
         ("phi3", Phi3Config, Phi3ForCausalLM),
         ("qwen2", Qwen2Config, Qwen2ForCausalLM),
         ("neox", GPTNeoXConfig, GPTNeoXForCausalLM),
-    ):
+    ]
+    for name, config, cls in others:
         torch.manual_seed(0)
         made[name] = cls(config(**shape)).eval()
     bias = made["qwen2"].model.layers[0].self_attn.k_proj.bias

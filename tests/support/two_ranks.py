@@ -25,7 +25,7 @@ from models import LAB_MODEL, SHAPE, prompts, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 from typer.testing import CliRunner
 
 import turbo_hf
@@ -236,8 +236,13 @@ class Rank:
 def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
     """The runners of `generate` inside; on a CPU over a device that runs again what it has captured."""
     made: list[Any] = []
+
+    def make(*args: Any) -> Any:
+        made.append(graphs.StepRunner(*args))
+        return made[-1]
+
     held = (
-        (generation, "StepRunner", lambda *args: made.append(graphs.StepRunner(*args)) or made[-1]),
+        (generation, "StepRunner", make),
         *(
             ()
             if device != "cpu"
@@ -267,7 +272,7 @@ def main() -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(COUNT)}
     if device == "cuda":
         torch.cuda.set_device(rank)
-    store = dist.FileStore(str(folder / "store"), COUNT)
+    store: Any = vars(dist)["FileStore"](str(folder / "store"), COUNT)
     backend = "gloo" if device == "cpu" else "nccl"
     # a rank that waits for one that does not come ends in an error
     dist.init_process_group(backend, store=store, rank=rank, world_size=COUNT, timeout=timedelta(seconds=30))
