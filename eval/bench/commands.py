@@ -4,6 +4,7 @@ import typer
 
 from turbo_hf.console import fail, processes
 from turbo_hf.eval.bench.decode import decode_command
+from turbo_hf.eval.bench.density import density_command
 from turbo_hf.eval.bench.error import error_command
 from turbo_hf.eval.bench.generate import generate_command
 from turbo_hf.eval.bench.prefill import prefill_command
@@ -24,6 +25,7 @@ bench.command("prefill")(prefill_command)
 bench.command("decode")(decode_command)
 bench.command("sparse")(sparse_command)
 bench.command("error")(error_command)
+bench.command("density")(density_command)
 
 
 @bench.command("first-token", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})

@@ -1,0 +1,129 @@
+"""`turbo-hf bench density`: how many key tiles a mass rule would read of a long prompt, and the mass it would drop."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+
+from turbo_hf.console import Device, Json, err, load, out
+from turbo_hf.eval.bench.captured_layers import Captured, capture, token_ids
+from turbo_hf.eval.bench.options import Folder, Seed, prepare_folder
+from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
+from turbo_hf.eval.bench.shapes import parse_tokens
+from turbo_hf.eval.bench.tile_choice import TILE, TileRule, choose_tiles, density, dropped_mass
+
+MASSES = (0.9, 0.95, 0.98)
+ROWS = 4
+"""Rows of each tile of queries whose dropped mass is computed, drawn at random after the choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class DensityRow:
+    """One layer under one rule, over its query heads and the checked rows outside of the tail.
+
+    density: share of the causal tiles that are read.
+    dropped_mean, dropped_p95, dropped_max: exact share of the softmax on tiles that are not read.
+    heads, heads_over: query heads, and those whose mean is above 2 (1 - mass).
+    density_repaired: as `density`, where those heads read every tile.
+    """
+
+    layer: int
+    tokens: int
+    mass: float
+    peak: float
+    density: float
+    dropped_mean: float
+    dropped_p95: float
+    dropped_max: float
+    heads: int
+    heads_over: int
+    density_repaired: float
+
+
+def layer_density(layer: Captured, rule: TileRule, seed: int) -> DensityRow:
+    """What `rule` reads and drops of one layer's heads."""
+    q, k, tokens = layer.q[0], layer.k[0], layer.q.shape[2]
+    about = {name: layer.about.get(name) for name in ("scaling", "softcap", "sinks")}
+    kept = choose_tiles(q, k, rule, **about)
+    # the tail drops nothing, and would flatter
+    tiles = (tokens - rule.tail_tokens) // TILE
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.randint(TILE, (tiles, ROWS), generator=generator) + torch.arange(tiles)[:, None] * TILE
+    dropped = dropped_mass(q, k, kept, places.flatten().to(q.device), **about)
+    read, over = density(kept), dropped.mean(-1) > 2 * (1 - rule.mass)
+    return DensityRow(
+        layer.index,
+        tokens,
+        rule.mass,
+        rule.peak,
+        read.mean().item(),
+        dropped.mean().item(),
+        dropped.flatten().quantile(0.95).item(),
+        dropped.max().item(),
+        len(read),
+        int(over.sum()),
+        torch.where(over, 1.0, read).mean().item(),
+    )
+
+
+def density_command(
+    model: Annotated[str, typer.Option(help="A folder or a Hub id: its queries and keys are judged.")],
+    length: Annotated[list[str] | None, typer.Option(help="Tokens, such as 8k; may be repeated. Default: 4k.")] = None,
+    mass: Annotated[list[float] | None, typer.Option(help="May be repeated. Default: 0.9, 0.95, 0.98.")] = None,
+    peak: Annotated[float, typer.Option(help="A tile that one row gives this share is read.")] = TileRule().peak,
+    tail: Annotated[int, typer.Option(help="The last queries, which read every key.")] = TileRule().tail_tokens,
+    text: Annotated[Path | None, typer.Option(help="What the model reads; default: the included prose.")] = None,
+    seed: Seed = 0,
+    folder: Folder = None,
+    device: Device = "auto",
+    json_line: Json = False,
+) -> None:
+    """How sparse a long prompt could be: tiles of 128 keys that a mass rule reads, and the softmax that it drops.
+
+    Layer by layer on a model's own queries and keys; layers with a window are left out. No attention of turbo_hf is
+    sparse in prompts yet: this says what it would gain and lose.
+    """
+    with mistakes_end_the_command():
+        rules = [TileRule(mass=each, peak=peak, tail_tokens=tail) for each in mass or MASSES]
+        for rule in rules:
+            rule.check()
+        lengths = [parse_tokens(word) for word in length or ("4k",)]
+        if min(lengths) < tail + 2 * TILE:
+            raise ValueError(f"--length must be at least --tail + {2 * TILE} = {tail + 2 * TILE}; got {min(lengths)}.")
+        if text is not None and not text.is_file():
+            raise ValueError(f"there is no file {text}.")
+        prepare_folder(folder)
+        loaded, tokenizer = load(model, device)
+        rows = [row for n in lengths for row in _of_model(loaded, token_ids(tokenizer, text, n), rules, seed)]
+        if not rows:
+            raise ValueError("every layer of this model has a window: its prompts are short already.")
+    bench = BenchRun[DensityRow]("density", loaded.device, folder)
+    _print(rows)
+    given = {"model": Path(model).name, "text": text and text.name, "tail": tail, "seed": seed}
+    bench.keep(rows, options=given)
+    bench.finish(json_line)
+
+
+def _of_model(model: Any, ids: torch.Tensor, rules: list[TileRule], seed: int) -> Iterator[DensityRow]:
+    for layer in capture(model, ids):
+        if layer.about["window"] is None:
+            yield from (layer_density(layer, rule, seed) for rule in rules)
+            err.print(f"layer {layer.index}, {ids.shape[1]} tokens: done", highlight=False)
+
+
+def _print(rows: list[DensityRow]) -> None:
+    for tokens, mass in dict.fromkeys((row.tokens, row.mass) for row in rows):
+        own = [row for row in rows if (row.tokens, row.mass) == (tokens, mass)]
+        table = Table(title=f"{tokens} tokens, mass {mass}, peak {own[0].peak}")
+        for heading in ("layer", "density %", "dropped %: mean", "p95", "max", "heads over", "density, these dense"):
+            table.add_column(heading, justify="right", overflow="fold")
+        for row in own:
+            shares = (row.density, row.dropped_mean, row.dropped_p95, row.dropped_max)
+            figures = [f"{100 * share:.3g}" for share in shares]
+            over = f"{row.heads_over} of {row.heads}"
+            table.add_row(str(row.layer), *figures, over, f"{100 * row.density_repaired:.3g}")
+        out.print(table)
