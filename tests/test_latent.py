@@ -14,6 +14,8 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.layout import page_bytes
 from turbo_hf.models.model_layers import LATENT_TYPES
+from turbo_hf.patching.handle import LayerReport
+from turbo_hf.patching.refusals import refuse_latent_options
 
 EXACT = TurboConfig(bits=16)
 NEW = 12
@@ -258,3 +260,10 @@ def mistral4() -> Any:
     )  # fmt: skip
     kind: Any = transformers.models.mistral4.modeling_mistral4.Mistral4ForCausalLM
     return kind._from_config(config, attn_implementation="eager").eval()
+
+
+def test_tensor_parallel_is_refused() -> None:
+    layer = LayerReport(0, ((4, 1),), None, "", latent=True)
+    refuse_latent_options([layer], TurboConfig(), False)
+    with pytest.raises(Unsupported, match="tensor parallel is not for latent attention"):
+        refuse_latent_options([layer], TurboConfig(), True)

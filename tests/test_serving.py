@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter, defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
 
+from turbo_hf.patching.continuous_batching import UNPROVEN, why_not_served  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator, TurboPagedCache  # noqa: E402
 from turbo_hf.serving.storage import Shape  # noqa: E402
 
@@ -352,3 +354,8 @@ def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]])
     allocator.evict(pool.blocks)
     pool.pool.try_to_free_sectors()
     assert pool.pool.num_free_sectors == pool.blocks
+
+
+def test_a_gpu_is_refused_until_its_answers_have_been_checked() -> None:
+    model: Any = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 0))])
+    assert why_not_served(model, [], TurboConfig(), set()) == UNPROVEN
