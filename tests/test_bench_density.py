@@ -115,7 +115,7 @@ def test_dropped_mass_bounds_the_error_of_sparse_attention(more: dict[str, objec
 )
 def test_a_rule_out_of_range_is_refused(field: str, value: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        choose_tiles(*heads(TILE), BARE._replace(**{field: value}), scaling=1.0)
+        choose_tiles(*heads(TILE), TileRule(**{**BARE._asdict(), field: value}), scaling=1.0)
 
 
 def test_density_of_a_trained_model() -> None:

@@ -47,7 +47,7 @@ class DensityRow:
 def layer_density(layer: Captured, rule: TileRule, seed: int) -> DensityRow:
     """What `rule` reads and drops of one layer's heads."""
     q, k, tokens = layer.q[0], layer.k[0], layer.q.shape[2]
-    about = {name: layer.about.get(name) for name in ("scaling", "softcap", "sinks")}
+    about: dict[str, Any] = {name: layer.about.get(name) for name in ("scaling", "softcap", "sinks")}
     kept = choose_tiles(q, k, rule, **about)
     # the tail drops nothing, and would flatter
     tiles = (tokens - rule.tail_tokens) // TILE
