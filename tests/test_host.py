@@ -28,8 +28,10 @@ from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.ops.host_device import require_finite, send, shared
+from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.sparse.select import classify, visit
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
+from turbo_hf.ops.store.select_rows import select_rows
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import Reformer
 
@@ -353,8 +355,17 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         visit(logits, mass=0.5, **KERNELS)
         codes, scale = quantize_tokens(torch.zeros(1, 2, 64, 16, device=device), **KERNELS)
         seal_blocks(codes, scale, codes, scale, 4, **KERNELS)
+        select_rows([codes.new_zeros(2, 4)], [1, 0], **KERNELS)
+        # the kernels on a GPU are for 16 bit
+        latent = torch.zeros(1, 1, 70, 64, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None)
+        layer = TurboLayer(TurboConfig(bits=8, **KERNELS), latent=True)
+        layer.append(latent, latent[..., :16].clone(), NewColumns(70))
+        latent_decode(latent[:, :, :1], latent[:, :, :1, :16], layer.store(), 1.0, **KERNELS)
     assert launched == dict.fromkeys(launched, True)
-    step = {"append_step_kernel"}  # of CUDA graphs, which a model over several devices does without
+    step = {
+        "append_step_kernel",
+        "latent_step_kernel",
+    }  # of CUDA graphs, which a model over several devices does without
     assert launched.keys() | step == set(all_kernels()) - {"hopper_prefill_kernel"}
 
 

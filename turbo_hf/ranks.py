@@ -79,7 +79,7 @@ class Ranks:
         if not self:
             return [text]
         own = torch.frombuffer(bytearray(text.encode()) or bytearray(b" "), dtype=torch.uint8).to(self.device)
-        longest = int(self.most(torch.tensor([len(own)])))
+        longest = int(self.most(torch.tensor([len(own)], device="cpu")))
         # a space in front keeps an empty text a text
         padded = torch.full((longest,), ord(" "), dtype=torch.uint8, device=self.device)
         padded[: len(own)] = own

@@ -57,8 +57,8 @@ def packed_pass() -> Iterator[None]:
 
 
 def in_packed_pass() -> bool:
-    """Whether this thread is in a `packed_pass`."""
-    return _packed.get()
+    """Whether this thread is in a `packed_pass`; never while torch.compile traces, which it does not do there."""
+    return not torch.compiler.is_compiling() and _packed.get()
 
 
 def packed_cache(options: dict[str, Any]) -> PackedCache | None:

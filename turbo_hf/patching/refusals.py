@@ -68,7 +68,8 @@ def bias_steps(layers: Iterable[AttentionLayer], config: TurboConfig, ranks: Ran
         return {}
     guarded = [at for at in layers if not at.reason and at.index not in config.dense_layers]
     steps = {at.index: lost_to_bias(at.module, config.rotates) for at in guarded}
-    return dict(zip(steps, ranks.most(torch.tensor([*steps.values()], dtype=torch.float64)).tolist(), strict=True))
+    own = torch.tensor([*steps.values()], dtype=torch.float64, device="cpu")
+    return dict(zip(steps, ranks.most(own).tolist(), strict=True))
 
 
 def choose_layer(at: AttentionLayer, config: TurboConfig, bias_step: float = 0.0, ranks: int = 1) -> LayerReport:
