@@ -40,15 +40,22 @@ def route(monkeypatch: pytest.MonkeyPatch) -> Route:
     return Route("replayed", model, turbo_hf.patch(model, CONFIG).new_cache)
 
 
-@in_turn(held=[HELD - 20, HELD - 1, HELD - 1], error=[Broken, BrokenError, BrokenError], within=[False, False, True])
-def test_an_exception_at_any_line_of_replayed_steps(
-    held: int, error: type[BaseException], within: bool, route: Route
-) -> None:
-    steps = replayed(Again, STEPS, within)
+@HOLDS
+@ERRORS
+def test_an_exception_at_any_line_of_replayed_steps(held: int, error: type[BaseException], route: Route) -> None:
+    steps = replayed(Again, STEPS)
     judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 131))
 
 
-@in_turn(held=[HELD - 20, HELD - 1], within=[False, True])
+@in_turn(held=[HELD - 20, HELD - 1], error=[BrokenError, Broken])
+def test_an_exception_at_any_line_of_the_steps_of_a_beam_search(
+    held: int, error: type[BaseException], route: Route
+) -> None:
+    steps = replayed(Again, STEPS, within=True)
+    judged(every_line(route, Operation("steps", held, STEPS, steps, one_by_one=True), error, 131))
+
+
+@in_turn(held=[HELD - 20, HELD - 1, HELD - 1], within=[False, False, True])
 def test_an_exception_at_every_third_line_around_a_replay(held: int, within: bool, route: Route) -> None:
     around = tuple(str(sys.modules[name].__file__) for name in (ReplayableSteps.__module__, Integrity.__module__))
     steps = Operation("steps", held, STEPS, replayed(Graphs, STEPS, within), one_by_one=True)

@@ -84,6 +84,11 @@ def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: Turb
     return None
 
 
+def words(why_not: str | None) -> str:
+    """For the report. why_not: as of `why_not_served`, whose last sentence says what to do when it is called."""
+    return "continuous batching: yes" if why_not is None else f"continuous batching: no ({why_not.rpartition('. ')[0]})"
+
+
 def begin(maker: Maker, model: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `init_continuous_batching`: a manager whose cache is compressed."""
     if maker.why_not_served is None and model.device.type == "cuda":

@@ -200,7 +200,7 @@ def _plan(
         warnings=tuple(notices.messages),
         heads=words,
         sparse=sparse,
-        serving="continuous batching: " + (f"no; {no_serving}" if no_serving else "yes"),
+        serving=continuous_batching.words(no_serving),
         ranks=f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else "",
     )
     int8 = tuple(at.index for at in layers if at.kept_int8)
