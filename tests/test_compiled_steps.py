@@ -89,6 +89,16 @@ def test_families(name: str, runners: list[StepRunner], device: torch.device) ->
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+def test_beams_are_compiled_within_the_models_call(runners: list[StepRunner], device: torch.device) -> None:
+    model = tiny_llama(num_hidden_layers=1).to(device)
+    want = answer(model, PLAIN, **ragged(), num_beams=3)
+    got, report = answer_and_report(model, COMPILED, None, **ragged(), num_beams=3)
+    assert torch.equal(got, want)
+    assert "; compiled as one graph (" in report.steps
+    assert runners[0].captures
+    assert compilations() == 1
+
+
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_padded_batch_that_seals_blocks(
