@@ -45,6 +45,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU where there is none."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    if item.get_closest_marker("gpu2") and torch.cuda.device_count() < 2:
+        pytest.skip("no two CUDA devices")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

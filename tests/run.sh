@@ -11,7 +11,7 @@ run=("$root/.venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --d
 if [ $# -eq 0 ] && has_gpu; then
     echo "== pytest, first without the GPU, then what needs it"
     "${run[@]}"
-    exec "${run[@]}" -m gpu
+    exec "${run[@]}" -m "gpu or gpu2"
 fi
 echo "== pytest $*"
 exec "${run[@]}" "$@"

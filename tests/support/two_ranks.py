@@ -205,7 +205,7 @@ class Rank:
                 tokens, report, _ = answer(model, asked)
                 found[case] = {"tokens": tokens, "captures": [x.captures for x in made], "steps": report.steps}
         with stand_ins(self.device, "out of something" if self.rank == 1 else ""):
-            found["failed"] = error_of(lambda: answer(model, config))
+            found["failed"] = error_of(lambda: answer(model, config)) if self.device == "cpu" else None
         weight = model.model.layers[-1].self_attn.v_proj.weight.detach().to_local()
         before = weight.clone()
         with stand_ins(self.device), turbo_hf.patch(model, config):

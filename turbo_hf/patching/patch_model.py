@@ -182,7 +182,7 @@ def _plan(
     selectors, sparse = choose_selectors(config, windowed, loaded, len(layers), notices)
     uncompressed = tuple(at.index for at in layers if not at.groups)
     steps, no_graphs = describe(
-        config, uncompressed, family is not None, model.device, latent=bool(latents), shared=bool(ranks)
+        config, uncompressed, family is not None, model.device, latent=bool(latents)
     )
     # the last possible refusal before anything is changed
     if config.cuda_graphs is True and no_graphs is not None:
