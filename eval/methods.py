@@ -16,6 +16,7 @@ from turbo_hf.config.file import names_a_file
 from turbo_hf.config.turbo_config import ATTENTION_MODES, NATIVE, PRESETS, SparseConfig, TurboConfig, resolve_config
 from turbo_hf.eval.simulate import Scheme, gear_l, kivi
 from turbo_hf.eval.simulated_cache import compressed_cache, window_cache
+from turbo_hf.layout import widths_of
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
 
@@ -196,7 +197,7 @@ def _in_effect(config: TurboConfig, kv_heads: int) -> TurboConfig:
     """The config, with the defaults for what changes nothing in a layer of so many KV heads."""
     default = TurboConfig()
     groups = config.head_groups(kv_heads) if config.low_heads else ()
-    low = sum(heads for bits, heads in groups if bits == config.low_bits)
+    low = sum(heads for width, heads in groups if widths_of(width)[0] == config.low_bits)
     return replace(
         config,
         low_heads=low / kv_heads,

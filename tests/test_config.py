@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turbo_hf.config.turbo_config import PRESETS, TurboConfig, at_8_bit, resolve_config
+from turbo_hf.layout import HeadGroups
 
 
 @pytest.mark.parametrize(
@@ -116,16 +117,18 @@ def test_head_groups_are_all_heads_widest_first(heads: int, share: float, widths
         pytest.param("turbo4", ((4, 8),), id="turbo4"),
         pytest.param("turbo-mixed", ((4, 4), (2, 4)), id="turbo-mixed"),
         pytest.param("turbo2", ((2, 8),), id="turbo2"),
+        pytest.param("turbo-k4v3", (((4, 3), 8),), id="turbo-k4v3"),
+        pytest.param("turbo-k4v2", (((4, 2), 8),), id="turbo-k4v2"),
     ],
 )
-def test_presets(name: str, groups: tuple[tuple[int, int], ...]) -> None:
+def test_presets(name: str, groups: HeadGroups) -> None:
     config = resolve_config(name)
     assert config is PRESETS[name]
     assert config.head_groups(8) == groups
 
 
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
-    assert set(PRESETS) == {"int8", "turbo4", "turbo-mixed", "turbo2", "saap"}
+    assert set(PRESETS) == {"int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v3", "turbo-k4v2", "saap"}
     assert PRESETS["turbo4"] == TurboConfig()
 
 
@@ -136,7 +139,7 @@ def test_a_config_resolves_to_itself() -> None:
 
 @pytest.mark.parametrize("value", [pytest.param("turbo5", id="name"), pytest.param(["turbo4"], id="list")])
 def test_refuses_unknown_presets(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"one of the presets int8, turbo4, turbo-mixed, turbo2, saap; got "):
+    with pytest.raises(ValueError, match=r"one of the presets int8, turbo4, turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, saap; got "):
         resolve_config(value)
 
 

@@ -91,14 +91,15 @@ def test_tiles_fit_shared_memory() -> None:
 
 def test_decode_tiles_fit_shared_memory() -> None:
     wrong = []
-    for case in product(SHARED, (32, 64, 128), (32, 64, 128, 256), (16, 8, 4, 3, 2), (False, True)):
-        shared, block, dim, bits, many = case
-        tiles, room = decode_tiles(block * dim, bits, False, many=many, shared=shared), shared - tuning.RESERVED
-        waiting = tiles.blocks * (tiles.stages - 1) * 2 * block * dim * bits // 8
+    widths = [(16, 16), *product((8, 4, 3, 2), repeat=2)]
+    for case in product(SHARED, (32, 64, 128), (32, 64, 128, 256), widths, (False, True)):
+        shared, block, dim, both, many = case
+        tiles, room = decode_tiles(block * dim, both, False, many=many, shared=shared), shared - tuning.RESERVED
+        waiting = tiles.blocks * (tiles.stages - 1) * block * dim * sum(both) // 8
         # what is unpacked passes through shared memory too, at 3 bit beside what waits
-        unpacked = tiles.blocks * 2 * block * dim if bits < 8 else 0
+        unpacked = tiles.blocks * block * dim * sum(bits < 8 for bits in both)
         fits = tiles.occupancy * waiting <= room and unpacked <= room
-        fits = fits and (bits != 3 or unpacked + waiting <= shared)
+        fits = fits and (3 not in both or unpacked + waiting <= shared)
         if not (fits and tiles.blocks * tiles.occupancy <= 8):  # warps of an SM that have 255 registers
             wrong.append((case, tiles))
     assert not wrong
@@ -107,7 +108,7 @@ def test_decode_tiles_fit_shared_memory() -> None:
 def test_float32_over_16_bit_has_room_for_both() -> None:
     wrong = []
     for codes, shared in product((32 * 32, 64 * 64, 128 * 64), SHARED):
-        tiles = decode_tiles(codes, 16, False, itemsize=4, shared=shared)
+        tiles = decode_tiles(codes, (16, 16), False, itemsize=4, shared=shared)
         if (tiles.stages - 1) * codes * 4 + codes * 4.75 > shared:  # as compiled
             wrong.append((codes, shared, tiles))
     assert not wrong

@@ -1,7 +1,7 @@
 """Where each bit of the compressed cache lies. Described only here; the reference and the kernels refer to this module.
 
 Letters: `B` rows of the batch, `Hq` query heads, `Hkv` key/value heads, `D` head dim, `b` tokens per block (64), `P`
-pages, `S` heads of one bit width ("slots"), `w` bits per code.
+pages, `S` heads of one width ("slots"), `w` bits per code of keys, and `u` of values (mostly the same).
 
 A *page* is one sealed block of `b` tokens of one row, for every KV head. Pages of all rows lie in one pool, and
 `table[row, n]` names the page of the row's n-th block, so that rows of different lengths cost only what they hold,
@@ -11,8 +11,9 @@ beams share a prompt, and a kernel's work list is a list of pages. Heads of equa
 One page of one slot::
 
     k      uint8 [b, D*w/8]     keys, one token per line, channels packed by half-split
-    v      uint8 [D, b*w/8]     values, one channel per line, tokens (in VALUE_ORDER) packed by half-split
-    meta   int8  [4, D]         stage 2, per channel: key step, key zero, value step, value zero   (absent at 8 bit)
+    v      uint8 [D, b*u/8]     values, one channel per line, tokens (in VALUE_ORDER) packed by half-split
+    meta   int8  [4, D]         stage 2, per channel: key step, key zero, value step, value zero
+                                (what has 8 bit has no lines: [2, D] if either has, [0, D] if both have)
     scale  fp32  [2]            stage 1: key scale, value scale
 
 Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p, ..., lowest first, with p = 8/w::
@@ -41,8 +42,7 @@ token and head, in time order: `k_open` [B, Hkv, cap, D], `v_open` [B, Hkv, D, c
 
 A layer of latent attention (MLA) stores one "head": its latent in the place of keys (`D` channels, rotated like keys),
 and the rotary part that all its heads share in the place of values (`Dv` channels, fewer). The latent has the config's
-width; the rotary part has 8 bit, or 16 beside a 16-bit latent, so that below 8 bit `meta` has only the latent's two
-lines. In all other layers `Dv` is `D`.
+width; the rotary part has 8 bit, or 16 beside a 16-bit latent. In all other layers `Dv` is `D`.
 
 At 16 bit nothing is rounded: `k` [b, D] and `v` [D, b] hold the model's own numbers, tokens in time order, and every
 scale is 1. A layer with a 16-bit head also keeps the open tokens of all its heads unquantized: a full-precision window.
@@ -76,6 +76,13 @@ UNQUANTIZED = 16
 """Bit width of heads that are stored unquantized."""
 
 WIDTHS = (UNQUANTIZED, *BITS)
+
+Width = int | tuple[int, int]
+"""Bits per code of a head: one number for keys and values, or (keys, values) where they differ."""
+
+HeadGroups = tuple[tuple[Width, int], ...]
+"""Heads of one layer: (width, number of KV heads) of each width, in slot order."""
+
 BLOCK_SIZES = (32, 64, 128)
 HEAD_DIM_MULTIPLE = 16
 
@@ -94,12 +101,12 @@ CLASSIFIER = ("weight_1", "bias_1", "weight_2", "bias_2")
 
 
 class PagedHeads(NamedTuple):
-    """Pages of the KV heads that share one bit width (see above).
+    """Pages of the KV heads that share one width (see above).
 
-    bits: the width.
+    bits: bits of keys.
     k: uint8 [P, S, b, D*bits/8]; int8 [P, S, b, D] at 8 bit; float16 or bfloat16 [P, S, b, D] at 16 bit.
-    v: uint8 [P, S, D, b*bits/8]; int8 [P, S, D, b] at 8 bit; float16 or bfloat16 [P, S, D, b] at 16 bit.
-    meta: int8 [P, S, 4, D]; [P, S, 0, D] at 8 and 16 bit. Of a latent below 8 bit [P, S, 2, D], beside v int8.
+    v: uint8 [P, S, D, b*value_bits/8]; int8 [P, S, D, b] at 8 bit; float16 or bfloat16 [P, S, D, b] at 16 bit.
+    meta: int8 [P, S, n, D], n = 2 for keys below 8 bit, and 2 for values below 8 bit.
     scale: float32 [P, S, 2]; ones at 16 bit.
     """
 
@@ -109,13 +116,23 @@ class PagedHeads(NamedTuple):
     meta: torch.Tensor
     scale: torch.Tensor
 
+    @property
+    def value_bits(self) -> int:
+        """Bits of values."""
+        return 8 * self.v.itemsize * self.v.shape[3] // self.k.shape[2]
+
+    @property
+    def width(self) -> Width:
+        """Bits of keys and of values."""
+        return self.bits if self.bits == self.value_bits else (self.bits, self.value_bits)
+
 
 class KVStore(NamedTuple):
     """One layer's compressed cache, as ops see it.
 
     Row r holds `sealed[r] * block + open_len[r]` tokens: its sealed blocks, then its open tokens.
 
-    paged: one `PagedHeads` per bit width, in slot order.
+    paged: one `PagedHeads` per width, in slot order.
     order: int64 [B, Hkv], the head in each slot.
     table: int64 [B, blocks], the page of each sealed block, 0 past a row's end.
     sealed: int64 [B], sealed blocks per row.
@@ -278,16 +295,31 @@ def packed_bytes(codes: int, bits: int) -> int:
     return codes * bits // 8
 
 
-def page_bytes(head_dim: int, bits: int, block: int = 64, rotary_dim: int | None = None) -> int:
+def widths_of(width: Width, rotary_dim: int | None = None) -> tuple[int, int]:
+    """Bits of keys and of values; of a latent and its rotary part, if there is one."""
+    if isinstance(width, tuple):
+        return width
+    return width, width if rotary_dim is None else max(width, 8)
+
+
+def in_words(width: Width) -> str:
+    """ "4", or "4/2" for keys of 4 bit and values of 2."""
+    return "/".join(map(str, width)) if isinstance(width, tuple) else str(width)
+
+
+def meta_lines(bits: int, value_bits: int) -> int:
+    """Lines of `PagedHeads.meta`: a step and a zero for each of keys and values that has fewer than 8 bits."""
+    return 2 * (bits < 8) + 2 * (value_bits < 8)
+
+
+def page_bytes(head_dim: int, width: Width, block: int = 64, rotary_dim: int | None = None) -> int:
     """Bytes of one sealed block of one KV head: codes of K and V, stage 2 steps and zeros, stage 1 scales.
 
     rotary_dim: of a latent (see above), the channels of its rotary part; None: a head of keys and values.
     """
-    meta = 0 if bits >= 8 else (4 if rotary_dim is None else 2) * head_dim
-    values = packed_bytes(block * head_dim, bits)
-    if rotary_dim is not None:
-        values = packed_bytes(block * rotary_dim, max(bits, 8))
-    return packed_bytes(block * head_dim, bits) + values + meta + 8
+    bits, value_bits = widths_of(width, rotary_dim)
+    values = packed_bytes(block * (rotary_dim or head_dim), value_bits)
+    return packed_bytes(block * head_dim, bits) + values + meta_lines(bits, value_bits) * head_dim + 8
 
 
 def open_token_bytes(head_dim: int, *, unquantized: bool = False) -> int:
@@ -296,7 +328,7 @@ def open_token_bytes(head_dim: int, *, unquantized: bool = False) -> int:
 
 
 def empty_pages(
-    bits: int,
+    width: Width,
     pages: int,
     slots: int,
     head_dim: int,
@@ -305,18 +337,20 @@ def empty_pages(
     dtype_16bit: torch.dtype = torch.float16,
     rotary_dim: int | None = None,
 ) -> PagedHeads:
-    """Uninitialized pages for `slots` heads of width `bits` (shapes: `PagedHeads`). rotary_dim: as in `page_bytes`."""
-    code = {UNQUANTIZED: dtype_16bit, 8: torch.int8}.get(bits, torch.uint8)
+    """Uninitialized pages for `slots` heads of this width (shapes: `PagedHeads`). rotary_dim: as in `page_bytes`."""
+    bits, value_bits = widths_of(width, rotary_dim)
+    code, value_code = (code_type(n, dtype_16bit) for n in (bits, value_bits))
+    channels = rotary_dim or head_dim
     k = torch.empty(pages, slots, block, packed_bytes(head_dim, min(bits, 8)), dtype=code, device=device)
-    if rotary_dim is None:
-        v = torch.empty(pages, slots, head_dim, packed_bytes(block, min(bits, 8)), dtype=code, device=device)
-    else:
-        rotary = dtype_16bit if bits == UNQUANTIZED else torch.int8
-        v = torch.empty(pages, slots, rotary_dim, block, dtype=rotary, device=device)
-    lines = 4 if rotary_dim is None else 2
-    meta = torch.empty(pages, slots, 0 if bits >= 8 else lines, head_dim, dtype=torch.int8, device=device)
+    v = torch.empty(pages, slots, channels, packed_bytes(block, min(value_bits, 8)), dtype=value_code, device=device)
+    meta = torch.empty(pages, slots, meta_lines(bits, value_bits), head_dim, dtype=torch.int8, device=device)
     scale = torch.empty(pages, slots, 2, dtype=torch.float32, device=device)
     return PagedHeads(bits, k, v, meta, scale)
+
+
+def code_type(bits: int, dtype_16bit: torch.dtype = torch.float16) -> torch.dtype:
+    """The type of the tensors that hold codes of `bits` bits: bytes of packed codes, or the codes themselves."""
+    return {UNQUANTIZED: dtype_16bit, 8: torch.int8}.get(bits, torch.uint8)
 
 
 def value_order(block: int, device: torch.device) -> torch.Tensor:

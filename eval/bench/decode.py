@@ -28,7 +28,7 @@ from turbo_hf.eval.bench.shapes import tokens_label
 from turbo_hf.eval.bench.tables import print_rows, untimed
 from turbo_hf.eval.bench.timing import Call, Stopwatch, ceilings, side_by_side
 from turbo_hf.eval.output import write_png
-from turbo_hf.layout import AttentionOutput, KVStore, Scoring
+from turbo_hf.layout import AttentionOutput, KVStore, Scoring, in_words
 from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.store.quantize import dequantize
@@ -183,7 +183,9 @@ def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, seed: int)
     """The row of one width with its check, and what to time if the result is right."""
     groups = groups_of(width, case.heads.kv)
     size = case.packed_bytes(groups)
-    name = f"{width} bit" if width != "mixed" else "mixed " + "/".join(str(bits) for bits, _ in groups)
+    name = f"{width} bit" if width.isdigit() else width
+    if width == "mixed":
+        name += " " + "/".join(in_words(each) for each, _ in groups)
 
     def step(store: KVStore) -> AttentionOutput:
         return op.decode(q, store, Scoring(case.heads.dim**-0.5), backend=backend)

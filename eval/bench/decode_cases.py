@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.eval.bench.shapes import SHAPES, Heads, find_shape, parse_size, tokens_label
-from turbo_hf.layout import UNQUANTIZED, open_token_bytes, page_bytes
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, open_token_bytes, page_bytes
 
 BLOCK = 64
 """Tokens per sealed block, as in the presets."""
@@ -14,7 +14,8 @@ BLOCK = 64
 DECODE_SHAPES = SHAPES | {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24, 64)}
 """The models of the prompts, and the heads for which LeanAttention sec. V gives its largest and smallest gain."""
 
-WIDTHS = ("16", "8", "4", "3", "2", "mixed")
+WIDTHS = ("16", "8", "4", "3", "2", "mixed", "k4v3", "k4v2")
+"""Bits of keys and values; half of the heads at 4 bit and half at 2; bits of keys and bits of values."""
 
 SIZES = {
     "llama3-8b": "1x1k 1x4k 1x8k 1x32k 1x131k 1x524k 1x1M 4x4k 4x32k 16x1k 16x4k 16x32k 64x1k 64x4k 64x16k",
@@ -46,9 +47,9 @@ class Case:
         """Rows times KV heads: what a kernel without splits can distribute over the SMs."""
         return len(self.lengths) * self.heads.kv
 
-    def packed_bytes(self, groups: tuple[tuple[int, int], ...]) -> int:
-        """Bytes of the cache, all of which a step reads. groups: (bits, heads) of each width."""
-        page = sum(slots * page_bytes(self.heads.dim, bits, BLOCK) for bits, slots in groups)
+    def packed_bytes(self, groups: HeadGroups) -> int:
+        """Bytes of the cache, all of which a step reads. groups: (width, heads) of each width."""
+        page = sum(slots * page_bytes(self.heads.dim, width, BLOCK) for width, slots in groups)
         loose = self.heads.kv * open_token_bytes(self.heads.dim, unquantized=UNQUANTIZED in dict(groups))
         return sum(n // BLOCK * page + n % BLOCK * loose for n in self.lengths)
 
@@ -102,6 +103,7 @@ def choose_cases(shapes: list[str], sizes: list[str], ragged: bool, seed: int, o
     return found
 
 
-def groups_of(width: str, kv_heads: int) -> tuple[tuple[int, int], ...]:
-    """(bits, heads) of each group of `kv_heads` heads under one of WIDTHS; "mixed": as in turbo-mixed."""
-    return PRESETS["turbo-mixed"].head_groups(kv_heads) if width == "mixed" else ((int(width), kv_heads),)
+def groups_of(width: str, kv_heads: int) -> HeadGroups:
+    """(width, heads) of each group of `kv_heads` heads under one of WIDTHS; words: as in the preset turbo-WORD."""
+    preset = PRESETS.get(f"turbo-{width}")
+    return ((int(width), kv_heads),) if preset is None else preset.head_groups(kv_heads)

@@ -4,7 +4,7 @@ import torch
 
 from turbo_hf.cache.open_buffer import Tokens, to_open
 from turbo_hf.eval.bench.decode_cases import BLOCK, Case
-from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, empty_pages
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, KVStore, PagedHeads, Width, empty_pages
 from turbo_hf.ops.store.quantize import seal_blocks
 
 PIECE = 1 << 24
@@ -12,13 +12,13 @@ PIECE = 1 << 24
 
 
 def packed_stores(
-    case: Case, groups: tuple[tuple[int, int], ...], count: int, device: torch.device, seed: int
+    case: Case, groups: HeadGroups, count: int, device: torch.device, seed: int
 ) -> list[KVStore]:
     """`count` caches that share no page, of seeded N(0, 1) keys and values, quantized as a model's are.
 
     Args:
         case: lengths and heads; each row's whole blocks are sealed, the rest of it is open.
-        groups: (bits, heads) of each width. Which head has which width differs from row to row.
+        groups: (width, heads) of each width. Which head has which width differs from row to row.
         count: caches; a step over one finds nothing of it in L2 once enough others were read.
         device: where they lie. seed: of the tokens.
     """
@@ -26,7 +26,7 @@ def packed_stores(
     generator = torch.Generator(device).manual_seed(seed)
     sealed = [n // BLOCK for n in case.lengths]
     # page 0 exists also where no row has a whole block: empty tables point to it
-    pool = tuple(_pages(bits, max(1, count * sum(sealed)), slots, heads.dim, generator) for bits, slots in groups)
+    pool = tuple(_pages(width, max(1, count * sum(sealed)), slots, heads.dim, generator) for width, slots in groups)
     table, page = torch.zeros(count, rows, max(sealed), dtype=torch.int64), 0
     for cache in range(count):
         for row, blocks in enumerate(sealed):
@@ -89,12 +89,12 @@ def _tokens(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dty
     return to_open(_random(generator, *shape), _random(generator, *shape), dtype, "auto")
 
 
-def _pages(bits: int, pages: int, slots: int, dim: int, generator: torch.Generator) -> PagedHeads:
-    whole = empty_pages(bits, pages, slots, dim, BLOCK, generator.device)
+def _pages(width: Width, pages: int, slots: int, dim: int, generator: torch.Generator) -> PagedHeads:
+    whole = empty_pages(width, pages, slots, dim, BLOCK, generator.device)
     step = max(1, PIECE // (slots * BLOCK * dim))
     for start in range(0, pages, step):
         shape = (min(step, pages - start), slots, BLOCK, dim)
-        tokens = _tokens(generator, shape, torch.float16 if bits == UNQUANTIZED else torch.int8)
-        for target, source in zip(whole[1:], seal_blocks(*tokens, bits)[1:], strict=True):
+        tokens = _tokens(generator, shape, torch.float16 if width == UNQUANTIZED else torch.int8)
+        for target, source in zip(whole[1:], seal_blocks(*tokens, width)[1:], strict=True):
             target[start : start + shape[0]] = source
     return whole

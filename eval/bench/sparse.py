@@ -33,7 +33,7 @@ from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.runner import mistakes_end_the_command
 from turbo_hf.eval.bench.timing import Call, Stopwatch
-from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits
+from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, widths_of
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.sparse.reference import reference_sparse_decode
 from turbo_hf.ops.sparse.select import assign_and_score, classify, score, visit
@@ -241,7 +241,7 @@ def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
     Steps, zeros and scales of blocks are not counted, nor what else lies in them: that depends on the buckets.
     """
     heads = case.heads
-    line = sum(slots * 2 * heads.dim * bits // 8 for bits, slots in groups_of(width, heads.kv))
+    line = sum(slots * heads.dim * sum(widths_of(each)) // 8 for each, slots in groups_of(width, heads.kv))
     kept = sum(min(n, choice.sink + choice.window + round(share * n)) for n in case.lengths)
     weights = choice.buckets * heads.dim
     if choice.selector == "saap":

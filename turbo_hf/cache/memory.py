@@ -9,7 +9,7 @@ import torch
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import page_bytes
+from turbo_hf.layout import HeadGroups, page_bytes
 
 SHOWN = 16
 """Maximum number of lines about single layers, or groups of them, under `str()`."""
@@ -130,7 +130,7 @@ class LayerCost:
 
 def turbo_cost(
     config: TurboConfig,
-    groups: tuple[tuple[int, int], ...],
+    groups: HeadGroups,
     head_dim: int,
     window: int | None,
     index_bytes: int = 0,
@@ -142,7 +142,7 @@ def turbo_cost(
     `layout.page_bytes`, of a layer of latent attention, whose `head_dim` is the latent's.
     """
     block = config.block_size
-    page = sum(heads * page_bytes(head_dim, bits, block, rotary_dim) for bits, heads in groups)
+    page = sum(heads * page_bytes(head_dim, width, block, rotary_dim) for width, heads in groups)
     # a block leaves when its newest token has left the window of the next query
     most = None if window is None else -(-(window - 1) // block) * block
     return LayerCost(page / block + sum(heads for _, heads in groups) * index_bytes, most)

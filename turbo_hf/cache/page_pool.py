@@ -8,7 +8,7 @@ import torch
 
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
-from turbo_hf.layout import UNQUANTIZED, PagedHeads, empty_pages
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages
 from turbo_hf.ops.host_device import nothing, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
 
@@ -18,7 +18,7 @@ TABLE_GRAIN = 16
 
 @lru_cache(maxsize=64)
 def _no_pages(
-    bits: int,
+    width: Width,
     slots: int,
     dim: int,
     block: int,
@@ -28,7 +28,7 @@ def _no_pages(
 ) -> PagedHeads:
     """The empty pages that every pool begins with."""
     with torch.inference_mode(False):
-        return empty_pages(bits, 0, slots, dim, block, device, dtype_16bit, rotary_dim)
+        return empty_pages(width, 0, slots, dim, block, device, dtype_16bit, rotary_dim)
 
 
 class PagePool:
@@ -43,7 +43,7 @@ class PagePool:
     def __init__(
         self,
         rows: int,
-        groups: tuple[tuple[int, int], ...],
+        groups: HeadGroups,
         dim: int,
         block: int,
         device: torch.device,
@@ -53,7 +53,7 @@ class PagePool:
         self.groups, self.dim, self.block, self.device = groups, dim, block, device
         self.dtype_16bit, self.rotary_dim = dtype_16bit, rotary_dim
         self.paged = tuple(
-            _no_pages(bits, slots, dim, block, device, dtype_16bit, rotary_dim) for bits, slots in groups
+            _no_pages(width, slots, dim, block, device, dtype_16bit, rotary_dim) for width, slots in groups
         )
         self.table = nothing((rows, 0), torch.int64, torch.device("cpu"))
         # pages of each row in the table: sealed ones, and those reserved for blocks to come
@@ -154,9 +154,9 @@ class PagePool:
     def _resize(self, keep: torch.Tensor | range, extra: int) -> None:
         """Keep the pages `keep`, in that order, and add `extra` uninitialized ones. A range: all, from the first on."""
         grown = []
-        for old, (bits, slots) in zip(self.paged, self.groups, strict=True):
+        for old, (width, slots) in zip(self.paged, self.groups, strict=True):
             shape = (len(keep) + extra, slots, self.dim, self.block)
-            new = empty_pages(bits, *shape, self.device, self.dtype_16bit, self.rotary_dim)
+            new = empty_pages(width, *shape, self.device, self.dtype_16bit, self.rotary_dim)
             for source, target in zip(old[1:], new[1:], strict=True) if len(keep) else ():
                 if isinstance(keep, range):
                     target[: len(keep)] = source

@@ -73,10 +73,11 @@ def plan(
     if context < 1 or batch < 1:
         raise ValueError(f"context and batch must be at least 1; got {context} and {batch}.")
     # selectors need a calibration, and change only the index of a layer
-    reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in PRESETS.items()}
-    if any(at.latent for at in reports[DEFAULT_PRESET].layers):
-        # latent attention takes no sparse config
-        reports = {name: report for name, report in reports.items() if PRESETS[name].sparse is None}
+    presets = PRESETS
+    if any(at.latent for at in patch_report(model, PRESETS[DEFAULT_PRESET]).layers):
+        # latent attention takes no sparse config, and has no values of their own
+        presets = {name: each for name, each in PRESETS.items() if each.sparse is None and each.value_bits is None}
+    reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in presets.items()}
     room = gpu_bytes * (1 - KEPT_FREE) - weights * share_of_weights(model, ranks)
     layers, whole = _of_rank(model, uncompressed_layers(model), ranks)
     unpatched = [layer.cost for layer in layers]

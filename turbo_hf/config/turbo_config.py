@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
 from turbo_hf.config.options import Options, at_least, freeze, freeze_layers, layer_indices, one_of
-from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS
+from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
 ATTENTION_MODES = tuple(MODES)
@@ -217,6 +217,9 @@ class TurboConfig(Options):
         bits: bits per stored code: 8, 4, 3 or 2 (TurboAttention sec. 3.1; 8 is stage 1 alone), or 16: the model's own
             numbers unquantized (float16 for a float32 model), in pages, read by the same kernel (LeanAttention). A
             layer with 16-bit heads also keeps its open tokens unquantized, and its prompt attention is not rounded.
+        value_bits: bits of the values alone: 8, 4, 3 or 2, while keys have `bits`; None: both have `bits`. Not with
+            bits=16. Of the heads at `low_bits`, values have the smaller of both. A layer that is kept at 8 bit
+            (`int8_layers`) keeps its values at 8 bit, too.
         low_bits: bits of the lowest-priority heads, if `low_heads` is not 0.
         low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
             sec. 3.2, n_h / Hkv).
@@ -260,6 +263,7 @@ class TurboConfig(Options):
     """
 
     bits: int = 4
+    value_bits: int | None = None
     low_bits: int = 2
     low_heads: float = 0.0
     head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
@@ -283,6 +287,8 @@ class TurboConfig(Options):
         for field in ("int8_layers", "dense_layers"):
             freeze_layers(self, field)
         one_of("bits", self.bits, WIDTHS, "TurboConfig")
+        if self.value_bits is not None and self.bits != UNQUANTIZED:
+            one_of("value_bits", self.value_bits, (*BITS, None), "TurboConfig")
         one_of("low_bits", self.low_bits, BITS, "TurboConfig")
         one_of("head_metric", self.head_metric, HEAD_METRICS, "TurboConfig")
         one_of("block_size", self.block_size, BLOCK_SIZES, "TurboConfig")
@@ -349,6 +355,11 @@ class TurboConfig(Options):
 
     def _check_16bit(self) -> None:
         """ValueError for options that round what 16-bit heads keep unrounded."""
+        if self.value_bits is not None:
+            raise ValueError(
+                "TurboConfig.value_bits goes with bits of 8, 4, 3 or 2: no kernel reads 16-bit keys beside packed "
+                f"values; got bits=16 and value_bits={self.value_bits!r}, leave one of them out."
+            )
         if self.attention not in ("auto", "fp16"):
             raise ValueError(
                 f'TurboConfig.attention must be "auto" or "fp16" with bits=16, which rounds nothing; '
@@ -377,11 +388,20 @@ class TurboConfig(Options):
         """`rotate_keys`, unless heads keep their keys unquantized."""
         return self.rotate_keys and self.bits != UNQUANTIZED
 
-    def head_groups(self, kv_heads: int) -> tuple[tuple[int, int], ...]:
-        """(bits, number of heads) for each group of a layer's `kv_heads` heads, widest first."""
+    def head_groups(self, kv_heads: int) -> HeadGroups:
+        """(width, number of heads) for each group of a layer's `kv_heads` heads, widest first."""
         low = int(self.low_heads * kv_heads)  # rounded down: an odd head keeps the higher width
-        groups = ((self.bits, kv_heads - low), (self.low_bits, low))
-        return tuple((bits, heads) for bits, heads in groups if heads)
+        groups = ((self.bits, self.value_bits, kv_heads - low), (self.low_bits, self.low_value_bits, low))
+        return tuple((_width(bits, value_bits), heads) for bits, value_bits, heads in groups if heads)
+
+    @property
+    def low_value_bits(self) -> int:
+        """Bits of the values of the heads at `low_bits`."""
+        return self.low_bits if self.value_bits is None else min(self.low_bits, self.value_bits)
+
+
+def _width(bits: int, value_bits: int | None) -> Width:
+    return bits if value_bits in (None, bits) else (bits, value_bits)
 
 
 DEFAULT_PRESET = "turbo4"
@@ -391,10 +411,12 @@ PRESETS: dict[str, TurboConfig] = {
     DEFAULT_PRESET: TurboConfig(bits=4),
     "turbo-mixed": TurboConfig(bits=4, low_bits=2, low_heads=0.5),
     "turbo2": TurboConfig(bits=2),
+    "turbo-k4v3": TurboConfig(bits=4, value_bits=3),
+    "turbo-k4v2": TurboConfig(bits=4, value_bits=2),
     "saap": TurboConfig(bits=4, sparse=SparseConfig()),
 }
-"""INT8; 4 bit (the default); 4 bit with half of the heads at 2 bit; 2 bit (experimental); sparse decoding over 4 bit,
-which needs a calibration."""
+"""INT8; 4 bit (the default); 4 bit with half of the heads at 2 bit; 2 bit (experimental); keys of 4 bit with values of
+3 or 2; sparse decoding over 4 bit, which needs a calibration."""
 
 
 ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
@@ -436,4 +458,4 @@ def resolve_config(config: ConfigLike) -> TurboConfig:
 
 def at_8_bit(config: TurboConfig) -> TurboConfig:
     """The same options for a layer that is kept at 8 bit."""
-    return replace(config, bits=8, low_heads=0.0)
+    return replace(config, bits=8, value_bits=None, low_heads=0.0)

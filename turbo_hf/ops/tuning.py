@@ -119,13 +119,19 @@ RESERVED = 7 << 10
 
 
 def decode_tiles(
-    codes: int, bits: int, unpacks: bool, *, many: bool = False, itemsize: int = 2, shared: int = H200_SHARED
+    codes: int,
+    bits: tuple[int, int],
+    unpacks: bool,
+    *,
+    many: bool = False,
+    itemsize: int = 2,
+    shared: int = H200_SHARED,
 ) -> DecodeTiles:
     """Tiles of the decode kernel (H200: `eval/results/decode-log.md`; others were compiled only).
 
     Args:
         codes: numbers of K per block, padding included.
-        bits: bits per number.
+        bits: bits per number of K, and of V.
         unpacks: whether codes are converted to the query's type, as in mode "fp16"; memory then suffices for one block.
         many: whether there are at least twice as many outputs as SMs: small CTAs compute whole outputs, few are merged.
         itemsize: bytes per number of the queries.
@@ -133,13 +139,13 @@ def decode_tiles(
     """
     if unpacks:
         return DecodeTiles(1, 2, 1)
-    unquantized = bits == UNQUANTIZED
+    unquantized = UNQUANTIZED in bits
     chosen = ONE_WARP_TILES if unquantized else MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
-        waiting = tiles.blocks * (tiles.stages - 1) * codes * bits // 4
+        waiting = tiles.blocks * (tiles.stages - 1) * codes * sum(bits) // 8
         # unpacked K and V pass through shared memory; at 3 bit, and from 16 bit to float32, beside the loads in flight
-        unpacked = 0 if bits >= 8 else tiles.blocks * 2 * codes
-        beside = unpacked if bits == 3 else codes * 5 if unquantized and itemsize > 2 else 0
+        unpacked = sum(tiles.blocks * codes for n in bits if n < 8)
+        beside = unpacked if 3 in bits else codes * 5 if unquantized and itemsize > 2 else 0
         available = shared - RESERVED
         if max(tiles.occupancy * waiting, unpacked) <= available and waiting + beside <= shared:
             return tiles

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import UNQUANTIZED
+from turbo_hf.layout import UNQUANTIZED, HeadGroups
 
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
@@ -27,8 +27,8 @@ class Layer(Protocol):
         """The layer's number."""
 
     @property
-    def groups(self) -> tuple[tuple[int, int], ...]:
-        """(bits, KV heads) of each width; (): not compressed."""
+    def groups(self) -> HeadGroups:
+        """(width, KV heads) of each width; (): not compressed."""
 
     @property
     def latent(self) -> bool:
@@ -46,7 +46,7 @@ class Maker(Protocol):
     config: TurboConfig
     head_orders: Mapping[int, tuple[int, ...]]
     active: bool
-    groups: tuple[tuple[int, int], ...]
+    groups: HeadGroups
     dims: frozenset[int]
     why_not_served: str | None
     serving: Any
@@ -75,7 +75,7 @@ def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: Turb
     for reason, found in (
         ("sparse steps", config.sparse is not None),
         ('buffer_scale="universal", whose scale is that of a whole prompt,', config.buffer_scale == "universal"),
-        ("16-bit pages", any(bits == UNQUANTIZED for bits, _ in layers[0].groups)),
+        ("16-bit pages", UNQUANTIZED in dict(layers[0].groups)),
         ("SAS without a given sas_threshold", config.sas and config.sas_threshold is None),
         ("cuda_graphs=True", config.cuda_graphs is True),
     ):

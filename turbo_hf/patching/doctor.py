@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS
 from turbo_hf.models.versions import NEWEST, OLDEST, version_of, version_problem
 from turbo_hf.ops.gpu import why_no_kernels_on
+from turbo_hf.patches.generic import is_latent
+from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import key_bias_note, meta_model, patch_report
 from turbo_hf.patching.patch_model import patch
@@ -85,8 +87,11 @@ def diagnose(model: Any) -> Diagnosis:
     try:
         reference = probe(model)
         checks, report = {}, None
-        # a sparse preset needs a calibration, and a short text shows nothing of it
-        for preset in (name for name, config in PRESETS.items() if config.sparse is None):
+        latent = any(is_latent(at.module) for at in attention_layers(model) if at.module is not None)
+        for preset, config in PRESETS.items():
+            # a sparse preset needs a calibration, and a short text shows nothing of it; latents have no values
+            if config.sparse is not None or (latent and config.value_bits is not None):
+                continue
             with patch(model, preset, check=preset == DEFAULT_PRESET) as handle:
                 report = handle.report() if preset == DEFAULT_PRESET else report
                 checks[preset] = compare(probe(model, handle.new_cache()), reference)

@@ -18,6 +18,7 @@ from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_step import CompiledStep
+from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.patching import continuous_batching
 from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.selectors import Selectivity, Selector
@@ -29,7 +30,7 @@ class LayerReport:
 
     Args:
         index: the layer's number.
-        groups: (bits, number of KV heads) as in `TurboConfig.head_groups`, widest first; (): in full precision.
+        groups: (width, number of KV heads) as in `TurboConfig.head_groups`, widest first; (): in full precision.
         window: how many tokens a query sees; None: all.
         reason: why it is not stored at the config's widths; "" if it is.
         refused: whether it stays in full precision because it cannot be compressed.
@@ -40,7 +41,7 @@ class LayerReport:
     """
 
     index: int
-    groups: tuple[tuple[int, int], ...]
+    groups: HeadGroups
     window: int | None
     reason: str
     refused: bool = False
@@ -50,12 +51,13 @@ class LayerReport:
 
     @property
     def storage(self) -> str:
-        """The groups in words: "2 x 4 bit", "8 bit" for a layer kept at 8 bit, "latent 4 bit", or "dense"."""
+        """The groups in words: "2 x 4 bit", "2 x 4/2 bit" for keys and values, "8 bit" for a layer kept at 8 bit,
+        "latent 4 bit", or "dense"."""
         if self.latent and self.groups:
             return f"latent {self.groups[0][0]} bit"
         if self.kept_int8:
             return "8 bit"
-        return " + ".join(f"{heads} x {bits} bit" for bits, heads in self.groups) or "dense"
+        return " + ".join(f"{heads} x {in_words(width)} bit" for width, heads in self.groups) or "dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class CacheMaker:
         active: whether the patch is on.
         ranks: those that share the model.
         uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
-        groups, dims: of the compressed layers: (bits, KV heads) of each width, and the head dims that occur.
+        groups, dims: of the compressed layers: (width, KV heads) of each width, and the head dims that occur.
         why_not_served: why continuous batching cannot run; None: it can.
         serving: what its managers have in common; None before the first one.
     """
@@ -156,7 +158,7 @@ class CacheMaker:
     active: bool = True
     ranks: Ranks = ALONE
     uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
-    groups: tuple[tuple[int, int], ...] = ()
+    groups: HeadGroups = ()
     dims: frozenset[int] = frozenset()
     why_not_served: str | None = None
     serving: Any = None

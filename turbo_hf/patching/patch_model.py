@@ -15,6 +15,7 @@ from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig
 from turbo_hf.errors import Notices, Strict
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import HandOff, describe
+from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches.families import Family, family_of
@@ -55,7 +56,7 @@ def patch(
 
     Args:
         model: a loaded decoder-only Transformers model.
-        config: a preset ("int8", "turbo4", "turbo-mixed", "turbo2", "saap"), a `TurboConfig`, a dict of its options, or
+        config: a preset ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2", "saap", ...), a `TurboConfig`, a dict of its options, or
             the path of a JSON or YAML file of them; dict and file are read as by `TurboConfig.from_dict`.
         calibration: decides which heads get the low bits, if the config has heads of two widths, and provides what
             sparse decoding selects keys by. A `Calibration`, a folder or Hub id that holds one, None for no calibration
@@ -162,7 +163,8 @@ def _plan(
     loaded = load_calibration(model, config, calibration, notices, revision)
     words = loaded.words
     widths = [at.groups for at in layers if at.groups and not at.kept_int8]
-    if config.low_heads and widths and not any(bits == config.low_bits for groups in widths for bits, _ in groups):
+    found = {widths_of(width)[0] for groups in widths for width, _ in groups}
+    if config.low_heads and widths and config.low_bits not in found:
         each = " on each rank" if split else ""
         notices.note(
             f"low_heads={config.low_heads:g} is less than one KV head of each layer{each}: all keep {config.bits} bit."

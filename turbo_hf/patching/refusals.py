@@ -140,6 +140,11 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
             "tensor parallel is not for latent attention (MLA), whose latent each rank would hold as a whole. Load the "
             "model on one GPU, or run it without the patch."
         )
+    if config.value_bits is not None:
+        raise Unsupported(
+            "TurboConfig.value_bits is not for latent attention (MLA), which stores one latent in the place of keys and "
+            "values. Leave it out: the latent has `bits`."
+        )
     wrong = {
         "sparse": config.sparse is not None,
         "sas": config.sas,

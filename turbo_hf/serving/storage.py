@@ -14,7 +14,19 @@ from turbo_hf.cache.open_buffer import Tokens, ranked_heads
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import KVStore, PagedHeads, Scoring, open_token_bytes, packed_bytes, page_bytes
+from turbo_hf.layout import (
+    HeadGroups,
+    KVStore,
+    PagedHeads,
+    Scoring,
+    Width,
+    code_type,
+    meta_lines,
+    open_token_bytes,
+    packed_bytes,
+    page_bytes,
+    widths_of,
+)
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.host_device import send, shared
 from turbo_hf.ops.store.append import append_tokens, seal_open
@@ -25,13 +37,13 @@ class Shape(NamedTuple):
     """What is stored, alike in every layer.
 
     layers: number of layers.
-    groups: (bits, KV heads) of each width, as in `TurboConfig.head_groups`.
+    groups: (width, KV heads) of each width, as in `TurboConfig.head_groups`.
     dim: channels per head.
     block: tokens per block.
     """
 
     layers: int
-    groups: tuple[tuple[int, int], ...]
+    groups: HeadGroups
     dim: int
     block: int
 
@@ -43,7 +55,7 @@ class Shape(NamedTuple):
     @property
     def page(self) -> int:
         """Bytes of one page: one block of one layer."""
-        return sum(heads * page_bytes(self.dim, bits, self.block) for bits, heads in self.groups)
+        return sum(heads * page_bytes(self.dim, width, self.block) for width, heads in self.groups)
 
     @property
     def room(self) -> int:
@@ -313,19 +325,21 @@ class Storage:
 def _carve(pool: torch.Tensor, pages: int, shape: Shape) -> tuple[PagedHeads, ...]:
     """`PagedHeads` for `pages` pages in the bytes of `pool`."""
     dim, block, at = shape.dim, shape.block, 0
-    parts: dict[tuple[int, str], torch.Tensor] = {}
+    parts: dict[tuple[Width, str], torch.Tensor] = {}
     # numbers of four bytes last, behind multiples of 16 bytes
     for name in ("k", "v", "meta", "scale"):
-        for bits, slots in shape.groups:
+        for width, slots in shape.groups:
+            bits, value_bits = widths_of(width)
             size, dtype = {
-                "k": ((slots, block, packed_bytes(dim, bits)), torch.int8 if bits == 8 else torch.uint8),
-                "v": ((slots, dim, packed_bytes(block, bits)), torch.int8 if bits == 8 else torch.uint8),
-                "meta": ((slots, 0 if bits == 8 else 4, dim), torch.int8),
+                "k": ((slots, block, packed_bytes(dim, bits)), code_type(bits)),
+                "v": ((slots, dim, packed_bytes(block, value_bits)), code_type(value_bits)),
+                "meta": ((slots, meta_lines(bits, value_bits), dim), torch.int8),
                 "scale": ((slots, 2), torch.float32),
             }[name]
             end = at + pages * torch.Size(size).numel() * dtype.itemsize
-            parts[bits, name] = pool[at:end].view(dtype).view(pages, *size)
+            parts[width, name] = pool[at:end].view(dtype).view(pages, *size)
             at = end
     return tuple(
-        PagedHeads(bits, *(parts[bits, name] for name in ("k", "v", "meta", "scale"))) for bits, _ in shape.groups
+        PagedHeads(widths_of(width)[0], *(parts[width, name] for name in ("k", "v", "meta", "scale")))
+        for width, _ in shape.groups
     )

@@ -65,8 +65,9 @@ def attend_sealed(
         own, here = slot_of_width(slot, True, g, FORM)
         if here:
             state, kept = _attend_width(
-                state, cache.paged[g], own, run, prepared, seen, chosen, scoring, FORM.slots[g], FORM.bits[g], FORM, ASM
-            )
+                state, cache.paged[g], own, run, prepared, seen, chosen, scoring,
+                FORM.slots[g], FORM.bits[g], FORM.value_bits[g], FORM, ASM,
+            )  # fmt: skip
             if seen is None:
                 counted = tl.sum(kept, 1)
     return state, counted
@@ -75,7 +76,7 @@ def attend_sealed(
 @triton.jit
 def _attend_width(
     state, pages, slot, run, prepared, seen, chosen, scoring, SLOTS: tl.constexpr, BITS: tl.constexpr,
-    FORM: tl.constexpr, ASM: tl.constexpr,
+    VALUE_BITS: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """`attend_sealed` in pages of one width, which has SLOTS slots; counts kept tokens by block and place."""
     k_ptr, v_ptr, meta_ptr, scale_ptr = pages
@@ -86,9 +87,13 @@ def _attend_width(
     CHOSEN: tl.constexpr = seen is None
     NB: tl.constexpr = acc.shape[0]
     DP: tl.constexpr = acc.shape[1]
-    STAGE2: tl.constexpr = BITS < 8
+    K_STAGE2: tl.constexpr = BITS < 8
+    V_STAGE2: tl.constexpr = VALUE_BITS < 8
+    V_LINE: tl.constexpr = 2 if K_STAGE2 else 0
+    LINES: tl.constexpr = V_LINE + (2 if V_STAGE2 else 0)
     PLAIN: tl.constexpr = BITS == 16 or not FORM.turbo
-    PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
+    K_PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
+    V_PAGE: tl.constexpr = BLOCK * D * min(VALUE_BITS, 8) // 8
     nb = tl.arange(0, NB)
     ahead = entry(table + begin * NB + NB + nb, begin * NB + NB + nb < blocks, ASM)
     d = tl.arange(0, DP)
@@ -118,23 +123,22 @@ def _attend_width(
         at = page * SLOTS + slot
         if CHOSEN:
             at = (page >> 32) * SLOTS + slot
-        packed = at * PAGE
-        keys = keys_of(k_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
-        values = values_of(v_ptr + packed, live, D, DP, BLOCK, BITS, ASM)
+        keys = keys_of(k_ptr + at * K_PAGE, live, D, DP, BLOCK, BITS, ASM)
+        values = values_of(v_ptr + at * V_PAGE, live, D, DP, BLOCK, VALUE_BITS, ASM)
         if BITS == 16:
             k_scale = tl.full([NB], 1.0, tl.float32)
             v_scale = k_scale
         else:
             k_scale = tl.load(scale_ptr + 2 * at, mask=live, other=0.0)
             v_scale = tl.load(scale_ptr + 2 * at + 1, mask=live, other=0.0)
-        if STAGE2:
-            meta, shown = (meta_ptr + at * (4 * D))[:, None], live[:, None]
+        meta, shown = (meta_ptr + at * (LINES * D))[:, None], live[:, None]
+        k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
+        if K_STAGE2:
             k_step = packed_bytes(meta + c[None, :], shown, c[None, :], D, DP)
             k_zero = packed_bytes(meta + D + c[None, :], shown, c[None, :], D, DP)
-            v_step = packed_bytes(meta + 2 * D + d[None, :], shown, d[None, :], D, DP)
-            v_zero = packed_bytes(meta + 3 * D + d[None, :], shown, d[None, :], D, DP)
-        else:
-            k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
+        if V_STAGE2:
+            v_step = packed_bytes(meta + V_LINE * D + d[None, :], shown, d[None, :], D, DP)
+            v_zero = packed_bytes(meta + (V_LINE + 1) * D + d[None, :], shown, d[None, :], D, DP)
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             kept = attended(t, live[:, None], bucket, chosen)
@@ -145,7 +149,7 @@ def _attend_width(
         if CHOSEN:
             # loaded one tile ahead by hand: the pipeliner does not
             bucket = _buckets_of(buckets, page, block + NB < sealed, BLOCK)
-        x = scores(q, keys, k_step, k_zero, STAGE2, ASM)
+        x = scores(q, keys, k_step, k_zero, K_STAGE2, ASM)
         # never 0, so that -inf * unit is -inf; NaN stays NaN
         unit = k_scale[:, None] * row_unit[None, :]
         unit = tl.where(unit < 1e-37, 1e-37, unit)
@@ -160,7 +164,8 @@ def _attend_width(
         p, total, weight, keep, m, denom = block_softmax(
             x, unit, v_scale, m, denom, scoring.sas_threshold, False, q.dtype
         )
-        acc = accumulate(acc, to_values(p, BITS), total, values, v_step, v_zero, weight, keep, STAGE2, FORM.spread, ASM)
+        p = to_values(p, VALUE_BITS)
+        acc = accumulate(acc, p, total, values, v_step, v_zero, weight, keep, V_STAGE2, FORM.spread, ASM)
     return (acc, m, denom), counted
 
 

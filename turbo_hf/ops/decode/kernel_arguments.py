@@ -31,7 +31,7 @@ class Workspace(NamedTuple):
 class DecodeForm(NamedTuple):
     """What the kernels are compiled for.
 
-    slots, bits: for each width, its KV heads and its bits.
+    slots, bits, value_bits: for each width, its KV heads, and the bits of their keys and values.
     kv_heads: KV heads of the layer.
     group: query heads per KV head.
     dim, padded_dim: channels per head, and per tile.
@@ -47,6 +47,7 @@ class DecodeForm(NamedTuple):
 
     slots: tuple[int, ...]
     bits: tuple[int, ...]
+    value_bits: tuple[int, ...]
     kv_heads: int
     group: int
     dim: int

@@ -124,29 +124,36 @@ def prefetch_pages(cache, slot, page, ok, FORM: tl.constexpr, ASM: tl.constexpr)
     """Prefetch pages [NB] of one slot (where ok) to L2, while queries are prepared."""
     for g in tl.static_range(len(FORM.slots)):
         own, there = slot_of_width(slot, ok, g, FORM)
-        _prefetch(cache.paged[g], own, page, there, FORM.slots[g], FORM.bits[g], FORM, ASM)
+        _prefetch(cache.paged[g], own, page, there, FORM.slots[g], FORM.bits[g], FORM.value_bits[g], FORM, ASM)
 
 
 @triton.jit
 def _prefetch(
-    pages, slot, page, ok, SLOTS: tl.constexpr, BITS: tl.constexpr, FORM: tl.constexpr, ASM: tl.constexpr
+    pages, slot, page, ok, SLOTS: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr, FORM: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """`prefetch_pages` of one width, which has SLOTS slots."""
     if ASM:
         D: tl.constexpr = FORM.dim
         DP: tl.constexpr = FORM.padded_dim
-        BLOCK: tl.constexpr = FORM.block
         k_ptr, v_ptr, meta_ptr, scale_ptr = pages
-        PAGE: tl.constexpr = BLOCK * D * min(BITS, 8) // 8
-        LINE: tl.constexpr = 128 * 8 // k_ptr.dtype.element_ty.primitive_bitwidth
-        PADDED: tl.constexpr = BLOCK * DP * (4 if BITS == 3 else min(BITS, 8)) // 8
+        LINES: tl.constexpr = (2 if BITS < 8 else 0) + (2 if VALUE_BITS < 8 else 0)
         at = page * SLOTS + slot
-        line = tl.arange(0, PADDED // LINE if PADDED > LINE else 1)[None, :] * LINE
-        inside = ok[:, None] & (line < PAGE)
-        to_l2(k_ptr + (at * PAGE)[:, None] + line, inside)
-        to_l2(v_ptr + (at * PAGE)[:, None] + line, inside)
+        _prefetch_codes(k_ptr, at, ok, FORM.block * D, FORM.block * DP, BITS)
+        _prefetch_codes(v_ptr, at, ok, FORM.block * D, FORM.block * DP, VALUE_BITS)
         if BITS < 16:
             to_l2(scale_ptr + 2 * at, ok)
-        if BITS < 8:
-            line = tl.arange(0, 4 * DP // 128 if DP > 32 else 1)[None, :] * 128
-            to_l2(meta_ptr + (at * (4 * D))[:, None] + line, ok[:, None] & (line < 4 * D))
+        if LINES:
+            line = tl.arange(0, LINES * DP // 128 if LINES * DP > 128 else 1)[None, :] * 128
+            to_l2(meta_ptr + (at * (LINES * D))[:, None] + line, ok[:, None] & (line < LINES * D))
+
+
+@triton.jit
+def _prefetch_codes(pointer, at, ok, CODES: tl.constexpr, PADDED_CODES: tl.constexpr, BITS: tl.constexpr):
+    """`_prefetch` of the codes of keys or values; CODES: those of a page and slot."""
+    PAGE: tl.constexpr = CODES * min(BITS, 8) // 8
+    LINE: tl.constexpr = 128 * 8 // pointer.dtype.element_ty.primitive_bitwidth
+    PADDED: tl.constexpr = PADDED_CODES * (4 if BITS == 3 else min(BITS, 8)) // 8
+    line = tl.arange(0, PADDED // LINE if PADDED > LINE else 1)[None, :] * LINE
+    inside = ok[:, None] & (line < PAGE)
+    to_l2(pointer + (at * PAGE)[:, None] + line, inside)

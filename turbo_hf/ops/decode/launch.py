@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, power_of_two
+from turbo_hf.layout import UNQUANTIZED, AttentionOutput, HeadGroups, KVStore, Scoring, power_of_two, widths_of
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
@@ -38,7 +38,7 @@ LEAST = 2
 class PlanKey(NamedTuple):
     """What a plan depends on, besides the lengths.
 
-    groups: (bits, slots) of each width.
+    groups: (width, slots) of each width.
     row_parts: parts into which the query rows are cut.
     ctas: CTAs that run at once.
     alone: the same with one CTA per SM, for few tiles.
@@ -46,7 +46,7 @@ class PlanKey(NamedTuple):
     warps: warps per CTA.
     """
 
-    groups: tuple[tuple[int, int], ...]
+    groups: HeadGroups
     row_parts: int
     ctas: int
     alone: int
@@ -58,7 +58,8 @@ class PlanKey(NamedTuple):
 def _plan(tiles: tuple[int, ...], shape: PlanKey) -> Plan:
     """The plan of a cache whose rows have these numbers of tiles."""
     groups, row_parts, ctas, alone, blocks, warps = shape
-    cost = np.array([TILE_COST[bits] for bits, slots in groups for _ in range(slots * row_parts)], dtype=np.float64)
+    of_width = [sum(TILE_COST[bits] for bits in widths_of(width)) / 2 for width, _ in groups]
+    cost = np.repeat(of_width, [slots * row_parts for _, slots in groups])
     each = np.repeat(np.array(tiles), len(cost))
     steps = int(each.sum())
     if steps < (FILLED if blocks > 1 else FILLED_SINGLE) * ctas and 2 * len(each) <= ctas:
@@ -137,7 +138,7 @@ def tiles_for(q: torch.Tensor, store: KVStore, mode: str, *, many: bool = False)
     unpacks = widths != {UNQUANTIZED} if mode == "fp16" else max(widths) == UNQUANTIZED and q.element_size() > 2
     tiles = decode_tiles(
         padded * store.block,
-        max(widths),
+        (max(widths), max(pages.value_bits for pages in store.paged)),
         unpacks,
         many=many,
         itemsize=q.element_size(),
@@ -162,7 +163,8 @@ def launch_decode(
     rows, spread = 8, group * tokens <= 4
     per_output = rows // 2 if spread else rows
     row_parts = -(-group * tokens // per_output)
-    groups = tuple((pages.bits, pages.k.shape[1]) for pages in store.paged)
+    groups = tuple((pages.width, pages.k.shape[1]) for pages in store.paged)
+    bits, value_bits = zip(*(widths_of(width) for width, _ in groups), strict=True)
     many = q.shape[0] * kv_heads * row_parts >= MANY * gpu.sms(q.device)
     tune, turbo, padded = tiles_for(q, store, mode, many=many)
     sealed = store.sealed_host
@@ -194,7 +196,8 @@ def launch_decode(
             tokens,
             FORM=DecodeForm(
                 slots=tuple(slots for _, slots in groups),
-                bits=tuple(bits for bits, _ in groups),
+                bits=bits,
+                value_bits=value_bits,
                 kv_heads=kv_heads,
                 group=group,
                 dim=dim,

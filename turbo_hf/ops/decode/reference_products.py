@@ -87,10 +87,10 @@ class StoredProducts:
         worth = by_index(worth[..., :blocks], self._head_of_slot).permute(0, 3, 1, 2)[..., None]
         sealed = torch.zeros_like(total)
         for slots, part, pages, page in self._parts():
-            share, codes = weight[:, part, slots], self._codes(pages.v, page, pages.bits)
+            share, codes = weight[:, part, slots], self._codes(pages.v, page, pages.value_bits)
             products = share @ codes.mT
-            if pages.bits < 8:
-                step, zero = self._meta(pages, page, 2)
+            if pages.value_bits < 8:
+                step, zero = self._meta(pages, page, pages.meta.shape[2] - 2)
                 products = products * step + share.sum(-1, keepdim=True) * zero
             sealed[:, slots] += (products * worth[:, part, slots]).sum(1)
         return total + by_index(sealed, self._slot_of_head)
@@ -114,7 +114,7 @@ class StoredProducts:
         return numbers
 
     def _meta(self, pages: PagedHeads, page: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Step and zero [B, n, S, 1, D] of keys (first: 0) or values (2)."""
+        """Step and zero [B, n, S, 1, D] of keys (`first`: 0) or values (2, or 0 beside keys of 8 bit)."""
         meta = pages.meta.index_select(0, page)[:, :, first : first + 2].to(self.dtype)
         step, zero = meta.unflatten(0, (len(self.store.table), -1)).split(1, 3)
         return step, zero

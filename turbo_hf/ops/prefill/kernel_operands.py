@@ -114,7 +114,7 @@ def _lane(packed_ptr, at, bits: tl.constexpr, codes: tl.constexpr, index):
 def unpack_past_kernel(
     k_ptr, v_ptr, meta_ptr, scale_ptr, table_ptr, sealed_ptr, order_ptr, k_out_ptr, v_out_ptr, scale_out_ptr,
     blocks, first_slot, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     """One sealed block of one slot to INT8: keys [BLOCK, D], values [D, BLOCK] in `VALUE_ORDER`, both scales.
 
@@ -131,15 +131,20 @@ def unpack_past_kernel(
     kept = (d < D)[None, :]
     channel = tl.minimum(d, D - 1)
     K_BYTES: tl.constexpr = D * min(BITS, 8) // 8
-    V_BYTES: tl.constexpr = BLOCK * min(BITS, 8) // 8
+    V_BYTES: tl.constexpr = BLOCK * min(VALUE_BITS, 8) // 8
+    V_LINE: tl.constexpr = 2 if BITS < 8 else 0
+    LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
     k = _lane(k_ptr, (at * BLOCK + n)[:, None] * K_BYTES, BITS, D, channel[None, :])
     stored = value_order(n) if BITS == 16 else n
-    v = _lane(v_ptr, (at * D + channel)[:, None] * V_BYTES, BITS, BLOCK, stored[None, :])
+    v = _lane(v_ptr, (at * D + channel)[:, None] * V_BYTES, VALUE_BITS, BLOCK, stored[None, :])
+    meta = meta_ptr + at * LINES * D + channel
     if BITS < 8:
-        meta = meta_ptr + at * 4 * D + channel
         k_step, k_zero = tl.load(meta).to(tl.int32), tl.load(meta + D).to(tl.int32)
-        v_step, v_zero = tl.load(meta + 2 * D).to(tl.int32), tl.load(meta + 3 * D).to(tl.int32)
+    if VALUE_BITS < 8:
+        v_step, v_zero = tl.load(meta + V_LINE * D).to(tl.int32), tl.load(meta + (V_LINE + 1) * D).to(tl.int32)
+    if BITS < 8:
         k = tl.minimum(tl.maximum(k * k_step[None, :] + k_zero[None, :], -127), 127)
+    if VALUE_BITS < 8:
         v = tl.minimum(tl.maximum(v * v_step[:, None] + v_zero[:, None], -127), 127)
     token = (block * BLOCK + n).to(tl.int64)
     room = blocks * BLOCK

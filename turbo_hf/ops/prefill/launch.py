@@ -122,7 +122,7 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
                     blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits, **gpu.FMA,
+                    BITS=pages.bits, VALUE_BITS=pages.value_bits, **gpu.FMA,
                 )  # fmt: skip
             first += slots
     return k, v, scale

@@ -279,6 +279,7 @@ def launch_sparse_decode(
         )  # fmt: skip
         form = DecodeForm(
             slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
+            value_bits=tuple(pages.value_bits for pages in store.paged),
             kv_heads=kv_heads, group=group, dim=dim, padded_dim=padded, block=store.block, tile=tune.blocks, rows=rows,
             spread=spread, turbo=turbo, all_16bit=False, stages=tune.stages, at_once=merged,
         )  # fmt: skip

@@ -28,8 +28,9 @@ class Noted(NamedTuple):
 class StoreForm(NamedTuple):
     """What kernels that seal are compiled for.
 
-    slots, bits: for each width, its KV heads and its bits.
-    lanes, lane_width: for each width, codes per byte of the finest plane, and channels per lane, padded.
+    slots, bits, value_bits: for each width, its KV heads, and the bits of their keys and values.
+    lanes, lane_width: for each width, codes of keys per byte of the finest plane, and channels per lane, padded.
+    value_lanes: for each width, codes of values per byte of the finest plane.
     heads: KV heads.
     dim, padded_dim: channels per head, and per tile.
     block: tokens per block.
@@ -37,8 +38,10 @@ class StoreForm(NamedTuple):
 
     slots: tuple[int, ...]
     bits: tuple[int, ...]
+    value_bits: tuple[int, ...]
     lanes: tuple[int, ...]
     lane_width: tuple[int, ...]
+    value_lanes: tuple[int, ...]
     heads: int
     dim: int
     padded_dim: int

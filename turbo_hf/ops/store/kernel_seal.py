@@ -126,41 +126,44 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     DP: tl.constexpr = FORM.padded_dim
     BLOCK: tl.constexpr = FORM.block
     BITS: tl.constexpr = FORM.bits[G]
-    LANES: tl.constexpr = FORM.lanes[G]
-    LEVELS: tl.constexpr = 2.0**BITS - 1
+    VALUE_BITS: tl.constexpr = FORM.value_bits[G]
+    LANES: tl.constexpr = FORM.value_lanes[G]
+    LEVELS: tl.constexpr = 2.0**VALUE_BITS - 1
+    V_LINE: tl.constexpr = 2 if BITS < 8 else 0
+    LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
     n = tl.arange(0, BLOCK)
     k_scale, k_ratio = ratios(tokens.k_scale, 0, n)
     v_scale, v_ratio = ratios(tokens.v_scale, 0, n)
     tl.store(scale_out + page * 2, k_scale)
     tl.store(scale_out + page * 2 + 1, v_scale)
     base = page * BLOCK * D
-    meta = meta_out + page * 4 * D
-    seal_lines(tokens.k, D, 1, k_ratio, k_out, meta, page, D, BLOCK, BITS, LANES, FORM.lane_width[G])
+    meta = meta_out + page * LINES * D
+    seal_lines(tokens.k, D, 1, k_ratio, k_out, meta, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
     d = tl.arange(0, DP)
     step = tl.full((DP,), 1.0, tl.float32)
     zero = step
-    if BITS != 8:
+    if VALUE_BITS != 8:
         at = n[:, None] * tokens.v_token + d[None, :] * tokens.v_channel
         q1 = stage1(tokens.v, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
         step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
-        tl.store(meta + 2 * D + d, step.to(tl.int8), mask=d < D)
-        tl.store(meta + 3 * D + d, zero.to(tl.int8), mask=d < D)
+        tl.store(meta + V_LINE * D + d, step.to(tl.int8), mask=d < D)
+        tl.store(meta + (V_LINE + 1) * D + d, zero.to(tl.int8), mask=d < D)
     TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
     none = tl.zeros((DP, TOKENS), tl.int32)
     planes = (none, none, none)
     inside = (d < D)[:, None] & (i >= 0)[None, :]
-    v_at = page * (D * BLOCK * BITS // 8) + d[:, None] * (BLOCK * BITS // 8) + i[None, :]
+    v_at = page * (D * BLOCK * VALUE_BITS // 8) + d[:, None] * (BLOCK * VALUE_BITS // 8) + i[None, :]
     for lane in tl.static_range(LANES):
         token = value_order(lane * TOKENS + i)
         share = tl.div_rn(tl.load(tokens.v_scale + token), tl.where(v_scale > 0, v_scale, 1.0))
         v_from = token[None, :] * tokens.v_token + d[:, None] * tokens.v_channel
         q1 = stage1(tokens.v, v_from, inside, share[None, :])
-        if BITS == 8:
+        if VALUE_BITS == 8:
             tl.store(v_out + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
         else:
             codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
-            planes = _store_planes(v_out, v_at, codes, inside, lane, planes, TOKENS, BITS, LANES)
+            planes = _store_planes(v_out, v_at, codes, inside, lane, planes, TOKENS, VALUE_BITS, LANES)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, empty_pages, power_of_two
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, Width, empty_pages, power_of_two
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.store.kernel_append import append_kernel, append_step_kernel, seal_open_kernel
@@ -45,16 +45,17 @@ def pairs_of(batch: int, heads: int) -> int:
 
 
 @lru_cache(maxsize=64)
-def _form(slots: tuple[int, ...], bits: tuple[int, ...], heads: int, dim: int, block: int) -> StoreForm:
-    """What a kernel that seals is compiled for."""
-    lanes = tuple(LANES[width] for width in bits)
-    widths = tuple(power_of_two(dim // n) for n in lanes)
-    return StoreForm(slots, bits, lanes, widths, heads, dim, power_of_two(dim), block)
+def _form(groups: tuple[tuple[int, int, int], ...], heads: int, dim: int, block: int) -> StoreForm:
+    """What a kernel that seals is compiled for. groups: KV heads, bits of keys and bits of values of each width."""
+    slots, bits, value_bits = zip(*groups, strict=True)
+    lanes, value_lanes = (tuple(LANES[n] for n in each) for each in (bits, value_bits))
+    padded = tuple(power_of_two(dim // n) for n in lanes)
+    return StoreForm(slots, bits, value_bits, lanes, padded, value_lanes, heads, dim, power_of_two(dim), block)
 
 
-def _form_of(store: KVStore) -> StoreForm:
-    slots, bits = tuple(pages.k.shape[1] for pages in store.paged), tuple(pages.bits for pages in store.paged)
-    return _form(slots, bits, store.k_open.shape[1], store.k_open.shape[3], store.block)
+def _form_of(paged: Sequence[PagedHeads], heads: int, dim: int, block: int) -> StoreForm:
+    groups = tuple((pages.k.shape[1], pages.bits, pages.value_bits) for pages in paged)
+    return _form(groups, heads, dim, block)
 
 
 def _levels(dim: int) -> int:
@@ -92,17 +93,16 @@ def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tens
 
 
 def launch_seal_blocks(
-    k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, bits: int
+    k: torch.Tensor, k_scale: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, width: Width
 ) -> PagedHeads:
     """`ops.store.quantize.seal_blocks`."""
     pages, slots, block, dim = k.shape
-    sealed = empty_pages(bits, pages, slots, dim, block, k.device)
+    sealed = empty_pages(width, pages, slots, dim, block, k.device)
     k, k_scale, v, v_scale = (x.contiguous() for x in (k, k_scale, v, v_scale))
     with torch.cuda.device_of(k):
         # products must round as the reference's do, so that a block has the same bits wherever it is sealed
         seal_kernel[(pages * slots,)](
-            k, k_scale, v, v_scale, sealed[1:], FORM=_form((slots,), (bits,), slots, dim, block),
-            enable_fp_fusion=False,
+            k, k_scale, v, v_scale, sealed[1:], FORM=_form_of([sealed], slots, dim, block), enable_fp_fusion=False,
         )  # fmt: skip
     return sealed
 
@@ -147,7 +147,7 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
         seal_open_kernel[(blocks, pairs_of(batch, heads))](
             tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
             Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.table.stride(0), cap,
-            FORM=_form_of(store), enable_fp_fusion=False,
+            FORM=_form_of(store.paged, heads, dim, store.block), enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -163,13 +163,14 @@ def launch_append_step(
 ) -> None:
     """`ops.store.append.append_step`."""
     batch, heads, _, dim = k.shape
+    form = _form_of(store.paged, heads, dim, store.block)
     with torch.cuda.device_of(k):
         append_step_kernel[(batch * heads,)](
             NewTokens(k, v, k.stride(), v.stride()),
             None if given_scale is None else given_scale.contiguous(), cache_of(store),
             Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
             None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[3]), nonfinite, arrived,
-            store.table.stride(0), FORM=_form_of(store), TABLES=0 if noted is None else noted[0].shape[2],
+            store.table.stride(0), FORM=form, TABLES=0 if noted is None else noted[0].shape[2],
             LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -1,9 +1,11 @@
 """FlashQ: full precision to INT8 codes, INT8 codes to sealed blocks, and back."""
 
+from itertools import product
+
 import torch
 
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BLOCK_SIZES, HEAD_DIM_MULTIPLE, UNQUANTIZED, WIDTHS, KVStore, PagedHeads
+from turbo_hf.layout import BITS, BLOCK_SIZES, HEAD_DIM_MULTIPLE, UNQUANTIZED, WIDTHS, KVStore, PagedHeads, Width
 from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.store.reference_pages import reference_unpack_blocks
 from turbo_hf.ops.store.reference_quantize import (
@@ -68,44 +70,44 @@ def seal_blocks(
     k_scale: torch.Tensor,
     v: torch.Tensor,
     v_scale: torch.Tensor,
-    bits: int,
+    width: Width,
     backend: str = "auto",
 ) -> PagedHeads:
-    """Seal whole blocks of INT8 tokens into pages of `bits` bits, packed as described in `turbo_hf.layout`.
+    """Seal whole blocks of INT8 tokens into pages of one width, packed as described in `turbo_hf.layout`.
 
     Args:
         k, v: int8 [P, S, b, D], one block per page and head, tokens in time order; float16 or bfloat16 at 16 bit.
         k_scale, v_scale: float32 [P, S, b], one per token and head; ones at 16 bit.
-        bits: 16 (a copy), 8, 4, 3 or 2.
+        width: bits per code: 16 (a copy), 8, 4, 3 or 2; or a pair of the last four, of keys and of values.
         backend: "auto", "triton" or "reference".
 
     Returns:
         PagedHeads of P pages.
 
     Raises:
-        ValueError: wrong bits, dtype, block or shapes that do not agree.
+        ValueError: wrong width, dtype, block or shapes that do not agree.
 
     Source: TurboAttention eq. 4-6, alg. 1. The stage 2 step is the channel's range over the levels, rounded, with the
     zero centered so that both ends share the rounding remainder: on trained keys (d = 64) a relative error of 0.060 at
     4 bit, against 0.061 with zero = min and 0.063 with the step rounded up. Steps that leave out extremes have less
     error at 2 bit but lose more answers (`eval/results`).
     """
-    if bits not in WIDTHS:
-        raise ValueError(f"bits must be one of {', '.join(map(str, WIDTHS))}; got {bits}.")
-    types = (torch.float16, torch.bfloat16) if bits == UNQUANTIZED else (torch.int8,)
+    if width not in (*WIDTHS, *product(BITS, BITS)):
+        raise ValueError(f"width must be one of {', '.join(map(str, WIDTHS))}, or a pair (keys, values) of {', '.join(map(str, BITS))}; got {width}.")
+    types = (torch.float16, torch.bfloat16) if width == UNQUANTIZED else (torch.int8,)
     for name, x in (("k", k), ("v", v)):
         if x.dtype not in types or x.dtype != k.dtype or x.dim() != 4 or x.shape != k.shape:
-            wanted = "float16 or bfloat16" if bits == UNQUANTIZED else "int8"
+            wanted = "float16 or bfloat16" if width == UNQUANTIZED else "int8"
             raise ValueError(f"{name} must be {wanted} [P, S, b, D] like k; got {x.dtype} {tuple(x.shape)}.")
     check_block(k.shape[2])
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale.shape != k.shape[:3]:
             raise ValueError(f"{name} must be [P, S, b] = {tuple(k.shape[:3])}; got {tuple(scale.shape)}.")
-    if bits != UNQUANTIZED and k.numel() and uses_triton(backend, k.device, why_no_kernel(k)):
+    if width != UNQUANTIZED and k.numel() and uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_seal_blocks  # noqa: PLC0415 - needs Triton
 
-        return launch_seal_blocks(k, k_scale, v, v_scale, bits)
-    return reference_seal_blocks(k, k_scale, v, v_scale, bits)
+        return launch_seal_blocks(k, k_scale, v, v_scale, width)
+    return reference_seal_blocks(k, k_scale, v, v_scale, width)
 
 
 def unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,10 +95,9 @@ def reference_seal_open(store: KVStore, blocks: int) -> None:
 
 def _sealed(store: KVStore, like: PagedHeads, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> PagedHeads:
     """P pages, like `like`, of the open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S]."""
-    bits, latent = like.bits, like.meta.shape[2] == 2
     at = (row[:, None, None], head[:, :, None], token[:, None])
     k, k_scale, v, v_scale = store.k_open[at], store.k_scale[at], store.v_open.mT[at], store.v_scale[at]
-    if k.is_floating_point() and bits != UNQUANTIZED:
+    if k.is_floating_point() and like.bits != UNQUANTIZED:
         # a narrower head of a layer whose open tokens are in 16 bit
         (k, k_scale), (v, v_scale) = reference_quantize_tokens(k), reference_quantize_tokens(v)
-    return reference_seal_blocks(k, k_scale, v, v_scale, bits, latent)
+    return reference_seal_blocks(k, k_scale, v, v_scale, like.width)

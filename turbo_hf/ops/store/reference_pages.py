@@ -80,13 +80,11 @@ def reference_unpack_blocks(pages: PagedHeads) -> tuple[torch.Tensor, torch.Tens
     """INT8 keys and values of each page, tokens in time order: int8 [P, S, b, D] twice. Inverse of `seal_blocks`."""
     if pages.bits == UNQUANTIZED:
         return pages.k, pages.v.mT
-    k, v = pages.k, pages.v
+    k, v, lines = pages.k, pages.v, pages.meta.to(torch.int16).unbind(-2)
     if pages.bits != 8:
-        k_step, k_zero, *of_values = pages.meta.to(torch.int16).unbind(-2)
-        k = _from_stage2(half_merge(k, pages.bits), k_step[..., None, :], k_zero[..., None, :])
-        # the rotary part of a latent has 8 bit, and no stage 2
-        if of_values:
-            v = _from_stage2(half_merge(v, pages.bits), *(x[..., :, None] for x in of_values))
+        k = _from_stage2(half_merge(k, pages.bits), *(x[..., None, :] for x in lines[:2]))
+    if pages.value_bits != 8:
+        v = _from_stage2(half_merge(v, pages.value_bits), *(x[..., :, None] for x in lines[-2:]))
     return k, in_time_order(v).mT
 
 

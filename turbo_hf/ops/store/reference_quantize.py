@@ -1,8 +1,20 @@
 """FlashQ in plain torch: INT8 codes, sealed blocks of 4, 3 or 2 bit, and back (TurboAttention sec. 3)."""
 
+from collections.abc import Callable
+
 import torch
 
-from turbo_hf.layout import CODE_MAX, UNQUANTIZED, KVStore, PagedHeads, half_split, narrowed, value_order
+from turbo_hf.layout import (
+    CODE_MAX,
+    UNQUANTIZED,
+    KVStore,
+    PagedHeads,
+    Width,
+    half_split,
+    narrowed,
+    value_order,
+    widths_of,
+)
 from turbo_hf.ops.maths import query_shift, ratio
 from turbo_hf.ops.store.reference_pages import expand
 from turbo_hf.ops.store.reference_rotate import reference_rotate
@@ -23,10 +35,9 @@ def reference_seal_blocks(
     k_scale: torch.Tensor,
     v: torch.Tensor,
     v_scale: torch.Tensor,
-    bits: int,
-    latent: bool = False,
+    width: Width,
 ) -> PagedHeads:
-    if bits == UNQUANTIZED:
+    if width == UNQUANTIZED:
         one = torch.ones(*k.shape[:2], 2, device=k.device)
         none = torch.empty(*k.shape[:2], 0, k.shape[-1], dtype=torch.int8, device=k.device)
         return PagedHeads(UNQUANTIZED, k.contiguous(), v.mT.contiguous(), none, one)
@@ -34,17 +45,22 @@ def reference_seal_blocks(
     v1, vs = _stage1(v, v_scale)
     scale = torch.stack((ks, vs), -1)
     order = value_order(v.shape[-2], v.device)
+    bits, value_bits = widths_of(width)
+    codes_k, k_lines = _packed(k1, bits, lambda codes: codes)
+    codes_v, v_lines = _packed(v1, value_bits, lambda codes: codes[..., order, :].mT.contiguous())
+    lines = [*k_lines, *v_lines]
+    meta = torch.stack(lines, -2) if lines else k1.new_empty(*k1.shape[:-2], 0, k1.shape[-1])
+    return PagedHeads(bits, codes_k, codes_v, meta, scale)
+
+
+def _packed(
+    q1: torch.Tensor, bits: int, placed: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Stage 1 codes [..., b, D] as a page holds them, and its lines of `meta`: step and zero, none at 8 bit."""
     if bits == 8:
-        meta = k1.new_empty(*k1.shape[:-2], 0, k1.shape[-1])
-        return PagedHeads(8, k1, v1[..., order, :].mT.contiguous(), meta, scale)
-    k_code, k_step, k_zero = _stage2(k1, bits)
-    if latent:
-        meta = torch.stack((k_step, k_zero), -2)
-        return PagedHeads(bits, half_split(k_code, bits), v1[..., order, :].mT.contiguous(), meta, scale)
-    v_code, v_step, v_zero = _stage2(v1, bits)
-    meta = torch.stack((k_step, k_zero, v_step, v_zero), -2)
-    values = v_code[..., order, :].mT
-    return PagedHeads(bits, half_split(k_code, bits), half_split(values, bits), meta, scale)
+        return placed(q1), []
+    code, *lines = _stage2(q1, bits)
+    return half_split(placed(code), bits), lines
 
 
 def _stage1(codes: torch.Tensor, token_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
