@@ -8,7 +8,7 @@ from all_pairs import all_pairs, in_turn
 from append_support import GROUPS, cache, copy, expected, full_store, snapshot
 from stores import make_store, tokens
 
-from turbo_hf.layout import KVStore, empty_pages
+from turbo_hf.layout import HeadGroups, KVStore, empty_pages
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 from turbo_hf.ops.store.rotate import rotate_keys
@@ -131,14 +131,14 @@ FULL_GROUPS = [pytest.param(((16, 2),), id="16bit"), pytest.param(((16, 1), (4, 
 
 @in_turn(groups=[*GROUPS, *FULL_GROUPS], dim=[pytest.param(d, id=f"d{d}") for d in (80, 16)])
 def test_whole_blocks_go_to_the_pages_that_the_table_names(
-    groups: tuple[tuple[int, int], ...], dim: int, backend: str, device: torch.device
+    groups: HeadGroups, dim: int, backend: str, device: torch.device
 ) -> None:
     """Rows that seal two blocks, one behind others, none, and one of two because the first has left the window."""
     lengths, counted = [140, 70, 20, 150], [2, 3, 0, 1]
     k, v = (tokens(4, 2, 150, dim, dtype=torch.float16, device=device) for _ in range(2))
     order = torch.tensor([[1, 0], [0, 1], [1, 0], [1, 0]], device=device)
     store = make_store(k, v, lengths, groups=groups, order=order, sealed=[0, 0, 0, 0])
-    paged = tuple(empty_pages(bits, 9, n, dim, 64, device, torch.float16) for bits, n in groups)
+    paged = tuple(empty_pages(width, 9, n, dim, 64, device, torch.float16) for width, n in groups)
     for x in (x for pages in paged for x in pages[1:]):
         x.fill_(7)
     table = torch.tensor([[4, 2, 0], [0, 1, 8], [0, 0, 0], [6, 0, 0]], device=device)
@@ -152,7 +152,7 @@ def test_whole_blocks_go_to_the_pages_that_the_table_names(
             if got.bits < 16 and parts[0].is_floating_point():
                 parts = [x[0] for i in (0, 2) for x in quantize_tokens(parts[i][None], backend="reference")]
             key, key_scale, value, value_scale = (x[None] for x in parts)
-            want = seal_blocks(key, key_scale, value, value_scale, got.bits, "reference")
+            want = seal_blocks(key, key_scale, value, value_scale, got.width, "reference")
             for name in ("k", "v", "meta", "scale"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
         for x in got[1:]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.layout import HeadGroups
 from turbo_hf.ops.store.append import append_step
 from turbo_hf.ops.store.quantize import seal_blocks
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("poison")
     given=[pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")],
 )
 def test_a_step_seals_what_is_full_and_then_appends(
-    dim: int, groups: tuple[tuple[int, int], ...], given: bool, backend: str, device: torch.device
+    dim: int, groups: HeadGroups, given: bool, backend: str, device: torch.device
 ) -> None:
     store = full_store(dim, groups, device)
     before, nonfinite = snapshot(store), torch.zeros(1, dtype=torch.int32, device=device)
@@ -43,7 +44,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
             own = store.order[row, slot : slot + got.k.shape[1]]
             block = [x[row, own] for x in (before.k_open, before.k_scale, before.v_open, before.v_scale)]
             k_open, k_scale, v_open, v_scale = (x[None, ..., :64] if x.dim() == 2 else x[None] for x in block)
-            want = seal_blocks(k_open[:, :, :64], k_scale, v_open[..., :64].mT, v_scale, got.bits, "reference")
+            want = seal_blocks(k_open[:, :, :64], k_scale, v_open[..., :64].mT, v_scale, got.width, "reference")
             for name in ("k", "v", "meta", "scale"):
                 assert torch.equal(getattr(got, name)[page], getattr(want, name)[0]), name
             slot += len(own)
@@ -61,9 +62,7 @@ def test_a_step_seals_what_is_full_and_then_appends(
 
 
 @in_turn(groups=GROUPS, tables=[1, 3])
-def test_a_step_of_a_sparse_layer(
-    groups: tuple[tuple[int, int], ...], tables: int, backend: str, device: torch.device
-) -> None:
+def test_a_step_of_a_sparse_layer(groups: HeadGroups, tables: int, backend: str, device: torch.device) -> None:
     """The bucket of each new token goes to its place, whether the row seals or not."""
     store = full_store(80, groups, device)
     other = snapshot(store)

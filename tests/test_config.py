@@ -43,6 +43,13 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"bits": 4.0}, r"bits must be one of 16, 8, 4, 3, 2; got 4.0", id="bits-float"),
         pytest.param({"bits": "4"}, r"bits must be one of 16, 8, 4, 3, 2; got '4'", id="bits-text"),
         pytest.param({"low_bits": 1}, r"low_bits must be one of 8, 4, 3, 2; got 1", id="low_bits"),
+        pytest.param({"value_bits": 5}, r"value_bits must be one of 8, 4, 3, 2, None; got 5", id="value_bits"),
+        pytest.param({"value_bits": 16}, r"value_bits must be one of 8, 4, 3, 2, None; got 16", id="value_bits-16"),
+        pytest.param(
+            {"bits": 16, "value_bits": 4},
+            r"value_bits goes with bits of 8, 4, 3 or 2: .* leave one of them out",
+            id="16/4",
+        ),
         pytest.param({"head_metric": "range"}, r"head_metric must be one of 'priority', .*; got 'range'", id="metric"),
         pytest.param({"block_size": 16}, r"block_size must be one of 32, 64, 128; got 16", id="block_size"),
         pytest.param({"buffer_scale": None}, r"buffer_scale must be one of 'token', 'universal'; got None", id="scale"),
@@ -127,6 +134,16 @@ def test_presets(name: str, groups: HeadGroups) -> None:
     assert config.head_groups(8) == groups
 
 
+def test_values_have_bits_of_their_own() -> None:
+    assert TurboConfig(value_bits=4).head_groups(8) == ((4, 8),)
+    mixed = TurboConfig(bits=8, value_bits=3, low_bits=4, low_heads=0.5)
+    assert mixed.head_groups(8) == (((8, 3), 4), ((4, 3), 4))
+    # of low heads, the smaller of both
+    assert dataclasses.replace(mixed, value_bits=8).head_groups(8) == ((8, 4), (4, 4))
+    assert at_8_bit(mixed).head_groups(8) == ((8, 8),)
+    assert TurboConfig.from_dict(mixed.to_dict()) == mixed
+
+
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
     assert set(PRESETS) == {"int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v3", "turbo-k4v2", "saap"}
     assert PRESETS["turbo4"] == TurboConfig()
@@ -139,7 +156,7 @@ def test_a_config_resolves_to_itself() -> None:
 
 @pytest.mark.parametrize("value", [pytest.param("turbo5", id="name"), pytest.param(["turbo4"], id="list")])
 def test_refuses_unknown_presets(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"one of the presets int8, turbo4, turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, saap; got "):
+    with pytest.raises(ValueError, match=rf"one of the presets {', '.join(PRESETS)}; got "):
         resolve_config(value)
 
 

@@ -137,7 +137,10 @@ def test_options_of_a_preset() -> None:
             r"^SparseConfig has no option probe; options are read_all_layers, selector, probes, ",
         ),
         ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
-        ({"preset": "turbo5"}, r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, saap"),
+        (
+            {"preset": "turbo5"},
+            r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, saap",
+        ),
         ({"preset": {"bits": 4}}, r"^unknown preset {'bits': 4}; presets are "),
         ({"sparse": [1]}, r"^TurboConfig.sparse must be a SparseConfig or None; got \[1\]"),
         ({"bits": "4"}, r"^TurboConfig.bits must be one of .*; got '4'"),

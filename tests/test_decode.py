@@ -1,5 +1,6 @@
 """`decode` against the float64 oracle over the very integers that the cache holds."""
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 from op_calls import decode
 from stores import make_store, random_store, tokens
 
-from turbo_hf.layout import BITS
+from turbo_hf.layout import BITS, HeadGroups
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-Groups = tuple[tuple[int, int], ...]
+EVERY = (*BITS, *permutations(BITS, 2))
+"""Each width that codes have."""
 RAGGED = [130, 1, 64, 63, 65]
 
 
@@ -101,9 +103,11 @@ def test_block_sizes_and_open_tokens_beyond_one(block: int, mode: str, device: t
         pytest.param(((4, 2), (2, 2)), id="4+2"),
         pytest.param(((8, 1), (3, 3)), id="8+3"),
         pytest.param(((8, 1), (4, 1), (3, 1), (2, 1)), id="8+4+3+2"),
+        pytest.param((((4, 2), 2), ((8, 3), 1), ((3, 2), 1)), id="4/2+8/3+3/2"),
+        pytest.param((((2, 8), 1), ((2, 3), 1), ((3, 4), 2)), id="2/8+2/3+3/4"),
     ],
 )
-def test_heads_of_any_width_in_any_order(groups: Groups, mode: str, device: torch.device, backend: str) -> None:
+def test_heads_of_any_width_in_any_order(groups: HeadGroups, mode: str, device: torch.device, backend: str) -> None:
     order = torch.stack([torch.randperm(4) for _ in range(3)])
     store = random_store([130, 64, 90], 4, 64, device, groups=groups, order=order)
     check_decode(tokens(3, 8, 2, 64, device=device), store, mode, backend)
@@ -181,7 +185,7 @@ def any_decode(
     new = [data.draw(st.integers(0, min(m, n)), "new") for n in lengths]
     sealed = [data.draw(st.integers(0, n // block), "sealed") for n in lengths]
     low = data.draw(st.integers(0, kv_heads), "low")
-    widths = (data.draw(st.sampled_from(BITS)), data.draw(st.sampled_from(BITS)))
+    widths = (data.draw(st.sampled_from(EVERY)), data.draw(st.sampled_from(EVERY)))
     groups = tuple((bits, n) for bits, n in zip(widths, (kv_heads - low, low), strict=True) if n)
     order = torch.tensor([data.draw(st.permutations(range(kv_heads)), "order") for _ in lengths])
     options = {

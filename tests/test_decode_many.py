@@ -10,16 +10,16 @@ from op_calls import decode
 from prefill_support import int8_queries
 from stores import make_store, store_codes, tokens
 
-from turbo_hf.layout import UNQUANTIZED
+from turbo_hf.layout import UNQUANTIZED, HeadGroups
 
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.gpu]
 
 DRAWS = 50
 """Caches of each kind."""
 
-Kind = tuple[int, int, int, int, tuple[tuple[int, int], ...], torch.dtype, dict[str, Any]]
+Kind = tuple[int, int, int, int, HeadGroups, torch.dtype, dict[str, Any]]
 KINDS: list[Kind] = [
-    # head dim, query heads a KV head, new tokens, block, (bits, heads) of each width, type, options
+    # head dim, query heads a KV head, new tokens, block, (width, heads) of each width, type, options
     (128, 4, 1, 64, ((4, 2),), torch.float16, {}),
     (64, 7, 1, 64, ((4, 2),), torch.bfloat16, {}),
     (128, 1, 16, 64, ((4, 1), (2, 1)), torch.float16, {}),
@@ -28,6 +28,8 @@ KINDS: list[Kind] = [
     (80, 4, 1, 64, ((8, 1), (4, 1), (3, 1), (2, 1)), torch.float16, {"sinks": True}),
     (64, 2, 3, 64, ((2, 2),), torch.float32, {"window": 130, "softcap": 9.0, "sinks": True}),
     (256, 2, 1, 64, ((4, 1),), torch.float16, {}),
+    (128, 4, 1, 64, (((4, 2), 2),), torch.float16, {}),
+    (80, 3, 2, 64, (((4, 3), 1), ((8, 2), 1), ((2, 8), 1)), torch.bfloat16, {"window": 90}),
     (128, 4, 1, 64, ((UNQUANTIZED, 2),), torch.float16, {}),
     (64, 7, 2, 32, ((UNQUANTIZED, 1),), torch.bfloat16, {"window": 90, "sinks": True}),
 ]

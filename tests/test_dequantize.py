@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quantize_support import ALL_BITS, STAGE_2, ones
 from stores import make_store, store_codes, tokens
 
-from turbo_hf.layout import BITS, KVStore
+from turbo_hf.layout import BITS, HeadGroups, KVStore
 from turbo_hf.ops.store.quantize import (
     FLOATS,
     dequantize,
@@ -52,9 +52,11 @@ def test_dequantize_ragged_rows(bits: int, device: torch.device) -> None:
         pytest.param(((4, 2), (2, 2)), id="4+2"),
         pytest.param(((8, 1), (3, 3)), id="8+3"),
         pytest.param(((8, 1), (4, 1), (3, 1), (2, 1)), id="8+4+3+2"),
+        pytest.param((((4, 2), 2), ((8, 3), 1), ((3, 2), 1)), id="4/2+8/3+3/2"),
+        pytest.param((((2, 8), 1), ((2, 3), 1), ((3, 4), 2)), id="2/8+2/3+3/4"),
     ],
 )
-def test_dequantize_heads_in_any_order(groups: tuple[tuple[int, int], ...], device: torch.device) -> None:
+def test_dequantize_heads_in_any_order(groups: HeadGroups, device: torch.device) -> None:
     k, v = tokens(3, 4, 130, 32, device=device), tokens(3, 4, 130, 32, device=device)
     order = torch.stack([torch.randperm(4) for _ in range(3)])
     assert_dequantized(make_store(k, v, [130, 64, 90], groups=groups, order=order), torch.float32)
@@ -159,7 +161,7 @@ def test_seal_refuses_other_block_sizes(block: int) -> None:
 
 def test_seal_refuses_other_bits() -> None:
     codes = torch.zeros(1, 1, 64, 16, dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"bits must be one of 16, 8, 4, 3, 2; got 5"):
+    with pytest.raises(ValueError, match=r"width must be one of 16, 8, 4, 3, 2, or a pair .*; got 5"):
         seal_blocks(codes, ones(codes), codes, ones(codes), 5)
 
 

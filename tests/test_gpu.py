@@ -20,7 +20,7 @@ from turbo_hf import TurboConfig
 from turbo_hf.attention.turbo_attention import _is_plain, sas_threshold
 from turbo_hf.errors import Notices
 from turbo_hf.graphs import step_runner as graphs
-from turbo_hf.layout import UNQUANTIZED, Scoring
+from turbo_hf.layout import UNQUANTIZED, Scoring, Width
 from turbo_hf.ops import gpu, tuning
 from turbo_hf.ops.backend import why_no_kernel
 from turbo_hf.ops.decode.contract import why_no_step_kernel
@@ -217,8 +217,8 @@ def test_prefill_over_16_bit_in_smaller_tiles(block: int, device: torch.device) 
 
 
 @pytest.mark.usefixtures("small")
-@all_pairs(memory=MEMORY, bits=[16, 8, 4, 3], sizes=[(64, 128), (128, 64), (256, 64)])
-def test_decode_in_smaller_tiles(memory: int, bits: int, sizes: tuple[int, int], device: torch.device) -> None:
+@all_pairs(memory=MEMORY, bits=[16, 8, 4, 3, (4, 2), (8, 3)], sizes=[(64, 128), (128, 64), (256, 64)])
+def test_decode_in_smaller_tiles(memory: int, bits: Width, sizes: tuple[int, int], device: torch.device) -> None:
     dim, block = sizes
     k, v = (tokens(2, 2, 300, dim, dtype=torch.float16, device=device) for _ in range(2))
     store = make_store(k, v, [300, 70], groups=((bits, 2),), block=block)

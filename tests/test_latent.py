@@ -194,6 +194,7 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
         {"hadamard": True},
         {"buffer_scale": "universal"},
         {"compile": True},
+        {"value_bits": 2},
         {"sparse": turbo_hf.SparseConfig(selector="window")},
     ],
     ids=lambda options: next(iter(options)),

@@ -102,10 +102,11 @@ def nbytes(pages: PagedHeads) -> int:
 
 @pytest.mark.parametrize("bits", [pytest.param(b, id=f"{b}bit") for b in BITS])
 def test_page_bytes_are_those_allocated(bits: int, device: torch.device) -> None:
-    for dim, block in product((16, 64, 80, 128), BLOCK_SIZES):
-        pages = empty_pages(bits, 3, 2, dim, block, device)
-        assert nbytes(pages) == 6 * page_bytes(dim, bits, block)
-        assert pages.bits == bits
+    for dim, block, value_bits in product((16, 64, 80, 128), BLOCK_SIZES, BITS):
+        pages = empty_pages((bits, value_bits), 3, 2, dim, block, device)
+        assert nbytes(pages) == 6 * page_bytes(dim, (bits, value_bits), block)
+        assert (pages.bits, pages.value_bits) == (bits, value_bits)
+        assert pages.width == (bits if bits == value_bits else (bits, value_bits))
         assert pages.k.shape[:3] == (3, 2, block)
         assert pages.v.shape[:3] == (3, 2, dim)
 
@@ -120,6 +121,9 @@ def test_compression_is_what_the_algorithm_promises(dim: int) -> None:
     half_precision = 2 * 2 * 64 * dim
     assert round(half_precision / page_bytes(dim, 4), 2) == 3.76
     assert round(half_precision / page_bytes(dim, 2), 1) == 7.1
+    # half of the bits of values: as much as half of the heads at 2 bit
+    assert 2 * page_bytes(dim, (4, 2)) == page_bytes(dim, 4) + page_bytes(dim, 2)
+    assert round(page_bytes(128, (4, 2)) / 64, 1) == 104.1
 
 
 def test_largest_code_leaves_headroom_for_stage_2() -> None:

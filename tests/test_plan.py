@@ -61,7 +61,7 @@ def test_figures_are_those_of_a_real_cache(case: Case) -> None:
         model(ids, past_key_values=own)
     assert measured(own) == planned(costs(model.config, None, torch.float32))
     # what a preset costs does not hang on the family: all of them once
-    presets = ("int8", "turbo4", "turbo-mixed", "turbo2") if case is MEASURED[0] else ("turbo-mixed",)
+    presets = ("int8", "turbo4", "turbo-mixed", "turbo-k4v3", "turbo-k4v2") if case is MEASURED[0] else ("turbo-mixed",)
     for preset in presets:
         with turbo_hf.patch(model, preset) as handle, torch.no_grad():
             cache = handle.new_cache()

@@ -13,7 +13,7 @@ from prefill_support import Inputs, check_prefill, random_past
 from stores import tokens
 
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.layout import BITS, Rounding, Scoring, half_type
+from turbo_hf.layout import BITS, Rounding, Scoring, Width, half_type
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -59,9 +59,9 @@ def test_over_a_ragged_past(options: dict[str, Any], mode: str, device: torch.de
     check_prefill(q, k, v, mode, past=past, block=32, starts=[0, 39, 3], backend="triton", **options)
 
 
-@pytest.mark.parametrize("bits", [pytest.param(bits, id=f"{bits}bit") for bits in BITS])
+@pytest.mark.parametrize("bits", [pytest.param(bits, id=f"{bits}bit") for bits in (*BITS, (4, 2), (8, 3))])
 @pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
-def test_a_past_of_any_bits_and_blocks(block: int, bits: int, device: torch.device) -> None:
+def test_a_past_of_any_bits_and_blocks(block: int, bits: Width, device: torch.device) -> None:
     q, k, v = inputs(20, device, "turbo", batch=1, kv_heads=2)
     past = random_past([block + 40], k, groups=((bits, 2),), block=block, order=torch.tensor([[1, 0]]))
     check_prefill(q, k, v, "turbo", past=past, block=64, backend="triton")

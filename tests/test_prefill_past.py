@@ -44,7 +44,7 @@ def test_a_past_of_any_bits(dim: int, bits: int, mode: str, device: torch.device
 def test_a_past_of_mixed_bits_in_any_order(mode: str, device: torch.device) -> None:
     q, k, v = inputs(3, 17, device, heads=8, kv_heads=4)
     order = torch.stack([torch.randperm(4) for _ in range(3)])
-    past = random_past([130, 64, 90], k, groups=((8, 1), (4, 2), (3, 1)), order=order)
+    past = random_past([130, 64, 90], k, groups=((8, 1), ((4, 2), 1), ((2, 8), 1), (3, 1)), order=order)
     check_prefill(q, k, v, mode, past=past)
 
 

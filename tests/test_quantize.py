@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import permutations
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
 from stores import CODE_MAX, page_codes, tokens, unpack
 
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BITS, VALUE_ORDER, PagedHeads
+from turbo_hf.layout import BITS, VALUE_ORDER, PagedHeads, Width
 from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks, unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -314,9 +315,9 @@ def test_kernel_shows_what_is_not_finite(value: float, device: torch.device) -> 
 @all_pairs(
     dim=[pytest.param(d, id=f"d{d}") for d in (16, 80, 128)],
     block=[pytest.param(b, id=f"b{b}") for b in (32, 64, 128)],
-    bits=ALL_BITS,
+    bits=[*ALL_BITS, *(pytest.param(pair, id=f"{pair[0]}/{pair[1]}") for pair in permutations(BITS, 2))],
 )
-def test_kernel_gives_the_references_pages(dim: int, block: int, bits: int, device: torch.device) -> None:
+def test_kernel_gives_the_references_pages(dim: int, block: int, bits: Width, device: torch.device) -> None:
     k, v = (tokens(2, 2, block, dim, device=device) for _ in range(2))
     v[0, 0] = 0
     parts = (*quantize_tokens(k, backend="reference"), *quantize_tokens(v, backend="reference"))

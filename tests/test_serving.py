@@ -26,7 +26,7 @@ from turbo_hf.serving.storage import Shape  # noqa: E402
 
 WINDOW = 24
 LENGTHS = (5, 70, 131, 64, 1, 90)
-PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2")
+PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2")
 MODELS = {
     "llama": lambda: tiny_llama().double(),
     "sliding": lambda: tiny_mistral(WINDOW).double(),

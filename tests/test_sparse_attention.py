@@ -15,7 +15,7 @@ from sas_support import check_sas
 from sparse_attention_support import CHOICE, check_sparse, kept_keys, random_index, spans_of, sparse_store
 from stores import store_codes, tokens
 
-from turbo_hf.layout import BITS, AttentionOutput
+from turbo_hf.layout import BITS, AttentionOutput, HeadGroups
 from turbo_hf.ops.sparse.select import visit
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -86,12 +86,10 @@ def test_a_store_of_open_tokens_only(device: torch.device, backend: str) -> None
 
 @pytest.mark.parametrize(
     ("threshold", "groups"),
-    [(None, ((4, 2),)), (None, ((4, 1), (2, 1))), (-6.0, ((4, 1), (2, 1))), (None, ((8, 2),))],
+    [(None, ((4, 2),)), (None, ((4, 1), (2, 1))), (-6.0, ((4, 1), (2, 1))), (None, (((4, 2), 1), ((8, 3), 1)))],
     ids=str,
 )
-def test_on_quantized_values(
-    threshold: float | None, groups: tuple[tuple[int, int], ...], device: torch.device, backend: str
-) -> None:
+def test_on_quantized_values(threshold: float | None, groups: HeadGroups, device: torch.device, backend: str) -> None:
     """Mode "turbo": INT8 queries over INT8 codes of the kept keys, P in INT8, whose steps are all that is missed."""
     store = sparse_store([300, 70, 20], 2, 64, device, groups=groups)
     index, visited = random_index(store, 2, 9, 0.3)

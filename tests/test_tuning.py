@@ -91,7 +91,7 @@ def test_tiles_fit_shared_memory() -> None:
 
 def test_decode_tiles_fit_shared_memory() -> None:
     wrong = []
-    widths = [(16, 16), *product((8, 4, 3, 2), repeat=2)]
+    widths = [(16, 16), *product((8, 4, 3, 2), (8, 4, 3, 2))]
     for case in product(SHARED, (32, 64, 128), (32, 64, 128, 256), widths, (False, True)):
         shared, block, dim, both, many = case
         tiles, room = decode_tiles(block * dim, both, False, many=many, shared=shared), shared - tuning.RESERVED

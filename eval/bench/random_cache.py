@@ -11,9 +11,7 @@ PIECE = 1 << 24
 """Random numbers quantized at a time: bounds the memory beside the cache at any length."""
 
 
-def packed_stores(
-    case: Case, groups: HeadGroups, count: int, device: torch.device, seed: int
-) -> list[KVStore]:
+def packed_stores(case: Case, groups: HeadGroups, count: int, device: torch.device, seed: int) -> list[KVStore]:
     """`count` caches that share no page, of seeded N(0, 1) keys and values, quantized as a model's are.
 
     Args:

@@ -7,13 +7,15 @@ import torch
 from stores import make_store, tokens
 from torch import Tensor
 
-from turbo_hf.layout import KVStore, PagedHeads
+from turbo_hf.layout import HeadGroups, KVStore, PagedHeads
 from turbo_hf.ops.store.quantize import quantize_tokens
 
 BACKENDS = [pytest.param(name, id=name) for name in ("reference", "triton")]
 GROUPS = [
     *(pytest.param(((bits, 2),), id=f"{bits}bit") for bits in (8, 4, 3, 2)),
     pytest.param(((4, 1), (2, 1)), id="mixed"),
+    pytest.param((((4, 2), 1), ((8, 3), 1)), id="pairs"),
+    pytest.param((((3, 8), 1), ((2, 4), 1)), id="wide-values"),
 ]
 
 
@@ -37,7 +39,7 @@ def expected(x: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
     return codes[0], scale[0]
 
 
-def full_store(dim: int, groups: tuple[tuple[int, int], ...], device: torch.device) -> KVStore:
+def full_store(dim: int, groups: HeadGroups, device: torch.device) -> KVStore:
     """Four rows, of which the first and the third have a full open block and a page for it, and cannot say more."""
     lengths, sealed = [128, 70, 64, 3], [1, 1, 0, 0]
     k, v = (tokens(4, 2, 128, dim, device=device) for _ in range(2))

@@ -23,6 +23,7 @@ CONFIGS = [
     pytest.param(TurboConfig(bits=4, low_bits=2, low_heads=0.5), id="mixed"),
     pytest.param(TurboConfig(bits=8, low_bits=3, low_heads=0.5, head_metric="entropy", block_size=32), id="mixed8-3"),
     pytest.param(TurboConfig(bits=4, block_size=32), id="block32"),
+    pytest.param(TurboConfig(bits=8, value_bits=3, low_bits=4, low_heads=0.5), id="pairs"),
     pytest.param(TurboConfig(bits=4, block_size=128), id="block128"),
 ]
 HEADS = 3

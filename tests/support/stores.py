@@ -7,7 +7,7 @@ import torch
 from oracle import Codes
 from torch import Tensor
 
-from turbo_hf.layout import UNQUANTIZED, VALUE_ORDER, KVStore, PagedHeads, empty_pages, type_16bit
+from turbo_hf.layout import UNQUANTIZED, VALUE_ORDER, HeadGroups, KVStore, PagedHeads, empty_pages, type_16bit
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 
 CODE_MAX = 119
@@ -25,14 +25,14 @@ def make_store(
     v: Tensor,
     lengths: Sequence[int],
     *,
-    groups: tuple[tuple[int, int], ...] | None = None,
+    groups: HeadGroups | None = None,
     order: Tensor | None = None,
     block: int = 64,
     sealed: Sequence[int] | None = None,
 ) -> KVStore:
     """A cache whose row r holds the first `lengths[r]` tokens of k, v [B, Hkv, N, D].
 
-    groups: (bits, heads) of each width, default 4 bit for all. order: int64 [B, Hkv], the head in each slot; default
+    groups: (width, heads) of each width, default 4 bit for all. order: int64 [B, Hkv], the head in each slot; default
     the model's order. sealed: sealed blocks of each row, default all whole ones. With heads of 16 bit the open tokens
     are in 16 bit. Pages lie in the pool in reverse,
     between pages that no row owns, and open places without a token stay uninitialised.
@@ -47,7 +47,7 @@ def make_store(
 
     full = type_16bit(k.dtype)
     opened = full if UNQUANTIZED in dict(groups) else torch.int8
-    pool = [empty_pages(bits, sum(sealed) + 2, n, dim, block, device, full) for bits, n in groups]
+    pool = [empty_pages(width, sum(sealed) + 2, n, dim, block, device, full) for width, n in groups]
     table = torch.zeros(batch, max(sealed), dtype=torch.int64)
     k_open = torch.empty(batch, heads, cap, dim, dtype=opened, device=device)
     v_open = torch.empty(batch, heads, dim, cap, dtype=opened, device=device)
@@ -58,12 +58,12 @@ def make_store(
         codes_k, scale_k, codes_v, scale_v = (x[0] for x in (*quantize_tokens(own_k), *quantize_tokens(own_v)))
         for n in range(sealed[row]):
             at, slot = slice(n * block, (n + 1) * block), 0
-            for pages, (bits, count) in zip(pool, groups, strict=True):
+            for pages, (width, count) in zip(pool, groups, strict=True):
                 own = order[row, slot : slot + count]
                 key, key_scale, value, value_scale = (x[own, at][None] for x in (codes_k, scale_k, codes_v, scale_v))
-                if bits == UNQUANTIZED:
+                if width == UNQUANTIZED:
                     key, value = (x[0, own, at][None].to(full) for x in (own_k, own_v))
-                page_of = seal_blocks(key, key_scale, value, value_scale, bits)
+                page_of = seal_blocks(key, key_scale, value, value_scale, width)
                 for target, source in zip(pages[1:], page_of[1:], strict=True):
                     target[page] = source[0]
                 slot += count
@@ -119,10 +119,12 @@ def page_codes(pages: PagedHeads, page: int, slot: int) -> tuple[Tensor, Tensor]
     """INT8 keys and values of one page and slot, [b, D] each, tokens in time order; at 16 bit what they hold."""
     if pages.bits == UNQUANTIZED:
         return pages.k[page, slot].cpu(), pages.v[page, slot].cpu().T
-    k, v = unpack(pages.k[page, slot], pages.bits), unpack(pages.v[page, slot], pages.bits).T
+    k, v = unpack(pages.k[page, slot], pages.bits), unpack(pages.v[page, slot], pages.value_bits).T
+    lines = list(pages.meta[page, slot].cpu().long())
     if pages.bits != 8:
-        k_step, k_zero, v_step, v_zero = pages.meta[page, slot].cpu().long()
-        k, v = (k * k_step + k_zero).clamp(-127, 127), (v * v_step + v_zero).clamp(-127, 127)
+        k = (k * lines.pop(0) + lines.pop(0)).clamp(-127, 127)
+    if pages.value_bits != 8:
+        v = (v * lines.pop(0) + lines.pop(0)).clamp(-127, 127)
     tokens = torch.empty_like(v)
     for position in range(v.shape[0]):
         tokens[position // 16 * 16 + VALUE_ORDER[position % 16]] = v[position]

@@ -287,7 +287,7 @@ class TurboConfig(Options):
         for field in ("int8_layers", "dense_layers"):
             freeze_layers(self, field)
         one_of("bits", self.bits, WIDTHS, "TurboConfig")
-        if self.value_bits is not None and self.bits != UNQUANTIZED:
+        if self.bits != UNQUANTIZED:
             one_of("value_bits", self.value_bits, (*BITS, None), "TurboConfig")
         one_of("low_bits", self.low_bits, BITS, "TurboConfig")
         one_of("head_metric", self.head_metric, HEAD_METRICS, "TurboConfig")

@@ -56,7 +56,7 @@ def patch(
 
     Args:
         model: a loaded decoder-only Transformers model.
-        config: a preset ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2", "saap", ...), a `TurboConfig`, a dict of its options, or
+        config: a preset (one of `turbo_hf.PRESETS`, such as "turbo4"), a `TurboConfig`, a dict of its options, or
             the path of a JSON or YAML file of them; dict and file are read as by `TurboConfig.from_dict`.
         calibration: decides which heads get the low bits, if the config has heads of two widths, and provides what
             sparse decoding selects keys by. A `Calibration`, a folder or Hub id that holds one, None for no calibration

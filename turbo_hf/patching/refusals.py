@@ -142,8 +142,8 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         )
     if config.value_bits is not None:
         raise Unsupported(
-            "TurboConfig.value_bits is not for latent attention (MLA), which stores one latent in the place of keys and "
-            "values. Leave it out: the latent has `bits`."
+            "TurboConfig.value_bits is not for latent attention (MLA), which stores one latent for keys and values. "
+            "Leave it out: the latent has `bits`."
         )
     wrong = {
         "sparse": config.sparse is not None,

@@ -93,7 +93,8 @@ def seal_blocks(
     error at 2 bit but lose more answers (`eval/results`).
     """
     if width not in (*WIDTHS, *product(BITS, BITS)):
-        raise ValueError(f"width must be one of {', '.join(map(str, WIDTHS))}, or a pair (keys, values) of {', '.join(map(str, BITS))}; got {width}.")
+        single, paired = (", ".join(map(str, each)) for each in (WIDTHS, BITS))
+        raise ValueError(f"width must be one of {single}, or a pair (keys, values) of {paired}; got {width}.")
     types = (torch.float16, torch.bfloat16) if width == UNQUANTIZED else (torch.int8,)
     for name, x in (("k", k), ("v", v)):
         if x.dtype not in types or x.dtype != k.dtype or x.dim() != 4 or x.shape != k.shape:
