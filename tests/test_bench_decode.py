@@ -285,7 +285,7 @@ def test_decode_on_a_gpu_replays_graphs() -> None:
     [
         (["decode", "--shape", "llama9"], "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b, lea"),
         (["decode", "--size", "1k"], "expected a size like 16x1k (rows x tokens); got '1k'."),
-        (["decode", "--width", "5"], "unknown width 5; choose from 16, 8, 4, 3, 2, mixed."),
+        (["decode", "--width", "5"], "unknown width 5; choose from 16, 8, 4, 3, 2, mixed, k4v3, k4v2."),
         (["decode", "--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
         (["decode", "--shape", "lean-16", "--ragged"], "no default case of lean-16 is ragged; give --size."),
         (["decode", "--device", "nowhere"], "no device 'nowhere'"),
