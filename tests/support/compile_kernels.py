@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from turbo_hf.layout import AlwaysRead, Rounding, Scoring, Visits
+from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
 from turbo_hf.ops.prefill import launch
@@ -93,7 +93,7 @@ def full(dim: int, block: int, heads: int) -> None:
     launch_decode.launch_decode(torch.zeros(2, heads, 1, dim, dtype=torch.float16), store, Scoring(0.1))
 
 
-def sparse(groups: tuple[tuple[int, int], ...], dim: int, dtype: torch.dtype, heads: int, **options: Any) -> None:
+def sparse(groups: HeadGroups, dim: int, dtype: torch.dtype, heads: int, **options: Any) -> None:
     """One sparse decode of a ragged batch, and the selection before it."""
     k, v = (torch.randn(2, 2, 150, dim) for _ in range(2))
     store = make_store(k, v, [150, 70], groups=groups)
@@ -130,10 +130,17 @@ def nearest(capability: str) -> None:
         prefill(mode, dim, torch.bfloat16, past)
     case[0] = "fp16 with SAS, d = 256"
     prefill("fp16", 256, torch.bfloat16, pasts[256], sas_threshold=-6.0)
-    for bits, dim, block in ((16, 128, 64), (8, 128, 64), (4, 256, 64), (3, 64, 128)):
-        case[0] = f"decode, {bits} bit, d = {dim}, blocks of {block}"
+    for width, dim, block in (
+        (16, 128, 64),
+        (8, 128, 64),
+        (4, 256, 64),
+        (3, 64, 128),
+        ((8, 3), 128, 64),
+        ((4, 2), 64, 128),
+    ):
+        case[0] = f"decode, {width} bit, d = {dim}, blocks of {block}"
         k, v = (torch.zeros(1, 2, 2 * block, dim, dtype=torch.bfloat16) for _ in range(2))
-        store = make_store(k, v, [2 * block], groups=((bits, 2),), block=block)
+        store = make_store(k, v, [2 * block], groups=((width, 2),), block=block)
         launch_decode.launch_decode(torch.zeros(1, 8, 1, dim, dtype=torch.bfloat16), store, Scoring(0.1))
     case[0] = "sparse, 8 bit, d = 128"
     sparse(((8, 2),), 128, torch.bfloat16, 8)
@@ -163,9 +170,9 @@ def main(everything: bool) -> None:
     for dim in (64, 80, 256):
         case[0] = f"rotate, d = {dim}"
         launch_store.launch_rotate(torch.zeros(2, 2, 40, dim, dtype=torch.bfloat16), 3, torch.float32)
-    for bits in (8, 4, 3, 2):
-        case[0] = f"seal, {bits} bit"
-        launch_store.launch_seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), bits)
+    for width in (8, 4, 3, 2, (4, 2), (8, 3)):
+        case[0] = f"seal, {width} bit"
+        launch_store.launch_seal_blocks(x, torch.ones(2, 2, 64), x, torch.ones(2, 2, 64), width)
     for dim, store in stores.items():
         case[0] = f"append a step, d = {dim}"
         k = torch.zeros(2, 1, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -198,7 +205,11 @@ def main(everything: bool) -> None:
     case[0] = "seal open blocks of 16 bit"
     k = torch.zeros(2, 2, 128, 128)
     launch_store.launch_seal_open(make_store(k, k, [128, 70], groups=((16, 1), (4, 1)), sealed=[0, 0]), 2)
-    for widths in (((8, 2),), ((4, 2),), ((3, 2),), ((2, 2),), ((4, 1), (2, 1))) if everything else (((4, 1), (2, 1)),):
+    for widths in (
+        (((8, 2),), ((4, 2),), ((3, 2),), ((2, 2),), (((4, 2), 2),), ((4, 1), (2, 1)))
+        if everything
+        else (((4, 1), (2, 1)),)
+    ):
         for dim in (64, 80, 128, 256) if everything else (128,):
             case[0] = f"sparse, {widths}, d = {dim}"
             sparse(widths, dim, torch.bfloat16, 8)
