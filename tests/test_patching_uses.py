@@ -243,3 +243,8 @@ def test_another_implementation_set_meanwhile() -> None:
     assert torch.equal(generate(model), ours)
     handle.remove()
     assert not changes(before, snapshot(model))
+
+
+def test_a_report_says_the_bits_of_keys_and_of_values() -> None:
+    with turbo_hf.patch(tiny_llama(), TurboConfig(value_bits=2, low_bits=3, low_heads=0.5)) as handle:
+        assert "1 x 4/2 bit + 1 x 3/2 bit" in str(handle.report())
