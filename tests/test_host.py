@@ -155,7 +155,7 @@ def test_layers_share_what_is_only_read(monkeypatch: pytest.MonkeyPatch, device:
     assert not any(x.is_inference() for x in (one.table, one.sealed, one.order))
     # kernels count in these
     assert one.open_len.data_ptr() != other.open_len.data_ptr()
-    first.device_counts.own(first.state)
+    first.device_counts.keep(first.state, one.sealed.clone(), one.open_len)
     first.store().sealed.add_(1)
     assert other.sealed.tolist() == second.state.sealed == [2, 2]
 

@@ -66,7 +66,7 @@ def test_a_replayable_step_seals_and_stores_as_the_reference(device: str, bits: 
         state = layer.state
         layer.pool.reserve(state.sealed, [1, 1, 1])
         layer.buffer.reserve(64, state.open)
-        layer.device_counts.own(state)
+        layer.device_counts.keep(state, *(layer.device_counts._written(x) for x in (state.sealed, state.open)))
         nonfinite, seeded = torch.zeros(1, dtype=torch.int32, device=device), torch.Generator().manual_seed(3)
         for _ in range(3):
             k = torch.randn(3, 1, 1, RANK, generator=seeded).to(device, dtype)

@@ -299,6 +299,8 @@ def short_prompt(config: TurboConfig) -> TurboCache:
 def recording() -> TurboCache:
     cache = filled(TurboConfig())
     cache.activate_past_recording()
+    for layer in cache.turbo_layers():
+        layer.append(tokens(3, HEADS, 100, DIM), tokens(3, HEADS, 100, DIM), NewColumns(100))
     return cache
 
 
@@ -324,7 +326,7 @@ def dequantized() -> TurboCache:
         pytest.param(with_dense_layer, "layer 0 is not compressed", id="dense"),
         pytest.param(dequantized, "computed in full precision", id="dequantized"),
         pytest.param(lambda: TurboCache(LlamaConfig(**SHAPE)), "layer 0 holds no tokens", id="empty"),
-        pytest.param(recording, "blocks wait for a crop", id="recording"),
+        pytest.param(recording, "blocks of a prompt wait for a crop", id="recording"),
         pytest.param(lambda: short_prompt(TurboConfig(low_heads=0.5)), "heads without a rank", id="unranked"),
         pytest.param(sparse, 'layer 1 is sparse: selector "lsh-reformer" draws numbers on the host', id="sparse"),
         pytest.param(lambda: filled(TurboConfig(sas=True)), "SAS threshold follows the length", id="sas"),

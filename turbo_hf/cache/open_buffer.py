@@ -124,6 +124,14 @@ class OpenBuffer:
         """Drop the oldest `counts[row]` tokens of each row, which leaves `left[row]`, and release the memory."""
         self._resize(max(left), counts, left)
 
+    def drop_front_in_place(self, counts: list[int], left: list[int]) -> None:
+        """As `drop_front`; the memory stays where it is, and all of it is kept."""
+        held = self.tensors()
+        self.drop_front(counts, left)
+        for old, new, dim in zip(held, self.tensors(), (2, 3, 2, 2), strict=True):
+            old.narrow(dim, 0, new.shape[dim]).copy_(new)
+        self.k, self.v, self.k_scale, self.v_scale = held
+
     def select_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row `index[i]` was; index: on the buffer's device."""
         self.k, self.v = self.k[index], self.v[index]

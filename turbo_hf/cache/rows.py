@@ -80,6 +80,12 @@ class RowState(NamedTuple):
         opened = [tokens % self.block + 1 for tokens in self.open]
         return self._replace(seen=self.seen + 1, sealed=self.sealed_by_step(), open=opened, decoded=True)
 
+    def with_sealed(self, whole: Sequence[int]) -> "RowState":
+        """The state once the oldest `whole[row]` blocks of open tokens are sealed."""
+        sealed = [held + count for held, count in zip(self.sealed, whole, strict=True)]
+        opened = [held - count * self.block for held, count in zip(self.open, whole, strict=True)]
+        return self._replace(sealed=sealed, open=opened)
+
     def without_front(self, blocks: Sequence[int]) -> "RowState":
         """The state without the oldest `blocks[row]` sealed blocks, which have left the window."""
         sealed = [held - count for held, count in zip(self.sealed, blocks, strict=True)]
@@ -117,7 +123,7 @@ class DeviceCounts:
         self._open: tuple[list[int] | None, torch.Tensor | None] = (None, None)
 
     def sealed(self, state: RowState) -> torch.Tensor:
-        """Read-only unless `own` was called: layers may share it."""
+        """Read-only unless `keep` was called: layers may share it."""
         known, tensor = self._sealed
         if tensor is None or known is not state.sealed:
             tensor = shared(state.sealed, self._device)
@@ -132,10 +138,9 @@ class DeviceCounts:
             self._open = state.open, tensor
         return tensor
 
-    def own(self, state: RowState) -> None:
-        """Put both into tensors of this layer alone that keep their address: replayed kernels count in them."""
-        self._sealed = state.sealed, self._written(state.sealed)
-        self.open(state)
+    def keep(self, state: RowState, sealed: torch.Tensor, opened: torch.Tensor) -> None:
+        """Use these tensors, which hold the state, from now on: replayed kernels count in them, at this address."""
+        self._sealed, self._open = (state.sealed, sealed), (state.open, opened)
 
     @ordinary
     def _written(self, numbers: list[int]) -> torch.Tensor:

@@ -23,18 +23,23 @@ from turbo_hf.sparse.selectors import Selector
 DECODE_TOKENS = 16
 """Up to this many new tokens over a past count as decoding: they are stored before attention reads the cache."""
 
+DRAFTED_TOKENS = 32
+"""The same while blocks wait for a `crop`: Transformers drafts up to 20 tokens unless told otherwise."""
+
 
 class ReplayState(NamedTuple):
-    """A step that may be replayed, one token per row: `ReplayableSteps` does the host's counting for it.
+    """A step that may be replayed: `ReplayableSteps` does the host's counting for it.
 
     sealed: blocks of each row once the step has sealed those that are due.
     plans: as in `KVStore`.
     arrived: int32 [B], zeros, as in `ops.store.append.append_step`.
+    seals: whether the step itself seals what is due, and stores one token per row; else any number, and blocks wait.
     """
 
     sealed: tuple[int, ...]
     plans: dict[Any, Any]
     arrived: torch.Tensor
+    seals: bool = True
 
 
 class RowBlocks(NamedTuple):
@@ -159,7 +164,9 @@ class LayerStorage:
 
     def is_decoding(self, tokens: int) -> bool:
         """Whether `tokens` new tokens are stored before attention reads the cache."""
-        return self.seen > 0 and tokens <= DECODE_TOKENS
+        # sparse steps and latents have limits of their own
+        drafts = self.state.recording and self.selector is None and not self.latent
+        return self.seen > 0 and tokens <= (DRAFTED_TOKENS if drafts else DECODE_TOKENS)
 
     def store(self) -> KVStore:
         """The layer as ops see it; views, not copies."""
@@ -252,8 +259,11 @@ class LayerStorage:
         backend = self.config.backend if self.in_place else "reference"
         how: dict[str, Any] = {"nonfinite": self.nonfinite, "rotate": rotate, "backend": backend}
         if self.replay is not None:
-            noted, arrived = self.bucket_index.noted(buckets), self.replay.arrived
-            append_step(k, v, self.store(), given_scale=self.universal, noted=noted, arrived=arrived, **how)
+            how |= {"given_scale": self.universal, "arrived": self.replay.arrived}
+            if self.replay.seals:
+                append_step(k, v, self.store(), noted=self.bucket_index.noted(buckets), **how)
+            else:
+                append_tokens(k, v, self.store(), **how)
             return
         state, decoding = self.state, self.is_decoding(new.tokens)
         after = state.stored(new.tokens, new.starts, decoding)

@@ -66,10 +66,13 @@ class _Planned(NamedTuple):
     new: NewColumns
 
 
-class SelectsRows(Protocol):
-    """What holds on to the memory of a cache's layers, and reorders rows in place."""
+class InPlace(Protocol):
+    """What holds on to the memory of a cache's layers, and changes them in place."""
 
     cache: Any
+
+    def crop(self, columns: int) -> bool:
+        """As `TurboCache.crop`, of as many columns as there are. False: it cannot, and has changed nothing."""
 
     def select_rows(self, rows: list[int]) -> bool:
         """As `TurboCache.reorder_cache`, of rows that exist. False: it cannot, and has changed nothing."""
@@ -152,8 +155,8 @@ class TurboCache(Cache):
         for layer in self.turbo_layers():
             layer.integrity, layer.given_mask = self.integrity, attention_mask
         self._planned: list[_Planned] = []
-        # the captured steps over this cache (not over a copy of it), which reorder rows without a new capture
-        self.captured: weakref.ref[SelectsRows] | None = None
+        # the captured steps over this cache (not over a copy of it), which change it without a new capture
+        self.captured: weakref.ref[InPlace] | None = None
         # whether some pass could not be served compressed: the next may not be, either
         self.decompressed = False
 
@@ -349,7 +352,13 @@ class TurboCache(Cache):
 
     @_whole
     def _crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
+        captured = self._captured_steps()
+        if captured is None or not captured.crop(-tokens_to_remove):
+            super().crop(tokens_to_remove)
+
+    def _captured_steps(self) -> InPlace | None:
+        captured = None if self.captured is None else self.captured()
+        return captured if captured is not None and captured.cache is self else None
 
     def roll_back(self) -> int:
         """After a pass that broke off (an error, Ctrl-C): remove what some layers have stored of it, as `crop` does.
@@ -469,8 +478,8 @@ class TurboCache(Cache):
 
     @_whole
     def _select_rows(self, rows: list[int]) -> None:
-        captured = None if self.captured is None else self.captured()
-        if captured is not None and captured.cache is self and captured.select_rows(rows):
+        captured = self._captured_steps()
+        if captured is not None and captured.select_rows(rows):
             return
         for layer in self.layers:
             if not isinstance(layer, TurboLayer):

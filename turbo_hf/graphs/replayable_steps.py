@@ -3,6 +3,9 @@
 A step seals the blocks that the step before has filled, appends one token to each row, and attends. It depends only on
 tensors that keep their address. The host knows every length without asking the device, and therefore which rows seal,
 to which pages, and which work split attention takes.
+
+While a cache waits for a `crop` after each pass (assisted decoding), a step appends any number of tokens and seals
+nothing. `crop` then takes tokens back, and seals blocks, in the same memory.
 """
 
 import weakref
@@ -23,6 +26,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.ops.host_device import require_finite, shared
+from turbo_hf.ops.store.append import seal_open
 from turbo_hf.ops.store.select_rows import select_rows
 from turbo_hf.sparse.selectors import why_no_replay_with
 
@@ -33,6 +37,9 @@ SLACK = 32
 """Pages of a layer that may always be reserved; beyond them, one block per row, or a twentieth of the pages in use.
 Unused pages are given back when steps end."""
 
+BLOCKS = 2
+"""Blocks of open tokens for which there is room while they wait for a `crop`; a longer draft makes more."""
+
 STEPS = "a decode step"
 
 
@@ -41,18 +48,44 @@ class _Group:
     """Layers of one window with equal row states, which they share as `state`.
 
     reserved: as in their `PagePool`.
-    plans: as in `KVStore`.
+    plans: as in `KVStore`, for each number of tokens per row that a step stores.
+    sealed, open: the device's counts of each layer, int64 [layers, B].
     """
 
     layers: list[TurboLayer]
     window: int | None
     state: RowState
     reserved: list[int] = field(default_factory=list)
-    plans: dict[Any, Any] = field(default_factory=dict)
+    plans: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    sealed: torch.Tensor = field(default_factory=torch.Tensor)
+    open: torch.Tensor = field(default_factory=torch.Tensor)
+
+    def keep_counts(self) -> None:
+        """Give all layers counts that are changed together."""
+        device, shape = self.layers[0].device, (len(self.layers), len(self.state.open))
+        self.sealed = torch.empty(shape, dtype=torch.int64, device=device)
+        self.open = torch.empty_like(self.sealed)
+        self.sealed.copy_(shared(self.state.sealed, device))
+        self.open.copy_(shared(self.state.open, device))
+        for layer, sealed, opened in zip(self.layers, self.sealed, self.open, strict=True):
+            layer.device_counts.keep(self.state, sealed, opened)
+
+    def become(self, state: RowState) -> None:
+        """The layers hold this now, on the device too."""
+        for layer in self.layers:
+            layer.device_counts.counted(self.state, state)
+            layer.state = state
+        self.state = state
+
+    def plan(self, sealed: list[int]) -> None:
+        """Attention of all steps is planned for these numbers of sealed blocks."""
+        for plans in self.plans.values():
+            for plan in plans.values():
+                plan.update(sealed)
 
     def seals(self) -> bool:
         """Whether the next step seals a block of some row."""
-        return max(self.state.open) == self.state.block
+        return not self.state.recording and max(self.state.open) == self.state.block
 
     def needs_pages(self) -> bool:
         """Whether the next step seals a block for which no page is reserved."""
@@ -111,8 +144,10 @@ def why_no_replay(cache: TurboCache) -> str | None:
             return f"layer {index} holds no tokens"
         if layer.seen != cache.get_seq_length():
             return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
-        if layer.state.recording:
-            return "blocks wait for a crop"
+        if layer.state.recording and max(layer.state.open) >= BLOCKS * layer.state.block:
+            return "blocks of a prompt wait for a crop"
+        if layer.state.recording and layer.selector is not None:
+            return f"layer {index} is sparse, and its blocks wait for a crop"
         if not all(layer.ranked):
             return f"layer {index} has heads without a rank: a row's first block gives it"
     return None
@@ -147,11 +182,12 @@ class ReplayableSteps:
         self._groups: list[_Group] = []
         for index, layer in enumerate(self.layers):
             layer.nonfinite = self.nonfinite[index : index + 1]
-            if max(layer.state.open) > layer.config.block_size:
+            if max(layer.state.open) > layer.config.block_size and not layer.state.recording:
                 layer.commit(whole_prompt=True)
             self._join(layer)
         for group in self._groups:
             self._reserve(group)
+            group.keep_counts()
 
     def _join(self, layer: TurboLayer) -> None:
         """Add the layer to the group whose state equals its own, which it then shares."""
@@ -163,19 +199,26 @@ class ReplayableSteps:
             self._groups.append(group)
         group.layers.append(layer)
 
-    def _reserve(self, group: _Group) -> None:
-        """Reserve pages for blocks to come; first free those of blocks that have left the window."""
+    def _reserve(self, group: _Group, cropped: bool = False) -> None:
+        """Reserve pages for blocks to come; first free those of blocks that have left the window.
+
+        cropped: whether no `crop` will bring tokens back.
+        """
         before, block = group.state, group.state.block
         leaving = [min(n, held) for n, held in zip(before.leaving(group.window), before.sealed, strict=True)]
+        if before.recording and not cropped:
+            # a crop may bring them back
+            leaving = [0] * len(leaving)
         ahead, after = self._ahead(group), before.without_front(leaving)
         for layer in group.layers:
             if any(leaving):
                 layer.pool.drop_front(before.sealed, leaving, shrink=False)
             layer.pool.reserve(after.sealed, ahead)
-            layer.buffer.reserve(block, before.open)
-            layer.state = after
-            layer.device_counts.own(after)
-        group.state, group.reserved = after, group.layers[0].pool.reserved
+            layer.buffer.reserve(block * (BLOCKS if before.recording else 1), before.open)
+        if group.sealed.numel() and any(leaving):
+            group.sealed.copy_(shared(after.sealed, group.sealed.device))
+        group.become(after)
+        group.reserved = group.layers[0].pool.reserved
         for layer in group.layers:
             # capacity for the tokens of all reserved blocks, and of one open block after them
             layer.bucket_index.reserve((max(group.reserved) + 1) * block)
@@ -184,10 +227,12 @@ class ReplayableSteps:
         pages, rows = group.layers[0].pool.pages, len(group.state.open)
         most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
         left = 0 if self._limit is None else self._limit - group.state.seen
-        if left <= 0:
-            # no limit, or one that leaves out earlier tokens of the cache
-            return [most] * rows
-        return [min(most, (tokens + left - 1) // group.state.block) for tokens in group.state.open]
+        ahead = [most] * rows
+        if left > 0:
+            # else no limit, or one that leaves out earlier tokens of the cache
+            ahead = [min(most, (tokens + left - 1) // group.state.block) for tokens in group.state.open]
+        # at least those that are whole
+        return [max(count, tokens // group.state.block) for count, tokens in zip(ahead, group.state.open, strict=True)]
 
     def intact(self) -> bool:
         """Whether nothing but these steps has changed the layers."""
@@ -206,14 +251,16 @@ class ReplayableSteps:
         require_finite({layer.index: layer.nonfinite for layer in self.layers}, self.integrity.ranks)
 
     @storing
-    def begin(self) -> None:
-        """Make ready for one step: pages where they are needed, and the plans of attention."""
+    def begin(self, tokens: int = 1) -> None:
+        """Make ready for a step of `tokens` tokens per row: pages or room where needed, and the plans of attention."""
         for group in self._groups:
+            if group.state.recording:
+                for layer in group.layers:
+                    layer.buffer.reserve(max(group.state.open) + tokens, group.state.open)
             if group.needs_pages():
                 self._reserve(group)
             if group.seals():
-                for plan in group.plans.values():
-                    plan.update(group.state.sealed_by_step())
+                group.plan(group.state.sealed_by_step())
 
     def open(self) -> None:
         """Mark the cache as broken until `finish`.
@@ -226,11 +273,13 @@ class ReplayableSteps:
         self.integrity.writing = STEPS
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, tokens: int = 1) -> Iterator[None]:
         """Inside, a pass over the cache is the step: layers do not count its tokens."""
         self.integrity.again(self._depth)
         for group in self._groups:
-            replay = ReplayState(tuple(group.state.sealed_by_step()), group.plans, self._arrived)
+            seals = not group.state.recording
+            sealed = group.state.sealed_by_step() if seals else group.state.sealed
+            replay = ReplayState(tuple(sealed), group.plans.setdefault(tokens, {}), self._arrived, seals)
             for layer in group.layers:
                 layer.replay = replay
         try:
@@ -247,24 +296,19 @@ class ReplayableSteps:
         """After a step that broke off: read from the device what each layer holds. No step may follow."""
         for layer in self.layers:
             before, counts = layer.state, layer.device_counts
-            # in a row that has sealed a block, the number of open tokens falls
-            sealed, opened = counts.sealed(before).tolist(), counts.open(before).tolist()
-            stored = opened != before.open
-            layer.state = before._replace(
-                seen=before.seen + stored,
-                sealed=sealed,
-                open=opened,
-                decoded=before.decoded or stored,
-            )
+            after = before._replace(sealed=counts.sealed(before).tolist(), open=counts.open(before).tolist())
+            stored = after.lengths()[0] - before.lengths()[0]
+            layer.state = after._replace(seen=before.seen + stored, decoded=before.decoded or stored > 0)
             counts.counted(before, layer.state)
         # the exception may have come before `running` ended
         self._no_step()
         if self.integrity.writing == STEPS:
             self.integrity.writing = None
 
-    def tensors(self) -> list[Any]:
+    def tensors(self, tokens: int = 1) -> list[Any]:
         """The objects that the launches of a step use. As long as they are the same, it can be replayed."""
-        tensors: list[Any] = [plan.words for group in self._groups for plan in group.plans.values()]
+        plans = [plan for group in self._groups for plan in group.plans.get(tokens, {}).values()]
+        tensors: list[Any] = [plan.words for plan in plans]
         for layer in self.layers:
             pool, counts, state = layer.pool, layer.device_counts, layer.state
             tensors += (pool.paged, pool.device_table(), counts.sealed(state), layer.order, layer.universal)
@@ -283,20 +327,67 @@ class ReplayableSteps:
                 layer.pool.trim(layer.state.sealed)
                 layer.bucket_index.trim(max(layer.lengths()))
 
-    def finish(self) -> None:
-        """Count what the step has stored."""
+    def finish(self, tokens: int = 1, surplus: int = 0) -> None:
+        """Count what the step has stored: `tokens` per row, of which the newest `surplus` are taken back."""
         for group in self._groups:
-            before, after = group.state, group.state.after_step()
-            group.state = after
+            if not group.state.recording:
+                group.become(group.state.after_step())
+            else:
+                group.become(group.state.stored(tokens - surplus, None, decoding=True))
+                if surplus:
+                    group.open.sub_(surplus)
             for layer in group.layers:
-                layer.state = after
-                layer.device_counts.counted(before, after)
                 if layer.selector is not None:
                     layer.selector.count(layer.lengths(), [1] * layer.rows, layer.heads)
         if self.integrity.writing == STEPS:
             self.integrity.writing = None
         # the model's own call is still to end
         self.integrity.leave(STEP)
+
+    @storing
+    def crop(self, columns: int) -> bool:
+        """`TurboCache.crop` without a new capture, while blocks wait for it: True if it reaches no sealed block.
+
+        False: nothing has changed.
+
+        Raises:
+            ValueError: a block that would be sealed may hold NaN or Inf. The cache is then broken.
+        """
+        groups, first = self._groups, self.layers[0]
+        if not (first.state.recording and self.intact()) or any(min(group.state.open) < columns for group in groups):
+            return False
+        left = first.seen - columns
+        masks = [layer.valid_prefix for layer in self.layers if layer.valid_prefix is not None]
+        if any(mask.shape[1] > left for mask in masks) or any(layer.given_mask is not None for layer in self.layers):
+            return False
+        for group in groups:
+            if columns:
+                group.open.sub_(columns)
+                group.become(group.state.cropped(columns, [columns] * first.rows))
+        due = [group for group in groups if max(group.state.open) >= group.state.block]
+        if due:
+            self.require_finite()
+        for group in due:
+            self._seal(group)
+        return True
+
+    def _seal(self, group: _Group) -> None:
+        """Seal all whole blocks of open tokens, with a launch or two per layer; nothing moves."""
+        whole = [tokens // group.state.block for tokens in group.state.open]
+        held = zip(group.state.sealed, whole, group.reserved, strict=True)
+        if any(sealed + count > pages for sealed, count, pages in held):
+            self._reserve(group, cropped=True)
+        before, after = group.state, group.state.with_sealed(whole)
+        gone, device = [count * before.block for count in whole], group.open.device
+        group.sealed.add_(shared(whole, device))
+        # the op seals the whole blocks among open tokens, and counts them as sealed already
+        group.become(before._replace(sealed=after.sealed))
+        for layer in group.layers:
+            seal_open(layer.store(), max(whole), backend="reference" if layer.latent else layer.config.backend)
+            layer.buffer.drop_front_in_place(gone, after.open)
+        group.open.sub_(shared(gone, device))
+        group.become(after)
+        group.plan(after.sealed)
 
     @storing
     def select_rows(self, rows: list[int]) -> bool:

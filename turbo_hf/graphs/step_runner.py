@@ -1,7 +1,9 @@
 """Whole decode steps as CUDA graphs: the forward pass that `generate` calls, captured once and then replayed.
 
 It takes the place of `generate`'s compiled forward pass. One pass of the model over one new token per row is captured;
-`ReplayableSteps` knows when it can be replayed. Every other pass goes to the model unchanged.
+`ReplayableSteps` knows when it can be replayed. In assisted decoding, passes over several tokens are captured too, one
+for each power of two: a pass is filled up with copies of its last token, which are taken back. Every other pass goes to
+the model unchanged.
 """
 
 import functools
@@ -24,6 +26,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, out_of_memory
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
+from turbo_hf.layout import power_of_two
 from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.ranks import ranks_of
 from turbo_hf.sparse.selectors import why_no_replay_with
@@ -33,6 +36,9 @@ CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_rou
 
 FALSE = frozenset({"output_attentions", "output_hidden_states"})
 """Keywords of a step that ask for outputs that a replay does not provide."""
+
+OF_ONE_TOKEN = frozenset({"output_router_logits"})
+"""Constants of which a step over several tokens knows nothing."""
 
 RECORDS = "transformers."
 """Modules of Transformers' own hooks."""
@@ -144,6 +150,24 @@ def cuda_device(device: torch.device) -> CudaDevice:
     return devices[device]
 
 
+@dataclass(slots=True)
+class _Capture:
+    """The step over some number of tokens per row.
+
+    inputs: where a replay reads them.
+    replay: of the capture; None: not captured.
+    tensors: `ReplayableSteps.tensors` when it was captured.
+    warm: steps that ran before it is captured.
+    fused: whether it is the compiled step.
+    """
+
+    inputs: dict[str, Any] = field(default_factory=dict)
+    replay: Callable[[], Any] | None = None
+    tensors: list[Any] = field(default_factory=list)
+    warm: int = 0
+    fused: bool = False
+
+
 class StepRunner:
     """The forward passes of one `generate` call: replayed where that is correct, the model's own elsewhere.
 
@@ -159,8 +183,9 @@ class StepRunner:
         demanded: if True, a cache whose steps can never be replayed, and a step that cannot be captured, are errors;
             else the model runs normally, after a warning if a capture failed.
         compiled: the compiled step; None: steps are not compiled. The first step, whose mask is checked, never is.
-        forward: the model's `forward`, if it is called from within the model's call, behind its hooks (beam search);
-            None: it takes the place of that call.
+        forward: the model's `forward`, if it is called from within the model's call, behind its hooks (beam search,
+            assisted decoding); None: it takes the place of that call.
+        why_not: why no step of the model can be captured, None if it can; called once, at the first step.
     """
 
     def __init__(
@@ -171,26 +196,31 @@ class StepRunner:
         demanded: bool = False,
         compiled: CompiledStep | None = None,
         forward: Callable[..., Any] | None = None,
+        why_not: Callable[[], str | None] | None = None,
     ):
         self.captures = 0
+        self._why_not = why_not
         self._pass: Callable[..., Any] = model if forward is None else forward
         self._depth = STEP if forward is None else STEP + 1
-        self._compiled, self._fused = compiled, False
+        self._compiled = compiled
         self._checked: TurboCache | None = None
         self._model, self._limit, self._device, self._demanded = model, limit, device, demanded
         self._steps: ReplayableSteps | None = None
-        self._inputs: dict[str, Any] = {}
-        self._replay: Callable[[], Any] | None = None
-        self._captured: list[Any] = []
+        # by tokens per row
+        self._captures: dict[int, _Capture] = {}
         self._off = False
-        self._restarts = self._warm = 0
+        self._restarts = 0
 
     def __call__(self, **kwargs: Any) -> Any:
         """`model(**kwargs)`."""
-        if self._off or not self._is_step(kwargs):
+        tokens = 0 if self._off else self._tokens_of(kwargs)
+        if tokens and self._why_not is not None:
+            # here and not before the prompt, which would wait for it
+            self._off, self._why_not = self._why_not() is not None, None
+        if not tokens or self._off:
             return self._pass(**kwargs)
         if self._device is None:
-            return self._launch(kwargs)
+            return self._launch(kwargs) if tokens == 1 else self._pass(**kwargs)
         cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
         if self._steps is None or self._steps.cache is not cache or not self._steps.intact():
             self._forget()
@@ -203,24 +233,30 @@ class StepRunner:
             self._restarts += 1
         if not self._confirmed(self._steps, mask):
             return self._pass(**kwargs)
-        self._take(kwargs)
+        size = power_of_two(tokens)
+        capture = self._take(kwargs, size)
         if self._steps.needs_pages():
-            # the capture uses the current pages
+            # captures use the current pages
             self._drop()
-        if self._replay is None and self._compiled is not None:
-            self._fused = self._compiled.ready(self._model, self._inputs, self._device.warm)
+        if capture.replay is None and self._compiled is not None and size == 1:
+            capture.fused = self._compiled.ready(self._model, capture.inputs, self._device.warm)
         steps = self._steps
         steps.open()
-        steps.begin()
+        steps.begin(size)
         try:
-            out = self._run(steps, self._device)
+            out = self._run(steps, self._device, capture, size)
         except BaseException:
-            # some layers may already hold the token, which the next pass must know
+            # some layers may already hold the tokens, which the next pass must know
             steps.recount()
             raise
         if out is None:
             return self._pass(**kwargs)
-        steps.finish()
+        steps.finish(size, size - tokens)
+        # a new object: a caller may remove entries from the output, which the next one must have
+        out = type(out)(**out)
+        if size > 1:
+            kept = min(kwargs.get("logits_to_keep") or tokens, tokens)
+            out["logits"] = out["logits"][:, tokens - kept : tokens]
         return out
 
     def __del__(self) -> None:
@@ -234,26 +270,34 @@ class StepRunner:
         if steps.integrity.idle() and not (sys.is_finalizing() or _capturing(steps.nonfinite)):
             steps.close()
 
-    def _is_step(self, kwargs: dict[str, Any]) -> bool:
-        """Whether a call passes one token per row to a TurboCache and asks for nothing else. No device read."""
+    def _tokens_of(self, kwargs: dict[str, Any]) -> int:
+        """How many tokens per row a call passes to a TurboCache; 0 if it is no step, or asks for anything else.
+
+        One, or up to `DRAFTED_TOKENS` while the cache waits for a `crop`. No device read.
+        """
         cache, ids, at = (kwargs.get(name) for name in ("past_key_values", "input_ids", "position_ids"))
         if not (isinstance(cache, TurboCache) and isinstance(ids, torch.Tensor) and isinstance(at, torch.Tensor)):
-            return False
+            return 0
         first: Any = cache.layers[0]
-        if ids.dim() != 2 or ids.shape != (getattr(first, "rows", 0), 1) or at.shape[-1] != 1:
-            return False
+        tokens = ids.shape[-1]
+        if ids.dim() != 2 or len(ids) != getattr(first, "rows", 0) or at.shape[-1] != tokens:
+            return 0
+        if tokens != 1 and not (first.record_past and first.is_decoding(tokens)):
+            return 0
         mask = kwargs.get("attention_mask")
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (len(ids), first.seen + 1)):
-            return False
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (len(ids), first.seen + tokens)):
+            return 0
         for name, value in kwargs.items():
             if name in ("past_key_values", "input_ids", "position_ids", "attention_mask", *HANDED_ON) or value is None:
                 continue
             if not isinstance(value, int) or (name not in CONSTANTS and (name not in FALSE or value)):
-                return False
+                return 0
+            if value and tokens > 1 and name in OF_ONE_TOKEN:
+                return 0
         if not (kwargs.get("use_cache", True) and kwargs.get("return_dict", True)):
-            return False
+            return 0
         busy = torch.is_grad_enabled() or self._model.training or torch.is_autocast_enabled(ids.device.type)
-        return not (busy or _capturing(ids))
+        return 0 if busy or _capturing(ids) else tokens
 
     def _confirmed(self, steps: ReplayableSteps, mask: torch.Tensor | None) -> bool:
         """Whether the mask matches what the cache holds, and no new token is padding. One read from the device.
@@ -275,46 +319,54 @@ class StepRunner:
             steps.require_finite()
         return False
 
-    def _take(self, kwargs: dict[str, Any]) -> None:
-        """Copy the inputs of this step to the memory from which a replayed step reads them."""
+    def _take(self, kwargs: dict[str, Any], size: int) -> _Capture:
+        """Copy the inputs of this step to the memory from which a replayed step over `size` tokens reads them."""
         given = {name: value for name, value in kwargs.items() if name != "attention_mask"}
-        old = self._inputs
+        if size > 1 and given.get("logits_to_keep"):
+            # those of all tokens, of which the newest may be fillers
+            given["logits_to_keep"] = 0
+        capture = self._captures.setdefault(size, _Capture())
+        old = capture.inputs
         same = old.keys() == given.keys() and all(
-            (old[name].shape, old[name].dtype) == (value.shape, value.dtype)
+            (old[name].shape[:-1], old[name].dtype) == (value.shape[:-1], value.dtype)
             if isinstance(value, torch.Tensor)
             else old[name] is value or old[name] == value
             for name, value in given.items()
         )
         if not same:
-            self._drop()
+            self._drop_one(capture)
             with torch.inference_mode(False):
-                self._inputs = {
-                    name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+                old = capture.inputs = {
+                    name: value.new_empty((*value.shape[:-1], size)) if isinstance(value, torch.Tensor) else value
                     for name, value in given.items()
                 }
         for name, value in given.items():
             if isinstance(value, torch.Tensor):
-                self._inputs[name].copy_(value)
+                tokens = value.shape[-1]
+                old[name][..., :tokens].copy_(value)
+                if tokens < size:
+                    old[name][..., tokens:].copy_(value[..., -1:])
+        return capture
 
-    def _run(self, steps: ReplayableSteps, device: Device) -> Any:
+    def _run(self, steps: ReplayableSteps, device: Device, capture: _Capture, size: int) -> Any:
         """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
-        tensors, old = steps.tensors(), self._captured
-        if self._replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
-            self._drop()
-        step = self._fused_step if self._fused else self._step
-        if self._warm < self._restarts:
-            self._warm += 1
+        tensors, old = steps.tensors(size), capture.tensors
+        if capture.replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
+            self._drop_one(capture)
+        step = functools.partial(self._fused_step if capture.fused else self._step, capture, size)
+        if capture.warm < self._restarts:
+            capture.warm += 1
             return device.warm(step)
-        if self._replay is None:
-            self._captured = tensors
+        if capture.replay is None:
+            capture.tensors = tensors
             try:
                 # sums over ranks must be captured on all of them, or on none
                 with steps.integrity.ranks.together():
-                    self._replay = device.capture(step)
+                    capture.replay = device.capture(step)
             except Exception as error:
                 steps.cancel()
                 self._forget()
-                if self._fused and self._compiled is not None:
+                if capture.fused and self._compiled is not None:
                     # not compiled, the step may still be captured
                     self._compiled.refuse(f"it cannot be captured in a CUDA graph: {error}")
                     return None
@@ -325,21 +377,19 @@ class StepRunner:
                 warnings.warn(f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.", stacklevel=4)
                 return None
             self.captures += 1
-        out = self._replay()
-        # a new object: a caller may remove entries from the output, which the next one must have
-        return type(out)(**out)
+        return capture.replay()
 
-    def _step(self) -> Any:
+    def _step(self, capture: _Capture, size: int) -> Any:
         assert self._steps is not None
-        with self._steps.running():
+        with self._steps.running(size):
             # no mask: no new token is padding, and the cache knows its own padding
-            return self._pass(attention_mask=None, **self._inputs)
+            return self._pass(attention_mask=None, **capture.inputs)
 
-    def _fused_step(self) -> Any:
+    def _fused_step(self, capture: _Capture, size: int) -> Any:
         assert self._steps is not None
         assert self._compiled is not None
-        with self._steps.running():
-            return self._compiled(self._model, self._inputs)
+        with self._steps.running(size):
+            return self._compiled(self._model, capture.inputs)
 
     def _launch(self, kwargs: dict[str, Any]) -> Any:
         """A step that is compiled and not captured. The first one over a cache is the model's own."""
@@ -350,13 +400,16 @@ class StepRunner:
             return self._pass(**kwargs)
         return self._compiled.launch(self._model, inputs, kwargs.get("attention_mask"))
 
+    def _drop_one(self, capture: _Capture) -> None:
+        """Discard a capture. One step runs before the next one, as it may need a new kernel."""
+        capture.replay, capture.tensors, capture.warm = None, [], min(capture.warm, self._restarts - 1)
+
     def _drop(self) -> None:
-        """Discard the capture. One step runs before the next capture, as it may need a new kernel."""
-        self._replay, self._captured, self._warm = None, [], min(self._warm, self._restarts - 1)
+        for capture in self._captures.values():
+            self._drop_one(capture)
 
     def _forget(self) -> None:
-        self._drop()
-        self._steps, self._warm = None, 0
+        self._steps, self._captures = None, {}
 
 
 def _capturing(x: torch.Tensor) -> bool:
@@ -394,11 +447,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def why_no_replay_of(model: Any, is_own: Callable[[Any], bool], captured: bool = True) -> str | None:
+def why_no_replay_of(model: Any, is_own: Callable[[Any], bool], captured: bool = True, walk: bool = True) -> str | None:
     """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
 
-    captured: if False, why none may be compiled.
+    captured: if False, why none may be compiled. walk: if False, only what is known without a walk over all modules.
     """
+    reason = _why_no_replay_there(model, captured)
+    if reason is not None or not walk:
+        return reason
     # a walk of our own, in each call of `generate`, as hooks and modules may be new: torch's takes milliseconds
     modules, known = [model], {model}
     for module in modules:
@@ -406,9 +462,9 @@ def why_no_replay_of(model: Any, is_own: Callable[[Any], bool], captured: bool =
         held = [x for x in module._modules.values() if x is not None and x not in known]
         modules += held
         known.update(held)
-    reason = _why_no_replay_there(model, modules, captured)
-    if reason is not None:
-        return reason
+    places = {held.device for module in modules for held in module._parameters.values() if held is not None}
+    if len(places) > 1:
+        return f"its weights lie on {len(places)} devices"
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return "another attention has been chosen"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
@@ -425,13 +481,10 @@ def why_no_replay_of(model: Any, is_own: Callable[[Any], bool], captured: bool =
     return None
 
 
-def _why_no_replay_there(model: Any, modules: list[Any], captured: bool) -> str | None:
+def _why_no_replay_there(model: Any, captured: bool) -> str | None:
     """Why steps cannot be captured (or compiled) because of where and how this model's weights are stored."""
     if captured and model.device.type != "cuda":
         return f"the model is on {model.device}"
-    places = {held.device for module in modules for held in module._parameters.values() if held is not None}
-    if len(places) > 1:
-        return f"its weights lie on {len(places)} devices"
     mesh = getattr(model, "_device_mesh", None)
     if mesh is not None and not captured:
         return "its weights are shared among processes, whose sums are not compiled"

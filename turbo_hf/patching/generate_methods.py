@@ -1,13 +1,16 @@
 """Methods that the patch replaces on the instance: they decide which cache and which forward pass `generate` uses."""
 
 import functools
+import threading
 import warnings
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import EarlyExitCandidateGenerator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, EarlyExitCandidateGenerator
 
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -26,7 +29,22 @@ FORGETS = (
     "prompt, with or without the patch. Of Phi-3 and PhiMoE, Transformers 5.23 computes all tokens again: upgrade it."
 )
 RUNNER = "turbo_runner"
-"""Keyword that takes the runner of a beam search from `generate` to `forward`; no other search passes it."""
+"""Keyword that takes a runner from `generate` to `forward`, in searches that call the model itself."""
+
+
+@dataclass(slots=True)
+class _Drafts:
+    """What the drafts of one assisted `generate` have in common, each of which is a `generate` of the drafter.
+
+    runner: of the drafter's steps; None before its first draft, or if they are not captured.
+    config: whose number of layers the drafts lower, if the first layers of the model itself draft.
+    """
+
+    runner: StepRunner | None = None
+    config: Any = None
+
+
+_of_thread = threading.local()
 
 MAY_COMPILE, COMPILED = "_valid_auto_compile_criteria", "get_compiled_call"
 
@@ -40,11 +58,11 @@ def replace_methods(
     """
     bring = None
     if hand_off is not None:
-        bring = functools.partial(_bring_runner, hand_off, model.__dict__.get("forward"))
+        bring = functools.partial(_new_runner, hand_off, model.__dict__.get("forward"))
     methods: list[tuple[torch.nn.Module, str, Callable[..., Any]]] = [
         (model, PREPARE, functools.partial(_prepare_cache, maker, bring, model.__dict__.get(PREPARE))),
         (model, INPUTS, functools.partial(_prepare_inputs, maker, strict, model.__dict__.get(INPUTS))),
-        (model, CANDIDATES, functools.partial(_candidates, model.__dict__.get(CANDIDATES))),
+        (model, CANDIDATES, functools.partial(_candidates, bring, model.__dict__.get(CANDIDATES))),
         (model, "init_continuous_batching", functools.partial(continuous_batching.begin, maker)),
     ]
     if hand_off is not None:
@@ -69,7 +87,7 @@ def replace_methods(
 
 def _prepare_cache(
     maker: CacheMaker,
-    bring: Callable[..., None] | None,
+    bring: Callable[..., StepRunner | None] | None,
     before: Any,
     model: Any,
     generation_config: Any,
@@ -98,8 +116,7 @@ def _prepare_cache(
         model_kwargs["past_key_values"] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
-        if bring is not None:
-            bring(model, model_kwargs, generation_config)
+        _bring_runner(bring, model, model_kwargs, generation_config)
         return None
     if isinstance(given, TurboCache) and generation_config.use_cache is False:
         raise ValueError(
@@ -108,8 +125,8 @@ def _prepare_cache(
         )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
-    if isinstance(given, TurboCache) and bring is not None:
-        bring(model, model_kwargs, generation_config)
+    if isinstance(given, TurboCache):
+        _bring_runner(bring, model, model_kwargs, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
         warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
@@ -187,22 +204,43 @@ def _empty(cache: TurboCache) -> None:
         cache.activate_past_recording()
 
 
-def _candidates(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of `_get_candidate_generator`: a draft that breaks off leaves the model all of its layers."""
-    generator = (before or functools.partial(type(model)._get_candidate_generator, model))(*args, **kwargs)
-    if isinstance(generator, EarlyExitCandidateGenerator):
-        # it lowers the number of layers in the config for each draft, and after an error Transformers leaves it so
-        config = getattr(model, model.base_model_prefix).config
-        generator.__dict__["get_candidates"] = functools.partial(_draft, generator.get_candidates, config)
+def _candidates(
+    bring: Callable[..., StepRunner | None] | None, before: Any, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """In place of `_get_candidate_generator`: assisted decoding gets a runner, and so do its drafts.
+
+    A draft that breaks off leaves the model all of its layers.
+    """
+    method = type(model)._get_candidate_generator
+    generator = (before or functools.partial(method, model))(*args, **kwargs)
+    if isinstance(generator, AssistedCandidateGenerator):
+        drafts = _Drafts()
+        if isinstance(generator, EarlyExitCandidateGenerator):
+            # it lowers the number of layers in the config for each draft, and after an error Transformers leaves it so
+            drafts.config = getattr(model, model.base_model_prefix).config
+        # not a bound method: the generator, and the drafter's cache with it, would outlive `generate`
+        generator.__dict__["get_candidates"] = functools.partial(_draft, weakref.ref(generator), drafts)
+    named = by_name(method, args, kwargs)
+    passed = named["model_kwargs"]
+    # what needs more outputs than logits is not replayed. A drafter has taken a copy of these keywords
+    if bring is not None and isinstance(passed.get("past_key_values"), TurboCache):
+        runner = None if generator.requires_model_outputs else bring(model, named["generation_config"])
+        if runner is not None:
+            passed[RUNNER] = runner
     return generator
 
 
-def _draft(get_candidates: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    layers = config.num_hidden_layers
+def _draft(generator: "weakref.ref[Any]", drafts: _Drafts, *args: Any, **kwargs: Any) -> Any:
+    """In place of `get_candidates`."""
+    drafting: Any = generator()
+    layers = None if drafts.config is None else drafts.config.num_hidden_layers
+    before, _of_thread.drafts = getattr(_of_thread, "drafts", None), drafts
     try:
-        return get_candidates(*args, **kwargs)
+        return type(drafting).get_candidates(drafting, *args, **kwargs)
     finally:
-        config.num_hidden_layers = layers
+        _of_thread.drafts = before
+        if layers is not None:
+            drafts.config.num_hidden_layers = layers
 
 
 def _check_rows(mask: Any) -> None:
@@ -229,26 +267,38 @@ def _may_replay(
 ) -> bool:
     """In place of `_valid_auto_compile_criteria`: whether `generate` calls a runner as its forward pass."""
     hand_off.give(None)
-    if _may_run(generation_config) and isinstance(model_kwargs.get("past_key_values"), TurboCache):
-        reason, limit, compiled = why_no_replay_of(model, is_own), generation_config.max_length, hand_off.compiled
-        # what may be captured may be compiled, but for sums over ranks
-        apart = reason or getattr(model, "_device_mesh", None)
-        uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and apart else None
-        if compiled is not None and uncompiled is not None:
-            compiled.refuse(uncompiled, lasting=False)
-            compiled = None
-        graphs = _may_capture(hand_off, reason)
-        if graphs or compiled is not None:
-            device = cuda_device(model.device) if graphs else None
-            hand_off.give(StepRunner(model, limit, device, hand_off.demanded, compiled))
+    # drafts have theirs among their keywords
+    may_run = _may_run(generation_config) and not generation_config.is_assistant
+    if may_run and isinstance(model_kwargs.get("past_key_values"), TurboCache):
+        compiles = hand_off.compiled is not None
+        make = _compiling_runner if compiles else functools.partial(_new_runner, inside=False)
+        runner = make(hand_off, None, model, generation_config)
+        if runner is not None:
+            hand_off.give(runner)
             return True
     original: Callable[..., bool] = before or functools.partial(type(model)._valid_auto_compile_criteria, model)
     return original(model_kwargs, generation_config)
 
 
+def _compiling_runner(hand_off: HandOff, before: Any, model: Any, generation_config: Any) -> StepRunner | None:
+    """A runner whose steps are compiled, if they may be, and captured, if they may be; None if neither."""
+    compiled, reason = hand_off.compiled, why_no_replay_of(model, is_own)
+    # what may be captured may be compiled, but for sums over ranks
+    apart = reason or getattr(model, "_device_mesh", None)
+    uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and apart else None
+    if compiled is not None and uncompiled is not None:
+        compiled.refuse(uncompiled, lasting=False)
+        compiled = None
+    graphs = _may_capture(hand_off, reason)
+    if not graphs and compiled is None:
+        return None
+    device = cuda_device(model.device) if graphs else None
+    return StepRunner(model, generation_config.max_length, device, hand_off.demanded, compiled)
+
+
 def _may_run(generation_config: Any) -> bool:
     """Whether a `generate` call may have a runner, whatever its model is."""
-    return not (generation_config.disable_compile or generation_config.compile_config or generation_config.is_assistant)
+    return not (generation_config.disable_compile or generation_config.compile_config)
 
 
 def _may_capture(hand_off: HandOff, reason: str | None) -> bool:
@@ -259,25 +309,51 @@ def _may_capture(hand_off: HandOff, reason: str | None) -> bool:
 
 
 def _bring_runner(
-    hand_off: HandOff, before: Any, model: Any, model_kwargs: dict[str, Any], generation_config: Any
+    bring: Callable[..., StepRunner | None] | None, model: Any, model_kwargs: dict[str, Any], generation_config: Any
 ) -> None:
-    """Give a beam search, which calls the model itself, a runner among its keywords: it lives as long as the call.
+    """Give a beam search, or a draft, which call the model itself, a runner among their keywords.
 
-    before: `forward` before the patch, as in `_forward`.
+    That of a beam search lives as long as its call, that of drafts as long as the call that they assist.
     """
-    # another wrapper around `forward` may not take the keyword
-    own = getattr(model.__dict__.get("forward"), "func", None) is _forward
-    if not own or not _may_run(generation_config) or (generation_config.num_beams or 1) == 1:
+    if bring is None:
         return
-    if _may_capture(hand_off, why_no_replay_of(model, is_own)):
-        limit, device = generation_config.max_length, cuda_device(model.device)
-        forward = before or functools.partial(type(model).forward, model)
-        runner = StepRunner(model, limit, device, hand_off.demanded, hand_off.compiled, forward)
+    drafts: _Drafts | None = getattr(_of_thread, "drafts", None) if generation_config.is_assistant else None
+    runner = None if drafts is None else drafts.runner
+    if runner is None and (drafts is not None or (generation_config.num_beams or 1) > 1):
+        runner = bring(model, generation_config, fused=drafts is None or drafts.config is None)
+    if drafts is not None:
+        drafts.runner = runner
+    if runner is not None:
         model_kwargs[RUNNER] = runner
 
 
+def _new_runner(
+    hand_off: HandOff, before: Any, model: Any, generation_config: Any, fused: bool = True, inside: bool = True
+) -> StepRunner | None:
+    """A runner whose steps are captured, if they may be.
+
+    before: `forward` before the patch, as in `_forward`. fused: whether steps may be compiled. inside: as `forward` in
+    `StepRunner`.
+    """
+    if not (hand_off.graphs and _may_run(generation_config)):
+        return None
+    # another wrapper around `forward` may not take the keyword
+    if inside and getattr(model.__dict__.get("forward"), "func", None) is not _forward:
+        return None
+    # what the walk over all modules says is not needed before the first step, unless it is an error
+    reason = why_no_replay_of(model, is_own, walk=hand_off.demanded)
+    if not _may_capture(hand_off, reason):
+        return None
+    forward = (before or functools.partial(type(model).forward, model)) if inside else None
+    # a draft's own limit is that of its few tokens
+    limit = None if generation_config.is_assistant else generation_config.max_length
+    why_not = None if hand_off.demanded else functools.partial(why_no_replay_of, model, is_own)
+    device, compiled = cuda_device(model.device), hand_off.compiled if fused else None
+    return StepRunner(model, limit, device, hand_off.demanded, compiled, forward, why_not)
+
+
 def _forward(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of `forward`: a beam search's runner, if there is one."""
+    """In place of `forward`: the runner of a beam search or of assisted decoding, if there is one."""
     runner = kwargs.pop(RUNNER, None)
     forward: Callable[..., Any] = before or functools.partial(type(model).forward, model)
     return forward(*args, **kwargs) if runner is None or args else runner(**kwargs)

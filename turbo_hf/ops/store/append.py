@@ -22,6 +22,7 @@ def append_tokens(
     given_scale: torch.Tensor | None = None,
     max_scale: torch.Tensor | None = None,
     nonfinite: torch.Tensor,
+    arrived: torch.Tensor | None = None,
     rotate: bool = False,
     backend: str = "auto",
 ) -> None:
@@ -37,6 +38,8 @@ def append_tokens(
         given_scale: float32 [B, Hkv, 2], scales of K and V to use where they are above 0; codes are clamped to +-119.
         max_scale: float32 [B, Hkv, 2], raised to the largest scales of K and V among the new tokens.
         nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
+        arrived: int32 [B], zeros before and after: scratch space of a launch that will be replayed; None: that of the
+            stream.
         rotate: rotate keys on the way, as `ops.store.rotate.rotate_keys` does.
         backend: "auto", "triton" or "reference".
 
@@ -62,6 +65,7 @@ def append_tokens(
         given_scale=(given_scale, scales),
         max_scale=(max_scale, scales),
         nonfinite=(nonfinite, (1,)),
+        arrived=(arrived, (batch,)),
     )
     if starts is None and k.shape[2] > capacity:
         raise ValueError(
@@ -80,7 +84,7 @@ def append_tokens(
     if uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_append_tokens  # noqa: PLC0415 - needs Triton
 
-        counters = _counters(batch, k.device, gpu.stream(k.device))
+        counters = _counters(batch, k.device, gpu.stream(k.device)) if arrived is None else arrived
         launch_append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
     else:
         k = rotate_keys(k, backend) if rotate else k

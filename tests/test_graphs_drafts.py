@@ -1,0 +1,287 @@
+"""Assisted and prompt-lookup decoding as CUDA graphs: passes over several tokens, and crops between replays."""
+
+import copy
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from all_pairs import all_pairs, in_turn
+from graphs_support import PLAIN, SMALL, an_index, answer, watch_runners
+from models import prompts, tiny_llama, tiny_mistral
+from steps_support import CONFIGS, DIM, HEADS, LAYERS, assert_same, filled, without_kernels
+from stores import tokens
+from torch import Tensor
+
+import turbo_hf
+from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.errors import Unsupported
+from turbo_hf.graphs import replayable_steps as steps
+from turbo_hf.graphs.replayable_steps import ReplayableSteps
+from turbo_hf.graphs.step_runner import StepRunner
+
+# --- the same tokens -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[StepRunner]:
+    return watch_runners(monkeypatch)
+
+
+def repeating() -> dict[str, Tensor]:
+    """A prompt in which what comes next has been there before."""
+    ids = torch.cat((prompts(1, 37),) * 3, 1)
+    # what a model says may be the pad token, which is no padding here
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def drafter_of(model: Any, schedule: str, noise: float = 0.05) -> Any:
+    """A model that is often of the same opinion."""
+    drafter = copy.deepcopy(model)
+    torch.manual_seed(1)
+    for weight in drafter.parameters():
+        weight.data += noise * weight.std() * torch.randn_like(weight)
+    drafter.generation_config.update(
+        num_assistant_tokens=5, num_assistant_tokens_schedule=schedule, assistant_confidence_threshold=0.0
+    )
+    return drafter
+
+
+@in_turn(
+    way=[
+        pytest.param("heuristic", id="heuristic"),
+        pytest.param("constant", id="constant"),
+        pytest.param("unpatched", id="unpatched-drafter"),
+        pytest.param("lookup", id="lookup"),
+        pytest.param("early", id="early-exit"),
+        pytest.param("heuristic", id="heuristic"),
+        pytest.param("lookup", id="lookup"),
+    ],
+    config=[
+        pytest.param(SMALL, id="4bit"),
+        pytest.param(replace(SMALL, low_heads=0.5, low_bits=2), id="mixed"),
+        pytest.param(SMALL, id="4bit"),
+        pytest.param(replace(SMALL, bits=2, buffer_scale="universal"), id="universal"),
+        pytest.param(SMALL, id="4bit"),
+    ],
+    window=[None, 40, 40],
+)
+def test_tokens_are_those_without_graphs(
+    way: str, config: TurboConfig, window: int | None, runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:  # fmt: skip
+    # pages are reserved, and steps captured again, while it generates
+    monkeypatch.setattr(steps, "AHEAD", 1)
+    model = (tiny_llama() if window is None else tiny_mistral(window)).to(device)
+    model.eval()
+    found = []
+    for own in (replace(config, cuda_graphs=False), config):
+        options: dict[str, Any] = {**repeating(), "max_new_tokens": 90}
+        if way == "lookup":
+            options["prompt_lookup_num_tokens"] = 6
+        elif way == "early":
+            options["assistant_early_exit"] = 1
+        else:
+            schedule = "heuristic" if way == "unpatched" else way
+            options["assistant_model"] = drafter_of(model, schedule)
+            if way != "unpatched":
+                turbo_hf.patch(options["assistant_model"], own)
+        assert not runners
+        found.append(answer(model, own, **options))
+    assert torch.equal(*found)
+    # the model's own, and that of all drafts
+    assert len(runners) == (1 if way in ("lookup", "unpatched") else 2)
+    assert all(1 <= runner.captures <= 20 for runner in runners)
+
+
+def test_most_passes_are_replayed(runners: list[StepRunner]) -> None:
+    model = tiny_llama()
+    drafter = drafter_of(model, "heuristic", noise=0.0)
+    with turbo_hf.patch(model, SMALL), turbo_hf.patch(drafter, SMALL):
+        model.generate(**repeating(), max_new_tokens=120, do_sample=False, assistant_model=drafter)
+    for runner in runners:
+        device: Any = runner._device
+        assert device.replayed > 3 * device.warmed
+        assert runner._restarts == 1
+
+
+def test_sampled_drafts(runners: list[StepRunner]) -> None:
+    model = tiny_llama()
+    found = []
+    for own in (PLAIN, SMALL):
+        drafter = drafter_of(model, "heuristic")
+        turbo_hf.patch(drafter, own)
+        found.append(answer(model, own, **repeating(), do_sample=True, assistant_model=drafter))
+    assert torch.equal(*found)
+    assert all(runner.captures for runner in runners)
+
+
+def test_what_is_not_captured_runs_as_before(runners: list[StepRunner]) -> None:
+    """Sparse layers, a hook of the user, and `disable_compile`."""
+    model = tiny_llama()
+    sparse = SparseConfig(selector="saap", probes=3, window_tokens=12, dense_layers=())
+    index = an_index(model)
+    ways: list[tuple[TurboConfig, dict[str, Any]]] = [
+        (replace(SMALL, sparse=sparse), {}),
+        (SMALL, {"disable_compile": True}),
+    ]
+    for config, options in ways:
+        found = []
+        for own in (replace(config, cuda_graphs=False), config):
+            with turbo_hf.patch(model, own, calibration=index if own.sparse else None):
+                call = {"max_new_tokens": 30, "do_sample": False, "prompt_lookup_num_tokens": 4, **options}
+                found.append(model.generate(**repeating(), **call))
+        assert torch.equal(*found)
+    called: list[int] = []
+    hook = model.lm_head.register_forward_hook(lambda *args: called.append(1))
+    with turbo_hf.patch(model, SMALL):
+        model.generate(**repeating(), max_new_tokens=8, do_sample=False, prompt_lookup_num_tokens=4)
+    assert called
+    with turbo_hf.patch(model, replace(SMALL, cuda_graphs=True)), pytest.raises(Unsupported, match="lm_head has hooks"):
+        model.generate(**repeating(), max_new_tokens=8, prompt_lookup_num_tokens=4)
+    hook.remove()
+    assert not any(runner.captures for runner in runners)
+
+
+def test_the_drafters_cache_goes_with_the_call(runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    drafter = drafter_of(model, "constant")
+    made: list[Any] = []
+    with turbo_hf.patch(model, SMALL), turbo_hf.patch(drafter, SMALL) as handle:
+        make = type(handle._maker).make
+
+        def watched(maker: Any, config: Any) -> TurboCache:
+            cache = make(maker, config)
+            made.append(weakref.ref(cache))
+            return cache
+
+        monkeypatch.setattr(type(handle._maker), "make", watched)
+        gc.disable()
+        try:
+            model.generate(**repeating(), max_new_tokens=20, do_sample=False, assistant_model=drafter)
+            # the stand-in for a graph holds its runner
+            for runner in runners:
+                runner._drop()
+                runner._forget()
+            runners.clear()
+            assert [cache() for cache in made] == [None, None]
+        finally:
+            gc.enable()
+
+
+# --- bit by bit ----------------------------------------------------------------------------------------------------
+
+
+def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
+    for layer, (k, v) in zip(cache.turbo_layers(), new, strict=True):
+        layer.append(k, v, NewColumns(k.shape[2]))
+        layer.commit()
+
+
+def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]], surplus: int) -> None:
+    """The tokens, and `surplus` more that are taken back at once."""
+    size = new[0][0].shape[2] + surplus
+    run.begin(size)
+    with run.running(size):
+        for layer, pair in zip(run.layers, new, strict=True):
+            k, v = (torch.cat((x, x[:, :, -1:].expand(-1, -1, surplus, -1)), 2) for x in pair)
+            layer.append(k, v, NewColumns(size))
+            layer.commit()
+    run.finish(size, surplus)
+
+
+@all_pairs(
+    config=[*CONFIGS[:4], pytest.param(TurboConfig(block_size=32, low_heads=0.5), id="mixed")],
+    window=[pytest.param(None, id="all"), pytest.param(40, id="window")],
+    lengths=[pytest.param([70], id="one-row"), pytest.param([70, 33, 5], id="ragged")],
+)
+def test_drafts_store_what_the_host_stores(
+    config: TurboConfig, window: int | None, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(steps, "AHEAD", 2)
+    caches = [filled(config, window, lengths) for _ in range(2)]
+    for cache in caches:
+        cache.activate_past_recording()
+    replayed, plain = caches
+    run, drawn = ReplayableSteps(replayed, None), torch.Generator().manual_seed(0)
+    moved = 0
+    for _ in range(60):
+        count = int(torch.randint(1, 12, (1,), generator=drawn))
+        new = [tuple(tokens(len(lengths), HEADS, count, DIM) for _ in range(2)) for _ in range(LAYERS)]
+        refused, before = int(torch.randint(0, count + 1, (1,), generator=drawn)), run.tensors()
+        by_host(plain, new)
+        by_steps(run, new, surplus=count % 3)
+        for cache in caches:
+            cache.crop(-refused)
+        assert run.intact()
+        moved += any(a is not b for a, b in zip(before, run.tensors(), strict=True))
+        if window is None:
+            assert_same(replayed, plain)
+    if window is not None:
+        # blocks that have left the window are dropped when pages are reserved
+        for x, y in zip(replayed.turbo_layers(), plain.turbo_layers(), strict=True):
+            assert x.seen == y.seen
+            for p, q in zip(x.dequantized(39), y.dequantized(39), strict=True):
+                assert torch.equal(p, q)
+            assert max(x.lengths()) <= 40 + 5 * 32
+    assert 1 <= moved <= 12
+    for cache in caches:
+        cache.stop_recording()
+    by_host(replayed, new)
+    by_host(plain, new)
+    if window is None:
+        assert_same(replayed, plain)
+
+
+@pytest.mark.parametrize("reach", [20, 60])
+def test_a_crop_into_a_page_is_that_of_the_host(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
+    caches = [filled(TurboConfig(block_size=32), lengths=[70]) for _ in range(2)]
+    for cache in caches:
+        cache.activate_past_recording()
+    replayed, plain = caches
+    run = ReplayableSteps(replayed, None)
+    new = [(tokens(1, HEADS, 7, DIM), tokens(1, HEADS, 7, DIM)) for _ in range(LAYERS)]
+    by_host(plain, new)
+    by_steps(run, new, 0)
+    for cache in caches:
+        cache.crop(-reach)
+    assert not run.intact()
+    assert_same(replayed, plain)
+
+
+def test_nan_in_a_draft_is_reported_before_it_is_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
+    cache = filled(TurboConfig(block_size=32), lengths=[70])
+    cache.activate_past_recording()
+    run = ReplayableSteps(cache, None)
+    new = [(tokens(1, HEADS, 7, DIM), tokens(1, HEADS, 7, DIM)) for _ in range(LAYERS)]
+    new[1][0][0, 0, 3, 1] = torch.nan
+    for _ in range(3):
+        by_steps(run, new, 0)
+        cache.crop(0)
+    by_steps(run, new, 0)
+    with pytest.raises(ValueError, match="layer 1: keys or values hold NaN"):
+        cache.crop(0)
+    with pytest.raises(ValueError, match="reset"):
+        cache.crop(0)
+
+
+def test_a_pass_that_breaks_off_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
+    cache = filled(TurboConfig(block_size=32), lengths=[70])
+    cache.activate_past_recording()
+    run = ReplayableSteps(cache, None)
+    k, v = tokens(1, HEADS, 8, DIM), tokens(1, HEADS, 8, DIM)
+    run.open()
+    run.begin(8)
+    with run.running(8):
+        run.layers[0].append(k, v, NewColumns(8))
+    run.recount()
+    assert [layer.seen for layer in cache.turbo_layers()] == [78, 70]
+    assert cache.roll_back() == 8
+    assert [layer.seen for layer in cache.turbo_layers()] == [70, 70]
