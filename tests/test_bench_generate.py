@@ -50,7 +50,7 @@ def test_generate_of_tiny_models(tmp_path: Path) -> None:
 def test_every_way_to_decode_is_compared_with_itself() -> None:
     report = last_json(run(*TINY, "--context", "40", "--json"))
     figures = {row["method"]: row for row in report["rows"] if row["tokens_s"]}
-    ways = ("", ", 4 beams", ", assisted")
+    ways = ("", ", 4 beams", ", assisted", ", prompt lookup")
     assert {f"{name}{way}" for name in ("SDPA", "turbo4") for way in ways} <= set(figures)
     for way in ways[1:]:
         own, theirs = figures[f"turbo4{way}"], figures[f"SDPA{way}"]
@@ -186,7 +186,10 @@ def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypat
         (["generate", "--batch", "0"], "expected a batch like 8, or largest; got '0'."),
         (["generate", "--preset", "turbo9"], "turbo9"),
         (["generate", "--mode", "fast"], "unknown mode fast; choose from auto, turbo, int8, half, fp8, fp16."),
-        (["generate", "--decoding", "beam"], "unknown decoding beam; choose from greedy, beams, assisted."),
+        (
+            ["generate", "--decoding", "beam"],
+            "unknown decoding beam; choose from greedy, beams, assisted, prompt-lookup.",
+        ),
         (["generate", "--paper", "--new", "5"], "--paper sets --context, --batch and --new; omit them."),
         (["generate", "--paper", "--device", "cpu"], "--batch largest needs a GPU"),
         (["generate", "--device", "nowhere"], "no device 'nowhere'"),

@@ -25,8 +25,8 @@ class Clock(LogitsProcessor):
     logits [1, V]) for the first CHECKED new tokens, if `record`.
     """
 
-    def __init__(self, device: torch.device, record: bool = False) -> None:
-        self.device, self.record = device, record
+    def __init__(self, device: torch.device, record: bool = False, looks_up: bool = False) -> None:
+        self.device, self.record, self._looks_up = device, record, looks_up
         self.marks: list[Any] = []
         self.first_logits: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._of_drafter = False
@@ -35,6 +35,9 @@ class Clock(LogitsProcessor):
         """`scores`, unchanged."""
         if self._of_drafter:
             self._of_drafter = False
+            return scores
+        if self._looks_up and bool((scores[0, :8] == 1).all()):
+            # prompt lookup asks with ones which tokens are allowed
             return scores
         self.mark()
         if self.record and len(self.first_logits) < CHECKED:
@@ -107,7 +110,8 @@ def clocked(
 
     record: also the first logits. options: further ones of `generate`; the marks of an `assistant_model` are left out.
     """
-    clock, drafter = Clock(model.device, record), options.get("assistant_model")
+    clock = Clock(model.device, record, looks_up="prompt_lookup_num_tokens" in options)
+    drafter = options.get("assistant_model")
     hook = None if drafter is None else drafter.register_forward_hook(clock.after_drafter)
     try:
         clock.mark()

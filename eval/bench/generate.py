@@ -1,12 +1,13 @@
 """`turbo-hf bench generate`: tokens per second, first token and peak memory of `generate`, patched and unpatched.
 
 Beside the unpatched model with its DynamicCache stand the fastest ways of Transformers itself: a static cache, for
-which `generate` compiles, and its quantized caches. Beams and assisted decoding are compared with the same, unpatched.
+which `generate` compiles, and its quantized caches. Beams, assisted and prompt-lookup decoding are compared with the
+same, unpatched.
 """
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, cast
@@ -31,10 +32,14 @@ from turbo_hf.ranks import ranks_of
 
 SDPA, STATIC = "SDPA", "static"
 
-DECODINGS = ("greedy", "beams", "assisted")
-"""Ways to decode, each compared with itself unpatched: one token per step, BEAMS beams, drafts of DRAFTED tokens."""
+DECODINGS = ("greedy", "beams", "assisted", "prompt-lookup")
+"""Ways to decode, each compared with itself unpatched: one token per step, BEAMS beams, drafts of DRAFTED tokens, by a
+drafter or taken from the prompt."""
 
 BEAMS, DRAFTED = 4, 5
+
+REPEATED = 64
+"""Tokens that a prompt for prompt lookup consists of, over and over."""
 
 FINENESS = 16
 """The largest batch is found to within 1 / FINENESS of itself; a guess stays below by as much."""
@@ -124,7 +129,7 @@ def methods(
     configs: dict[str, TurboConfig], decodings: Sequence[str] = DECODINGS[:1], drafter: Any = None
 ) -> list[GenerateMethod]:
     """SDPA with its DynamicCache, a static cache, the configs, and 4 bit of Transformers' QuantizedCache; then SDPA and
-    the configs with beams and with a drafter."""
+    the configs with beams, with a drafter, which is patched like the model, and with prompt lookup."""
     quantized = [
         GenerateMethod(
             f"{name} 4 bit",
@@ -138,6 +143,7 @@ def methods(
         "greedy": ("", {}),
         "beams": (f", {BEAMS} beams", {"num_beams": BEAMS}),
         "assisted": (", assisted", {"assistant_model": drafter}),
+        "prompt-lookup": (", prompt lookup", {"prompt_lookup_num_tokens": DRAFTED}),
     }
     found = []
     for decoding in decodings:
@@ -188,8 +194,8 @@ def _unable(model: Any, method: GenerateMethod, work: Work, batch: int | None) -
         return "its compiled steps are not run under tensor parallel"
     if method.name == STATIC and model.device.type != "cuda":
         return "generate compiles for a static cache on a GPU only"
-    if method.decoding == "assisted" and (batch != 1 or work.chunk is not None):
-        return "assisted decoding takes one prompt at a time, in one pass"
+    if method.decoding in DECODINGS[2:] and (batch != 1 or work.chunk is not None):
+        return f"{method.decoding} decoding takes one prompt at a time, in one pass"
     return ""
 
 
@@ -260,9 +266,12 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
 
 @contextmanager
 def _cache_of(model: Any, method: GenerateMethod) -> Iterator[None]:
-    how: AbstractContextManager[Any] = nullcontext() if method.config is None else patch(model, method.config)
+    drafter = method.options.get("assistant_model")
     try:
-        with how, torch.inference_mode():
+        with ExitStack() as patches, torch.inference_mode():
+            for each in (model, drafter):
+                if each is not None and method.config is not None:
+                    patches.enter_context(patch(each, method.config))
             yield
     finally:
         if vars(model).pop("_compiled_call", None) is not None:
@@ -318,6 +327,8 @@ def _generate(
 ) -> tuple[Clock, torch.Tensor]:
     """One `generate`: its clock, and the tokens [batch, context + new]."""
     ids, mask = random_prompts(model, [work.context] * batch, work.seed)
+    if method.decoding == "prompt-lookup":
+        ids = ids[:, torch.arange(work.context, device=ids.device) % REPEATED]
     chunk = {} if work.chunk is None else {"prefill_chunk_size": work.chunk}
     clock, made = clocked(model, ids, mask, work.new, record=record, **chunk, **method.options)
     return clock, made.sequences
@@ -368,8 +379,9 @@ def generate_command(
     """Tokens per second, first token and peak memory of models with random weights: patched, and as fast as unpatched.
 
     Default: Llama-3-8B's shape, 1k prompts, batch 1. Ratios are to SDPA, and to the best unpatched row of the same
-    decoding. The drafter of assisted decoding is random too: nothing that it drafts is accepted. Exits with 1 if a
-    patched model, or the unpatched one, fails or is wrong; what does not fit or is not installed gets a line.
+    decoding. The drafter of assisted decoding is random too: nothing that it drafts is accepted; nor, but by chance,
+    what prompt lookup takes from a prompt that repeats itself. Exits with 1 if a patched model, or the unpatched one,
+    fails or is wrong; what does not fit or is not installed gets a line.
     """
     with mistakes_end_the_command():
         if paper and (context or batch or new):
@@ -382,7 +394,7 @@ def generate_command(
         modes = [one_of("mode", name, ("auto", *ATTENTION_MODES)) for name in mode or ()]
         decodings = [
             one_of("decoding", name, DECODINGS)
-            for name in decoding or DECODINGS[: 1 if None in batches or processes()[1] > 1 else 3]
+            for name in decoding or DECODINGS[: 1 if None in batches or processes()[1] > 1 else len(DECODINGS)]
         ]
         configs = _configs(preset or [DEFAULT_PRESET], modes, cuda_graphs)
         where = find_device(device)
@@ -391,7 +403,7 @@ def generate_command(
         require_choice(where, tiny or layers is not None, "--layers 1, or --tiny to try the command")
         together = processes()
         if together[1] > 1:
-            if None in batches or "assisted" in decodings:
+            if None in batches or {*DECODINGS[2:]} & {*decodings}:
                 raise ValueError(f"under torchrun, --batch is a number, and --decoding {' or '.join(DECODINGS[:2])}.")
             # the first process writes; all of them draw the same weights
             folder = folder if together[0] == 0 else None

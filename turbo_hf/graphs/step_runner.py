@@ -447,10 +447,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
-def why_no_replay_of(model: Any, is_own: Callable[[Any], bool], captured: bool = True, walk: bool = True) -> str | None:
+def why_no_replay_of(
+    model: Any, is_own: Callable[[Any], bool], captured: bool = True, walk: bool = True, inside: bool = False
+) -> str | None:
     """Why no pass of this model may be replayed; None if it may. is_own: whether a hook is the patch's.
 
     captured: if False, why none may be compiled. walk: if False, only what is known without a walk over all modules.
+    inside: whether the passes are within the model's call, whose hooks then run around them.
     """
     reason = _why_no_replay_there(model, captured)
     if reason is not None or not walk:
@@ -475,7 +478,7 @@ def why_no_replay_of(model: Any, is_own: Callable[[Any], bool], captured: bool =
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         # Transformers' own hooks record outputs, and are requested by a keyword
         foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]
-        if foreign or "_hf_hook" in module.__dict__:
+        if (foreign and not (inside and module is model)) or "_hf_hook" in module.__dict__:
             names = (name or "the model" for name, held in model.named_modules() if held is module)
             return f"{next(names, type(module).__name__)} has hooks, which a replay would not call"
     return None

@@ -341,13 +341,13 @@ def _new_runner(
     if inside and getattr(model.__dict__.get("forward"), "func", None) is not _forward:
         return None
     # what the walk over all modules says is not needed before the first step, unless it is an error
-    reason = why_no_replay_of(model, is_own, walk=hand_off.demanded)
+    reason = why_no_replay_of(model, is_own, walk=hand_off.demanded, inside=inside)
     if not _may_capture(hand_off, reason):
         return None
     forward = (before or functools.partial(type(model).forward, model)) if inside else None
     # a draft's own limit is that of its few tokens
     limit = None if generation_config.is_assistant else generation_config.max_length
-    why_not = None if hand_off.demanded else functools.partial(why_no_replay_of, model, is_own)
+    why_not = None if hand_off.demanded else functools.partial(why_no_replay_of, model, is_own, inside=inside)
     device, compiled = cuda_device(model.device), hand_off.compiled if fused else None
     return StepRunner(model, limit, device, hand_off.demanded, compiled, forward, why_not)
 
