@@ -99,6 +99,21 @@ def test_beams_are_compiled_within_the_models_call(runners: list[StepRunner], de
     assert compilations() == 1
 
 
+def test_the_single_steps_of_drafts_are_compiled(runners: list[StepRunner], device: torch.device) -> None:
+    model, drafter = (tiny_llama(num_hidden_layers=1).to(device) for _ in range(2))
+    drafter.generation_config.update(num_assistant_tokens=4, assistant_confidence_threshold=0.0)
+    found = []
+    for config in (PLAIN, COMPILED):
+        with turbo_hf.patch(drafter, config) as handle:
+            found.append(answer(model, config, **ragged([40]), assistant_model=drafter))
+            steps = handle.report().steps
+    assert torch.equal(*found)
+    assert "; compiled as one graph (" in steps
+    assert all(runner.captures for runner in runners)
+    # the passes over drafts are captured as they are
+    assert compilations() == 1
+
+
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_padded_batch_that_seals_blocks(

@@ -438,7 +438,8 @@ def describe(
         return "decode steps: no CUDA graphs (family without a test; cuda_graphs=True tries them)", "untested family"
     if reason is not None:
         return f"decode steps: no CUDA graphs ({reason})", reason
-    return f"decode steps: CUDA graphs{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
+    but = "" if config.sparse is None else ", but for beams and drafts"
+    return f"decode steps: CUDA graphs{but}{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
