@@ -187,6 +187,10 @@ def test_the_drafters_cache_goes_with_the_call(runners: list[StepRunner], monkey
 # --- bit by bit ----------------------------------------------------------------------------------------------------
 
 
+def new_tokens(rows: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    return [(tokens(rows, HEADS, count, DIM), tokens(rows, HEADS, count, DIM)) for _ in range(LAYERS)]
+
+
 def by_host(cache: TurboCache, new: list[tuple[Tensor, Tensor]]) -> None:
     for layer, (k, v) in zip(cache.turbo_layers(), new, strict=True):
         layer.append(k, v, NewColumns(k.shape[2]))
@@ -223,7 +227,7 @@ def test_drafts_store_what_the_host_stores(
     moved = 0
     for _ in range(60):
         count = int(torch.randint(1, 12, (1,), generator=drawn))
-        new = [tuple(tokens(len(lengths), HEADS, count, DIM) for _ in range(2)) for _ in range(LAYERS)]
+        new = new_tokens(len(lengths), count)
         refused, before = int(torch.randint(0, count + 1, (1,), generator=drawn)), run.tensors()
         by_host(plain, new)
         by_steps(run, new, surplus=count % 3)
@@ -257,7 +261,7 @@ def test_a_crop_into_a_page_is_that_of_the_host(reach: int, monkeypatch: pytest.
         cache.activate_past_recording()
     replayed, plain = caches
     run = ReplayableSteps(replayed, None)
-    new = [(tokens(1, HEADS, 7, DIM), tokens(1, HEADS, 7, DIM)) for _ in range(LAYERS)]
+    new = new_tokens(1, 7)
     by_host(plain, new)
     by_steps(run, new, 0)
     for cache in caches:
@@ -271,7 +275,7 @@ def test_nan_in_a_draft_is_reported_before_it_is_sealed(monkeypatch: pytest.Monk
     cache = filled(TurboConfig(block_size=32), lengths=[70])
     cache.activate_past_recording()
     run = ReplayableSteps(cache, None)
-    new = [(tokens(1, HEADS, 7, DIM), tokens(1, HEADS, 7, DIM)) for _ in range(LAYERS)]
+    new = new_tokens(1, 7)
     new[1][0][0, 0, 3, 1] = torch.nan
     for _ in range(3):
         by_steps(run, new, 0)
