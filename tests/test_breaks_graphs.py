@@ -73,6 +73,25 @@ def test_an_exception_at_any_line_of_a_reordering_in_place(route: Route) -> None
     assert {"before", "after", "refused"} <= set(found)
 
 
+@pytest.mark.parametrize("recorded", [False, True], ids=["open", "seals"])
+def test_an_exception_at_any_line_of_a_crop_in_place(recorded: bool, route: Route) -> None:
+    def new_cache() -> TurboCache:
+        cache = route.new_cache()
+        cache.activate_past_recording()
+        return cache
+
+    def crop(_: Route, cache: TurboCache) -> None:
+        cache.activate_past_recording()
+        steps = ReplayableSteps(cache, None)
+        cache.crop(-5)
+        assert steps.intact()
+
+    chosen = Route("recorded", route.model, new_cache) if recorded else route
+    found = every_line(chosen, Operation("crop", HELD, -5, crop), Broken, 3)
+    assert set(found) <= {"before", "after", "refused", "refused and rolled back"}, found
+    assert {"before", "after", "refused"} <= set(found)
+
+
 @pytest.mark.gpu
 @HOLDS
 @ERRORS
