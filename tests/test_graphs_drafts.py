@@ -20,7 +20,7 @@ from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import replayable_steps as steps
-from turbo_hf.graphs.replayable_steps import ReplayableSteps
+from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_no_replay
 from turbo_hf.graphs.step_runner import StepRunner
 
 # --- the same tokens -----------------------------------------------------------------------------------------------
@@ -301,3 +301,34 @@ def test_a_pass_that_breaks_off_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert [layer.seen for layer in cache.turbo_layers()] == [78, 70]
     assert cache.roll_back() == 8
     assert [layer.seen for layer in cache.turbo_layers()] == [70, 70]
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_first_prompt_is_sealed_before_its_first_draft(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for so many tokens that no draft reaches into a page."""
+    without_kernels(monkeypatch)
+    caches = [TurboCache(tiny_llama().config, TurboConfig(block_size=32)) for _ in range(2)]
+    k, v = tokens(1, HEADS, 200, DIM), tokens(1, HEADS, 200, DIM)
+    for cache in caches:
+        cache.activate_past_recording()
+        for layer in cache.turbo_layers():
+            layer.window = window
+            layer.append(k, v, NewColumns(200))
+            layer.commit()
+    replayed, plain = caches
+    assert why_no_replay(replayed) is None
+    run = ReplayableSteps(replayed, None)
+    first = replayed.turbo_layers()[0].state
+    # of a window of 40 before the last 32 tokens, whole blocks
+    assert (first.sealed, first.open, first.dropped) == (([5], [40], [0]) if window is None else ([1], [40], [128]))
+    new = new_tokens(1, 7)
+    by_host(plain, new)
+    by_steps(run, new, 0)
+    for cache in caches:
+        cache.crop(-8)
+        cache.stop_recording()
+    assert not why_no_replay(replayed)
+    for x, y in zip(replayed.turbo_layers(), plain.turbo_layers(), strict=True):
+        assert x.seen == y.seen
+        for p, q in zip(x.dequantized(39), y.dequantized(39), strict=True):
+            assert torch.equal(p, q)

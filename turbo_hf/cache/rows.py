@@ -43,11 +43,18 @@ class RowState(NamedTuple):
         """Tokens held by each row (older ones may have left a sliding window)."""
         return [blocks * self.block + tokens for blocks, tokens in zip(self.sealed, self.open, strict=True)]
 
-    def leaving(self, window: int | None) -> list[int]:
-        """Whole blocks of each row that no later query of a layer with this window will see."""
+    def leaving(self, window: int | None, kept: int = 0) -> list[int]:
+        """Whole blocks of each row that no later query of a layer with this window will see.
+
+        kept: how many of the newest tokens may still be taken back.
+        """
         if window is None:
             return [0] * len(self.open)
-        return [max(0, length - (window - 1)) // self.block for length in self.lengths()]
+        return [max(0, length - kept - (window - 1)) // self.block for length in self.lengths()]
+
+    def waits(self) -> bool:
+        """Whether a first prompt, and nothing else, waits for a `crop`."""
+        return self.recording and not (self.decoded or any(self.sealed))
 
     def open_after(self, tokens: int, starts: Sequence[int] | None) -> list[int]:
         """`open` with `tokens` new tokens per row, row r's from column `starts[r]` on."""

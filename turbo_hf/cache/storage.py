@@ -195,13 +195,15 @@ class LayerStorage:
     def seal_leftovers(self, tokens: int, check_later: bool = False) -> None:
         """Seal the blocks that replayed steps have filled, unless another replayed step follows, which does it.
 
-        tokens: new tokens of the coming pass. check_later: as in `append`.
+        And those of a first prompt that waits for a `crop`, as steps over a draft follow it. tokens: new tokens of the
+        coming pass. check_later: as in `append`.
         """
         waits = self.is_initialized and self.replay is None and max(self.state.open) >= self.config.block_size
         # the rest of a prompt is sorted together with the part that is still open
         if waits and (self.state.decoded or self.is_decoding(tokens)):
             self.integrity.require_untorn()
             self.commit(check_later, whole_prompt=True)
+            self.seal_prompt()
 
     def append(
         self,
@@ -299,25 +301,31 @@ class LayerStorage:
             self._commit(check_later, whole_prompt)
         self.integrity.settle(self.index)
 
-    def _row_blocks(self, whole_prompt: bool) -> list[RowBlocks]:
-        """What to commit of each row; []: nothing."""
+    def seal_prompt(self) -> None:
+        """Seal a first prompt but for its last block or two, also while `recording`: no draft reaches further back."""
+        if self.state.waits() and self.selector is None and max(self.state.open) > 2 * self.config.block_size:
+            self._commit(check_later=True, kept=self.config.block_size)
+
+    def _row_blocks(self, whole_prompt: bool, kept: int) -> list[RowBlocks]:
+        """What to commit of each row, whose newest `kept` tokens stay open; []: nothing."""
         state, block, index = self.state, self.config.block_size, self.bucket_index
         if self.window is None and max(state.open) < block:
             return []
-        lengths, whole = state.lengths(), [tokens // block for tokens in state.open]
+        lengths, whole = state.lengths(), [max(0, tokens - kept) // block for tokens in state.open]
         if index.sorts and not (whole_prompt or state.decoded):
             whole = [max(0, end - sealed) for end, sealed in zip(index.outside(lengths), state.sealed, strict=True)]
         to_sort = index.sortable(state.sealed, lengths, state.turn_start)
         rows = []
-        for gone, sealed, count, order in zip(state.leaving(self.window), state.sealed, whole, to_sort, strict=True):
+        leaves = state.leaving(self.window, kept)
+        for gone, sealed, count, order in zip(leaves, state.sealed, whole, to_sort, strict=True):
             leaving = min(gone, sealed)
             rows.append(RowBlocks(leaving, count, min(gone - leaving, count), order))
         return rows if any(row.whole or row.leaving for row in rows) else []
 
     @storing
-    def _commit(self, check_later: bool = False, whole_prompt: bool = False) -> None:
+    def _commit(self, check_later: bool = False, whole_prompt: bool = False, kept: int = 0) -> None:
         block, pool, buffer, index = self.config.block_size, self.pool, self.buffer, self.bucket_index
-        rows = self._row_blocks(whole_prompt)
+        rows = self._row_blocks(whole_prompt, kept)
         if not rows:
             return
         # a block is final: NaN or Inf noted for its tokens must be reported
@@ -337,7 +345,7 @@ class LayerStorage:
             self.state = self.state._replace(sealed=sealed)
             # the op seals every whole block among `open_len` tokens
             store = self.store()
-            if index.sorts:
+            if index.sorts or kept:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
             backend = "reference" if self.latent else self.config.backend
             seal_open(store, max(row.whole for row in rows), backend=backend)

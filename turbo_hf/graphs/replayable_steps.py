@@ -144,7 +144,7 @@ def why_no_replay(cache: TurboCache) -> str | None:
             return f"layer {index} holds no tokens"
         if layer.seen != cache.get_seq_length():
             return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
-        if layer.state.recording and max(layer.state.open) >= BLOCKS * layer.state.block:
+        if layer.state.recording and not layer.state.waits() and max(layer.state.open) >= BLOCKS * layer.state.block:
             return "blocks of a prompt wait for a crop"
         if layer.state.recording and layer.selector is not None:
             return f"layer {index} is sparse, and its blocks wait for a crop"
@@ -182,8 +182,11 @@ class ReplayableSteps:
         self._groups: list[_Group] = []
         for index, layer in enumerate(self.layers):
             layer.nonfinite = self.nonfinite[index : index + 1]
-            if max(layer.state.open) > layer.config.block_size and not layer.state.recording:
-                layer.commit(whole_prompt=True)
+            if max(layer.state.open) > layer.config.block_size:
+                if layer.state.recording:
+                    layer.seal_prompt()
+                else:
+                    layer.commit(whole_prompt=True)
             self._join(layer)
         for group in self._groups:
             self._reserve(group)
