@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
+from turbo_hf.cache.saved_files import Picked
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, PagedHeads, Width, empty_pages
 from turbo_hf.ops.host_device import nothing, shared
 from turbo_hf.ops.store.quantize import unpack_blocks
@@ -113,12 +115,31 @@ class PagePool:
             first += count
         return end
 
+    def _in_use(self, sealed: list[int]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Which places of the table name a sealed block, bool [B, blocks]; and the pages that they name, each once."""
+        table = self.table.numpy()
+        in_use = np.arange(table.shape[1]) < np.array(sealed)[:, None]
+        return in_use, np.unique(table[in_use])
+
+    def kept(self, sealed: list[int]) -> tuple[list[list[Any]], torch.Tensor]:
+        """What `hold` takes: k, v, meta and scale of the pages in use, for each width, and the table [B, most blocks]
+        of their numbers. Pages are `Picked`, or views where all of them follow each other."""
+        in_use, used = self._in_use(sealed)
+        count = len(used)
+        pick = None if count == 0 or used[-1] == count - 1 else torch.from_numpy(used).to(self.device)
+        pages = [[x[:count] if pick is None else Picked(x, pick) for x in heads[1:]] for heads in self.paged]
+        table = np.where(in_use, np.searchsorted(used, self.table.numpy()), 0)[:, : max(sealed)]
+        return pages, torch.from_numpy(table)
+
+    def hold(self, paged: tuple[PagedHeads, ...], table: torch.Tensor, sealed: list[int]) -> None:
+        """Take these pages, all in use, and this table of them, in place of those of a new pool."""
+        self.paged, self.table, self.reserved, self._device_table = paged, table, list(sealed), None
+
     def trim(self, sealed: list[int], shrink: bool = True) -> None:
         """Free the pages that hold none of the `sealed[row]` oldest blocks of each row. shrink: release their memory,
         if it is worth it."""
         table = self.table.numpy()
-        in_use = np.arange(table.shape[1]) < np.array(sealed)[:, None]
-        used = np.unique(table[in_use])
+        in_use, used = self._in_use(sealed)
         if shrink and self.pages - len(used) > self.pages // 32:
             # first, since it may run out of memory
             self._resize(torch.from_numpy(used).to(self.device, non_blocking=True), 0)

@@ -4,6 +4,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -20,11 +21,13 @@ from transformers.cache_utils import (
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
+from turbo_hf.cache.known_tokens import KnownTokens
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.new_columns import NewColumns, columns_from_mask
 from turbo_hf.cache.other_layers import require_recorded, stop_recording
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
+from turbo_hf.cache.saved_cache import load, save
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import COMPRESSED_TYPES, LATENT_TYPES, layer_types
@@ -159,6 +162,10 @@ class TurboCache(Cache):
         self.captured: weakref.ref[InPlace] | None = None
         # whether some pass could not be served compressed: the next may not be, either
         self.decompressed = False
+        # the patched model that has run over it
+        self.model: weakref.ref[Any] | None = None
+        # may be of more or fewer tokens than it holds: then they are not known
+        self._known: KnownTokens | None = None
 
     @property
     def layers(self) -> list[Any]:
@@ -212,8 +219,10 @@ class TurboCache(Cache):
                 "ended in an error midway. reset() it, or take a new one."
             )
 
-    def begin_pass(self, depth: int) -> None:
+    def begin_pass(self, depth: int, model: Any = None, ids: Any = None) -> None:
         """A module that calls all layers begins (`Integrity.enter`); `integrity.leave` ends it.
+
+        model: the module, if it is the model itself. ids: the tokens that it was given.
 
         Raises:
             ValueError: an earlier pass or call broke off, for NaN or anything else; or another thread uses the cache.
@@ -228,6 +237,65 @@ class TurboCache(Cache):
             raise
         # what a pass has left that broke off is dropped
         self.deferred.begin()
+        if model is not None and (self.model is None or self.model() is not model):
+            self.model = weakref.ref(model)
+        if model is not None and isinstance(ids, torch.Tensor) and not self.get_seq_length():
+            self._known = KnownTokens(ids.detach().clone())
+
+    def know(self, ids: torch.Tensor | None, saved: bool = False) -> None:
+        """Note the tokens [B, columns] that it holds once the next pass is over; None: they are not known."""
+        self._known = None if ids is None else KnownTokens(ids, None, saved)
+
+    def known_ids(self) -> torch.Tensor | None:
+        """int64 [B, columns], its tokens, padding included; None: not all of them are known."""
+        known = self._known
+        fits = known is not None and known.ids.dim() == 2 and known.ids.shape[1] == self.get_seq_length()
+        return known.whole() if known is not None and fits else None
+
+    def require_known(self, ids: torch.Tensor) -> None:
+        """ValueError unless the input of a `generate` call begins with the tokens of a cache that was loaded."""
+        known = self._known
+        if known is not None and known.saved:
+            valid = next((layer.valid for layer in self.turbo_layers() if layer.is_initialized), None)
+            known.require_same(ids, self.get_seq_length(), valid)
+
+    def save_pretrained(self, folder: str | Path, *, model: Any = None, input_ids: torch.Tensor | None = None) -> None:
+        """Write the cache into a folder, for `from_pretrained`: a JSON file, and a safetensors file that it names.
+
+        A saved cache that is there is replaced as a whole: whoever reads meanwhile, or after a process that was killed
+        or a disk that was full, finds the former one or this one.
+
+        Args:
+            folder: may hold other files.
+            model: the model that has run over it; only where that was not patched.
+            input_ids: int64 [B, columns], the tokens that it holds, padding included. Those of a `generate` call and of
+                a first pass of the model are known; those of later passes of your own loop are not.
+
+        Raises:
+            ValueError: it is empty or broken, its tokens are not known, or `folder` is a file.
+            Unsupported: the cache of a tensor parallel model, or a layer whose state no file can hold.
+            OSError: the folder cannot be written, or another process writes there.
+        """
+        self.deferred.begin()
+        self.integrity.require_whole()
+        self.require_finite()
+        save(self, folder, model, input_ids)
+
+    @staticmethod
+    @ordinary
+    def from_pretrained(folder: str | Path, model: Any) -> "TurboCache":
+        """The cache that `save_pretrained` wrote, for this patched model, on its devices.
+
+        Answers are those of the cache that was saved, bit by bit, where they are computed by the same kernels. The
+        first `generate` call compares the beginning of its `input_ids` with the saved tokens.
+
+        Raises:
+            ValueError: the model is not patched; model, weights, options or versions are not those of the saved cache
+                (the message names the first difference); or its files are damaged.
+            Unsupported: a tensor parallel model, or one whose weights are offloaded.
+            OSError: there is no saved cache.
+        """
+        return load(folder, model)
 
     def store_prompt(
         self, layer: TurboLayer, k: torch.Tensor, v: torch.Tensor, new: NewColumns, buckets: torch.Tensor | None
@@ -266,7 +334,7 @@ class TurboCache(Cache):
         if isinstance(self.layers[layer_idx], TurboLayer):
             # a TurboLayer sets its own marks when it stores, which may be later
             return update(key_states, value_states, layer_idx, *args, **kwargs)
-        rows = self._rows()
+        rows = self.rows()
         if rows is not None and len(key_states) != rows:
             raise ValueError(
                 f"layer {layer_idx}: the cache holds {rows} rows; this pass brings {len(key_states)}. Use a new "
@@ -336,7 +404,7 @@ class TurboCache(Cache):
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
         self.integrity.require_whole()
-        if tokens_to_remove <= 0 and self._rows() is None:
+        if tokens_to_remove <= 0 and self.rows() is None:
             # Transformers' own layers fail before the first pass
             return
         for index in range(len(self.layers)):
@@ -355,10 +423,15 @@ class TurboCache(Cache):
         captured = self._captured_steps()
         if captured is None or not captured.crop(-tokens_to_remove):
             super().crop(tokens_to_remove)
+        self._cut_known()
 
     def _captured_steps(self) -> InPlace | None:
         captured = None if self.captured is None else self.captured()
         return captured if captured is not None and captured.cache is self else None
+
+    def _cut_known(self) -> None:
+        if self._known is not None:
+            self._known = self._known._replace(ids=self._known.ids[:, : self.get_seq_length()])
 
     def roll_back(self) -> int:
         """After a pass that broke off (an error, Ctrl-C): remove what some layers have stored of it, as `crop` does.
@@ -393,6 +466,7 @@ class TurboCache(Cache):
             # also for columns to come
             turbo.given_mask = mask
         self.integrity.forget()
+        self._cut_known()
         return max(surplus.values(), default=0)
 
     def _require_kept(self, before: Mapping[tuple[int, str], int], surplus: Mapping[int, int]) -> None:
@@ -444,7 +518,7 @@ class TurboCache(Cache):
         self.integrity.forget()
 
     def _empty(self) -> None:
-        self._planned, self.decompressed = [], False
+        self._planned, self.decompressed, self._known = [], False, None
         self.deferred.drop()
         for layer in self.turbo_layers():
             layer.reset()
@@ -459,7 +533,7 @@ class TurboCache(Cache):
     def reorder_cache(self, beam_idx: Any) -> None:
         """Row i of every layer continues what row `beam_idx[i]` was: ValueError as in `rows.chosen_rows`."""
         self.integrity.require_whole()
-        rows = self._rows()
+        rows = self.rows()
         if rows is not None:
             chosen = chosen_rows(beam_idx, rows).tolist()
             if chosen != list(range(rows)):
@@ -472,12 +546,14 @@ class TurboCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row `repeats` times, side by side: ValueError unless a whole number above 0."""
         self.integrity.require_whole()
-        rows = self._rows()
+        rows = self.rows()
         if rows is not None:
             self._select_rows(repeated_rows(repeats, rows).tolist())
 
     @_whole
     def _select_rows(self, rows: list[int]) -> None:
+        if self._known is not None:
+            self._known = self._known.selected(rows)
         captured = self._captured_steps()
         if captured is not None and captured.select_rows(rows):
             return
@@ -488,7 +564,7 @@ class TurboCache(Cache):
             elif layer.is_initialized:
                 layer.select_rows(rows)
 
-    def _rows(self) -> int | None:
+    def rows(self) -> int | None:
         """Rows of the batch; None before the first pass."""
         for layer in self.layers:
             if isinstance(layer, TurboLayer):
@@ -543,7 +619,7 @@ class TurboCache(Cache):
 
     def __getstate__(self) -> dict[str, Any]:
         self.deferred.begin()
-        return {**self.__dict__, "captured": None}
+        return {**self.__dict__, "captured": None, "model": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

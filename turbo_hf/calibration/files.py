@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -20,8 +20,10 @@ class InUse(OSError):
     """Another process is writing in a folder."""
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes | Iterable[Any]) -> None:
     """Write a file that exists either in full or not at all: a reader never finds a partial one, nor do writers meet.
+
+    content: or its parts, bytes each, which are taken one by one.
 
     Raises:
         OSError: it cannot be written, on a full disk for example; the message names it. What was there before stays.
@@ -30,7 +32,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     with _named(path):
         try:
             with partial.open("xb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
+                parts = [content.encode()] if isinstance(content, str) else content
+                file.writelines([parts] if isinstance(parts, bytes) else parts)
                 file.flush()
                 # otherwise the new name may reach the disk before the content does
                 os.fsync(file.fileno())

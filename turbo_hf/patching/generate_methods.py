@@ -154,7 +154,9 @@ def _prepare_inputs(
     """
     method = type(model).prepare_inputs_for_generation
     original: Callable[..., dict[str, Any]] = before or functools.partial(method, model)
-    inputs, named = original(*args, **kwargs), by_name(method, args, kwargs)
+    named = by_name(method, args, kwargs)
+    _show_tokens(named)
+    inputs = original(*args, **kwargs)
     given, kept = named.get("past_key_values"), inputs.get("past_key_values")
     if not isinstance(given, TurboCache) or kept is given or not uses_turbo(model):
         return inputs
@@ -176,6 +178,21 @@ def _prepare_inputs(
             _require_all_tokens(model, inputs)
         _empty(given)
     return {**inputs, "past_key_values": given}
+
+
+def _show_tokens(named: dict[str, Any]) -> None:
+    """Tell a cache which tokens it will hold, where the call shows all of them, and compare those of a loaded one."""
+    cache, ids, mask = (named.get(name) for name in ("past_key_values", "input_ids", "attention_mask"))
+    if isinstance(cache, TurboCache):
+        # embeddings may stand for other tokens, and fewer tokens than the mask has are only the newest ones
+        shown = ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
+        if shown is not None and isinstance(mask, torch.Tensor) and mask.shape[-1] != shown.shape[1]:
+            shown = None
+        if named.get("inputs_embeds") is not None:
+            shown = None
+        if shown is not None:
+            cache.require_known(shown)
+        cache.know(shown)
 
 
 def _columns(inputs: dict[str, Any]) -> int:

@@ -195,7 +195,8 @@ def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kw
     if cache is not None:
         # of a cache that the patch has not made, too
         cache.integrity.ranks = ranks
-        cache.begin_pass(depth)
+        model = module if depth == STEP + 1 else None
+        cache.begin_pass(depth, model, kwargs.get("input_ids", args[0] if args else None))
 
 
 @outside_of_steps(-2)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import register, switch_attention
 from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.cache.saved_cache import MAKER
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_selectors, load_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
@@ -236,5 +237,6 @@ def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:
     register()
     previous = switch_attention(model, NAME)
     hooks = add_hooks(model, modules, report.layers, maker, strict)
-    replaced = replace_methods(model, family, maker, hand_off, strict)
+    replaced = [*replace_methods(model, family, maker, hand_off, strict), (model, MAKER, None)]
+    model.__dict__[MAKER] = maker
     return Handle(model, report, maker, hooks, replaced, previous, hand_off.compiled if hand_off is not None else None)

@@ -1,5 +1,8 @@
 """The index of one layer: the bucket of every cached token, by position in its row."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from turbo_hf.ops.host_device import nothing, shared
@@ -152,6 +155,23 @@ class BucketIndex:
         """Row i becomes what row `rows[i]` was; index: the same on the index's device."""
         self.buckets, self.spans = self.buckets[index], self.spans[index]
         self.sorted_blocks = [list(self.sorted_blocks[row]) for row in rows]
+
+    def kept(self, held: int) -> dict[str, Any]:
+        """What `hold` takes: the buckets of `held` tokens per row, without room for tokens to come."""
+        room = min(self.buckets.shape[-1], -(-held // GRAIN) * GRAIN)
+        blocks = [[[each.start, each.stop] for each in row] for row in self.sorted_blocks]
+        return {"buckets": self.buckets[..., :room], "spans": self.spans, "known": self._all_known, "sorted": blocks}
+
+    def hold(self, kept: Mapping[str, Any], held: int) -> None:
+        """Take what `kept` returned in place of what a new index has. ValueError: it does not fit `held` tokens."""
+        buckets, spans = kept["buckets"], kept["spans"]
+        rows, heads, tables, _ = self.buckets.shape
+        fits = buckets.shape[:3] == (rows, heads, tables) and buckets.shape[3] >= held * bool(tables)
+        fits &= spans.shape[:2] == (rows, heads) and spans.shape[3:] == (2,) and len(kept["sorted"]) == rows
+        if not fits or {buckets.dtype, spans.dtype} != {torch.int16}:
+            raise ValueError("its buckets have other shapes than its rows")
+        self.buckets, self.spans, self._all_known = buckets, spans, kept["known"]
+        self.sorted_blocks = [[range(*each) for each in row] for row in kept["sorted"]]
 
     def nbytes(self) -> int:
         """Bytes allocated."""

@@ -149,6 +149,10 @@ class Selector:
             return found
         return torch.as_tensor(found.unflatten(2, (-1, group)).movedim(3, 2).flatten(1, 2))
 
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """What a calibration has trained of it."""
+        return {}
+
     def tensors(self) -> list[torch.Tensor]:
         """Tensors that its launches use in every step."""
         return []
@@ -213,6 +217,9 @@ class Centroids(Selector):
 
     def _visited(self, query_info: torch.Tensor, sizes: torch.Tensor | None = None) -> torch.Tensor | None:
         return self._visit(query_info, sizes)
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._weights
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self._moved.values())

@@ -1,0 +1,209 @@
+"""A prompt's cache on disk: what identifies the model it is of, its layers, its tokens."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from turbo_hf._version import __version__
+from turbo_hf.cache import saved_files
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.saved_layers import held_by, hold
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import Unsupported
+from turbo_hf.models.model_layers import require_model
+
+if TYPE_CHECKING:
+    from turbo_hf.cache.turbo_cache import TurboCache
+
+MAKER = "turbo_cache_maker"
+"""Attribute of a patched model: what makes its caches."""
+
+HOW_IT_RUNS = ("backend", "cuda_graphs", "compile")
+"""Options of `TurboConfig` that change nothing of what is stored."""
+
+NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_attentions", "output_hidden_states")
+"""Entries of a model's config that change nothing of what it computes, as do those that begin with "_"."""
+
+
+class Maker(Protocol):
+    """What makes the caches of a patched model."""
+
+    def make(self, model_config: Any) -> "TurboCache":
+        """An empty one."""
+
+
+def save(cache: "TurboCache", folder: str | Path, model: Any, input_ids: torch.Tensor | None) -> None:
+    """`TurboCache.save_pretrained`, of a cache that is whole."""
+    if cache.integrity.ranks:
+        raise Unsupported("the cache of a tensor parallel model is not saved: each rank holds only its own heads.")
+    columns = cache.get_seq_length()
+    if not columns:
+        raise ValueError("this TurboCache holds no tokens: there is nothing to save. Run the prompt first.")
+    model = model if model is not None else cache.model and cache.model()
+    if model is None:
+        raise ValueError("this TurboCache does not know its model: pass it, save_pretrained(folder, model=model).")
+    require_model(model)
+    ids = cache.known_ids() if input_ids is None else input_ids
+    if ids is None:
+        raise ValueError(
+            f"this TurboCache does not know all of its {columns} tokens: pass them, save_pretrained(folder, "
+            "input_ids=ids), padding included."
+        )
+    rows = cache.rows()
+    if ids.shape != (rows, columns) or ids.dtype != torch.int64:
+        raise ValueError(
+            f"input_ids must be what the cache holds, int64 [{rows}, {columns}], padding included; got {ids.dtype} "
+            f"{list(ids.shape)}."
+        )
+    tensors: saved_files.Tensors = {"tokens": ids}
+    held = [saved_files.flatten(held_by(layer), f"layers.{n}", tensors) for n, layer in enumerate(cache.layers)]
+    facts = {**_identity(cache, model), "decompressed": cache.decompressed, "held": held}
+    saved_files.write(Path(folder), facts, tensors)
+
+
+def load(folder: str | Path, model: Any) -> "TurboCache":
+    """`TurboCache.from_pretrained`."""
+    require_model(model)
+    maker: Maker | None = vars(model).get(MAKER)
+    if maker is None:
+        raise ValueError(
+            f"this {type(model).__name__} is not patched: call turbo_hf.patch(model), with the config of the saved "
+            "cache, before from_pretrained."
+        )
+    found = saved_files.read(Path(folder))
+    cache = maker.make(model.config)
+    if cache.integrity.ranks:
+        raise Unsupported(
+            "a saved cache is not loaded for a tensor parallel model: each rank holds only its own heads."
+        )
+    for name, own in _identity(cache, model).items():
+        other = _difference(found.facts.get(name), own, name)
+        if other is not None:
+            raise ValueError(
+                f"the cache saved in {str(folder)!r} does not fit: its {other}; the answers would differ. Load it "
+                "where all is as it was, or compute the prompt again."
+            )
+    targets: dict[str, torch.Tensor] = {}
+    listed = {name: (saved_files.TYPES[kind], shape) for name, kind, shape, _ in found.facts["tensors"]}
+
+    def take(name: str, device: torch.device) -> torch.Tensor:
+        dtype, shape = listed[name]
+        targets[name] = torch.empty(shape, dtype=dtype, device=device)
+        return targets[name]
+
+    devices = dict(_devices(model))
+    try:
+        ids = take("tokens", torch.device("cpu"))
+        each = [
+            (layer, saved_files.unflatten(held, device, take), device)
+            for n, (layer, held) in enumerate(zip(cache.layers, found.facts["held"], strict=True))
+            for device in [devices.get(n, model.device)]
+        ]
+        if any(device.type == "meta" for *_, device in each):
+            raise Unsupported("weights of this model are offloaded (device_map): a saved cache is not loaded for it.")
+        found.fill(targets)
+        for n, (layer, held, device) in enumerate(each):
+            try:
+                hold(layer, held, device)
+            except ValueError as error:
+                raise ValueError(f"{found.damaged}layer {n}: {error}.{saved_files.AGAIN}") from error
+        cache.decompressed = bool(found.facts["decompressed"])
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"{found.damaged}{type(error).__name__}: {error}.{saved_files.AGAIN}") from error
+    cache.know(ids, saved=True)
+    return cache
+
+
+def _devices(model: Any) -> Iterator[tuple[int, torch.device]]:
+    """(layer, device) where modules know their layer."""
+    for module in model.modules():
+        index, weight = getattr(module, "layer_idx", None), next(module.parameters(), None)
+        if isinstance(index, int) and weight is not None:
+            yield index, weight.device
+
+
+def _identity(cache: "TurboCache", model: Any) -> dict[str, Any]:
+    """All that must be the same where a saved cache is used, as JSON would return it."""
+    found = {
+        "versions": {"turbo_hf": __version__, **{name: _version(name) for name in ("torch", "transformers", "triton")}},
+        "config": _stored(cache.turbo_config),
+        "model": {
+            "class": type(model).__name__,
+            "config": _of_model(json.loads(model.config.to_json_string(use_diff=False))),
+            "dtype": str(model.dtype),
+            "weights": _digest(dict(_tensors(model.state_dict()))),
+            "adapters": _adapters(model),
+        },
+        "layers": [_kind(layer) for layer in cache.layers],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
+def _version(package: str) -> str:
+    try:
+        # a build for another device computes with the same rules
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return "none"
+
+
+def _stored(config: TurboConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in HOW_IT_RUNS}
+
+
+def _of_model(config: Any) -> Any:
+    if not isinstance(config, dict):
+        return config
+    kept = {name: value for name, value in config.items() if not name.startswith("_") and name not in NOT_OF_MODELS}
+    return {name: _of_model(value) for name, value in kept.items()}
+
+
+def _kind(layer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"class": type(layer).__name__}
+    if isinstance(layer, TurboLayer):
+        order, by = layer.head_order, layer.selector
+        found |= {"config": _stored(layer.config), "window": layer.window, "latent": layer.latent}
+        found["head_order"] = None if order is None else list(order)
+        found["selector"] = None if by is None else f"{by}, {_digest(by.weights())}"
+    return found
+
+
+def _tensors(held: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by name; of a quantized one, those that it consists of."""
+    for name, x in held.items():
+        if hasattr(x, "__tensor_flatten__"):
+            yield from _tensors({f"{name}.{part}": getattr(x, part) for part in x.__tensor_flatten__()[0]})
+        elif isinstance(x, torch.Tensor):
+            yield name, x
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Identifies tensors by each byte of them; those whose memory is elsewhere (offloaded) by their shape alone."""
+    here = {name: x.detach().as_subclass(torch.Tensor) for name, x in tensors.items() if x.device.type != "meta"}
+    sums = dict(zip(here, saved_files.checksums(here.values()), strict=True))
+    parts = [f"{name} {x.dtype} {list(x.shape)} {sums.get(name)}" for name, x in sorted(tensors.items())]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _adapters(model: Any) -> list[str]:
+    """Which adapters (PEFT) take part: those that do not are among the weights, too."""
+    names = ("active_adapter", "disable_adapters", "merged_adapters")
+    each = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+    return sorted({", ".join(f"{name} {getattr(module, name, None)}" for name in names) for module in each})
+
+
+def _difference(saved: Any, own: Any, name: str) -> str | None:
+    """Where two trees differ first, in words; None: nowhere."""
+    if isinstance(saved, dict) and isinstance(own, dict):
+        parts: Any = [(f"{name}.{key}", saved.get(key), own.get(key)) for key in sorted({*saved, *own})]
+    elif isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        parts = [(f"{name}.{n}", *pair) for n, pair in enumerate(zip(saved, own, strict=True))]
+    else:
+        return None if saved == own else f"{name} is {saved!r}, and here it is {own!r}"
+    return next((words for part, x, y in parts if (words := _difference(x, y, part)) is not None), None)

@@ -1,0 +1,276 @@
+"""A tree of plain values and tensors as JSON and one safetensors file, written whole or not at all.
+
+The tensors' file has a name of its own for each content, and the JSON names it: the JSON is replaced last, and counts.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from turbo_hf.calibration.files import PARTIAL, one_writer, write_whole
+from turbo_hf.errors import Unsupported
+
+FORMAT, SCHEMA = "turbo_hf cache", 1
+FACTS, TENSORS = "turbo_cache.json", "turbo_cache.{}.safetensors"
+LOCK, WAIT = f"{FACTS}.lock", 60.0
+"""Held while the files are replaced, and how many seconds another process waits for that."""
+AGAIN = " Compute the prompt again, and save it anew."
+LINE = 4096
+"""Bytes that `checksum` adds up before it weighs their sum by its place."""
+CHUNK = 64 << 20
+"""Bytes that are sent to a GPU at a time."""
+NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+"""Types as safetensors names them."""
+TYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class Picked(NamedTuple):
+    """The rows `rows` of x, int64 on its device, which are copied only when they are written."""
+
+    x: torch.Tensor
+    rows: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        """The rows."""
+        return self.x.index_select(0, self.rows)
+
+
+Tensors = dict[str, torch.Tensor | Picked]
+
+
+def _whole(x: torch.Tensor | Picked) -> torch.Tensor:
+    return x.whole() if isinstance(x, Picked) else x
+
+
+def flatten(value: Any, name: str, tensors: Tensors) -> Any:
+    """A tree for JSON. Its tensors are put into `tensors`, under names that begin with `name`.
+
+    Raises:
+        Unsupported: it holds something else than plain values, dtypes, devices and tensors.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, torch.Tensor | Picked):
+        x = value if isinstance(value, torch.Tensor) else value.x
+        if x.dtype in NAMES and type(x) is torch.Tensor:
+            tensors[name] = value
+            return {"tensor": name}
+    if isinstance(value, torch.dtype) and value in NAMES:
+        return {"dtype": NAMES[value]}
+    if isinstance(value, torch.device):
+        # of the tensors, wherever they will be
+        return {"device": None}
+    if isinstance(value, Mapping):
+        return {"map": [[key, flatten(x, f"{name}.{key}", tensors)] for key, x in value.items()]}
+    if isinstance(value, list | tuple):
+        return [flatten(x, f"{name}.{n}", tensors) for n, x in enumerate(value)]
+    raise Unsupported(f"{name} of this cache is a {type(value).__name__}, which no file can hold: it is not saved.")
+
+
+def unflatten(value: Any, device: torch.device, take: Callable[[str, torch.device], torch.Tensor]) -> Any:
+    """The tree that `flatten` was given; its tensors are what `take` returns for their names, on `device`."""
+    if isinstance(value, list):
+        return [unflatten(x, device, take) for x in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = value.items()
+    if kind == "map":
+        return {key: unflatten(x, device, take) for key, x in held}
+    return {"tensor": lambda: take(held, device), "dtype": lambda: TYPES[held], "device": lambda: device}[kind]()
+
+
+def checksum(x: torch.Tensor) -> torch.Tensor:
+    """int64 [] on x's device: changes with any byte of x, and where lines of it change places. Exact on each device."""
+    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = flat.numel() // LINE * LINE
+    rest = torch.nn.functional.pad(flat[whole:], (0, LINE - flat.numel() + whole)).view(torch.int64)
+    sums = torch.cat((flat[:whole].view(torch.int64).view(-1, LINE // 8).sum(1), rest.sum().view(1)))
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=x.device)).sum()
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`checksum` of each; one read from each device."""
+    found = [checksum(x) for x in tensors]
+    read: dict[int, int] = {}
+    for device in {x.device for x in found}:
+        here = [n for n, x in enumerate(found) if x.device == device]
+        read |= zip(here, torch.stack([found[n] for n in here]).tolist(), strict=True)
+    return [read[n] for n in range(len(found))]
+
+
+def _head(listed: Sequence[Any]) -> bytes:
+    """The beginning of a safetensors file that holds [name, type, shape, ...] in this order."""
+    head, end = {}, 0
+    for name, kind, shape, *_ in listed:
+        begin, end = end, end + torch.Size(shape).numel() * TYPES[kind].itemsize
+        head[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(head).encode()
+    # data begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(x: torch.Tensor) -> Any:
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    """SHA-256 of all facts except this one."""
+    hashed = {name: value for name, value in facts.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+
+
+def write(folder: Path, facts: Mapping[str, Any], tensors: Tensors) -> None:
+    """Write both files, tensor by tensor; what the folder held of such files before is replaced as a whole.
+
+    Raises:
+        ValueError: `folder` is a file.
+        OSError: it cannot be written, or another process writes there; the message names the file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"folder must be a folder, or the name of a new one; {str(folder)!r} is a file.")
+    found = {name: _whole(x) for name, x in tensors.items() if not isinstance(x, Picked)}
+    sums = dict(zip(found, checksums(found.values()), strict=True))
+    listed = []
+    for name, x in tensors.items():
+        shape = list(x.shape) if isinstance(x, torch.Tensor) else [len(x.rows), *x.x.shape[1:]]
+        dtype = x.dtype if isinstance(x, torch.Tensor) else x.x.dtype
+        total = sums[name] if name in sums else checksums([_whole(x)])[0]
+        listed.append([name, NAMES[dtype], shape, total])
+    whole = {"format": FORMAT, "schema": SCHEMA, **facts, "tensors": listed}
+    digest = _digest(whole)
+    path = folder / TENSORS.format(digest[:16])
+    with one_writer(folder, LOCK, WAIT):
+        try:
+            write_whole(path, _content(listed, tensors))
+            write_whole(folder / FACTS, json.dumps({**whole, "sha256": digest}) + "\n")
+        finally:
+            _settle(folder)
+
+
+def _content(listed: Sequence[Any], tensors: Tensors) -> Iterator[Any]:
+    yield _head(listed)
+    for x in tensors.values():
+        yield _bytes(_whole(x))
+
+
+def _settle(folder: Path) -> None:
+    """Remove the tensors that no JSON names; only for the one that holds the lock."""
+    try:
+        named = str(json.loads((folder / FACTS).read_bytes())["sha256"])[:16]
+    except (OSError, ValueError, TypeError, KeyError):
+        named = ""
+    keep = TENSORS.format(named)
+    for pattern in (TENSORS.format("*"), f"{TENSORS.format('*')}.*{PARTIAL}", f"{FACTS}.*{PARTIAL}"):
+        for left in folder.glob(pattern):
+            if left.name != keep:
+                left.unlink()
+
+
+class Read(NamedTuple):
+    """What a folder holds. data: uint8, the memory-mapped bytes of all tensors, in the order of `facts["tensors"]`."""
+
+    facts: dict[str, Any]
+    data: torch.Tensor
+    damaged: str
+
+    def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Copy the tensors of these names. ValueError: they are not as they were written."""
+        lanes: dict[torch.device, _Lane] = {}
+        begin, wanted = 0, []
+        for name, kind, shape, total in self.facts["tensors"]:
+            size = torch.Size(shape).numel() * TYPES[kind].itemsize
+            source, begin = self.data[begin : begin + size], begin + size
+            target = targets[name].reshape(-1).view(torch.uint8)
+            wanted.append(total)
+            if target.is_cuda:
+                lanes.setdefault(target.device, _Lane(target.device)).send(source, target)
+            else:
+                target.copy_(source)
+        if checksums(targets[name] for name, *_ in self.facts["tensors"]) != wanted:
+            raise ValueError(f"{self.damaged}its tensors are not as they were written.{AGAIN}")
+
+
+class _Lane:
+    """Copies memory of the host to a GPU, through two pinned buffers: one is filled while the other is sent."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._turn = device, 0
+        self._pinned = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._sent = [torch.cuda.Event() for _ in range(2)]
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """source, target: uint8 [n]."""
+        with torch.cuda.device(self._device):
+            for part, place in zip(source.split(CHUNK), target.split(CHUNK), strict=True):
+                self._turn = 1 - self._turn
+                pinned, sent = self._pinned[self._turn][: len(part)], self._sent[self._turn]
+                sent.synchronize()
+                place.copy_(pinned.copy_(part), non_blocking=True)
+                sent.record()
+
+
+def read(folder: Path) -> Read:
+    """The files of a folder, which another process may be replacing. Of the tensors, nothing is read yet.
+
+    Raises:
+        OSError: there are none.
+        ValueError: they are damaged, or of another version.
+    """
+    while True:
+        try:
+            content = (folder / FACTS).read_bytes()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise OSError(f"there is no saved cache in {str(folder)!r}: the folder has no {FACTS}.") from error
+        try:
+            return _read(folder, content)
+        except ValueError:
+            # unless it has been replaced in between
+            if content == (folder / FACTS).read_bytes():
+                raise
+
+
+def _read(folder: Path, content: bytes) -> Read:
+    damaged = f"the cache saved in {str(folder)!r} is damaged: "
+    try:
+        facts = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{damaged}{FACTS} is no JSON.{AGAIN}") from error
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise ValueError(f"{damaged}{FACTS} does not say that it is a {FORMAT}.{AGAIN}")
+    if facts.get("schema") != SCHEMA:
+        raise ValueError(
+            f"the cache saved in {str(folder)!r} has schema {facts.get('schema')!r}; this version reads {SCHEMA}."
+            f"{AGAIN}"
+        )
+    if facts.get("sha256") != _digest(facts):
+        raise ValueError(f"{damaged}{FACTS} is not as it was written.{AGAIN}")
+    name, head = TENSORS.format(facts["sha256"][:16]), _head(facts["tensors"])
+    path = folder / name
+    size = len(head) + sum(torch.Size(shape).numel() * TYPES[kind].itemsize for _, kind, shape, _ in facts["tensors"])
+    if not path.is_file():
+        raise ValueError(f"{damaged}the folder has no {name}.{AGAIN}")
+    if path.stat().st_size != size:
+        raise ValueError(f"{damaged}{name} has {path.stat().st_size:,} bytes, and was written with {size:,}.{AGAIN}")
+    # what is written to it stays in this process
+    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
+    if mapped[: len(head)].numpy().tobytes() != head:
+        raise ValueError(f"{damaged}{name} does not begin with the tensors that {FACTS} names.{AGAIN}")
+    return Read(facts, mapped[len(head) :], damaged)
