@@ -1,11 +1,11 @@
-"""A prompt's cache on disk: what identifies the model it is of, its layers, its tokens."""
+"""A prompt's cache on disk: what identifies the model it is of, its layers, its tokens. A cache is a `TurboCache`."""
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -16,9 +16,6 @@ from turbo_hf.cache.saved_layers import held_by, hold
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import require_model
-
-if TYPE_CHECKING:
-    from turbo_hf.cache.turbo_cache import TurboCache
 
 MAKER = "turbo_cache_maker"
 """Attribute of a patched model: what makes its caches."""
@@ -33,11 +30,11 @@ NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_att
 class Maker(Protocol):
     """What makes the caches of a patched model."""
 
-    def make(self, model_config: Any) -> "TurboCache":
+    def make(self, model_config: Any) -> Any:
         """An empty one."""
 
 
-def save(cache: "TurboCache", folder: str | Path, model: Any, input_ids: torch.Tensor | None) -> None:
+def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | None) -> None:
     """`TurboCache.save_pretrained`, of a cache that is whole."""
     if cache.integrity.ranks:
         raise Unsupported("the cache of a tensor parallel model is not saved: each rank holds only its own heads.")
@@ -66,7 +63,7 @@ def save(cache: "TurboCache", folder: str | Path, model: Any, input_ids: torch.T
     saved_files.write(Path(folder), facts, tensors)
 
 
-def load(folder: str | Path, model: Any) -> "TurboCache":
+def load(folder: str | Path, model: Any) -> Any:
     """`TurboCache.from_pretrained`."""
     require_model(model)
     maker: Maker | None = vars(model).get(MAKER)
@@ -127,7 +124,7 @@ def _devices(model: Any) -> Iterator[tuple[int, torch.device]]:
             yield index, weight.device
 
 
-def _identity(cache: "TurboCache", model: Any) -> dict[str, Any]:
+def _identity(cache: Any, model: Any) -> dict[str, Any]:
     """All that must be the same where a saved cache is used, as JSON would return it."""
     found = {
         "versions": {"turbo_hf": __version__, **{name: _version(name) for name in ("torch", "transformers", "triton")}},

@@ -295,7 +295,8 @@ class TurboCache(Cache):
             Unsupported: a tensor parallel model, or one whose weights are offloaded.
             OSError: there is no saved cache.
         """
-        return load(folder, model)
+        loaded: TurboCache = load(folder, model)
+        return loaded
 
     def store_prompt(
         self, layer: TurboLayer, k: torch.Tensor, v: torch.Tensor, new: NewColumns, buckets: torch.Tensor | None

@@ -32,8 +32,8 @@ def write_whole(path: Path, content: str | bytes | Iterable[Any]) -> None:
     with _named(path):
         try:
             with partial.open("xb") as file:
-                parts = [content.encode()] if isinstance(content, str) else content
-                file.writelines([parts] if isinstance(parts, bytes) else parts)
+                whole: Any = content.encode() if isinstance(content, str) else content
+                file.writelines([whole] if isinstance(whole, bytes) else whole)
                 file.flush()
                 # otherwise the new name may reach the disk before the content does
                 os.fsync(file.fileno())
