@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from graphs_support import watch_runners
 from histories_support import subject
 from hypothesis import given
 from hypothesis import strategies as st
 from models import left_padded, prompts, tiny_llama, tiny_mistral
 from sparse_cache_support import sparse
 from tiny_families import build
+from transformers.generation.streamers import BaseStreamer
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
@@ -81,11 +83,11 @@ def run(model: Any, cache: Any, ids: torch.Tensor, **given: Any) -> torch.Tensor
 @pytest.mark.parametrize("make", KINDS)
 def test_a_loaded_cache_goes_on_bit_by_bit(make: Callable[[], Made], tmp_path: Path) -> None:
     model, cache = make()
-    run(model, cache, prompts(2, 104))
+    run(model, cache, prompts(2, 200))
     # two rows that share pages, one of them cut
     cache.reorder_cache(torch.tensor([1, 1]))
     run(model, cache, prompts(2, 1, 1))
-    ids = prompts(2, 105)
+    ids = prompts(2, 201)
     cache.save_pretrained(tmp_path, input_ids=ids)
     loaded = TurboCache.from_pretrained(tmp_path, model)
     for one, other in zip(cache.turbo_layers(), loaded.turbo_layers(), strict=True):
@@ -93,6 +95,7 @@ def test_a_loaded_cache_goes_on_bit_by_bit(make: Callable[[], Made], tmp_path: P
         # pages of both rows are stored once
         assert other.pool.pages == len(set(one.pool.table[:, : max(one.state.sealed)].flatten().tolist()))
     assert torch.equal(loaded.known_ids(), ids)  # type: ignore[arg-type]
+    assert make is not by_bucket or any(cache.turbo_layers()[0].bucket_index.sorted_blocks)
     for tokens, seed in ((1, 3), (40, 4), (1, 5)):
         new = prompts(2, tokens, seed)
         assert torch.equal(run(model, loaded, new), run(model, cache, new))
@@ -261,8 +264,9 @@ def test_shapes_that_contradict_each_other(part: str, tmp_path: Path) -> None:
     model = saved_in(tmp_path)
     facts = json.loads((tmp_path / FACTS).read_bytes())
     held: dict[str, Any] = dict(facts["held"][0]["map"])
-    named = {"state": ["map", 1, 1], "shape": [1], "table": ["tensor"], "open": [0, "tensor"]}[part]
-    place, keys = held[part], list[Any](named)
+    paths: dict[str, list[Any]] = {"state": ["map", 1, 1], "shape": [1], "table": ["tensor"], "open": [0, "tensor"]}
+    keys = paths[part]
+    place = held[part]
     for key in keys[:-1]:
         place = place[key]
     place[keys[-1]] = {"state": [9], "shape": 32, "table": "layers.0.order", "open": "layers.0.open.2"}[part]
@@ -289,3 +293,33 @@ def test_on_a_gpu_under_captured_steps(options: dict[str, Any], tmp_path: Path) 
         assert all(layer.pool.paged[0].k.is_cuda for layer in loaded.turbo_layers())
         want, got = (model.generate(reply, past_key_values=each, **run_of) for each in (cache, loaded))
         assert torch.equal(got, want)
+
+
+class _Saves(BaseStreamer):
+    """Saves the cache of a `generate` call between two of its steps."""
+
+    def __init__(self, cache: TurboCache, folder: Path):
+        self.cache, self.folder, self.calls = cache, folder, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls += 1
+        if self.calls == 30:
+            self.cache.save_pretrained(self.folder)
+
+    def end(self) -> None:
+        pass
+
+
+def test_saving_between_replayed_steps_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runners = watch_runners(monkeypatch)
+    model, cache = llama()()
+    ids, run_of = prompts(1, 60), {"do_sample": False}
+    want = model.generate(ids, max_new_tokens=60, **run_of)
+    got = model.generate(ids, max_new_tokens=60, past_key_values=cache, streamer=_Saves(cache, tmp_path), **run_of)
+    assert runners[-1].captures
+    assert torch.equal(got, want)
+    loaded = TurboCache.from_pretrained(tmp_path, model)
+    held = loaded.get_seq_length()
+    assert 60 < held < 100
+    begun = {"input_ids": want[:, : held + 1], "attention_mask": torch.ones_like(want[:, : held + 1])}
+    assert torch.equal(model.generate(**begun, max_new_tokens=119 - held, past_key_values=loaded, **run_of), want)
