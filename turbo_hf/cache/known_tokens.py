@@ -1,6 +1,6 @@
 """The tokens of a cache, as far as whoever passes them shows them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,3 +49,38 @@ class KnownTokens(NamedTuple):
                 f"input_ids does not begin with the prompt of this saved cache: row {row} has token "
                 f"{int(ids[row, column])} in column {column}, the saved prompt {int(own[row, column])}."
             )
+
+
+class KnowsTokens:
+    """The part of a `TurboCache` that knows its tokens, as far as it was shown them."""
+
+    # may be of more or fewer tokens than the cache holds: then they are not known
+    _known: KnownTokens | None = None
+
+    def know(self, ids: torch.Tensor | None, saved: bool = False) -> None:
+        """Note the tokens [B, columns] that it holds once the next pass is over; None: they are not known."""
+        self._known = None if ids is None else KnownTokens(ids, None, saved)
+
+    def known_ids(self) -> torch.Tensor | None:
+        """int64 [B, columns], its tokens, padding included; None: not all of them are known."""
+        cache: Any = self
+        known = self._known
+        fits = known is not None and known.ids.dim() == 2 and known.ids.shape[1] == cache.get_seq_length()
+        return known.whole() if known is not None and fits else None
+
+    def require_known(self, ids: torch.Tensor) -> None:
+        """ValueError unless the input of a `generate` call begins with the tokens of a cache that was loaded."""
+        cache: Any = self
+        known = self._known
+        if known is not None and known.saved:
+            valid = next((layer.valid for layer in cache.turbo_layers() if layer.is_initialized), None)
+            known.require_same(ids, cache.get_seq_length(), valid)
+
+    def _cut_known(self) -> None:
+        cache: Any = self
+        if self._known is not None:
+            self._known = self._known._replace(ids=self._known.ids[:, : cache.get_seq_length()])
+
+    def _select_known(self, rows: list[int]) -> None:
+        if self._known is not None:
+            self._known = self._known.selected(rows)

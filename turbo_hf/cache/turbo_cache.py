@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
-from turbo_hf.cache.known_tokens import KnownTokens
+from turbo_hf.cache.known_tokens import KnowsTokens
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.new_columns import NewColumns, columns_from_mask
@@ -81,7 +81,7 @@ class InPlace(Protocol):
         """As `TurboCache.reorder_cache`, of rows that exist. False: it cannot, and has changed nothing."""
 
 
-class TurboCache(Cache):
+class TurboCache(KnowsTokens, Cache):
     """A KV cache in INT8, 4, 3 or 2 bit. `turbo_hf.patch` makes one for each `generate`; make one yourself for your own
     loop.
 
@@ -164,8 +164,6 @@ class TurboCache(Cache):
         self.decompressed = False
         # the patched model that has run over it
         self.model: weakref.ref[Any] | None = None
-        # may be of more or fewer tokens than it holds: then they are not known
-        self._known: KnownTokens | None = None
 
     @property
     def layers(self) -> list[Any]:
@@ -240,24 +238,7 @@ class TurboCache(Cache):
         if model is not None and (self.model is None or self.model() is not model):
             self.model = weakref.ref(model)
         if model is not None and isinstance(ids, torch.Tensor) and not self.get_seq_length():
-            self._known = KnownTokens(ids.detach().clone())
-
-    def know(self, ids: torch.Tensor | None, saved: bool = False) -> None:
-        """Note the tokens [B, columns] that it holds once the next pass is over; None: they are not known."""
-        self._known = None if ids is None else KnownTokens(ids, None, saved)
-
-    def known_ids(self) -> torch.Tensor | None:
-        """int64 [B, columns], its tokens, padding included; None: not all of them are known."""
-        known = self._known
-        fits = known is not None and known.ids.dim() == 2 and known.ids.shape[1] == self.get_seq_length()
-        return known.whole() if known is not None and fits else None
-
-    def require_known(self, ids: torch.Tensor) -> None:
-        """ValueError unless the input of a `generate` call begins with the tokens of a cache that was loaded."""
-        known = self._known
-        if known is not None and known.saved:
-            valid = next((layer.valid for layer in self.turbo_layers() if layer.is_initialized), None)
-            known.require_same(ids, self.get_seq_length(), valid)
+            self.know(ids.detach().clone())
 
     def save_pretrained(self, folder: str | Path, *, model: Any = None, input_ids: torch.Tensor | None = None) -> None:
         """Write the cache into a folder, for `from_pretrained`: a JSON file, and a safetensors file that it names.
@@ -430,10 +411,6 @@ class TurboCache(Cache):
         captured = None if self.captured is None else self.captured()
         return captured if captured is not None and captured.cache is self else None
 
-    def _cut_known(self) -> None:
-        if self._known is not None:
-            self._known = self._known._replace(ids=self._known.ids[:, : self.get_seq_length()])
-
     def roll_back(self) -> int:
         """After a pass that broke off (an error, Ctrl-C): remove what some layers have stored of it, as `crop` does.
 
@@ -519,7 +496,8 @@ class TurboCache(Cache):
         self.integrity.forget()
 
     def _empty(self) -> None:
-        self._planned, self.decompressed, self._known = [], False, None
+        self._planned, self.decompressed = [], False
+        self.know(None)
         self.deferred.drop()
         for layer in self.turbo_layers():
             layer.reset()
@@ -553,8 +531,7 @@ class TurboCache(Cache):
 
     @_whole
     def _select_rows(self, rows: list[int]) -> None:
-        if self._known is not None:
-            self._known = self._known.selected(rows)
+        self._select_known(rows)
         captured = self._captured_steps()
         if captured is not None and captured.select_rows(rows):
             return
