@@ -16,9 +16,6 @@ SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
 
 
-UNPROVEN = "it has run on CPUs alone so far, and its answers on a GPU have not been checked. Use generate"
-
-
 class Layer(Protocol):
     """What is read of a `LayerReport`."""
 
@@ -57,8 +54,6 @@ def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: Turb
     here = Version(transformers.__version__)
     if Version(f"{here.major}.{here.minor}") < SINCE:
         return f"it needs transformers {SINCE} or newer, and {here} is installed. Upgrade transformers, use generate"
-    if any(x.device.type == "cuda" for x in model.parameters()):
-        return UNPROVEN
     other = next((at for at in layers if not at.groups), None)
     if other is not None:
         return f"layer {other.index} is not compressed, and all layers share one pool. Use generate"
@@ -91,9 +86,6 @@ def words(why_not: str | None) -> str:
 
 def begin(maker: Maker, model: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `init_continuous_batching`: a manager whose cache is compressed."""
-    if maker.why_not_served is None and model.device.type == "cuda":
-        # it has been moved since the patch
-        raise Unsupported(f"continuous batching (generate_batch) on compressed pages: {UNPROVEN}, or remove the patch.")
     if maker.why_not_served is not None or not maker.active:
         reason = maker.why_not_served or "this model is a copy of a patched one, or its patch was removed. Use generate"
         raise Unsupported(f"continuous batching (generate_batch) on compressed pages: {reason}, or remove the patch.")
