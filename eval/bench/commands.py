@@ -8,6 +8,7 @@ from turbo_hf.eval.bench.density import density_command
 from turbo_hf.eval.bench.error import error_command
 from turbo_hf.eval.bench.generate import generate_command
 from turbo_hf.eval.bench.prefill import prefill_command
+from turbo_hf.eval.bench.serve import serve_command
 from turbo_hf.eval.bench.sparse import sparse_command
 
 bench = typer.Typer(help="Speed and error of attention, on shapes of real models.", no_args_is_help=True)
@@ -26,6 +27,7 @@ bench.command("decode")(decode_command)
 bench.command("sparse")(sparse_command)
 bench.command("error")(error_command)
 bench.command("density")(density_command)
+bench.command("serve")(serve_command)
 
 
 @bench.command("first-token", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
