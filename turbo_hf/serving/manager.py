@@ -4,6 +4,7 @@ import copy
 import threading
 from typing import Any
 
+import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.continuous_api import (
     ContinuousBatchingManager,
@@ -107,9 +108,13 @@ class TurboBatchingManager(ContinuousBatchingManager):
 
     def _generation_step(self) -> None:
         """See Transformers. Raises: ValueError, if NaN or Inf was stored."""
+        processor: Any = self.batch_processor
+        stream = processor.inputs_and_outputs.compute_stream
+        if stream is not None:
+            # Transformers fills the inputs on the current stream
+            stream.wait_stream(torch.cuda.current_stream(self.model.device))
         with packed_pass():
             super()._generation_step()
-        processor: Any = self.batch_processor
         # the pass has been waited for: its tokens are read on the host
         require_finite(dict(enumerate(processor.cache.storage.nonfinite)))
 

@@ -254,6 +254,9 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         self.storage = Storage(shape, serving.config, self.cache_tensor, planner.slots, serving.orders)
         self._coming: list[Row] = []
         self._groups: list[Group] = []
+        if self.cache_tensor.is_cuda:
+            # passes run on a stream of their own, which does not wait for the zeros
+            torch.cuda.synchronize(self.cache_tensor.device)
 
     def begin_session(self) -> None:
         """Forget what an earlier session has left behind, but for the stored prefixes."""
