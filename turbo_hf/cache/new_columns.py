@@ -95,3 +95,18 @@ def columns_from_mask(mask: torch.Tensor | None, seen: int, tokens: int, valid: 
     past = mask[:, :seen].bool()
     same = past.all() if valid is None else (past == valid.to(mask.device)).all()
     return columns_of(mask[:, seen:].bool(), same)
+
+
+class Planned(NamedTuple):
+    """How the `tokens` columns after `seen` earlier ones are aligned under a mask."""
+
+    mask: torch.Tensor | None
+    seen: int
+    tokens: int
+    new: NewColumns
+
+    def under(self, mask: torch.Tensor | None) -> bool:
+        """Whether a layer was given the same mask; over several GPUs, each layer gets a copy."""
+        if self.mask is None or mask is None or self.mask.device == mask.device:
+            return self.mask is mask
+        return self.mask.shape == mask.shape

@@ -8,7 +8,7 @@ import torch
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.open_buffer import OpenBuffer
 from turbo_hf.cache.rows import RowState
-from turbo_hf.layout import PagedHeads, empty_pages
+from turbo_hf.layout import PagedHeads, empty_pages, widths_of
 
 LATER = frozenset({"dtype", "device", "indexer_dtype", "indexer_device"})
 """Attributes that Transformers' own layers have once they hold something."""
@@ -63,11 +63,11 @@ def _hold(layer: TurboLayer, held: dict[str, Any], device: torch.device) -> None
     channels = (dim, rotary or dim)
     layer.lazy_initialization(*(torch.empty(rows, heads, 0, n, dtype=held["dtype"], device=device) for n in channels))
     pool, groups = layer.pool, layer.pool.groups
-    pages = tuple(PagedHeads(bits, *own) for (bits, _), own in zip(groups, held["pages"], strict=True))
+    pages = tuple(PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(groups, held["pages"], strict=True))
     count = len(pages[0].k)
     shape = (dim, block, meta, pool.dtype_16bit, rotary)
     like: dict[str, Iterable[torch.Tensor]] = {
-        "pages": [x for bits, n in groups for x in empty_pages(bits, count, n, *shape)[1:]],
+        "pages": [x for width, n in groups for x in empty_pages(width, count, n, *shape)[1:]],
         "open": OpenBuffer(rows, heads, dim, meta, layer.buffer.k.dtype, max(state.open), rotary).tensors(),
         "order": [layer.order],
         "universal": [] if layer.universal is None else [layer.universal],

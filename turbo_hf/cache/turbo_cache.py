@@ -5,7 +5,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -24,7 +24,7 @@ from turbo_hf.cache.integrity import RESET, Integrity, Pass
 from turbo_hf.cache.known_tokens import KnowsTokens
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
-from turbo_hf.cache.new_columns import NewColumns, columns_from_mask
+from turbo_hf.cache.new_columns import NewColumns, Planned, columns_from_mask
 from turbo_hf.cache.other_layers import require_recorded, stop_recording
 from turbo_hf.cache.rows import chosen_rows, repeated_rows
 from turbo_hf.cache.saved_cache import load, save
@@ -51,22 +51,6 @@ def _whole(method: Callable[Concatenate["TurboCache", P], None]) -> Callable[Con
         begun.ended = True
 
     return operation
-
-
-def _same_mask(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether two layers of a pass were given the same mask; over several GPUs, each layer gets a copy."""
-    if one is None or other is None or one.device == other.device:
-        return one is other
-    return one.shape == other.shape
-
-
-class _Planned(NamedTuple):
-    """How the `tokens` columns after `seen` earlier ones are aligned under a mask."""
-
-    mask: torch.Tensor | None
-    seen: int
-    tokens: int
-    new: NewColumns
 
 
 class InPlace(Protocol):
@@ -157,7 +141,7 @@ class TurboCache(KnowsTokens, Cache):
         self.deferred = DeferredStores(self.integrity)
         for layer in self.turbo_layers():
             layer.integrity, layer.given_mask = self.integrity, attention_mask
-        self._planned: list[_Planned] = []
+        self._planned: list[Planned] = []
         # the captured steps over this cache (not over a copy of it), which change it without a new capture
         self.captured: weakref.ref[InPlace] | None = None
         # whether some pass could not be served compressed: the next may not be, either
@@ -196,12 +180,10 @@ class TurboCache(KnowsTokens, Cache):
         if mask is None and valid is None:
             return NewColumns(tokens)
         columns = (layer.seen, tokens)
-        new = next(
-            (at.new for at in self._planned if (at.seen, at.tokens) == columns and _same_mask(at.mask, mask)), None
-        )
+        new = next((at.new for at in self._planned if (at.seen, at.tokens) == columns and at.under(mask)), None)
         if new is None:
             new = columns_from_mask(mask, *columns, valid)
-            self._planned.append(_Planned(mask, *columns, new))
+            self._planned.append(Planned(mask, *columns, new))
         return new if mask is None else new.on(mask.device)
 
     def _require_one_length(self, first: int, tokens: int) -> None:
