@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
 
+from turbo_hf.patching import continuous_batching  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator, TurboPagedCache  # noqa: E402
 from turbo_hf.serving.storage import Shape  # noqa: E402
 
@@ -376,6 +377,31 @@ def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]])
     assert pool.pool.num_free_sectors == pool.blocks
 
 
+class Groups:
+    """Every combination is as good as checked."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+@pytest.fixture
+def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what has not been checked on a GPU is served there."""
+    monkeypatch.setattr(continuous_batching, "CHECKED_ON_GPUS", Groups())
+
+
+@pytest.mark.parametrize(("preset", "kind"), [("turbo-mixed", "llama"), ("turbo2", "llama"), ("int8", "sliding")])
+def test_what_has_not_been_checked_on_a_gpu_is_refused_there(
+    preset: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[kind]()
+    with turbo_hf.patch(model, preset):
+        # moved since the patch
+        monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
+        with pytest.raises(Unsupported, match="checked at 8 and at 4 bit without sliding windows, not at"):
+            model.generate_batch(requests())
+
+
 def wide(kind: str) -> Any:
     """A model on the GPU whose heads have 64 channels."""
     shape = {"hidden_size": 256, "head_dim": 64}
@@ -384,6 +410,7 @@ def wide(kind: str) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("preset", "kind"), [*((preset, "llama") for preset in PRESETS), ("turbo-mixed", "sliding")])
+@pytest.mark.usefixtures("unrefused")
 def test_on_a_gpu_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any) -> None:
     model, inputs = wide(kind), requests((*LENGTHS, 300, 17))
     with turbo_hf.patch(model, preset) as handle:

@@ -15,6 +15,10 @@ from turbo_hf.layout import UNQUANTIZED, HeadGroups
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
 
+CHECKED_ON_GPUS = {((8,), False), ((4,), False)}
+"""(widths of the heads, whether layers have sliding windows) whose tokens were compared with those of static batches on
+a GPU."""
+
 
 class Layer(Protocol):
     """What is read of a `LayerReport`."""
@@ -76,7 +80,20 @@ def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: Turb
     ):
         if found:
             return f"{reason} cannot be served to requests that come and go. Choose another config, use generate"
-    return None
+    return unchecked(model, layers[0].groups)
+
+
+def unchecked(model: Any, groups: Sequence[tuple[int, int]]) -> str | None:
+    """Why this GPU may not serve; None: it may, or the model is on none. groups: as in `TurboConfig.head_groups`."""
+    slides = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) is not None
+    widths = tuple(bits for bits, _ in groups)
+    if model.device.type != "cuda" or (widths, slides) in CHECKED_ON_GPUS:
+        return None
+    own = f"{' and '.join(map(str, widths))} bit{' with sliding windows' if slides else ''}"
+    return (
+        "on a GPU its answers have been checked at 8 and at 4 bit without sliding windows, not at "
+        f"{own}. Choose int8 or turbo4, use generate"
+    )
 
 
 def words(why_not: str | None) -> str:
@@ -86,8 +103,10 @@ def words(why_not: str | None) -> str:
 
 def begin(maker: Maker, model: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `init_continuous_batching`: a manager whose cache is compressed."""
-    if maker.why_not_served is not None or not maker.active:
-        reason = maker.why_not_served or "this model is a copy of a patched one, or its patch was removed. Use generate"
+    # again, as it may have been moved since the patch
+    reason = maker.why_not_served or unchecked(model, maker.groups)
+    if reason is not None or not maker.active:
+        reason = reason or "this model is a copy of a patched one, or its patch was removed. Use generate"
         raise Unsupported(f"continuous batching (generate_batch) on compressed pages: {reason}, or remove the patch.")
     # Transformers before 5.19 lacks what it needs
     from turbo_hf.serving.manager import init_continuous_batching  # noqa: PLC0415
