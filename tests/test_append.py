@@ -6,6 +6,7 @@ import pytest
 import torch
 from all_pairs import all_pairs, in_turn
 from append_support import GROUPS, cache, copy, expected, full_store, snapshot
+from choices import BACKENDS
 from stores import make_store, tokens
 
 from turbo_hf.layout import HeadGroups, KVStore, empty_pages
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("poison")
         pytest.param((130, [0, 33, 130]), id="ragged_prompt"),
     ],
     given=[pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")],
+    backend=BACKENDS,
 )
 def test_stores_what_the_quantizer_makes(
     dim: int, dtype: torch.dtype, brought: tuple[int, list[int] | None], given: bool, backend: str, device: torch.device
@@ -84,8 +86,7 @@ def assert_same_tokens(got: KVStore, want: KVStore) -> None:
         assert torch.equal(got.v_open[row, ..., :held], want.v_open[row, ..., :held])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=["nan", "inf"])
-@pytest.mark.parametrize("which", [0, 1], ids=["k", "v"])
+@all_pairs(which=[pytest.param(0, id="k"), pytest.param(1, id="v")], bad=[float("nan"), float("inf")], backend=BACKENDS)
 def test_nan_and_inf_are_reported(which: int, bad: float, backend: str, device: torch.device) -> None:
     store, nonfinite = cache([3], 16, device, torch.float32), torch.zeros(1, dtype=torch.int32, device=device)
     new = [tokens(1, 2, 2, 16, device=device) for _ in range(2)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from all_pairs import all_pairs, in_turn
 from append_support import GROUPS, expected, full_store, snapshot
+from choices import BACKENDS
 from op_calls import decode
 from stores import tokens
 from torch import Tensor
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("poison")
     dim=[pytest.param(d, id=f"d{d}") for d in (16, 80)],
     groups=GROUPS,
     given=[pytest.param(False, id="own_scale"), pytest.param(True, id="given_scale")],
+    backend=BACKENDS,
 )
 def test_a_step_seals_what_is_full_and_then_appends(
     dim: int, groups: HeadGroups, given: bool, backend: str, device: torch.device

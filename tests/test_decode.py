@@ -7,7 +7,7 @@ import pytest
 import torch
 from all_pairs import all_pairs
 from budgets import largest
-from choices import FLOATS, OPTIONS, TWO_MODES
+from choices import BACKENDS, FLOATS, OPTIONS, TWO_MODES
 from decode_support import check_decode
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,17 +23,18 @@ EVERY = (*BITS, *permutations(BITS, 2))
 RAGGED = [130, 1, 64, 63, 65]
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize(
-    ("query_heads", "kv_heads"),
-    [
-        pytest.param(2, 2, id="gqa1:1"),
-        pytest.param(8, 2, id="gqa4:1"),
-        pytest.param(14, 2, id="gqa7:1"),
-        pytest.param(4, 1, id="mqa"),
+@all_pairs(
+    heads=[
+        pytest.param((2, 2), id="gqa1:1"),
+        pytest.param((8, 2), id="gqa4:1"),
+        pytest.param((14, 2), id="gqa7:1"),
+        pytest.param((4, 1), id="mqa"),
     ],
+    mode=TWO_MODES,
+    backend=BACKENDS,
 )
-def test_head_groups(query_heads: int, kv_heads: int, mode: str, device: torch.device, backend: str) -> None:
+def test_head_groups(heads: tuple[int, int], mode: str, device: torch.device, backend: str) -> None:
+    query_heads, kv_heads = heads
     store = random_store(RAGGED, kv_heads, 64, device)
     check_decode(tokens(5, query_heads, 1, 64, device=device), store, mode, backend)
 
@@ -48,22 +49,21 @@ def test_head_dims_and_bits(dim: int, bits: int, mode: str, device: torch.device
     check_decode(tokens(2, 4, 2, dim, device=device), store, mode, backend, starts=[0, 1])
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("length", [pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 127, 128, 130)])
+@all_pairs(
+    length=[pytest.param(n, id=f"n{n}") for n in (1, 63, 64, 65, 127, 128, 130)], mode=TWO_MODES, backend=BACKENDS
+)
 def test_lengths(length: int, mode: str, device: torch.device, backend: str) -> None:
     check_decode(tokens(1, 4, 1, 64, device=device), random_store([length], 1, 64, device), mode, backend)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("m", [pytest.param(m, id=f"m{m}") for m in (1, 2, 5, 16)])
+@all_pairs(m=[pytest.param(m, id=f"m{m}") for m in (1, 2, 5, 16)], mode=TWO_MODES, backend=BACKENDS)
 def test_several_tokens(m: int, mode: str, device: torch.device, backend: str) -> None:
     """Drafts: the last m tokens see only what stands before them, across a block's edge too."""
     store = random_store([130, 16, 64, 70], 2, 64, device)
     check_decode(tokens(4, 4, m, 64, device=device), store, mode, backend)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("options", OPTIONS)
+@all_pairs(options=OPTIONS, mode=TWO_MODES, backend=BACKENDS)
 def test_options(options: dict[str, Any], mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 4, 64, 63, 65], 2, 64, device, groups=((4, 1), (2, 1)))
     check_decode(tokens(5, 4, 3, 64, device=device), store, mode, backend, **options)
@@ -85,8 +85,7 @@ def test_dtypes(backend: str, dtype: torch.dtype, mode: str, device: torch.devic
     check_decode(tokens(2, 4, 2, 64, dtype=dtype, device=device), store, mode, backend, sinks=True)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
+@all_pairs(block=[pytest.param(b, id=f"b{b}") for b in (32, 64, 128)], mode=TWO_MODES, backend=BACKENDS)
 def test_block_sizes_and_open_tokens_beyond_one(block: int, mode: str, device: torch.device, backend: str) -> None:
     store = random_store([300, 140], 2, 64, device, block=block)
     check_decode(tokens(2, 4, 3, 64, device=device), store, mode, backend, window=150)
@@ -95,10 +94,8 @@ def test_block_sizes_and_open_tokens_beyond_one(block: int, mode: str, device: t
     check_decode(tokens(2, 4, 3, 64, device=device), store, mode, backend, window=150)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize(
-    "groups",
-    [
+@all_pairs(
+    groups=[
         pytest.param(((4, 4),), id="4"),
         pytest.param(((4, 2), (2, 2)), id="4+2"),
         pytest.param(((8, 1), (3, 3)), id="8+3"),
@@ -106,6 +103,8 @@ def test_block_sizes_and_open_tokens_beyond_one(block: int, mode: str, device: t
         pytest.param((((4, 2), 2), ((8, 3), 1), ((3, 2), 1)), id="4/2+8/3+3/2"),
         pytest.param((((2, 8), 1), ((2, 3), 1), ((3, 4), 2)), id="2/8+2/3+3/4"),
     ],
+    mode=TWO_MODES,
+    backend=BACKENDS,
 )
 def test_heads_of_any_width_in_any_order(groups: HeadGroups, mode: str, device: torch.device, backend: str) -> None:
     order = torch.stack([torch.randperm(4) for _ in range(3)])
@@ -133,8 +132,9 @@ def test_strides_of_q_do_not_matter(mode: str, device: torch.device, backend: st
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("mode", TWO_MODES)
-@pytest.mark.parametrize("size", [pytest.param(size, id=f"scores{size:g}") for size in (0.0, 1e-6, 1e3, 1e6)])
+@all_pairs(
+    size=[pytest.param(size, id=f"scores{size:g}") for size in (0.0, 1e-6, 1e3, 1e6)], mode=TWO_MODES, backend=BACKENDS
+)
 def test_scores_of_any_size(size: float, mode: str, device: torch.device, backend: str) -> None:
     """One key takes all of P, or all keys the same share, without a NaN and with lse as large as the scores."""
     store = random_store([130, 65], 2, 64, device)

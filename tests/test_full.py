@@ -8,6 +8,7 @@ import pytest
 import torch
 from all_pairs import all_pairs
 from budgets import check, check_exact, check_turbo, float_budget, largest
+from choices import BACKENDS
 from op_calls import decode, prefill
 from oracle import oracle
 from prefill_support import int8_queries
@@ -44,7 +45,7 @@ def a_store(
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
-@all_pairs(options=OPTIONS, dtype=TYPES, mode=MODES)
+@all_pairs(options=OPTIONS, dtype=TYPES, mode=MODES, backend=BACKENDS)
 def test_decode_is_plain_attention(
     options: dict[str, Any], dtype: torch.dtype, mode: str, backend: str, device: torch.device
 ) -> None:

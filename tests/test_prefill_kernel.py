@@ -67,8 +67,7 @@ def test_a_past_of_any_bits_and_blocks(block: int, bits: Width, device: torch.de
     check_prefill(q, k, v, "turbo", past=past, block=64, backend="triton")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dim", [pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128, 256)])
+@in_modes(dim=[pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 256, 128)])
 def test_head_dims(dim: int, mode: str, device: torch.device) -> None:
     q, k, v = inputs(70, device, mode, batch=1, heads=2, kv_heads=1, dim=dim)
     check_prefill(q, k, v, mode, backend="triton", past=random_past([40], k))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from all_pairs import in_turn
 from budgets import float_budget, largest
+from choices import BACKENDS
 from hypothesis import given
 from hypothesis import strategies as st
 from stores import tokens
@@ -11,10 +12,9 @@ from stores import tokens
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries, unrotate_keys
 
 DIMS = [pytest.param(dim, id=f"d{dim}") for dim in (16, 64, 80, 96, 128, 256)]
-BACKENDS = ["reference", "triton"]
 
 
-@in_turn(dim=DIMS, dtype=[torch.float32, torch.bfloat16, torch.float16])
+@in_turn(dim=DIMS, dtype=[torch.float32, torch.bfloat16, torch.float16], backend=BACKENDS[::-1])
 def test_scores_stay(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
     q, k = (tokens(2, heads, 33, dim, device=device).to(dtype) for heads in (4, 2))
     turned = rotate_queries(q, backend), rotate_keys(k, backend)
@@ -27,8 +27,7 @@ def test_scores_stay(dim: int, dtype: torch.dtype, backend: str, device: torch.d
     assert largest(got - want) <= float_budget(want, want, size, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", DIMS)
+@in_turn(dim=DIMS, dtype=[torch.float16, torch.float32, torch.bfloat16])
 def test_the_kernel_gives_the_references_bits(dim: int, dtype: torch.dtype, device: torch.device) -> None:
     k = tokens(2, 3, 21, dim, device=device).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
     # the interpreter cuts bfloat16 short where a GPU rounds it

@@ -9,6 +9,7 @@ import pytest
 import torch
 from all_pairs import all_pairs
 from budgets import check, float_budget, largest
+from choices import BACKENDS
 from torch import Tensor
 
 from turbo_hf.ops.sparse.select import assign, assign_and_score, classify, score, visit
@@ -31,7 +32,7 @@ def assign_new(keys: Tensor, centroids: Tensor, *, rotary: tuple[Tensor, Tensor]
     return found
 
 
-@all_pairs(size=[(1, 8), (5, 37), (20, 70)], dim=[16, 80, 128], assign=[assign, assign_new])
+@all_pairs(size=[(1, 8), (5, 37), (20, 70)], dim=[16, 80, 128], assign=[assign, assign_new], backend=BACKENDS)
 def test_a_key_goes_to_its_nearest_centroid(
     size: tuple[int, int], dim: int, assign: Callable[..., Tensor], device: torch.device, backend: str
 ) -> None:
@@ -60,7 +61,7 @@ def check_nearest(
             assert found[row, head].tolist() == [each.index(max(each)) for each in score]
 
 
-@all_pairs(buckets=[5, 100], broken=[torch.nan, -torch.nan, torch.inf], assign=[assign, assign_new])
+@all_pairs(buckets=[5, 100], broken=[torch.nan, -torch.nan, torch.inf], assign=[assign, assign_new], backend=BACKENDS)
 def test_a_key_that_is_not_finite_has_some_bucket(
     assign: Callable[..., Tensor], buckets: int, broken: float, device: torch.device, backend: str
 ) -> None:
@@ -90,7 +91,7 @@ def some_rotary(rows: int, columns: int, channels: int, device: torch.device) ->
     return 1.25 * angle.cos(), 1.25 * angle.sin()
 
 
-@all_pairs(rows=[1, 2], size=[(64, 64), (80, 32)], assign=[assign, assign_new])
+@all_pairs(rows=[1, 2], size=[(64, 64), (80, 32)], assign=[assign, assign_new], backend=BACKENDS)
 def test_rotary_embedding_is_undone_on_the_way(
     rows: int, size: tuple[int, int], assign: Callable[..., Tensor], device: torch.device, backend: str
 ) -> None:
@@ -140,11 +141,11 @@ def test_classify_is_two_layers(
     check("logits", got, exact, float_budget(exact, layers(torch.float32), size, torch.float32))
 
 
-@pytest.mark.parametrize(("group", "dim", "buckets"), [(1, 16, 5), (4, 64, 70), (3, 80, 200)])
-@pytest.mark.parametrize("turns", [False, True])
+@all_pairs(size=[(1, 16, 5), (4, 64, 70), (3, 80, 200)], turns=[False, True], backend=BACKENDS)
 def test_score_is_the_sum_of_inner_products(
-    turns: bool, group: int, dim: int, buckets: int, device: torch.device, backend: str
+    size: tuple[int, int, int], turns: bool, device: torch.device, backend: str
 ) -> None:
+    group, dim, buckets = size
     centroids = torch.nn.functional.normalize(torch.randn(2, buckets, dim, device=device), dim=-1)
     plain = torch.randn(3, 2 * group, 2, dim, device=device)
     rotary = some_rotary(3, 2, 16, device) if turns else None
@@ -157,8 +158,8 @@ def test_score_is_the_sum_of_inner_products(
 
     exact = products(torch.float64)
     # a rotation and its inverse take a few roundings more
-    size = group * (largest(exact) + dim**0.5) * (8 if turns else 1)
-    check("scores", got, exact, float_budget(exact, products(torch.float32), size, torch.float32))
+    summed = group * (largest(exact) + dim**0.5) * (8 if turns else 1)
+    check("scores", got, exact, float_budget(exact, products(torch.float32), summed, torch.float32))
 
 
 def test_assign_says_what_is_wrong() -> None:
@@ -213,6 +214,7 @@ def naive_visit(
         pytest.param({"mass": 0.01, "most": 2}, id="mass0.01-most2"),
     ],
     size=[pytest.param((c, g), id=f"{c}-{g}") for c, g in ((2, 1), (37, 3), (256, 4))],
+    backend=BACKENDS,
 )
 def test_visits_are_the_best_buckets(
     rule: dict[str, Any], size: tuple[int, int], device: torch.device, backend: str
@@ -245,7 +247,7 @@ def test_a_bucket_has_one_sum(group: int, device: torch.device, monkeypatch: pyt
             assert bool((visit(logits, probes=probes, backend="triton").sum(-1) == probes).all())
 
 
-@all_pairs(buckets=[5, 64, 200], group=[1, 3], mass=[0.02, 0.4], most=[None, 3])
+@all_pairs(buckets=[5, 64, 200], group=[1, 3], mass=[0.02, 0.4], most=[None, 3], backend=BACKENDS)
 def test_mass_takes_the_keys_that_hold_most_of_it(
     buckets: int, group: int, mass: float, most: int | None, device: torch.device, backend: str
 ) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from turbo_hf.layout import HeadGroups, KVStore, PagedHeads
 from turbo_hf.ops.store.quantize import quantize_tokens
 
-BACKENDS = [pytest.param(name, id=name) for name in ("reference", "triton")]
 GROUPS = [
     *(pytest.param(((bits, 2),), id=f"{bits}bit") for bits in (8, 4, 3, 2)),
     pytest.param(((4, 1), (2, 1)), id="mixed"),

@@ -9,6 +9,8 @@ MODES = [pytest.param(mode, id=mode) for mode in ATTENTION_MODES]
 TWO_MODES = [pytest.param(mode, id=mode) for mode in ("fp16", "turbo")]
 """Nothing rounded but what the cache holds, and all of it in INT8."""
 
+BACKENDS = ["reference", "triton"]
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = [pytest.param(dtype, id=str(dtype).removeprefix("torch.")) for dtype in FLOATS]
 OPTIONS = [
