@@ -63,7 +63,8 @@ def test_several_tokens(m: int, mode: str, device: torch.device, backend: str) -
     check_decode(tokens(4, 4, m, 64, device=device), store, mode, backend)
 
 
-@all_pairs(options=OPTIONS, mode=TWO_MODES, backend=BACKENDS)
+@pytest.mark.parametrize("mode", TWO_MODES)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_options(options: dict[str, Any], mode: str, device: torch.device, backend: str) -> None:
     store = random_store([130, 4, 64, 63, 65], 2, 64, device, groups=((4, 1), (2, 1)))
     check_decode(tokens(5, 4, 3, 64, device=device), store, mode, backend, **options)
