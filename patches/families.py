@@ -125,8 +125,8 @@ FAMILIES = (
         LATENT_TYPES,
         "Also Kimi, GLM-4.7-Flash, Mistral 4, MiniCPM3, LongCat-Flash, Youtu, A.X K1, Bailing. Latent attention (MLA): "
         "a latent and a rotary part per token, for all heads. Steps attend to the latents "
-        "themselves (absorbed up-projections); prompts expand them. Linear-attention layers stay as they are. The "
-        "accuracy of 8 and 4 bit was not evaluated; bits=16 rounds nothing in 16-bit models.",
+        "themselves (absorbed up-projections); prompts expand them. Linear-attention layers stay as they are. 8 "
+        "bit kept the accuracy of a small trained model, 4 bit nearly; bits=16 rounds nothing in 16-bit models.",
         {EXPAND: keep_latent},
     ),
 )

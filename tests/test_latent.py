@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import left_padded, prompts
+from models import LAB_MODEL, left_padded, prompts
 from tiny_families import build
 
 import turbo_hf
@@ -268,3 +268,31 @@ def test_tensor_parallel_is_refused() -> None:
     refuse_latent_options([layer], TurboConfig(), False)
     with pytest.raises(Unsupported, match="tensor parallel is not for latent attention"):
         refuse_latent_options([layer], TurboConfig(), True)
+
+
+@functools.cache
+def trained() -> tuple[Any, Any]:
+    """examples/lab-deepseek-3m in float32, and its tokenizer (pads left)."""
+    folder = LAB_MODEL.with_name("lab-deepseek-3m")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("config", [EXACT, "int8", "turbo4"])
+def test_a_trained_model_finds_its_needles(config: Any) -> None:
+    model, tokenizer = trained()
+    hidden, noise = (
+        {"brave-river": 7316248, "quiet-lamp": 5092731},
+        " The grass is green. The sky is blue. Here we go." * 10,
+    )
+    needles = [f" One of the special magic numbers for {key} is: {number}." for key, number in hidden.items()]
+    head = "Some special magic numbers are hidden within the following text. Make sure to memorize it."
+    ask = "\nWhat is the special magic number for {0} mentioned in the provided text? The special magic number for {0} "
+    texts = [
+        head + noise.join(("", *needles, "")) + ask.format(key) + "mentioned in the provided text is" for key in hidden
+    ]
+    given = tokenizer(texts, return_tensors="pt", padding=True)
+    with turbo_hf.patch(model, config):
+        out = generated(model, given, pad_token_id=tokenizer.pad_token_id)
+    said = tokenizer.batch_decode(out[:, given.input_ids.shape[1] :])
+    assert [text.strip()[:7] for text in said] == [str(number) for number in hidden.values()]
