@@ -19,6 +19,7 @@ from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import Rival
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
+from turbo_hf.eval.bench.timing import Stopwatch
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.store.quantize import dequantize
@@ -39,7 +40,7 @@ def a_query(case: Case) -> torch.Tensor:
 
 def test_the_default_cases() -> None:
     cases = choose_cases([], [], False, 0)
-    assert len(cases) == len(set(map(str, [(case.shape, case.lengths) for case in cases]))) == 40
+    assert len(cases) == len(set(map(str, [(case.shape, case.lengths) for case in cases]))) == 44
     assert {case.shape for case in cases} == set(DECODE_SHAPES)
     assert {128, 136, 160} <= {case.outputs for case in cases if case.lengths[0] == 8192}
     assert (1 << 20,) in {case.lengths for case in cases}
@@ -47,6 +48,17 @@ def test_the_default_cases() -> None:
     assert all(case.ragged for case in choose_cases([], [], True, 0))
     assert [str(case) for case in choose_cases(["lean-16"], ["2x100"], True, 0)] == ["2x100 ragged"]
     assert [case.outputs for case in choose_cases([], [], False, 0, occupancy=True)] == [128, 136, 160]
+
+
+def test_latents_are_timed_beside_torch_and_our_own_16_bit() -> None:
+    case = make_case("deepseek-v2-lite", "1x130", False, 0)
+    rows = bench.run_case(case, ["4", "3"], backend="auto", seed=0, seconds=0, stopwatch=Stopwatch(CPU), copy=1.0)
+    assert [row.method for row in rows if row.ours] == ["latent 16 bit", "latent 4 bit", "latent 3 bit"]
+    assert all(row.us for row in rows[:-1])
+    assert all(row.check is not None and not row.check.problem for row in rows[:-1] if row.ours)
+    assert rows[-1].note == "a latent has 16, 8 or 4 bit here; not 3"
+    with pytest.raises(ValueError, match="one length here; leave out --ragged"):
+        choose_cases(["deepseek-v2-lite"], [], True, 0)
 
 
 def test_1m_is_a_number_of_tokens() -> None:

@@ -19,7 +19,9 @@ from turbo_hf.eval.bench.random_models import KINDS, random_model
 TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
 
 
-@pytest.mark.parametrize(("shape", "billions"), [("llama3-8b", 8.03), ("qwen2.5-0.5b", 0.494)])
+@pytest.mark.parametrize(
+    ("shape", "billions"), [("llama3-8b", 8.03), ("qwen2.5-0.5b", 0.494), ("deepseek-v2-lite", 15.7)]
+)
 def test_models_are_of_the_published_size(shape: str, billions: float) -> None:
     model = random_model(shape, None, torch.device("meta"))
     assert sum(x.numel() for x in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-3)
@@ -180,7 +182,7 @@ def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["generate", "--shape", "phi"], "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b."),
+        (["generate", "--shape", "phi"], "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b, deepseek-v2-lite."),
         (["generate", "--context", "long"], "expected a number of tokens like 4096 or 4k; got 'long'."),
         (["generate", "--batch", "all"], "expected a batch like 8, or largest; got 'all'."),
         (["generate", "--batch", "0"], "expected a batch like 8, or largest; got '0'."),

@@ -102,7 +102,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--shape", "llama9"], "unknown shape llama9; shapes are llama3-8b"),
+        (["--shape", "llama9"], "unknown shape llama9; choose from llama3-8b"),
         (["--size", "1k"], "expected a size like 16x1k (rows x tokens); got '1k'."),
         (["--width", "5"], "unknown width 5; choose from 16, 8, 4, 3, 2, mixed, k4v3, k4v2."),
         (["--share", "0"], "a share must be above 0 and at most 1; got [0.0]."),

@@ -5,7 +5,7 @@ Every result is checked first, then all methods are timed in the same rounds.
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +17,9 @@ from turbo_hf.config.turbo_config import BACKENDS
 from turbo_hf.console import Device, Json, out
 from turbo_hf.eval.bench.check import Check, judge, poisoned
 from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, timed
-from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, WIDTHS, Case, choose_cases, groups_of
+from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
+from turbo_hf.eval.bench.latent import LATENT_WIDTHS, latent_bytes, latent_call, latent_name, torch_calls
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
@@ -92,6 +93,9 @@ def run_case(
         time.
     """
     device = stopwatch.device
+    if case.shape in LATENT_SHAPES:
+        found = _latent_steps(case, widths, backend, device, seed, tell)
+        return _time_all(case, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
     generator = torch.Generator(device).manual_seed(seed)
     shape = (len(case.lengths), case.heads.query, 1, case.heads.dim)
     q = torch.randn(shape, generator=generator, device=device, dtype=torch.float16)
@@ -116,6 +120,49 @@ def beside_fp16(
     """The rows of FP16, whose keys and values `generator` draws, then `ours`; all timed in the same rounds."""
     tell(f"{case}: FP16")
     found = _theirs(case, q, generator) + ours
+    return _time_all(case, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
+
+
+def _latent_steps(
+    case: Case, widths: list[str], backend: str, device: torch.device, seed: int, tell: Callable[[str], None]
+) -> list[Found]:
+    """Torch over 16-bit latents and over what they expand to; our kernel at 16 bit, then at the other widths."""
+    found: list[Found] = []
+    sixteen = latent_bytes(case, "16")
+    for name, ready in torch_calls(case, device, seed).items():
+        tell(f"{case}: {name}")
+        row = new_row(case, name, False, sixteen)
+        try:
+            found.append((row, ready()))
+        except RuntimeError as error:
+            found.append((replace(row, note=f"cannot run: {str(error).splitlines()[0]}"), None))
+    for width in dict.fromkeys(("16", *widths)):
+        tell(f"{case}: {width} bit")
+        row = new_row(case, latent_name(width), True, latent_bytes(case, width))
+        if width not in LATENT_WIDTHS:
+            found.append((replace(row, note=f"a latent has 16, 8 or 4 bit here; not {width}"), None))
+            continue
+        found.append(checked(row, partial(_latent_call, case, width, backend, device, seed + 1)))
+    return found
+
+
+def _latent_call(
+    case: Case, width: str, backend: str, device: torch.device, seed: int
+) -> tuple[Check, Callable[[], Rotation]]:
+    check, rotation = latent_call(case, width, backend, device, seed)
+    return check, lambda: rotation
+
+
+def _time_all(
+    case: Case,
+    found: list[Found],
+    *,
+    seconds: float,
+    stopwatch: Stopwatch,
+    copy: float,
+    tell: Callable[[str], None],
+) -> list[DecodeRow]:
+    """The rows, with the times of all methods, taken in the same rounds."""
     calls = {row.method: rotation for row, rotation in found if rotation is not None}
     tell(f"{case}: timing")
     eager = {name: rotation.eager_us() for name, rotation in calls.items()}
@@ -264,7 +311,7 @@ def decode_command(
 ) -> None:
     """One decode step over a compressed cache, against cuDNN and FlashAttention-2 over FP16: checked first, then timed.
 
-    Default: 40 cases at 4 bit. Times are of CUDA graphs that rotate over more caches than fit in L2; a launch without a
+    Default: 44 cases at 4 bit. Times are of CUDA graphs that rotate over more caches than fit in L2; a launch without a
     graph is shown separately. Exits with 1 if a result is wrong, which is then not timed, or a launch fails.
     """
     with mistakes_end_the_command():

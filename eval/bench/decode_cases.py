@@ -11,8 +11,11 @@ from turbo_hf.layout import UNQUANTIZED, HeadGroups, open_token_bytes, page_byte
 BLOCK = 64
 """Tokens per sealed block, as in the presets."""
 
-DECODE_SHAPES = SHAPES | {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24, 64)}
-"""The models of the prompts, and the heads for which LeanAttention sec. V gives its largest and smallest gain."""
+LATENT_SHAPES = {"deepseek-v2-lite": Heads(16, 1, 512), "deepseek-v3-tp8": Heads(16, 1, 512)}
+"""Latent attention (MLA): query heads of one GPU, and channels of the latent. The two cost the same."""
+
+DECODE_SHAPES = SHAPES | {"lean-16": Heads(16, 16, 64), "lean-24": Heads(24, 24, 64)} | LATENT_SHAPES
+"""The models of the prompts, the heads for which LeanAttention sec. V gives its largest and smallest gain, and MLA."""
 
 WIDTHS = ("16", "8", "4", "3", "2", "mixed", "k4v3", "k4v2")
 """Bits of keys and values; half of the heads at 4 bit and half at 2; bits of keys and bits of values."""
@@ -23,6 +26,8 @@ SIZES = {
     "qwen2.5-0.5b": "1x4k 1x32k 1x131k 16x4k 16x32k 64x2k",
     "lean-16": "1x32k 1x524k",
     "lean-24": "1x1k 1x32k 1x524k",
+    "deepseek-v2-lite": "1x32k 1x131k 16x8k",
+    "deepseek-v3-tp8": "1x131k",
 }
 RAGGED_SIZES = {"llama3-8b": "8x32k 32x16k 64x4k", "phi3-medium": "32x8k", "qwen2.5-0.5b": "32x8k"}
 
@@ -84,13 +89,15 @@ def choose_cases(shapes: list[str], sizes: list[str], ragged: bool, seed: int, o
     """
     for shape in shapes:
         find_shape(shape, DECODE_SHAPES)
+        if ragged and shape in LATENT_SHAPES:
+            raise ValueError(f"rows of {shape} have one length here; leave out --ragged.")
     if occupancy:
         if sizes or ragged:
             raise ValueError("--occupancy has its own sizes; leave out --size and --ragged.")
         return [
             make_case(shape, size, False, seed) for shape in shapes or OCCUPANCY[:1] for size in OCCUPANCY[1].split()
         ]
-    wanted = shapes or list(DECODE_SHAPES)
+    wanted = shapes or [shape for shape in DECODE_SHAPES if not (ragged and shape in LATENT_SHAPES)]
     if sizes:
         return [make_case(shape, size, ragged, seed) for shape in wanted for size in sizes]
     found = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_model
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, DeepseekV2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from turbo_hf.console import load_model
 from turbo_hf.eval.bench.timing import free_memory
@@ -38,6 +38,40 @@ KINDS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, Any]]] 
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
         },
         {"hidden_size": 112, "intermediate_size": 256, "num_attention_heads": 7, "num_key_value_heads": 1},
+    ),
+    "deepseek-v2-lite": (
+        DeepseekV2Config,
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_hidden_layers": 27,
+            "vocab_size": 102400,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+        },
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "moe_intermediate_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
     ),
 }
 """Config class, sizes, and those at which `tiny` differs: the same ratio of heads."""

@@ -14,7 +14,10 @@ from turbo_hf.eval.bench.timing import Call
 
 CUDNN, FLASH, MATH, SAGE = "cuDNN", "FA2", "SDPA math", "SageAttention"
 
-BASELINES = (CUDNN, FLASH, MATH)
+LATENT_16, PRODUCTS = "latent 16 bit", "torch products"
+"""Over latents (MLA): our own kernel at 16 bit, and torch's matrix products."""
+
+BASELINES = (CUDNN, FLASH, MATH, LATENT_16, PRODUCTS)
 """The baselines of speedups, if they run."""
 
 

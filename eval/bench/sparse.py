@@ -26,7 +26,7 @@ from turbo_hf.eval.bench.decode import (
     new_row,
     print_case,
 )
-from turbo_hf.eval.bench.decode_cases import BLOCK, DECODE_SHAPES, WIDTHS, Case, groups_of, make_case
+from turbo_hf.eval.bench.decode_cases import BLOCK, DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, groups_of, make_case
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
@@ -42,6 +42,8 @@ from turbo_hf.sparse.bucket_index import SPARE
 
 SELECTORS = ("saap", "kmeans", "kmeans-rotated")
 """What chooses the buckets: the query classifier, or centroids, of keys before or after rotary embedding."""
+
+SPARSE_SHAPES = tuple(shape for shape in DECODE_SHAPES if shape not in LATENT_SHAPES)
 
 SIZES = ("1x32k", "1x131k", "1x524k")
 SHARES = (0.01, 0.02, 0.04, 0.08)
@@ -287,7 +289,7 @@ def _sparse(
 
 
 def sparse_command(
-    shape: Annotated[str, typer.Option(help=f"Heads of {', '.join(DECODE_SHAPES)}.")] = "llama3-8b",
+    shape: Annotated[str, typer.Option(help=f"Heads of {', '.join(SPARSE_SHAPES)}.")] = "llama3-8b",
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 1x131k; may be repeated.")] = None,
     width: Annotated[str, typer.Option(help=f"Bits: {', '.join(WIDTHS)}.")] = "4",
     share: Annotated[
@@ -310,6 +312,7 @@ def sparse_command(
     result is wrong, which is then not timed.
     """
     with mistakes_end_the_command():
+        one_of("shape", shape, SPARSE_SHAPES)
         one_of("width", width, WIDTHS)
         one_of("selector", selector, SELECTORS)
         one_of("backend", backend, BACKENDS)

@@ -16,9 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.config.turbo_config import PRESETS, TurboConfig
 from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, Visits
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
+from turbo_hf.ops.latent.launch import launch_latent_decode
 from turbo_hf.ops.prefill import launch
 from turbo_hf.ops.sparse import launch as launch_sparse
 from turbo_hf.ops.store import launch as launch_store
@@ -113,6 +117,17 @@ def sparse(groups: HeadGroups, dim: int, dtype: torch.dtype, heads: int, **optio
     launch_sparse.launch_sparse_decode(q, store, scoring, visits, AlwaysRead(1, 2047), **options)
 
 
+def latents() -> list[Any]:
+    """Caches of latents of 512 channels, one per width."""
+    stores = []
+    for config in (TurboConfig(bits=16), PRESETS["int8"], PRESETS["turbo4"]):
+        layer = TurboLayer(config, latent=True)
+        layer.append(torch.randn(2, 1, 70, 512).half(), torch.randn(2, 1, 70, 64).half(), NewColumns(70))
+        layer.commit()
+        stores.append(layer.store())
+    return stores
+
+
 QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]
 """The cases that come nearest to the limit of shared memory. Each compiles the 16-bit mode too, for heads with NaN."""
 
@@ -158,7 +173,7 @@ def main(everything: bool) -> None:
     for dim, groups in ((64, ((8, 1), (3, 1))), (128, ((4, 1), (2, 1)))):
         k, v = (torch.randn(2, 2, 128, dim) for _ in range(2))
         stores[dim] = make_store(k, v, [128, 70], groups=groups, sealed=[1, 1])
-    case = [""]
+    case, kept = [""], latents()
     compile_only(case, "9.0")
     for dim, dtype, mode in cases:
         case[0] = f"{mode}, d = {dim}, {dtype}"
@@ -217,6 +232,11 @@ def main(everything: bool) -> None:
     every = {"starts": torch.zeros(2, dtype=torch.int64), "softcap": 5.0, "sinks": torch.zeros(24), "read": read}
     case[0] = "sparse with every option"
     sparse(((4, 2),), 128, torch.float16, 24, **every)
+    for store in kept:
+        for heads in (16, 32):
+            case[0] = f"latent, {store.paged[0].bits} bit, {heads} heads"
+            latent, rotary = (torch.zeros(2, heads, 1, n, dtype=torch.float16) for n in (512, 64))
+            launch_latent_decode(latent, rotary, store, 0.1, None, False)
     case[0] = "one output"
     one_output(64, 4)
     case[0] = "sparse in float32"

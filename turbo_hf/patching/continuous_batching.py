@@ -83,13 +83,13 @@ def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: Turb
     return unchecked(model, layers[0].groups)
 
 
-def unchecked(model: Any, groups: Sequence[tuple[int, int]]) -> str | None:
+def unchecked(model: Any, groups: HeadGroups) -> str | None:
     """Why this GPU may not serve; None: it may, or the model is on none. groups: as in `TurboConfig.head_groups`."""
     slides = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) is not None
-    widths = tuple(bits for bits, _ in groups)
+    widths = tuple(width for width, _ in groups)
     if model.device.type != "cuda" or (widths, slides) in CHECKED_ON_GPUS:
         return None
-    own = f"{' and '.join(map(str, widths))} bit{' with sliding windows' if slides else ''}"
+    own = f"{' and '.join(map(in_words, widths))} bit{' with sliding windows' if slides else ''}"
     return (
         "on a GPU its answers have been checked at 8 and at 4 bit without sliding windows, not at "
         f"{own}. Choose int8 or turbo4, use generate"

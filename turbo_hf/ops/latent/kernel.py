@@ -86,8 +86,8 @@ def latent_kernel(
             low = (packed & 15).to(tl.float32) * tl.load(meta)[None, :] + tl.load(meta + RANK)[None, :]
             high = (packed >> 4).to(tl.float32) * tl.load(meta + HALF)[None, :]
             high += tl.load(meta + RANK + HALF)[None, :]
-            low = tl.minimum(tl.maximum(low, -127.0), 127.0).to(TYPE)
-            high = tl.minimum(tl.maximum(high, -127.0), 127.0).to(TYPE)
+            # no clamp: stored codes stay within INT8 by the headroom of stage 1 (`layout.CODE_MAX`)
+            low, high = low.to(TYPE), high.to(TYPE)
         else:
             place = (page * BLOCK + t)[:, None] * RANK + c[None, :]
             low = tl.load(k_ptr + place).to(TYPE)
@@ -117,18 +117,26 @@ def latent_kernel(
 
 
 @triton.jit
-def merge_kernel(part_ptr, lse_ptr, out_ptr, out_lse_ptr, count, RANK: tl.constexpr, SHARES: tl.constexpr):
-    """Merge the shares of one query. out: [B, N, rank]; out_lse: float32 [B, N], natural log."""
-    n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    c = tl.arange(0, RANK)
-    largest = -float("inf")
-    for share in range(SHARES):
-        largest = tl.maximum(largest, tl.load(lse_ptr + (row * SHARES + share) * count + n))
-    acc, total = tl.zeros([RANK], tl.float32), 0.0
-    for share in range(SHARES):
-        at = (row * SHARES + share) * count + n
-        weight = tl.exp2(tl.load(lse_ptr + at) - largest)
-        total += weight
-        acc += weight * tl.load(part_ptr + at * RANK + c)
+def merge_kernel(
+    part_ptr, lse_ptr, out_ptr, out_lse_ptr, count, shares,
+    RANK: tl.constexpr, MOST: tl.constexpr, CHANNELS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Merge the shares of CHANNELS channels of one query, AT_ONCE at a time.
+
+    out: [B, N, rank]; out_lse: float32 [B, N], natural log. MOST: the power of two from `shares` up.
+    """
+    n, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    every, i = tl.arange(0, MOST), tl.arange(0, AT_ONCE)
+    lse = tl.load(lse_ptr + (row * shares + every) * count + n, mask=every < shares, other=-float("inf"))
+    largest = tl.max(lse, 0)
+    total = tl.sum(tl.exp2(lse - largest), 0)
+    acc = tl.zeros([CHANNELS], tl.float32)
+    for first in tl.range(0, shares, AT_ONCE, num_stages=1):
+        live = first + i < shares
+        at = (row * shares + first + i) * count + n
+        weight = tl.exp2(tl.load(lse_ptr + at, mask=live, other=-float("inf")) - largest)
+        part = tl.load(part_ptr + at[:, None] * RANK + c[None, :], mask=live[:, None], other=0.0)
+        acc += tl.sum(part * weight[:, None], 0)
     tl.store(out_ptr + (row * count + n) * RANK + c, (acc / total).to(out_ptr.dtype.element_ty))
     tl.store(out_lse_ptr + row * count + n, (largest + tl.log2(total)) / LOG2_E)
