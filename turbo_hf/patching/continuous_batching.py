@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import UNQUANTIZED, HeadGroups
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words
 
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
