@@ -64,11 +64,11 @@ def shares_pages(self: PagePool, memo: Any) -> PagePool:
     return made
 
 
-def oldest_first(self: RowState, window: int | None) -> list[int]:
+def oldest_first(self: RowState, window: int | None, kept: int = 0) -> list[int]:
     """Drops a block from the window too early."""
     if window is None:
         return [0] * len(self.open)
-    return [max(0, length - window + 9) // self.block for length in self.lengths()]
+    return [max(0, length - kept - window + 9) // self.block for length in self.lengths()]
 
 
 # the seed from which the search begins, as some take long to find

@@ -61,7 +61,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for n in range(COUNT)
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in started]
+        errors = [process.communicate(timeout=1500)[1] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -157,9 +157,10 @@ def test_both_capture_their_steps_or_neither(ranks: Any) -> None:
     for case in ("captured", "auto", "compiled"):
         assert seen[case]["tokens"] == seen["eager"]
     assert sum(seen["captured"]["captures"])
-    assert sum(seen["auto"]["captures"])
     assert sum(seen["compiled"]["captures"])
     assert "whose sums are not compiled" in seen["compiled"]["steps"]
+    assert not seen["auto"]["captures"]
+    assert "tensor parallel; cuda_graphs=True captures them" in seen["auto"]["steps"]
     if seen["failed"] is not None:  # nothing fails by itself on a GPU
         # whoever was not at fault, too
         assert seen["failed"].startswith("Unsupported: turbo_hf: this model's decode step cannot be captured")

@@ -274,8 +274,9 @@ def main() -> None:
         torch.cuda.set_device(rank)
     store: Any = vars(dist)["FileStore"](str(folder / "store"), COUNT)
     backend = "gloo" if device == "cpu" else "nccl"
-    # a rank that waits for one that does not come ends in an error
-    dist.init_process_group(backend, store=store, rank=rank, world_size=COUNT, timeout=timedelta(seconds=30))
+    # a rank that waits for one that does not come ends in an error; on a GPU the other may be compiling kernels
+    wait = timedelta(seconds=30 if device == "cpu" else 300)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=COUNT, timeout=wait)
     asked = Rank(rank, folder, device)
     cases = [name for name in vars(Rank) if not name.startswith("_") and name != "load"]
     found = {}

@@ -424,10 +424,11 @@ def describe(
     device: torch.device,
     *,
     latent: bool = False,
+    shared: bool = False,
 ) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can.
 
-    latent: whether layers keep latents.
+    latent: whether layers keep latents. shared: whether several ranks share the model.
     """
     reason = why_no_replay_under(config, latent) or why_no_kernels_on(device)
     if reason is None:
@@ -436,6 +437,8 @@ def describe(
         return "decode steps: no CUDA graphs (cuda_graphs=False)", reason
     if reason is None and config.cuda_graphs == "auto" and not known_family:
         return "decode steps: no CUDA graphs (family without a test; cuda_graphs=True tries them)", "untested family"
+    if reason is None and config.cuda_graphs == "auto" and shared:
+        return "decode steps: no CUDA graphs (tensor parallel; cuda_graphs=True captures them)", "tensor parallel"
     if reason is not None:
         return f"decode steps: no CUDA graphs ({reason})", reason
     but = "" if config.sparse is None else ", but for beams and drafts"

@@ -15,7 +15,7 @@ from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
 
-CHECKED_ON_GPUS = {((8,), False), ((4,), False)}
+CHECKED_ON_GPUS = {((8,), False), ((4,), False), ((4, 2), False), ((4, 2), True), (((4, 2),), False)}
 """(widths of the heads, whether layers have sliding windows) whose tokens were compared with those of static batches on
 a GPU."""
 
@@ -91,8 +91,8 @@ def unchecked(model: Any, groups: HeadGroups) -> str | None:
         return None
     own = f"{' and '.join(map(in_words, widths))} bit{' with sliding windows' if slides else ''}"
     return (
-        "on a GPU its answers have been checked at 8 and at 4 bit without sliding windows, not at "
-        f"{own}. Choose int8 or turbo4, use generate"
+        f"its answers have not been checked on a GPU at {own}. Choose int8, turbo4 or turbo-mixed (windows: "
+        "turbo-mixed), use generate"
     )
 
 

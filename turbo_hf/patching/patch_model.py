@@ -184,7 +184,9 @@ def _plan(
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(config, windowed, loaded, len(layers), notices)
     uncompressed = tuple(at.index for at in layers if not at.groups)
-    steps, no_graphs = describe(config, uncompressed, family is not None, model.device, latent=bool(latents))
+    steps, no_graphs = describe(
+        config, uncompressed, family is not None, model.device, latent=bool(latents), shared=bool(ranks)
+    )
     # the last possible refusal before anything is changed
     if config.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
