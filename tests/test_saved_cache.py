@@ -326,3 +326,44 @@ def test_saving_between_replayed_steps_changes_nothing(tmp_path: Path, monkeypat
     assert 60 < held < 100
     begun = {"input_ids": want[:, : held + 1], "attention_mask": torch.ones_like(want[:, : held + 1])}
     assert torch.equal(model.generate(**begun, max_new_tokens=119 - held, past_key_values=loaded, **run_of), want)
+
+
+def test_tokens_that_were_not_compared_are_not_known(tmp_path: Path) -> None:
+    model, cache = llama()()
+    one, other = prompts(1, 40), prompts(1, 60, 1)
+    run_of: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "past_key_values": cache}
+    model.generate(one, **run_of)
+    held = cache.known_ids()
+    assert held is not None
+    # goes on with what the cache holds
+    reply = model.generate(torch.cat((held, other[:, :5]), 1), **run_of)
+    assert torch.equal(cache.known_ids(), reply[:, :-1])  # type: ignore[arg-type]
+    # a beginning that the cache does not hold
+    model.generate(other, **run_of)
+    with pytest.raises(ValueError, match="does not know all of its"):
+        cache.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="input_ids must be a tensor, int64"):
+        cache.save_pretrained(tmp_path, input_ids=[[1, 2]])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="another model than this one has run"):
+        cache.save_pretrained(tmp_path, model=tiny_llama(), input_ids=torch.zeros(1, cache.get_seq_length()).long())
+
+
+def test_a_loaded_cache_that_went_on_is_compared_as_far_as_it_is_known(tmp_path: Path) -> None:
+    model, cache = llama()()
+    ids = prompts(1, 50)
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+    kept = tmp_path / "turbo_cache.mine.safetensors"
+    kept.write_bytes(b"")
+    cache.save_pretrained(tmp_path)
+    loaded = TurboCache.from_pretrained(tmp_path, model)
+    # it knows its model
+    loaded.save_pretrained(tmp_path)
+    assert kept.exists()
+    with torch.no_grad():
+        model(ids[:, 40:47], past_key_values=loaded)
+    wrong = ids.clone()
+    wrong[0, 3] += 1
+    with pytest.raises(ValueError, match="in column 3, the saved prompt"):
+        model.generate(wrong, past_key_values=copy.deepcopy(loaded), max_new_tokens=2)
+    model.generate(ids, past_key_values=loaded, max_new_tokens=2)

@@ -28,7 +28,8 @@ class KnownTokens(NamedTuple):
 
         valid: bool [B, seen], which of them are no padding; None: all.
         """
-        own = self.whole().to(ids.device)
+        # of a cache that has gone on since, or was cropped, the first tokens alone may be known
+        own = self.whole().to(ids.device)[:, :seen]
         if len(own) != len(ids):
             raise ValueError(
                 f"this saved cache holds {len(own)} rows, and input_ids has {len(ids)}. Repeat its rows for beams and "
@@ -39,9 +40,9 @@ class KnownTokens(NamedTuple):
                 f"this saved cache holds {seen} columns, and input_ids has {ids.shape[1]}: pass the saved prompt and "
                 "at least one token more."
             )
-        differs = own != ids[:, :seen]
+        differs = own != ids[:, : own.shape[1]]
         if valid is not None:
-            differs &= valid.to(ids.device)
+            differs &= valid.to(ids.device)[:, : own.shape[1]]
         places = differs.nonzero()[:1].tolist()
         if places:
             row, column = places[0]
@@ -56,6 +57,8 @@ class KnowsTokens:
 
     # may be of more or fewer tokens than the cache holds: then they are not known
     _known: KnownTokens | None = None
+    # a call of `generate` has begun whose tokens were not compared with those that are known
+    _doubted: bool = False
 
     def know(self, ids: torch.Tensor | None, saved: bool = False) -> None:
         """Note the tokens [B, columns] that it holds once the next pass is over; None: they are not known."""
@@ -68,13 +71,27 @@ class KnowsTokens:
         fits = known is not None and known.ids.dim() == 2 and known.ids.shape[1] == cache.get_seq_length()
         return known.whole() if known is not None and fits else None
 
-    def require_known(self, ids: torch.Tensor) -> None:
-        """ValueError unless the input of a `generate` call begins with the tokens of a cache that was loaded."""
+    def doubt(self) -> None:
+        """A call of `generate` begins: what it shows may be other tokens than the cache holds."""
+        self._doubted = True
+
+    def show(self, ids: torch.Tensor | None) -> None:
+        """Know the whole input of a step of `generate`, [B, columns], if it begins with what is known; None: not shown.
+
+        Raises:
+            ValueError: the cache was loaded, and holds the keys and values of other tokens.
+        """
         cache: Any = self
-        known = self._known
-        if known is not None and known.saved:
+        seen, known, doubted = cache.get_seq_length(), self._known, self._doubted
+        self._doubted = False
+        if ids is not None and known is not None and known.saved:
             valid = next((layer.valid for layer in cache.turbo_layers() if layer.is_initialized), None)
-            known.require_same(ids, cache.get_seq_length(), valid)
+            known.require_same(ids, seen, valid)
+        if ids is not None and seen and (known is None or doubted):
+            held = self.known_ids()
+            if held is None or not torch.equal(held.to(ids.device), ids[:, :seen]):
+                ids = None
+        self.know(ids)
 
     def _cut_known(self) -> None:
         cache: Any = self

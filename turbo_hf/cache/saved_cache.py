@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import weakref
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,7 +42,12 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
     columns = cache.get_seq_length()
     if not columns:
         raise ValueError("this TurboCache holds no tokens: there is nothing to save. Run the prompt first.")
-    model = model if model is not None else cache.model and cache.model()
+    known = cache.model and cache.model()
+    if None not in (model, known) and model is not known:
+        raise ValueError(
+            "another model than this one has run over this TurboCache: leave out model=, or pass the one that has."
+        )
+    model = known if model is None else model
     if model is None:
         raise ValueError("this TurboCache does not know its model: pass it, save_pretrained(folder, model=model).")
     require_model(model)
@@ -52,6 +58,8 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
             "input_ids=ids), padding included."
         )
     rows = cache.rows()
+    if not isinstance(ids, torch.Tensor):
+        raise ValueError(f"input_ids must be a tensor, int64 [{rows}, {columns}]; got a {type(ids).__name__}.")
     if ids.shape != (rows, columns) or ids.dtype != torch.int64:
         raise ValueError(
             f"input_ids must be what the cache holds, int64 [{rows}, {columns}], padding included; got {ids.dtype} "
@@ -113,6 +121,7 @@ def load(folder: str | Path, model: Any) -> Any:
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{found.damaged}{type(error).__name__}: {error}.{saved_files.AGAIN}") from error
     cache.know(ids, saved=True)
+    cache.model = weakref.ref(model)
     return cache
 
 

@@ -178,7 +178,9 @@ def _settle(folder: Path) -> None:
     except (OSError, ValueError, TypeError, KeyError):
         named = ""
     keep = TENSORS.format(named)
-    for pattern in (TENSORS.format("*"), f"{TENSORS.format('*')}.*{PARTIAL}", f"{FACTS}.*{PARTIAL}"):
+    # as `write` names them: a user's own files may have similar names
+    own = TENSORS.format("[0-9a-f]" * 16)
+    for pattern in (own, f"{own}.*{PARTIAL}", f"{FACTS}.*{PARTIAL}"):
         for left in folder.glob(pattern):
             if left.name != keep:
                 left.unlink()

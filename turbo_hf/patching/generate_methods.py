@@ -126,6 +126,7 @@ def _prepare_cache(
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
     if isinstance(given, TurboCache):
+        given.doubt()
         _bring_runner(bring, model, model_kwargs, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
@@ -190,9 +191,7 @@ def _show_tokens(named: dict[str, Any]) -> None:
             shown = None
         if named.get("inputs_embeds") is not None:
             shown = None
-        if shown is not None:
-            cache.require_known(shown)
-        cache.know(shown)
+        cache.show(shown)
 
 
 def _columns(inputs: dict[str, Any]) -> int:
