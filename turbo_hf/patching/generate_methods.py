@@ -125,8 +125,9 @@ def _prepare_cache(
         )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
-    if isinstance(given, TurboCache):
+        # not of a drafter, whose `generate` runs once per draft: to compare waits for the device
         given.doubt()
+    if isinstance(given, TurboCache):
         _bring_runner(bring, model, model_kwargs, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
