@@ -128,12 +128,12 @@ def test_a_layer_that_decodes_by_kernels_stores_the_same(scale: Any, device: tor
             feed(layer, k[:, :, at : at + count], v[:, :, at : at + count])
         at += count
         assert by_kernel.lengths() == plain.lengths() == [at, at]
-        assert by_kernel.store().open_len.tolist() == by_kernel.state.open
-        assert by_kernel.store().sealed.tolist() == by_kernel.state.sealed
+        assert by_kernel.kv_store().open_len.tolist() == by_kernel.state.open
+        assert by_kernel.kv_store().sealed.tolist() == by_kernel.state.sealed
     for a, b in zip(by_kernel.dequantized(at), plain.dequantized(at), strict=True):
         assert torch.equal(a, b)
     by_kernel.reorder_cache(torch.tensor([1, 1]))
-    assert by_kernel.store().open_len.tolist() == by_kernel.state.open
+    assert by_kernel.kv_store().open_len.tolist() == by_kernel.state.open
 
 
 def test_nan_in_a_step_is_told_when_the_block_is_sealed(device: torch.device) -> None:
@@ -155,11 +155,11 @@ def test_a_steady_step_waits_for_nothing() -> None:
     feed(layer, k[:, :, :65], v[:, :, :65])
     for at in range(65, 68):
         feed(layer, k[:, :, at : at + 1], v[:, :, at : at + 1])
-        decode(q, layer.store(), scaling=0.125)
+        decode(q, layer.kv_store(), scaling=0.125)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for at in range(68, 78):
             feed(layer, k[:, :, at : at + 1], v[:, :, at : at + 1])
-            decode(q, layer.store(), scaling=0.125)
+            decode(q, layer.kv_store(), scaling=0.125)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -14,8 +14,9 @@ from models import LAB_MODEL, lab_model, prompts, tiny_llama
 import turbo_hf
 from turbo_hf import Calibration, TurboCache
 from turbo_hf.calibration import artifacts
-from turbo_hf.calibration.artifacts import FACTS, TENSORS, facts_hash, find, fingerprint
+from turbo_hf.calibration.artifacts import FACTS, TENSORS, find, fingerprint
 from turbo_hf.calibration.checkpoint import checkpoint_of
+from turbo_hf.calibration.files import facts_hash
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.errors import Unsupported
 
@@ -58,7 +59,7 @@ def spoil(folder: Path, how: str) -> None:
             "quality": ("layers", [layer | {"quality": None}]),
         }[how]
         facts[key] = value
-        (folder / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts)}))
+        (folder / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts, "facts_sha256")}))
 
 
 @pytest.mark.parametrize(

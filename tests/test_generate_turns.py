@@ -77,7 +77,7 @@ def test_drafts_leave_a_cache_that_can_go_on(llama: Any) -> None:
         again = handle.new_cache()
         llama(first[:, :-1], past_key_values=again)
         for mine, other in zip(cache.turbo_layers()[:1], again.turbo_layers()[:1], strict=True):
-            got, want = mine.store(), other.store()
+            got, want = mine.kv_store(), other.kv_store()
             assert torch.equal(got.paged[0].k[got.table], want.paged[0].k[want.table])
         # a call without drafts seals its blocks itself
         llama.generate(first, past_key_values=cache, max_new_tokens=64)

@@ -270,6 +270,27 @@ def test_a_crop_into_a_page_is_that_of_the_host(reach: int, monkeypatch: pytest.
     assert_same(replayed, plain)
 
 
+def test_captures_keep_no_pages_that_a_crop_has_replaced(
+    runners: list[StepRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captures of several numbers of tokens would each keep a copy of the cache."""
+    monkeypatch.setattr(steps, "AHEAD", 1)
+    crop, replaced = ReplayableSteps.crop, 0
+
+    def watched(run: ReplayableSteps, columns: int) -> bool:
+        nonlocal replaced
+        before, sizes = weakref.ref(run.layers[0].pool.paged[0].k), len(run.used)
+        done = crop(run, columns)
+        if run.layers[0].pool.paged[0].k is not before():
+            replaced += sizes > 1
+            assert before() is None
+        return done
+
+    monkeypatch.setattr(ReplayableSteps, "crop", watched)
+    answer(tiny_llama(), SMALL, **repeating(), prompt_lookup_num_tokens=5, max_new_tokens=150)
+    assert replaced
+
+
 def test_nan_in_a_draft_is_reported_before_it_is_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     without_kernels(monkeypatch)
     cache = filled(TurboConfig(block_size=32), lengths=[70])
@@ -293,7 +314,7 @@ def test_a_pass_that_breaks_off_is_counted(monkeypatch: pytest.MonkeyPatch) -> N
     cache.activate_past_recording()
     run = ReplayableSteps(cache, None)
     k, v = tokens(1, HEADS, 8, DIM), tokens(1, HEADS, 8, DIM)
-    run.open()
+    run.mark_unfinished()
     run.begin(8)
     with run.running(8):
         run.layers[0].append(k, v, NewColumns(8))

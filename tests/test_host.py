@@ -145,10 +145,10 @@ def test_layers_share_what_is_only_read(monkeypatch: pytest.MonkeyPatch, device:
     with torch.inference_mode():
         first, second = TurboLayer(TurboConfig(**KERNELS)), TurboLayer(TurboConfig(**KERNELS))
         feed(first, k, NewColumns(150))
-        one = first.store()
+        one = first.kv_store()
         with counting(monkeypatch) as work:
             feed(second, k, NewColumns(150))
-            other = second.store()
+            other = second.kv_store()
     assert not work.counts["aten._to_copy"]
     assert one.sealed is other.sealed
     assert one.table.data_ptr() == other.table.data_ptr()
@@ -156,7 +156,7 @@ def test_layers_share_what_is_only_read(monkeypatch: pytest.MonkeyPatch, device:
     # kernels count in these
     assert one.open_len.data_ptr() != other.open_len.data_ptr()
     first.device_counts.keep(first.state, one.sealed.clone(), one.open_len)
-    first.store().sealed.add_(1)
+    first.kv_store().sealed.add_(1)
     assert other.sealed.tolist() == second.state.sealed == [2, 2]
 
 
@@ -360,7 +360,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         latent = torch.zeros(1, 1, 70, 64, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None)
         layer = TurboLayer(TurboConfig(bits=8, **KERNELS), latent=True)
         layer.append(latent, latent[..., :16].clone(), NewColumns(70))
-        latent_decode(latent[:, :, :1], latent[:, :, :1, :16], layer.store(), 1.0, **KERNELS)
+        latent_decode(latent[:, :, :1], latent[:, :, :1, :16], layer.kv_store(), 1.0, **KERNELS)
     assert launched == dict.fromkeys(launched, True)
     step = {
         "append_step_kernel",

@@ -43,11 +43,11 @@ def test_a_step_over_latents_is_that_of_the_reference(device: str, bits: int, he
     q = torch.randn(3, heads, tokens, RANK + ROTARY, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     starts = torch.tensor([0, tokens - 1, 0], device=device)
     got, want = (
-        latent_decode(q[..., :RANK], q[..., RANK:], layer.store(), 0.2, starts=starts, backend=backend)
+        latent_decode(q[..., :RANK], q[..., RANK:], layer.kv_store(), 0.2, starts=starts, backend=backend)
         for layer, backend in ((stored, "triton"), (plain, "reference"))
     )
     # keys are latents and rotary parts, values the latents, here with zeros for as many channels as keys have
-    latents, rotaries = (x.cpu() for x in dequantize(plain.store(), torch.float64))
+    latents, rotaries = (x.cpu() for x in dequantize(plain.kv_store(), torch.float64))
     keys, values = torch.cat((latents, rotaries), -1), torch.nn.functional.pad(latents, (0, ROTARY))
     rows = [(keys[row, :, :n], values[row, :, :n]) for row, n in enumerate(lengths)]
     for found in (got, want):
@@ -72,7 +72,7 @@ def test_a_replayable_step_seals_and_stores_as_the_reference(device: str, bits: 
             k = torch.randn(3, 1, 1, RANK, generator=seeded).to(device, dtype)
             v = torch.randn(3, 1, 1, ROTARY, generator=seeded).to(device, dtype)
             arrived = torch.zeros(3, dtype=torch.int32, device=device)
-            store = layer.store()._replace(open_len=layer.device_counts.open(state))
+            store = layer.kv_store()._replace(open_len=layer.device_counts.open(state))
             append_step(k, v, store, nonfinite=nonfinite, arrived=arrived, rotate=layer.config.rotates, backend=backend)
         made.append((dequantize(store, torch.float32, layer.config.rotates), store.sealed, store.open_len, nonfinite))
     assert made[0][1].tolist() == [2, 1, 0]

@@ -129,8 +129,8 @@ def test_the_first_block_ranks_the_heads_of_each_row(device: torch.device) -> No
         k[row, other, 64:, 0] *= 5000
     config = TurboConfig(bits=4, low_bits=2, low_heads=0.75)
     layer = filled(config, k, v)
-    assert [pages.bits for pages in layer.store().paged] == [4, 2]
-    assert layer.store().order[:, 0].tolist() == [3, 0]
+    assert [pages.bits for pages in layer.kv_store().paged] == [4, 2]
+    assert layer.kv_store().order[:, 0].tolist() == [3, 0]
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_a_pass_that_is_all_padding_stores_nothing() -> None:
     assert not layer.update(k[:, :, :3], v[:, :, :3])[0][:, :, 3:].any()
     assert layer.lengths() == [0]
     assert not layer.dequantized(3)[0].any()
-    got = decode(torch.randn(1, HEADS, 1, 16), layer.store(), scaling=1.0, starts=torch.tensor([1]))
+    got = decode(torch.randn(1, HEADS, 1, 16), layer.kv_store(), scaling=1.0, starts=torch.tensor([1]))
     assert not got.out.any()
     layer.update(k[:, :, 3:], v[:, :, 3:])
     assert_same_rows(layer, 0, filled(TurboConfig(), k[:, :, 25:], v[:, :, 25:]), 0)

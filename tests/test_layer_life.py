@@ -208,7 +208,7 @@ def test_a_cache_emptied_by_a_crop_can_be_read_and_filled() -> None:
     assert layer.seen == 6
     assert layer.lengths() == [0]
     assert not layer.dequantized(6)[0].any()
-    got = decode(torch.randn(1, HEADS, 1, 16), layer.store(), scaling=1.0, starts=torch.tensor([1]))
+    got = decode(torch.randn(1, HEADS, 1, 16), layer.kv_store(), scaling=1.0, starts=torch.tensor([1]))
     assert not got.out.any()
     feed(layer, k, v)
     assert_same_rows(layer, 0, filled(TurboConfig(), k, v), 0)

@@ -65,8 +65,8 @@ def test_a_rolling_window_loses_no_visible_token(window: int, mode: str, device:
         if tokens <= DECODE_TOKENS:
             # as in a pass: attention reads the cache before it is committed
             q = torch.randn(2, 2 * HEADS, tokens, 16, device=device)
-            got = decode(q, rolled.store(), scaling=0.3, window=window, mode=mode)
-            rows = store_codes(whole.store())
+            got = decode(q, rolled.kv_store(), scaling=0.3, window=window, mode=mode)
+            rows = store_codes(whole.kv_store())
             if mode == "fp16":
                 check_exact(got, q, [row.values() for row in rows], scaling=0.3, window=window)
             else:

@@ -20,7 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.cache.saved_cache import MAKER
-from turbo_hf.cache.saved_files import FACTS, _digest
+from turbo_hf.cache.saved_files import FACTS
+from turbo_hf.calibration.files import facts_hash
 
 Made = tuple[Any, TurboCache]
 
@@ -272,7 +273,7 @@ def test_shapes_that_contradict_each_other(part: str, tmp_path: Path) -> None:
         place = place[key]
     place[keys[-1]] = {"state": [9], "shape": 32, "table": "layers.0.order", "open": "layers.0.open.2"}[part]
     old = tmp_path / f"turbo_cache.{facts['sha256'][:16]}.safetensors"
-    facts["sha256"] = _digest(facts)
+    facts["sha256"] = facts_hash(facts, "sha256")
     old.rename(tmp_path / f"turbo_cache.{facts['sha256'][:16]}.safetensors")
     (tmp_path / FACTS).write_text(json.dumps(facts))
     with pytest.raises(ValueError, match=r"the cache saved in .* is damaged"):

@@ -19,7 +19,7 @@ from rich.table import Table
 from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, err, out, processes
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
-from turbo_hf.eval.bench.options import Folder, Seed, figure, find_device, one_of, prepare_folder, require_choice
+from turbo_hf.eval.bench.options import Folder, Seed, Tiny, figure, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.random_models import KINDS, random_drafter, random_model, shared_out
 from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
@@ -370,7 +370,7 @@ def generate_command(
         bool,
         typer.Option("--cuda-graphs/--eager", help="Whether patched decode steps are replayed as CUDA graphs."),
     ] = True,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny models: tests the command, measures nothing.")] = False,
+    tiny: Tiny = False,
     seed: Seed = 0,
     folder: Folder = None,
     device: Device = "auto",

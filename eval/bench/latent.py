@@ -52,7 +52,7 @@ def latent_call(case: Case, width: str, backend: str, device: torch.device, seed
         latent, rotary = (_draw(generator, batch, 1, tokens, n) for n in (case.heads.dim, ROTARY))
         layer.append(latent, rotary, NewColumns(tokens))
         layer.commit()
-        return layer.store()
+        return layer.kv_store()
 
     def step(own: KVStore) -> AttentionOutput:
         return latent_decode(q, q_rotary, own, SCALING, backend=backend)

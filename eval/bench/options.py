@@ -21,6 +21,7 @@ Hadamard = Annotated[bool, typer.Option("--hadamard", help="Rotate queries and k
 Backend = Annotated[str, typer.Option(help=f"One of {', '.join(BACKENDS)}.")]
 Dtype = Annotated[str, typer.Option(help=f"Dtype of random inputs: {', '.join(DTYPES)}.")]
 Seed = Annotated[int, typer.Option(help="Random seed of the inputs.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Tiny models: tests the command, measures nothing.")]
 Folder = Annotated[Path | None, typer.Option("--out", help="A folder for the JSON (and the plot); created if missing.")]
 
 

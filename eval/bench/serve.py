@@ -14,7 +14,7 @@ from rich.table import Table
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, out
 from turbo_hf.eval.bench.clock import clocked
-from turbo_hf.eval.bench.options import Folder, Seed, figure, find_device, one_of, prepare_folder, require_choice
+from turbo_hf.eval.bench.options import Folder, Seed, Tiny, figure, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.random_models import KINDS, random_model
 from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
 from turbo_hf.eval.bench.shapes import parse_tokens
@@ -218,7 +218,7 @@ def serve_command(
     unpatched: Annotated[bool, typer.Option("--unpatched/--patched-only", help="Also without the patch.")] = True,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a pass, of all requests.")] = 8192,
     pool: Annotated[str | None, typer.Option(help="Tokens that the pool holds; default: as memory allows.")] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="Tiny models: tests the command, measures nothing.")] = False,
+    tiny: Tiny = False,
     seed: Seed = 0,
     folder: Folder = None,
     device: Device = "auto",

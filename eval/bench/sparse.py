@@ -70,7 +70,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class SparseLayer:
     """One sparse layer.
 
     store: its cache.
@@ -88,7 +88,9 @@ class Layer:
     rotary: Rotary | None
 
 
-def make_layers(case: Case, width: str, choice: Choice, count: int, device: torch.device, seed: int) -> list[Layer]:
+def make_layers(
+    case: Case, width: str, choice: Choice, count: int, device: torch.device, seed: int
+) -> list[SparseLayer]:
     """`count` layers that share nothing but sizes.
 
     Keys are assigned to buckets at random and stored in bucket order, as a cache stores those of a prompt.
@@ -118,7 +120,7 @@ def make_layers(case: Case, width: str, choice: Choice, count: int, device: torc
         rotary = None if choice.selector == "kmeans-rotated" else (angle.cos().half(), angle.sin().half())
         trained = choice.selector == "saap"
         classifier = {name: weight(*shape) for name, shape in shapes.items()} if trained else None
-        layers.append(Layer(store._replace(paged=stores[0].paged), index, spans, centroids, classifier, rotary))
+        layers.append(SparseLayer(store._replace(paged=stores[0].paged), index, spans, centroids, classifier, rotary))
     return layers
 
 
@@ -132,7 +134,7 @@ def in_order(index: torch.Tensor, lengths: Sequence[int], block: int, choice: Ch
     return torch.stack(blocks.aminmax(dim=-1), -1)
 
 
-def select(layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, backend: str) -> torch.Tensor:
+def select(layer: SparseLayer, q: torch.Tensor, k: torch.Tensor | None, probes: int, backend: str) -> torch.Tensor:
     """The buckets that a query visits; of the newest token of each row, the bucket is found too.
 
     q: [B, Hq, 1, D]; k: [B, Hkv, 1, D], both after rotary embedding; None: its bucket is not asked for.
@@ -149,14 +151,14 @@ def select(layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, b
 
 
 def step(
-    layer: Layer, q: torch.Tensor, k: torch.Tensor | None, probes: int, choice: Choice, backend: str
+    layer: SparseLayer, q: torch.Tensor, k: torch.Tensor | None, probes: int, choice: Choice, backend: str
 ) -> AttentionOutput:
     """All that a sparse layer does in a step except storing the token: index, selection, attention."""
     return attention(layer, q, select(layer, q, k, probes, backend), choice, backend)
 
 
 def attention(
-    layer: Layer,
+    layer: SparseLayer,
     q: torch.Tensor,
     visited: torch.Tensor,
     choice: Choice,
@@ -176,7 +178,7 @@ def attention(
 
 
 def check_sparse(
-    case: Case, q: torch.Tensor, layer: Layer, visited: torch.Tensor, choice: Choice, got: AttentionOutput
+    case: Case, q: torch.Tensor, layer: SparseLayer, visited: torch.Tensor, choice: Choice, got: AttentionOutput
 ) -> Check:
     """Check a sample against float64 over the keys that its heads visit, as `check_heads` does."""
 
@@ -260,7 +262,7 @@ def _sparse(
     case: Case,
     width: str,
     share: float,
-    layers: list[Layer],
+    layers: list[SparseLayer],
     q: torch.Tensor,
     k: torch.Tensor,
     choice: Choice,

@@ -124,7 +124,7 @@ def latents() -> list[Any]:
         layer = TurboLayer(config, latent=True)
         layer.append(torch.randn(2, 1, 70, 512).half(), torch.randn(2, 1, 70, 64).half(), NewColumns(70))
         layer.commit()
-        stores.append(layer.store())
+        stores.append(layer.kv_store())
     return stores
 
 

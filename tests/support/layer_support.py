@@ -155,7 +155,7 @@ def assert_row(store: KVStore, row: int, want: NaiveRow) -> None:
 
 def assert_layer(layer: TurboLayer, want: list[NaiveRow]) -> None:
     """The layer is, bit by bit, the naive rows; what it says of itself and what it dequantises too."""
-    store = layer.store()
+    store = layer.kv_store()
     assert layer.rows == len(want)
     assert layer.get_seq_length() == layer.seen == len(want[0].columns)
     assert layer.lengths() == [row.held() for row in want]
@@ -175,7 +175,7 @@ def assert_layer(layer: TurboLayer, want: list[NaiveRow]) -> None:
 
 def assert_same_rows(a: TurboLayer, row_a: int, b: TurboLayer, row_b: int) -> None:
     """A row of one layer is, bit by bit, a row of another."""
-    x, y = a.store(), b.store()
+    x, y = a.kv_store(), b.kv_store()
     assert x.sealed[row_a] == y.sealed[row_b]
     assert x.open_len[row_a] == y.open_len[row_b]
     sealed, count = int(x.sealed[row_a]), int(x.open_len[row_a])
@@ -234,7 +234,7 @@ def tensors_of(thing: Any, seen: set[int] | None = None) -> list[Tensor]:
 
 def allocated(layer: TurboLayer) -> int:
     """Bytes of the storages behind a layer, each counted once; of the host's table, what a device would hold."""
-    table, _ = layer.pool.device_table(), layer.store()
+    table, _ = layer.pool.device_table(), layer.kv_store()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(layer)}
     for x in (layer.pool.table, table):
         storages.pop(x.untyped_storage().data_ptr(), None)

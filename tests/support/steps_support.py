@@ -83,7 +83,7 @@ def assert_same(a: TurboCache, b: TurboCache) -> None:
         if x.valid is not None and y.valid is not None:
             assert torch.equal(x.valid, y.valid)
         for layer in (x, y):
-            store = layer.store()
+            store = layer.kv_store()
             assert store.open_len.tolist() == layer.state.open
             assert store.sealed.tolist() == list(layer.state.sealed)
         for p, q in zip(x.dequantized(x.seen), y.dequantized(y.seen), strict=True):

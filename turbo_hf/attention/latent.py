@@ -67,7 +67,7 @@ def latent_step(
     if config.rotates:
         absorbed = rotate_latent_queries(absorbed)
     out = latent_decode(
-        absorbed, q_rotary, layer.store(), scoring.scaling, starts=new.begin(q.device), backend=config.backend
+        absorbed, q_rotary, layer.kv_store(), scoring.scaling, starts=new.starts_on(q.device), backend=config.backend
     ).out
     if config.rotates:
         out = unrotate_latents(out)
@@ -90,7 +90,7 @@ def latent_prompt(
     q, latent, rotary = (new.align(x) for x in qkv)
     # what padding holds is arbitrary, and 0 times NaN is NaN
     keys, values = expanded(module, new.blank(latent), new.blank(rotary))
-    starts, tokens = new.begin(q.device), new.tokens
+    starts, tokens = new.starts_on(q.device), new.tokens
     mask: Any = None
     if starts is not None or layer.seen:
         column = torch.arange(tokens, device=q.device)
@@ -99,7 +99,7 @@ def latent_prompt(
             # padding sees itself rather than nothing
             mask = mask & ((column >= starts[:, None, None]) | (column == column[:, None]))[:, None]
     if layer.seen:
-        store = layer.store()
+        store = layer.kv_store()
         past = expanded(module, *dequantize(store, q.dtype, layer.config.rotates))
         keys, values = (torch.cat(pair, 2) for pair in zip(past, (keys, values), strict=True))
         place = torch.arange(past[0].shape[2], device=q.device)

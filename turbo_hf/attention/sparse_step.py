@@ -102,7 +102,7 @@ def attend_sparse(
     visited = None if query_info is None else _visited(layer, query_info, new.tokens, query.shape[1] // layer.heads)
     return sparse_decode(
         q,
-        layer.store(),
+        layer.kv_store(),
         scoring,
         None if visited is None else Visits(index.buckets, visited, index.spans, selector.min_collisions),
         AlwaysRead(selector.config.sink_tokens, selector.window),

@@ -323,7 +323,7 @@ def _step(
 ) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
     q, k, v = (new.align(x) for x in qkv)
-    starts, config = new.begin(q.device), layer.config
+    starts, config = new.starts_on(q.device), layer.config
     if layer.selector is not None:
         buckets, query_info = new_buckets_and_query_info(layer, source, qkv.query, qkv.key, new)
         layer.append(k, v, new, buckets, check_later=True)
@@ -333,7 +333,7 @@ def _step(
     layer.append(k, v, new, check_later=True)
     out = decode(
         rotate_queries(q, config.backend) if config.rotates else q,
-        layer.store(),
+        layer.kv_store(),
         scoring,
         starts=starts,
         window=layer.window,
@@ -360,9 +360,9 @@ def _prompt(
 ) -> torch.Tensor:
     """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
     q, k, v = (new.align(x) for x in qkv)
-    starts = new.begin(q.device)
+    starts = new.starts_on(q.device)
     buckets = new_buckets(layer, source, qkv.key, new)
-    past = layer.store() if layer.seen else None
+    past = layer.kv_store() if layer.seen else None
     out = prompt_attention(layer.config, NewQKV(q, k, v), past, starts, layer.window, scoring)
     cache.store_prompt(layer, k, v, new, buckets)
     return out

@@ -69,13 +69,13 @@ class Integrity:
         self.writing: str | None = None
         self.last = Pass(ended=True)
 
-    def _broken(self, last: Pass) -> str | None:
+    def _why_broken(self, last: Pass) -> str | None:
         """What has begun and not ended, as a sentence with its remedy; None: the cache is whole."""
         if self.writing is not None:
-            return self._torn()
-        return TAKEN if last.later else self._unfinished(last)
+            return self._why_torn()
+        return TAKEN if last.later else self._why_unfinished(last)
 
-    def _unfinished(self, last: Pass) -> str | None:
+    def _why_unfinished(self, last: Pass) -> str | None:
         """What of the last pass or operation has not ended, as a sentence with its remedy; None: nothing."""
         if last.ended:
             return None
@@ -89,7 +89,7 @@ class Integrity:
             f"its tokens (or another thread still runs it). roll_back() takes them back where it can; or {RESET}"
         )
 
-    def _torn(self) -> str:
+    def _why_torn(self) -> str:
         return (
             f"{self.writing} of this TurboCache was being written when an earlier pass or call broke off (or another "
             f"thread is writing it): {RESET}"
@@ -114,7 +114,7 @@ class Integrity:
 
     def require_whole(self) -> None:
         """ValueError if a pass or call has begun to change the cache, and has not ended."""
-        broken = self._broken(self.last)
+        broken = self._why_broken(self.last)
         if broken is not None:
             raise ValueError(broken)
 
@@ -125,7 +125,7 @@ class Integrity:
     def require_untorn(self) -> None:
         """ValueError if something was being written when a pass or call broke off."""
         if self.writing is not None:
-            raise ValueError(self._torn())
+            raise ValueError(self._why_torn())
 
     def require_unclaimed(self) -> None:
         """ValueError if the new tokens of a layer were on their way to it when a pass broke off."""
@@ -135,7 +135,7 @@ class Integrity:
     def begin(self, announced: bool = False, operation: str = "") -> Pass:
         """A new pass or operation; ValueError as in `require_whole`."""
         last, new = self.last, Pass(announced, operation)
-        broken = self._broken(last)
+        broken = self._why_broken(last)
         if broken is not None:
             raise ValueError(broken)
         # what another thread has read of the cache must not change until that thread stores
@@ -236,14 +236,14 @@ class Integrity:
             ValueError: it broke off while something was written, or was no forward pass. What it changed is not known.
         """
         self.require_untorn()
-        unfinished = self._unfinished(self.last)
+        unfinished = self._why_unfinished(self.last)
         if unfinished is not None and self.last.operation:
             raise ValueError(unfinished)
         return {} if unfinished is None else dict(self.last.done)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copied tensor has a version counter of its own, which says nothing about changes
-        whole = self._broken(self.last) is None
+        whole = self._why_broken(self.last) is None
         last = Pass(ended=True) if whole else copy.copy(self.last)
         last.taken = {}
         return {**vars(self), "last": last}

@@ -32,13 +32,13 @@ class NewColumns(NamedTuple):
         gather = None if self.gather is None else self.gather.to(device)
         return self._replace(valid=self.valid.to(device), gather=gather)
 
-    def begin(self, device: torch.device) -> torch.Tensor | None:
+    def starts_on(self, device: torch.device) -> torch.Tensor | None:
         """`starts` as int64 [B] on `device`, read-only."""
         return None if self.starts is None else shared(self.starts, device)
 
     def blank(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, H, M, D], aligned, with 0 before each row's tokens."""
-        first = self.begin(x.device)
+        first = self.starts_on(x.device)
         if first is None:
             return x
         hidden = torch.arange(self.tokens, device=x.device) < first[:, None]

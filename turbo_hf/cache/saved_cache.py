@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,13 +26,6 @@ HOW_IT_RUNS = ("backend", "cuda_graphs", "compile")
 
 NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_attentions", "output_hidden_states")
 """Entries of a model's config that change nothing of what it computes, as do those that begin with "_"."""
-
-
-class Maker(Protocol):
-    """What makes the caches of a patched model."""
-
-    def make(self, model_config: Any) -> Any:
-        """An empty one."""
 
 
 def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | None) -> None:
@@ -74,7 +67,7 @@ def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | N
 def load(folder: str | Path, model: Any) -> Any:
     """`TurboCache.from_pretrained`."""
     require_model(model)
-    maker: Maker | None = vars(model).get(MAKER)
+    maker = vars(model).get(MAKER)
     if maker is None:
         raise ValueError(
             f"this {type(model).__name__} is not patched: call turbo_hf.patch(model), with the config of the saved "

@@ -3,7 +3,7 @@
 The tensors' file has a name of its own for each content, and the JSON names it: the JSON is replaced last, and counts.
 """
 
-import hashlib
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.calibration.files import PARTIAL, one_writer, write_whole
+from turbo_hf.calibration.files import PARTIAL, FactsFile, checked_facts, facts_hash, one_writer, write_whole
 from turbo_hf.errors import Unsupported
 
 FORMAT, SCHEMA = "turbo_hf cache", 1
@@ -19,6 +19,7 @@ FACTS, TENSORS = "turbo_cache.json", "turbo_cache.{}.safetensors"
 LOCK, WAIT = f"{FACTS}.lock", 60.0
 """Held while the files are replaced, and how many seconds another process waits for that."""
 AGAIN = " Compute the prompt again, and save it anew."
+SAVED = FactsFile(FACTS, FORMAT, SCHEMA, "sha256", AGAIN, AGAIN)
 LINE = 4096
 """Bytes that `checksum` adds up before it weighs their sum by its place."""
 CHUNK = 64 << 20
@@ -131,12 +132,6 @@ def _bytes(x: torch.Tensor) -> Any:
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _digest(facts: Mapping[str, Any]) -> str:
-    """SHA-256 of all facts except this one."""
-    hashed = {name: value for name, value in facts.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
-
-
 def write(folder: Path, facts: Mapping[str, Any], tensors: Tensors) -> None:
     """Write both files, tensor by tensor; what the folder held of such files before is replaced as a whole.
 
@@ -155,7 +150,7 @@ def write(folder: Path, facts: Mapping[str, Any], tensors: Tensors) -> None:
         total = sums[name] if name in sums else checksums([_whole(x)])[0]
         listed.append([name, NAMES[dtype], shape, total])
     whole = {"format": FORMAT, "schema": SCHEMA, **facts, "tensors": listed}
-    digest = _digest(whole)
+    digest = facts_hash(whole, SAVED.digest)
     path = folder / TENSORS.format(digest[:16])
     with one_writer(folder, LOCK, WAIT):
         try:
@@ -195,15 +190,14 @@ class Read(NamedTuple):
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy the tensors of these names. ValueError: they are not as they were written."""
-        lanes: dict[torch.device, _Lane] = {}
-        begin, wanted = 0, []
+        lane, begin, wanted = functools.cache(_Lane), 0, []
         for name, kind, shape, total in self.facts["tensors"]:
             size = torch.Size(shape).numel() * TYPES[kind].itemsize
             source, begin = self.data[begin : begin + size], begin + size
             target = targets[name].reshape(-1).view(torch.uint8)
             wanted.append(total)
             if target.is_cuda:
-                lanes.setdefault(target.device, _Lane(target.device)).send(source, target)
+                lane(target.device).send(source, target)
             else:
                 target.copy_(source)
         if checksums(targets[name] for name, *_ in self.facts["tensors"]) != wanted:
@@ -250,20 +244,8 @@ def read(folder: Path) -> Read:
 
 
 def _read(folder: Path, content: bytes) -> Read:
-    damaged = f"the cache saved in {str(folder)!r} is damaged: "
-    try:
-        facts = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{damaged}{FACTS} is no JSON.{AGAIN}") from error
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise ValueError(f"{damaged}{FACTS} does not say that it is a {FORMAT}.{AGAIN}")
-    if facts.get("schema") != SCHEMA:
-        raise ValueError(
-            f"the cache saved in {str(folder)!r} has schema {facts.get('schema')!r}; this version reads {SCHEMA}."
-            f"{AGAIN}"
-        )
-    if facts.get("sha256") != _digest(facts):
-        raise ValueError(f"{damaged}{FACTS} is not as it was written.{AGAIN}")
+    saved = f"the cache saved in {str(folder)!r}"
+    damaged, facts = f"{saved} is damaged: ", checked_facts(content, saved, SAVED)
     name, head = TENSORS.format(facts["sha256"][:16]), _head(facts["tensors"])
     path = folder / name
     size = len(head) + sum(torch.Size(shape).numel() * TYPES[kind].itemsize for _, kind, shape, _ in facts["tensors"])

@@ -168,7 +168,7 @@ class LayerStorage:
         drafts = self.state.recording and self.selector is None and not self.latent
         return self.seen > 0 and tokens <= (DRAFTED_TOKENS if drafts else DECODE_TOKENS)
 
-    def store(self) -> KVStore:
+    def kv_store(self) -> KVStore:
         """The layer as ops see it; views, not copies."""
         state, counts, replay = self.state, self.device_counts, self.replay
         places = (self.order, self.pool.device_table(), counts.sealed(state))
@@ -263,9 +263,9 @@ class LayerStorage:
         if self.replay is not None:
             how |= {"given_scale": self.universal, "arrived": self.replay.arrived}
             if self.replay.seals:
-                append_step(k, v, self.store(), noted=self.bucket_index.noted(buckets), **how)
+                append_step(k, v, self.kv_store(), noted=self.bucket_index.noted(buckets), **how)
             else:
-                append_tokens(k, v, self.store(), **how)
+                append_tokens(k, v, self.kv_store(), **how)
             return
         state, decoding = self.state, self.is_decoding(new.tokens)
         after = state.stored(new.tokens, new.starts, decoding)
@@ -273,8 +273,8 @@ class LayerStorage:
         self.buffer.reserve(max(after.open), state.open)
         # a prompt's tokens have their own scales, whose range is noted; later tokens take the scale of that range
         given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
-        starts = new.begin(self.device)
-        append_tokens(k, v, self.store(), starts=starts, given_scale=given_scale, max_scale=max_scale, **how)
+        starts = new.starts_on(self.device)
+        append_tokens(k, v, self.kv_store(), starts=starts, given_scale=given_scale, max_scale=max_scale, **how)
         self.device_counts.counted(state, after)
         if new.valid is not None:
             valid = self.valid
@@ -344,7 +344,7 @@ class LayerStorage:
             sealed = [held + row.sealed for held, row in zip(before, rows, strict=True)]
             self.state = self.state._replace(sealed=sealed)
             # the op seals every whole block among `open_len` tokens
-            store = self.store()
+            store = self.kv_store()
             if index.sorts or kept:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
             backend = "reference" if self.latent else self.config.backend

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenizer_hash
-from turbo_hf.calibration.files import PARTIAL, one_writer, write_whole
+from turbo_hf.calibration.files import PARTIAL, FactsFile, checked_facts, facts_hash, one_writer, write_whole
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config.turbo_config import HEAD_METRICS, MOST_BUCKETS
 from turbo_hf.layout import CLASSIFIER
@@ -198,7 +198,7 @@ class Calibration:
             "layers": [layer.facts() for layer in self.layers],
             "sha256": hashlib.sha256(tensors).hexdigest(),
         }
-        facts["facts_sha256"] = facts_hash(facts)
+        facts[CALIBRATED.digest] = facts_hash(facts, CALIBRATED.digest)
         return {TENSORS: tensors, FACTS: (json.dumps(facts, indent=1) + "\n").encode(), CARD: self.card().encode()}
 
     def card(self) -> str:
@@ -300,30 +300,20 @@ def _read_tensors(folder: Path, facts: bytes, source: str) -> bytes:
     raise ValueError(f"the calibration in {source!r} is damaged: the folder has no {TENSORS}.{AGAIN}")
 
 
-def facts_hash(facts: Mapping[str, Any]) -> str:
-    """SHA-256 of all facts except this one."""
-    hashed = {name: value for name, value in facts.items() if name != "facts_sha256"}
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
-
-
 AGAIN = " Calibrate again, or fetch it anew."
+CALIBRATED = FactsFile(
+    FACTS,
+    FORMAT,
+    SCHEMA,
+    digest="facts_sha256",
+    remedy=AGAIN,
+    other_schema=" Calibrate again, or install the version of turbo_hf that made it.",
+)
 
 
 def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
-    damaged = f"the calibration in {source!r} is damaged: "
-    try:
-        facts = json.loads(facts_bytes)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{damaged}{FACTS} is no JSON.{AGAIN}") from error
-    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-        raise ValueError(f"{damaged}{FACTS} does not say that it is a {FORMAT}.{AGAIN}")
-    if facts.get("schema") != SCHEMA:
-        raise ValueError(
-            f"the calibration in {source!r} has schema {facts.get('schema')!r}; this version reads {SCHEMA}. Calibrate "
-            "again, or install the version of turbo_hf that made it."
-        )
-    if facts.get("facts_sha256") != facts_hash(facts):
-        raise ValueError(f"{damaged}{FACTS} is not as it was written.{AGAIN}")
+    made = f"the calibration in {source!r}"
+    damaged, facts = f"{made} is damaged: ", checked_facts(facts_bytes, made, CALIBRATED)
     if hashlib.sha256(content).hexdigest() != facts.get("sha256"):
         raise ValueError(f"{damaged}{TENSORS} is not the file that {FACTS} was written with.{AGAIN}")
     try:
@@ -377,7 +367,7 @@ def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
         return f"centroids is {index['centroids']}"
     dim, clusters, hidden = dim or index["centroids"][-1], index["centroids"][1], index["bias_1"][-1]
     if clusters > MOST_BUCKETS:
-        return f"it has {clusters} centroids a head, and at most {MOST_BUCKETS} can be used"
+        return f"it has {clusters} centroids per head, and at most {MOST_BUCKETS} can be used"
     wanted = {"centroids": [heads, clusters, dim], "rotated_centroids": [heads, clusters, dim]}
     wanted |= {"weight_1": [heads, dim, hidden], "bias_1": [heads, hidden]}
     wanted |= {"weight_2": [heads, hidden, clusters], "bias_2": [heads, clusters]}

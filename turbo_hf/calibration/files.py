@@ -1,12 +1,13 @@
 """Files that are whole or not there, JSON whose faults are named, and one writer at a time in a folder."""
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from filelock import FileLock, Timeout
@@ -82,6 +83,46 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     return _parsed(path.read_bytes(), repr(str(path)), remedy)
+
+
+class FactsFile(NamedTuple):
+    """A JSON file that says what it is, and whether it is as it was written.
+
+    name: of the file. format, schema: what its entries of these names must be.
+    digest: the entry that holds `facts_hash` of all others.
+    remedy, other_schema: the ends of errors; the second is that of another schema.
+    """
+
+    name: str
+    format: str
+    schema: int
+    digest: str
+    remedy: str
+    other_schema: str
+
+
+def facts_hash(facts: Mapping[str, Any], digest: str) -> str:
+    """SHA-256 of all facts except the entry `digest`."""
+    hashed = {name: value for name, value in facts.items() if name != digest}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+
+
+def checked_facts(content: bytes, owner: str, file: FactsFile) -> dict[str, Any]:
+    """The facts that a file of this kind holds. ValueError if it is damaged, or of another kind; it names `owner`."""
+    damaged = f"{owner} is damaged: {file.name}"
+    try:
+        facts = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{damaged} is no JSON.{file.remedy}") from error
+    if not isinstance(facts, dict) or facts.get("format") != file.format:
+        raise ValueError(f"{damaged} does not say that it is a {file.format}.{file.remedy}")
+    if facts.get("schema") != file.schema:
+        raise ValueError(
+            f"{owner} has schema {facts.get('schema')!r}; this version reads {file.schema}.{file.other_schema}"
+        )
+    if facts.get(file.digest) != facts_hash(facts, file.digest):
+        raise ValueError(f"{damaged} is not as it was written.{file.remedy}")
+    return facts
 
 
 @contextlib.contextmanager

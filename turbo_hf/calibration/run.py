@@ -55,7 +55,7 @@ class Enough(Exception):
     """Ends a pass after the last layer that needs it."""
 
 
-class Group(NamedTuple):
+class LayerGroup(NamedTuple):
     """Layers that are captured and trained together.
 
     layers: their numbers.
@@ -78,7 +78,7 @@ class CalibrationPlan(NamedTuple):
     """
 
     settings: Settings
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
     notes: dict[int, str]
     layers: int
 
@@ -126,10 +126,10 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
         wanted[shape].append(source.index)
     if not probed:
         raise ValueError(f"no layer of {type(model).__name__} can be calibrated: its attention was not called.")
-    groups = [Group(tuple(layers), shape, False) for shape, layers in plain.items()]
+    groups = [LayerGroup(tuple(layers), shape, False) for shape, layers in plain.items()]
     for shape, layers in indexed.items():
         size = chosen.layers_at_once
-        groups += [Group(tuple(layers[at : at + size]), shape, True) for at in range(0, len(layers), size)]
+        groups += [LayerGroup(tuple(layers[at : at + size]), shape, True) for at in range(0, len(layers), size)]
     return CalibrationPlan(chosen, tuple(groups), notes, len(all_sources))
 
 
@@ -252,18 +252,22 @@ def _advance(progress: Progress | None, word: str, share: float) -> Callable[[fl
     return step
 
 
-def _depth(group: Group, plan: CalibrationPlan) -> float:
+def _depth(group: LayerGroup, plan: CalibrationPlan) -> float:
     """Cost of a pass that ends after a group's last layer, as a share of a whole pass."""
     return (max(group.layers) + 1) / plan.layers
 
 
-def _work(group: Group, plan: CalibrationPlan, windows: int) -> float:
+def _work(group: LayerGroup, plan: CalibrationPlan, windows: int) -> float:
     """Cost of a group, in passes over a window: training and evaluation cost as much as many passes."""
     return windows * _depth(group, plan) + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
 def _calibrate_group(
-    model: PreTrainedModel, group: Group, plan: CalibrationPlan, windows: torch.Tensor, step: Callable[[float], None]
+    model: PreTrainedModel,
+    group: LayerGroup,
+    plan: CalibrationPlan,
+    windows: torch.Tensor,
+    step: Callable[[float], None],
 ) -> tuple[LayerCalibration, ...]:
     settings = plan.settings
     priorities = {index: HeadPriorities() for index in group.layers}
@@ -302,7 +306,7 @@ HARDLY_VARY = f"{NO_INDEX}its queries hardly vary around a large mean, and the q
 
 
 def _index(
-    group: Group,
+    group: LayerGroup,
     settings: Settings,
     samples: dict[int, Samples],
     scores: dict[int, dict[str, torch.Tensor]],

@@ -170,6 +170,8 @@ class ReplayableSteps:
         self.integrity = cache.integrity
         self.integrity.require_whole()
         self.cache, self.layers, self._limit, self._depth = cache, cache.turbo_layers(), limit, depth
+        # the objects that captured steps use, by tokens per row, as `tensors` returned them
+        self.used: dict[int, list[Any]] = {}
         self._prepare()
         cache.captured = weakref.ref(self)
 
@@ -213,6 +215,8 @@ class ReplayableSteps:
             # a crop may bring them back
             leaving = [0] * len(leaving)
         ahead, after = self._ahead(group), before.without_front(leaving)
+        # captures of the current pages are of no more use: they must not keep them in memory
+        self.used.clear()
         for layer in group.layers:
             if any(leaving):
                 layer.pool.drop_front(before.sealed, leaving, shrink=False)
@@ -265,7 +269,7 @@ class ReplayableSteps:
             if group.seals():
                 group.plan(group.state.sealed_by_step())
 
-    def open(self) -> None:
+    def mark_unfinished(self) -> None:
         """Mark the cache as broken until `finish`.
 
         Raises:
@@ -386,7 +390,7 @@ class ReplayableSteps:
         # the op seals the whole blocks among open tokens, and counts them as sealed already
         group.become(before._replace(sealed=after.sealed))
         for layer in group.layers:
-            seal_open(layer.store(), max(whole), backend="reference" if layer.latent else layer.config.backend)
+            seal_open(layer.kv_store(), max(whole), backend="reference" if layer.latent else layer.config.backend)
             layer.buffer.drop_front_in_place(gone, after.open)
         group.open.sub_(shared(gone, device))
         group.become(after)

@@ -156,14 +156,12 @@ class _Capture:
 
     inputs: where a replay reads them.
     replay: of the capture; None: not captured.
-    tensors: `ReplayableSteps.tensors` when it was captured.
     warm: steps that ran before it is captured.
     fused: whether it is the compiled step.
     """
 
     inputs: dict[str, Any] = field(default_factory=dict)
     replay: Callable[[], Any] | None = None
-    tensors: list[Any] = field(default_factory=list)
     warm: int = 0
     fused: bool = False
 
@@ -241,7 +239,7 @@ class StepRunner:
         if capture.replay is None and self._compiled is not None and size == 1:
             capture.fused = self._compiled.ready(self._model, capture.inputs, self._device.warm)
         steps = self._steps
-        steps.open()
+        steps.mark_unfinished()
         steps.begin(size)
         try:
             out = self._run(steps, self._device, capture, size)
@@ -350,7 +348,7 @@ class StepRunner:
 
     def _run(self, steps: ReplayableSteps, device: Device, capture: _Capture, size: int) -> Any:
         """The model's output for the inputs; None if a capture failed, in which case nothing has been done."""
-        tensors, old = steps.tensors(size), capture.tensors
+        tensors, old = steps.tensors(size), steps.used.get(size, [])
         if capture.replay is not None and (len(tensors) != len(old) or not all(map(operator.is_, tensors, old))):
             self._drop_one(capture)
         step = functools.partial(self._fused_step if capture.fused else self._step, capture, size)
@@ -358,7 +356,7 @@ class StepRunner:
             capture.warm += 1
             return device.warm(step)
         if capture.replay is None:
-            capture.tensors = tensors
+            steps.used[size] = tensors
             try:
                 # sums over ranks must be captured on all of them, or on none
                 with steps.integrity.ranks.together():
@@ -402,7 +400,7 @@ class StepRunner:
 
     def _drop_one(self, capture: _Capture) -> None:
         """Discard a capture. One step runs before the next one, as it may need a new kernel."""
-        capture.replay, capture.tensors, capture.warm = None, [], min(capture.warm, self._restarts - 1)
+        capture.replay, capture.warm = None, min(capture.warm, self._restarts - 1)
 
     def _drop(self) -> None:
         for capture in self._captures.values():
