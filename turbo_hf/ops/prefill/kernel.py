@@ -333,8 +333,8 @@ def _attend(
             sink = tl.load(scoring.sinks + head).to(tl.float32) * LOG2_E
         out, lse = _finish(state, sink, FORM.p_log2)
         if INT8:
-            wild = (m < count) & (tl.abs(lse) > SCORE_LIMIT) & (tl.abs(lse) < float("inf"))
-            tl.store(broken, 1, mask=tl.max(wild.to(tl.int32), 0) != 0)
+            too_large = (m < count) & (tl.abs(lse) > SCORE_LIMIT) & (tl.abs(lse) < float("inf"))
+            tl.store(broken, 1, mask=tl.max(too_large.to(tl.int32), 0) != 0)
         if chunk.channel is not None:
             out = out * channel[None, :]
         stride_b, stride_h, stride_m = result.out.strides

@@ -59,17 +59,17 @@ def reference_prefill(
     runs.append(Run(turned, keys, values, block, bias, own=True))
 
     out, lse = flash(runs, FlashOptions(scoring, causal, window, mode.p_type(q.dtype)))
-    wild = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
+    too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
     if starts is not None:
         back = (column - starts[:, None]).clamp(min=0)
         padding = (column < starts[:, None])[:, None]
         out = torch.take_along_dim(out, back[:, None, :, None], 2).masked_fill(padding[..., None], 0.0)
         lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
     out, lse = out.to(q.dtype), lse.float()
-    if not precise and bool(wild.any()):
+    if not precise and bool(too_large.any()):
         exact = reference_prefill(q, k, v, scoring, Rounding("fp16"), past, starts, causal, window)
-        out = torch.where(wild[..., None, None], exact.out, out)
-        lse = torch.where(wild[..., None], exact.lse, lse)
+        out = torch.where(too_large[..., None, None], exact.out, out)
+        lse = torch.where(too_large[..., None], exact.lse, lse)
     return AttentionOutput(out, lse)
 
 
