@@ -55,7 +55,7 @@ class Enough(Exception):
     """Ends a pass after the last layer that needs it."""
 
 
-class LayerGroup(NamedTuple):
+class Layers(NamedTuple):
     """Layers that are captured and trained together.
 
     layers: their numbers.
@@ -78,7 +78,7 @@ class CalibrationPlan(NamedTuple):
     """
 
     settings: Settings
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[Layers, ...]
     notes: dict[int, str]
     layers: int
 
@@ -126,10 +126,10 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
         wanted[shape].append(source.index)
     if not probed:
         raise ValueError(f"no layer of {type(model).__name__} can be calibrated: its attention was not called.")
-    groups = [LayerGroup(tuple(layers), shape, False) for shape, layers in plain.items()]
+    groups = [Layers(tuple(layers), shape, False) for shape, layers in plain.items()]
     for shape, layers in indexed.items():
         size = chosen.layers_at_once
-        groups += [LayerGroup(tuple(layers[at : at + size]), shape, True) for at in range(0, len(layers), size)]
+        groups += [Layers(tuple(layers[at : at + size]), shape, True) for at in range(0, len(layers), size)]
     return CalibrationPlan(chosen, tuple(groups), notes, len(all_sources))
 
 
@@ -252,19 +252,19 @@ def _advance(progress: Progress | None, word: str, share: float) -> Callable[[fl
     return step
 
 
-def _depth(group: LayerGroup, plan: CalibrationPlan) -> float:
+def _depth(group: Layers, plan: CalibrationPlan) -> float:
     """Cost of a pass that ends after a group's last layer, as a share of a whole pass."""
     return (max(group.layers) + 1) / plan.layers
 
 
-def _work(group: LayerGroup, plan: CalibrationPlan, windows: int) -> float:
+def _work(group: Layers, plan: CalibrationPlan, windows: int) -> float:
     """Cost of a group, in passes over a window: training and evaluation cost as much as many passes."""
     return windows * _depth(group, plan) + (plan.settings.steps / 4 + windows if group.indexed else 0)
 
 
 def _calibrate_group(
     model: PreTrainedModel,
-    group: LayerGroup,
+    group: Layers,
     plan: CalibrationPlan,
     windows: torch.Tensor,
     step: Callable[[float], None],
@@ -306,7 +306,7 @@ HARDLY_VARY = f"{NO_INDEX}its queries hardly vary around a large mean, and the q
 
 
 def _index(
-    group: LayerGroup,
+    group: Layers,
     settings: Settings,
     samples: dict[int, Samples],
     scores: dict[int, dict[str, torch.Tensor]],
