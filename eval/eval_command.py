@@ -15,8 +15,8 @@ from rich.table import Table
 from turbo_hf.calibration.artifacts import Calibration, find
 from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.calibration.choice import uses_calibration
-from turbo_hf.calibration.files import write_whole
 from turbo_hf.config.turbo_config import DEFAULT_PRESET
+from turbo_hf.config.whole_files import write_whole
 from turbo_hf.console import Device, Json, choose_device, err, fail, load, out, processes
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.shapes import parse_tokens

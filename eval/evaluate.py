@@ -12,7 +12,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
 from turbo_hf.calibration.artifacts import Calibration
-from turbo_hf.calibration.files import append_line, read_lines, read_object, write_whole
+from turbo_hf.config.whole_files import append_line, read_lines, read_object, write_whole
 from turbo_hf.eval.answers import AnsweredLM, Answers
 from turbo_hf.eval.methods import BASELINE, folder_of
 from turbo_hf.eval.model import Batch, TurboLM

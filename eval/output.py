@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import rich.table
 
-from turbo_hf.calibration.files import write_whole
+from turbo_hf.config.whole_files import write_whole
 from turbo_hf.console import out
 
 LIMITED = "LIMITED"

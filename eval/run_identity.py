@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from turbo_hf.calibration.files import one_writer, read_object, write_whole
+from turbo_hf.config.whole_files import one_writer, read_object, write_whole
 from turbo_hf.eval.bench.environment import facts
 from turbo_hf.models.versions import version_of
 

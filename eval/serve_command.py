@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from turbo_hf.calibration.files import append_line, read_lines, read_object, write_whole
+from turbo_hf.config.whole_files import append_line, read_lines, read_object, write_whole
 from turbo_hf.console import err, load
 from turbo_hf.eval.bench.options import as_json, find_device
 from turbo_hf.eval.bench.random_models import KINDS, random_model

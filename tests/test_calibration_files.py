@@ -16,8 +16,8 @@ from turbo_hf import Calibration, TurboCache
 from turbo_hf.calibration import artifacts
 from turbo_hf.calibration.artifacts import FACTS, TENSORS, find, fingerprint
 from turbo_hf.calibration.checkpoint import checkpoint_of
-from turbo_hf.calibration.files import facts_hash
 from turbo_hf.config.turbo_config import HEAD_METRICS
+from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.errors import Unsupported
 
 # --- artifacts ---------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from models import lab_model
 from turbo_hf import Calibration
 from turbo_hf.calibration import artifacts
 from turbo_hf.calibration.artifacts import CARD, FACTS, TENSORS, LayerCalibration
-from turbo_hf.calibration.files import InUse, one_writer, write_whole
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.unfinished import LOCK, PART
+from turbo_hf.config.whole_files import InUse, one_writer, write_whole
 
 NAMES = {FACTS, TENSORS, CARD}
 METRICS = ("priority", "entropy", "min_max", "variation")

@@ -20,10 +20,10 @@ from turbo_hf import Calibration, TurboConfig
 from turbo_hf.calibration import run
 from turbo_hf.calibration.artifacts import FACTS, TENSORS, _misfit
 from turbo_hf.calibration.checkpoint import CONFIG, Checkpoint, checkpoint_of
-from turbo_hf.calibration.files import facts_hash
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.calibration.unfinished import PART
 from turbo_hf.cli.main import app
+from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.errors import Unsupported
 
 ONE, TWO = "1" * 40, "2" * 40

@@ -19,8 +19,8 @@ pytest.importorskip("datasets", reason='datasets is not installed: pip install -
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 
-from turbo_hf.calibration.files import InUse, one_writer
 from turbo_hf.cli.main import app
+from turbo_hf.config.whole_files import InUse, one_writer
 from turbo_hf.eval.answers import MAKE, TABLE, AnsweredLM, Answers
 from turbo_hf.eval.evaluate import Outcome, load_tasks, run_method
 from turbo_hf.eval.model import TurboLM

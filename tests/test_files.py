@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from turbo_hf.calibration.files import InUse, append_line, one_writer, read_lines, read_object, write_whole
+from turbo_hf.config.whole_files import InUse, append_line, one_writer, read_lines, read_object, write_whole
 
 
 def full(*_: Any, **__: Any) -> NoReturn:
@@ -154,7 +154,7 @@ def test_a_killed_writer_leaves_the_folder_free(tmp_path: Path) -> None:
     script = f"""
 import time
 from pathlib import Path
-from turbo_hf.calibration.files import one_writer
+from turbo_hf.config.whole_files import one_writer
 with one_writer(Path({str(tmp_path)!r}), "lock"):
     print("taken", flush=True)
     time.sleep(600)

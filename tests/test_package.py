@@ -30,7 +30,7 @@ PUBLIC = {
 }
 
 LAYERS = [
-    {"turbo_hf._version", "turbo_hf.calibration.files", "turbo_hf.errors", "turbo_hf.layout", "turbo_hf.ranks"},
+    {"turbo_hf._version", "turbo_hf.errors", "turbo_hf.layout", "turbo_hf.ranks"},
     {"turbo_hf.config", "turbo_hf.models"},
     {"turbo_hf.ops"},
     {"turbo_hf.ops.store"},

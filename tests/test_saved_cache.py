@@ -21,7 +21,7 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.cache.saved_cache import MAKER
 from turbo_hf.cache.saved_files import FACTS
-from turbo_hf.calibration.files import facts_hash
+from turbo_hf.config.whole_files import facts_hash
 
 Made = tuple[Any, TurboCache]
 

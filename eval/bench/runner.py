@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import typer
 
-from turbo_hf.calibration.files import write_whole
+from turbo_hf.config.whole_files import write_whole
 from turbo_hf.console import err, fail, out, print_error
 from turbo_hf.eval.bench.environment import facts, headline
 from turbo_hf.eval.bench.options import as_json

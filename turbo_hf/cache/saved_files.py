@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turbo_hf.calibration.files import PARTIAL, FactsFile, checked_facts, facts_hash, one_writer, write_whole
+from turbo_hf.config.whole_files import PARTIAL, FactsFile, checked_facts, facts_hash, one_writer, write_whole
 from turbo_hf.errors import Unsupported
 
 FORMAT, SCHEMA = "turbo_hf cache", 1

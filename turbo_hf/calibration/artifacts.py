@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from turbo_hf.calibration.checkpoint import Checkpoint, names_a_folder, tokenizer_hash
-from turbo_hf.calibration.files import PARTIAL, FactsFile, checked_facts, facts_hash, one_writer, write_whole
 from turbo_hf.calibration.heads import head_order
 from turbo_hf.config.turbo_config import HEAD_METRICS, MOST_BUCKETS
+from turbo_hf.config.whole_files import PARTIAL, FactsFile, checked_facts, facts_hash, one_writer, write_whole
 from turbo_hf.layout import CLASSIFIER
 from turbo_hf.models.model_layers import shape_field
 from turbo_hf.ops.store.quantize import FLOATS

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from turbo_hf.calibration.artifacts import FACTS, Calibration, LayerCalibration
-from turbo_hf.calibration.files import InUse, one_writer
+from turbo_hf.config.whole_files import InUse, one_writer
 from turbo_hf.errors import warn
 
 PART = "turbo_calibration.part"

@@ -1,4 +1,4 @@
-"""Options of `turbo_hf.patch`, by name and from files."""
+"""Options of `turbo_hf.patch`, by name and from files; files that are written whole."""
 
 from turbo_hf.config.turbo_config import PRESETS as PRESETS
 from turbo_hf.config.turbo_config import SparseConfig as SparseConfig
