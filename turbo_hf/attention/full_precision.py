@@ -10,6 +10,8 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from turbo_hf.attention.masks import mask_4d
+from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Unsupported
 
 
@@ -80,3 +82,40 @@ def full_precision_attention(
         given = {name: option for name, option in options.items() if option is not None}
         out, _ = function(module, query, key, value, mask, **given, **kwargs)
     return torch.as_tensor(out)
+
+
+def decompressed(
+    cache: TurboCache,
+    layer: TurboLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
+    cache.decompressed = True
+    if layer.replay is not None:
+        raise Unsupported(
+            f"layer {layer.index}: this decode step cannot run on the compressed cache, as earlier passes did, and "
+            "in full precision it cannot be a CUDA graph. Choose TurboConfig(cuda_graphs=False)."
+        )
+    # the first layer checks all layers, before anything has been stored
+    by_bucket = next(
+        (each for each in cache.turbo_layers() if each.seen and any(each.bucket_index.sorted_blocks)), None
+    )
+    if by_bucket is not None and mask is not None and mask.dim() != 2:
+        raise Unsupported(
+            f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
+            "tell them apart. Pass a 2D mask, or let the layer read every key (SparseConfig.read_all_layers)."
+        )
+    given_mask = layer.given_mask
+    if mask is not None:
+        given_mask = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
+    return layer.append_and_dequantize(key, value, given_mask)
+
+
+def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
+    """bool [B, past + M]: which new columns some query sees through a 4D mask. The others are padding."""
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
+    return torch.nn.functional.pad(new, (past, 0), value=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_hf.attention.full_precision import full_precision_attention, hf_attention
+from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
 from turbo_hf.attention.latent import latent_prompt, latent_step
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
@@ -192,7 +192,7 @@ def _attention(
             qkv, source = _of_one_type(NewQKV(query, key, value)), Source(module, call.rotary)
             out = compressed(call.cache, call.layer, source, qkv, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
-        key, value = _decompressed(call.cache, call.layer, query, key, value, attention_mask)
+        key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     if keeps_latent(module):
         key, value = expanded(module, key, value)
     function = hf_attention(module, options, unknown)
@@ -232,43 +232,6 @@ def _refusal(mask: torch.Tensor | None, causal: bool, unknown: Collection[str]) 
             "full precision."
         )
     return None
-
-
-def _decompressed(
-    cache: TurboCache,
-    layer: TurboLayer,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store new keys and values; returns those of all columns, for a call that the compressed cache cannot serve."""
-    cache.decompressed = True
-    if layer.replay is not None:
-        raise Unsupported(
-            f"layer {layer.index}: this decode step cannot run on the compressed cache, as earlier passes did, and "
-            "in full precision it cannot be a CUDA graph. Choose TurboConfig(cuda_graphs=False)."
-        )
-    # the first layer checks all layers, before anything has been stored
-    by_bucket = next(
-        (each for each in cache.turbo_layers() if each.seen and any(each.bucket_index.sorted_blocks)), None
-    )
-    if by_bucket is not None and mask is not None and mask.dim() != 2:
-        raise Unsupported(
-            f"layer {by_bucket.index}: cached tokens stand in the order of their buckets, so that no 4D mask can "
-            "tell them apart. Pass a 2D mask, or let the layer read every key (SparseConfig.read_all_layers)."
-        )
-    given_mask = layer.given_mask
-    if mask is not None:
-        given_mask = mask if mask.dim() == 2 else _seen_columns(mask, layer.seen, query)
-    return layer.append_and_dequantize(key, value, given_mask)
-
-
-def _seen_columns(mask: torch.Tensor, past: int, query: torch.Tensor) -> torch.Tensor:
-    """bool [B, past + M]: which new columns some query sees through a 4D mask. The others are padding."""
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    new = visible.any(1).any(1)[:, -query.shape[2] :].expand(query.shape[0], -1)
-    return torch.nn.functional.pad(new, (past, 0), value=True)
 
 
 def _require_unchanged(cache: ClaimedCache, layer: TurboLayer, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -1,9 +1,17 @@
-"""Transformers' own layers in a TurboCache: the end of their recording, and what they can still bring back."""
+"""Transformers' own layers in a TurboCache: marked updates, the end of their recording, what they can bring back."""
 
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+
+from turbo_hf.cache.guards import ordinary
+from turbo_hf.cache.integrity import Integrity
+from turbo_hf.cache.layer import TurboLayer
+
+R = TypeVar("R")
 
 
 def stop_recording(layer: Any) -> None:
@@ -50,3 +58,86 @@ def require_recorded(layer: Any, index: int, tokens_to_remove: int, seen: int) -
             f"layer {index}: a {type(layer).__name__} can be cropped only by what it has recorded. Call "
             "activate_past_recording() before the pass to be rolled back."
         )
+
+
+class MarkedUpdates(Cache):
+    """The part of a `TurboCache` that updates Transformers' own layers."""
+
+    integrity: Integrity
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in `Cache`.
+
+        Raises:
+            ValueError: the cache is broken, or another thread uses it.
+        """
+        update = super().update
+        if isinstance(self.layers[layer_idx], TurboLayer):
+            # a TurboLayer sets its own marks when it stores, which may be later
+            return update(key_states, value_states, layer_idx, *args, **kwargs)
+        cache: Any = self
+        rows = cache.rows()
+        if rows is not None and len(key_states) != rows:
+            raise ValueError(
+                f"layer {layer_idx}: the cache holds {rows} rows; this pass brings {len(key_states)}. Use a new "
+                "TurboCache, or reset() this one."
+            )
+        with_layer = functools.partial(update, key_states, value_states, layer_idx, *args, **kwargs)
+        return self._marked(with_layer, layer_idx, "")
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in `Cache`; refused as `update` is."""
+        if conv_states.is_inference() and getattr(self.layers[layer_idx], "record_past", False):
+            # while recording, the state is kept instead of copied: it must be an ordinary tensor of its own
+            conv_states = ordinary(conv_states.clone)()
+        update = functools.partial(super().update_conv_state, conv_states, layer_idx, state_idx, **kwargs)
+        return self._marked(update, layer_idx, f"conv_states {state_idx}")
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """As in `Cache`; refused as `update` is."""
+        update = functools.partial(super().update_recurrent_state, recurrent_states, layer_idx, state_idx, **kwargs)
+        return self._marked(update, layer_idx, f"recurrent_states {state_idx}")
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """As in `Cache`; refused as `update` is."""
+        update = functools.partial(super().update_indexer, indexer_key_states, layer_idx)
+        return self._marked(update, layer_idx, "indexer")
+
+    def _marked(self, update: Callable[[], R], layer: int, kind: str) -> R:
+        """The result of an update of one of Transformers' own layers."""
+        self.integrity.turn(layer, 0 if kind else self.get_seq_length(layer), kind)
+        self.integrity.writing = f"layer {layer}"
+        # states are written in place, also outside `torch.inference_mode` later
+        result = ordinary(update)() if kind and torch.is_inference_mode_enabled() else update()
+        self.integrity.writing = None
+        self.integrity.settle(layer)
+        return result
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """As in `Cache`: transformers 5.17 asks before it changes a state in place."""
+        if layer_idx is not None:
+            self._read(layer_idx, ("conv_states", "recurrent_states"), state_idx)
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in `Cache`. Within a pass, the caller may change the returned state in place."""
+        self._read(layer_idx, ("conv_states",), state_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in `Cache`. Within a pass, the caller may change the returned state in place."""
+        self._read(layer_idx, ("recurrent_states",), state_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def _read(self, layer: int, names: Sequence[str], number: int | None) -> None:
+        """The layer's states of these names are taken: that of a number, or all."""
+        linear: Any = self.layers[layer]
+        if isinstance(linear, LinearAttentionCacheLayerMixin) and any(linear.has_previous_state.values()):
+            states = [state for name in names for n, state in getattr(linear, name).items() if number in (None, n)]
+            self.integrity.read(layer, f"{' or '.join(names)} {number}", states)

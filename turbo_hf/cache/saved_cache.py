@@ -4,7 +4,6 @@ import hashlib
 import json
 import weakref
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from turbo_hf.cache.saved_layers import held_by, hold
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import require_model
+from turbo_hf.models.versions import version_of
 
 MAKER = "turbo_cache_maker"
 """Attribute of a patched model: what makes its caches."""
@@ -129,7 +129,11 @@ def _devices(model: Any) -> Iterator[tuple[int, torch.device]]:
 def _identity(cache: Any, model: Any) -> dict[str, Any]:
     """All that must be the same where a saved cache is used, as JSON would return it."""
     found = {
-        "versions": {"turbo_hf": __version__, **{name: _version(name) for name in ("torch", "transformers", "triton")}},
+        # a build for another device computes with the same rules
+        "versions": {
+            "turbo_hf": __version__,
+            **{name: (version_of(name) or "none").partition("+")[0] for name in ("torch", "transformers", "triton")},
+        },
         "config": _stored(cache.turbo_config),
         "model": {
             "class": type(model).__name__,
@@ -142,14 +146,6 @@ def _identity(cache: Any, model: Any) -> dict[str, Any]:
     }
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
-
-
-def _version(package: str) -> str:
-    try:
-        # a build for another device computes with the same rules
-        return version(package).partition("+")[0]
-    except PackageNotFoundError:
-        return "none"
 
 
 def _stored(config: TurboConfig) -> dict[str, Any]:
