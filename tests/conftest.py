@@ -20,9 +20,14 @@ def _marked() -> str:
     return " ".join(expression for flag, expression in zip(sys.argv, sys.argv[1:], strict=False) if flag == "-m")
 
 
+def _is_wanted(mark: str, expression: str) -> bool:
+    """Whether a mark expression names a mark, and not what has it not."""
+    return mark in expression and f"not {mark}" not in expression
+
+
 # before torch looks for a GPU: a run is on it or without it, and without it kernels run in Triton's interpreter; the
 # processes of a run have what the first has chosen
-if "PYTEST_XDIST_WORKER" not in os.environ and ("gpu" not in _marked() or "not gpu" in _marked()):
+if "PYTEST_XDIST_WORKER" not in os.environ and not _is_wanted("gpu", _marked()):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # before anything imports triton
 if not torch.cuda.is_available():
@@ -49,22 +54,33 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("no two CUDA devices")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On a GPU the reference is the same torch code, and what kernels are compared with: tests with further parameters
-    go through it on the CPU alone."""
-    twice = {"device": "cuda", "backend": "reference"}
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `-m gpu`, all tests of a `device` run, on the GPU.
+
+    The reference is the same torch code there, and what kernels are compared with: tests with further parameters go
+    through it on the CPU alone.
+    """
+    if not _is_wanted("gpu", config.option.markexpr):
+        return
 
     def wanted(item: pytest.Item) -> bool:
         given: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-        return not (twice.items() <= given.items() and len(given) > 2)
+        return not (
+            "device" in getattr(item, "fixturenames", ()) and given.get("backend") == "reference" and len(given) > 1
+        )
 
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
     items[:] = filter(wanted, items)
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Each device that an op runs on."""
-    return torch.device(request.param)
+@pytest.fixture
+def device() -> torch.device:
+    """Where ops run: on the GPU in a run with `-m gpu`, else on the CPU, kernels in Triton's interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(params=["reference", "triton"])

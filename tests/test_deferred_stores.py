@@ -272,9 +272,8 @@ def test_another_thread_that_reads_stores_nothing() -> None:
         assert cache.get_seq_length() == TOKENS
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_generate_defers_the_prompts_of_its_own_caches(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, ids = tiny_llama().to(where), prompts(2, TOKENS).to(where)
+def test_generate_defers_the_prompts_of_its_own_caches(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_llama().to(device), prompts(2, TOKENS).to(device)
     taken: list[bool] = []
     take = DeferredStores.take
 
@@ -283,7 +282,7 @@ def test_generate_defers_the_prompts_of_its_own_caches(where: str, monkeypatch: 
         return taken[-1]
 
     monkeypatch.setattr(DeferredStores, "take", watched)
-    if where == "cpu":
+    if device.type == "cpu":
         monkeypatch.setattr(generate_methods, "_may_defer", lambda model: True)
     with turbo_hf.patch(model, SMALL) as handle:
         many = model.generate(ids, max_new_tokens=20, do_sample=False)

@@ -17,7 +17,7 @@ from turbo_hf.ops.store.quantize import dequantize
 RANK, ROTARY = 64, 16
 
 
-def layer_of(bits: int, backend: Any, lengths: list[int], device: str, dtype: torch.dtype) -> Any:
+def layer_of(bits: int, backend: Any, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Any:
     """A latent layer that holds random rows of these lengths, left-padded."""
     longest, seeded = max(lengths), torch.Generator().manual_seed(1)
     latent = torch.randn(len(lengths), 1, longest, RANK, generator=seeded).to(device, dtype)
@@ -31,10 +31,9 @@ def layer_of(bits: int, backend: Any, lengths: list[int], device: str, dtype: to
     return layer
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("bits", "heads", "tokens"), [(16, 3, 1), (8, 16, 2), (4, 3, 5), (4, 40, 1)])
-def test_a_step_over_latents_is_that_of_the_reference(device: str, bits: int, heads: int, tokens: int) -> None:
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+def test_a_step_over_latents_is_that_of_the_reference(device: torch.device, bits: int, heads: int, tokens: int) -> None:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     lengths = [200, 70, 7]
     stored = layer_of(bits, "triton", lengths, device, dtype)
     plain = layer_of(bits, "reference", lengths, device, dtype)
@@ -55,10 +54,9 @@ def test_a_step_over_latents_is_that_of_the_reference(device: str, bits: int, he
         check_exact(wide, q, rows, starts=starts.tolist(), scaling=0.2)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("bits", [16, 8, 4])
-def test_a_replayable_step_seals_and_stores_as_the_reference(device: str, bits: int) -> None:
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+def test_a_replayable_step_seals_and_stores_as_the_reference(device: torch.device, bits: int) -> None:
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     made = []
     for backend in ("triton", "reference"):
         # rows that are about to seal a block, and one that is not
