@@ -1,10 +1,12 @@
 """The parametrization by pairs that other tests stand on."""
 
+import os
 from itertools import combinations, product
 from math import prod
+from pathlib import Path
 
 import pytest
-from all_pairs import all_pairs, covering, in_modes, in_turn
+from all_pairs import all_pairs, covering, in_modes, in_one_test, in_turn
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES
 
@@ -36,3 +38,27 @@ def test_other_modes_take_the_last_value() -> None:
     assert [mode for x, mode in cases if x == 1] == ["turbo", "fp16"]
     assert [mode for x, mode in cases if x == 2] == list(ATTENTION_MODES)
     assert [case.values for case in in_modes("turbo", x=[1, 2]).mark.args[1]] == [c for c in cases if c != (1, "fp16")]
+
+
+def test_all_cases_of_one_test_run_and_those_that_fail_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    @in_one_test(("x", "y"), [(1, 2), pytest.param(3, 0, id="three"), (4, 5), (6, 0)])
+    @in_one_test("z", [7])
+    def divides(x: int, y: int, z: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CASE", str(x))
+        assert not list(tmp_path.iterdir())
+        (tmp_path / str(x)).touch()
+        seen.append((x, z))
+        if x == 6:
+            with pytest.raises(ValueError, match="not raised"):
+                pass
+        assert x // y >= 0
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        divides(tmp_path=tmp_path, monkeypatch=monkeypatch)
+    assert seen == [(1, 7), (3, 7), (4, 7), (6, 7)]
+    assert caught.value.__notes__[-1] == "2 of 4 cases failed: three; (6, 0)"
+    assert "CASE" not in os.environ

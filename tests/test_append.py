@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_turn
+from all_pairs import all_pairs, in_one_test, in_turn
 from append_support import GROUPS, cache, copy, expected, full_store, snapshot
 from choices import BACKENDS
 from stores import make_store, tokens
@@ -168,7 +168,7 @@ def test_refuses_other_shapes() -> None:
         append_tokens(k, torch.zeros(1, 2, 1, 32), store, nonfinite=torch.zeros(1, dtype=torch.int32))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("wrong", "message"),
     [
         ({"starts": torch.zeros(2, dtype=torch.int64)}, r"starts must be \[1\] on cpu; got \[2\] on cpu"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from bench_support import CPU, check_refused
 from budgets import largest
 from models import LAB_MODEL
@@ -29,7 +30,7 @@ def test_the_published_sizes() -> None:
         assert parse_tokens(tokens_label(n)) == n
 
 
-@pytest.mark.parametrize("text", ["", "16", "x1k", "0x1k", "4x", "4x0", "4x1m", "4x-1", "ax1k"])
+@in_one_test("text", ["", "16", "x1k", "0x1k", "4x", "4x0", "4x1m", "4x-1", "ax1k"])
 def test_other_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected a (size like 16x1k|number of tokens like 4096 or 4k)"):
         parse_size(text)
@@ -115,7 +116,7 @@ def test_e4m3_keeps_the_largest_value_and_three_bits() -> None:
     assert not to_e4m3(torch.zeros(3)).any()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("words", "message"),
     [
         (["prefill", "--shape", "llama9"], "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b."),
@@ -131,7 +132,6 @@ def test_e4m3_keeps_the_largest_value_and_three_bits() -> None:
         (["error", "--model", str(LAB_MODEL), "--text", "no.txt"], "there is no file no.txt."),
         (["error", "--model", "no/such-folder", "--device", "cpu"], "cannot load 'no/such-folder'"),
     ],
-    ids=lambda words: words[-1] if isinstance(words, list) else "",
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
     check_refused(message, *words)

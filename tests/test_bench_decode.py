@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from bench_support import CPU, check_not_timed, check_refused, last_json, run
 
 from turbo_hf.eval.bench import decode as bench
@@ -77,7 +78,7 @@ def test_ragged_rows_are_drawn_once_and_within_bounds() -> None:
     assert toy("1x100").lengths == (100,)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@in_one_test("width", WIDTHS)
 def test_bytes_are_those_of_the_cache(width: str) -> None:
     case = toy()
     groups = groups_of(width, case.heads.kv)
@@ -292,7 +293,7 @@ def test_decode_on_a_gpu_replays_graphs() -> None:
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("words", "message"),
     [
         (["decode", "--shape", "llama9"], "unknown shape llama9; shapes are llama3-8b, phi3-medium, qwen2.5-0.5b, lea"),
@@ -303,7 +304,6 @@ def test_decode_on_a_gpu_replays_graphs() -> None:
         (["decode", "--device", "nowhere"], "no device 'nowhere'"),
         (["decode", "--occupancy", "--size", "1x1k"], "--occupancy has its own sizes; leave out --size and --ragged."),
     ],
-    ids=lambda words: " ".join(words[1:]) if isinstance(words, list) else "",
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
     check_refused(message, *words)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from bench_support import complaint, last_json, run
 from models import LAB_MODEL
 
@@ -18,7 +19,7 @@ def heads(tokens: int, dim: int = 32, seed: int = 0) -> tuple[torch.Tensor, torc
     return q, k + torch.randn(2, -(-tokens // TILE), dim, generator=generator).repeat_interleave(TILE, 1)[:, :tokens]
 
 
-@pytest.mark.parametrize("tokens", [1, TILE, TILE + 1, 5 * TILE, 5 * TILE + 7])
+@in_one_test("tokens", [1, TILE, TILE + 1, 5 * TILE, 5 * TILE + 7])
 def test_only_tiles_at_or_before_the_rows_and_the_forced_ones(tokens: int) -> None:
     rule = BARE._replace(sink_tokens=1, window_tokens=TILE)
     kept = choose_tiles(*heads(tokens), rule, scaling=0.5)
@@ -31,7 +32,7 @@ def test_only_tiles_at_or_before_the_rows_and_the_forced_ones(tokens: int) -> No
     assert kept[:, at[1:], at[1:] - 1].all()
 
 
-@pytest.mark.parametrize("tail", [1, TILE, TILE + 1, 6 * TILE, 10**6])
+@in_one_test("tail", [1, TILE, TILE + 1, 6 * TILE, 10**6])
 def test_every_query_of_the_tail_reads_every_key(tail: int) -> None:
     tokens = 6 * TILE - 5
     q, k = heads(tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from bench_support import CPU, check_refused, complaint, last_json, run
 
 from turbo_hf import TurboConfig
@@ -90,7 +91,7 @@ def test_the_paper_s_setting_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all((row["context"], row["new"], row["largest"]) == (60, 4, True) for row in rows)
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, 3, 15, 16, 17, 100, 1000])
+@in_one_test("limit", [0, 1, 2, 3, 15, 16, 17, 100, 1000])
 def test_the_largest_is_found_to_a_sixteenth(limit: int) -> None:
     tried: list[int] = []
     found = largest(lambda n: tried.append(n) or n <= limit, 4096)  # type: ignore[func-returns-value]
@@ -179,7 +180,7 @@ def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypat
     assert "SDPA on llama3-8b, 20 tokens: failed: TypeError: no such argument" in complaint(result)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("words", "message"),
     [
         (["generate", "--shape", "phi"], "unknown shape phi; choose from llama3-8b, qwen2.5-0.5b, deepseek-v2-lite."),
@@ -196,7 +197,6 @@ def test_without_the_model_that_is_compared_with_it_ends_with_an_error(monkeypat
         (["generate", "--paper", "--device", "cpu"], "--batch largest needs a GPU"),
         (["generate", "--device", "nowhere"], "no device 'nowhere'"),
     ],
-    ids=lambda words: " ".join(words[1:]) if isinstance(words, list) else "",
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
     check_refused(message, *words)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from bench_support import CPU, check_refused, last_json, run
 
 from turbo_hf.eval.bench import sparse as bench
@@ -99,7 +100,7 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert index_shares([]) == []
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("words", "message"),
     [
         (["--shape", "llama9"], "unknown shape llama9; choose from llama3-8b"),
@@ -108,7 +109,6 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--share", "0"], "a share must be above 0 and at most 1; got [0.0]."),
         (["--backend", "cuda"], "unknown backend cuda; choose from auto, triton, reference."),
     ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
 )
 def test_mistakes_get_one_sentence_and_exit_1(words: list[str], message: str) -> None:
     check_refused(message, "sparse", *words)

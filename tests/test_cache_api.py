@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from all_pairs import in_one_test
 from models import left_padded, prompts, tiny_llama, tiny_mistral
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
@@ -107,7 +108,7 @@ def public(*things: Any) -> list[str]:
     return sorted({name for thing in things for name in dir(thing) if not name.startswith("_")})
 
 
-@pytest.mark.parametrize("name", public(Cache, DynamicCache(config=tiny_llama().config)))
+@in_one_test("name", public(Cache, DynamicCache(config=tiny_llama().config)))
 def test_what_a_dynamic_cache_has(name: str) -> None:
     assert name in CACHE, f"this version of Transformers has a new name, Cache.{name}: decide what a TurboCache does"
     how, use = CACHE[name]
@@ -121,7 +122,7 @@ def test_what_a_dynamic_cache_has(name: str) -> None:
         check(how, use, turbo, stock, f"{name}|layer|TurboCache")
 
 
-@pytest.mark.parametrize("name", public(CacheLayerMixin, *(layer for w in (None, 24) for layer in pair(w)[1].layers)))
+@in_one_test("name", public(CacheLayerMixin, *(layer for w in (None, 24) for layer in pair(w)[1].layers)))
 def test_what_a_layer_of_a_dynamic_cache_has(name: str) -> None:
     assert name in LAYER, f"this version of Transformers has a new name of layers, {name}: decide what TurboLayer does"
     how, use = LAYER[name]
@@ -270,8 +271,8 @@ def shown(cache: TurboCache) -> list[torch.Tensor]:
     return [x for layer in cache for x in layer[:2]]
 
 
-@pytest.mark.parametrize("way", ["batch_select_indices", "reorder_cache"])
-@pytest.mark.parametrize(("chosen", "rows"), CHOICES)
+@in_one_test("way", ["batch_select_indices", "reorder_cache"])
+@in_one_test(("chosen", "rows"), CHOICES)
 def test_rows_are_chosen_by(chosen: Any, rows: list[int], way: str) -> None:
     # all layers compressed, and one beside a dense one
     for dense in ((), (1,)):
@@ -282,7 +283,7 @@ def test_rows_are_chosen_by(chosen: Any, rows: list[int], way: str) -> None:
         assert all(layer.rows == len(rows) for layer in cache.turbo_layers())
 
 
-@pytest.mark.parametrize(("chosen", "said"), WRONG)
+@in_one_test(("chosen", "said"), WRONG)
 def test_a_wrong_choice_changes_nothing(chosen: Any, said: str) -> None:
     cache = three_rows((0,))
     before = shown(cache)
@@ -292,7 +293,7 @@ def test_a_wrong_choice_changes_nothing(chosen: Any, said: str) -> None:
     assert all(torch.equal(got, want) for got, want in zip(shown(cache), before, strict=True))
 
 
-@pytest.mark.parametrize("repeats", [0, -1, 1.5, True, None, "2", [1, 2, 1]])
+@in_one_test("repeats", [0, -1, 1.5, True, None, "2", [1, 2, 1]])
 def test_a_wrong_number_of_repeats_changes_nothing(repeats: Any) -> None:
     cache = three_rows((0,))
     for thing in (cache, cache.layers[1]):

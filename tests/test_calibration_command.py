@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from calibration_support import MIXED, PROSE, SHORT, command
 from models import LAB_MODEL, lab_model
 from typer.testing import CliRunner
@@ -41,7 +42,7 @@ def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert "too few for 4000 clusters" in " ".join(refused.split())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("words", "message"),
     [
         (["--preset", "slow"], "unknown preset 'slow'; presets are fast, full"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from calibration_support import MIXED, lab, reversed_heads, same
 from models import LAB_MODEL, lab_model, prompts, tiny_llama
 
@@ -62,7 +63,7 @@ def spoil(folder: Path, how: str) -> None:
         (folder / FACTS).write_text(json.dumps(facts | {"facts_sha256": facts_hash(facts, "facts_sha256")}))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("how", "message"),
     [
         ("json", f"damaged: {FACTS} is no JSON"),
@@ -84,7 +85,7 @@ def test_damaged_artifacts_are_refused(how: str, message: str, tmp_path: Path) -
         Calibration.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "change", "message"),
     [
         ("weight_2", None, "its index has no weight_2"),

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from all_pairs import in_one_test
 from calibration_support import HEADS, SMALL, TEXTS, lab
 from families_support import build
 from models import lab_model, tiny_llama
@@ -13,7 +14,7 @@ from turbo_hf.calibration.run import calibrate, make_plan
 from turbo_hf.calibration.settings import resolve_settings
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("settings", "message"),
     [
         ({"window": 100, "local": 90}, "too short for the long-range filter: with local=90 and far=16 they need 184"),
@@ -26,7 +27,6 @@ from turbo_hf.calibration.settings import resolve_settings
         ({"learning_rate": 2.0}, "Settings.learning_rate must be a number between 0 and 1; got 2.0"),
         ({"index": 1}, "Settings.index must be True or False; got 1"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

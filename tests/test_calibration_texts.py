@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from calibration_support import HEADS, PROSE, TEXTS, lab
 from models import LAB_MODEL, lab_model
 from transformers import AutoTokenizer
@@ -21,7 +22,7 @@ from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.texts import token_windows
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("texts", "message"),
     [
         (None, "texts must be a .txt or .jsonl file, a folder .* strings; got NoneType"),
@@ -40,7 +41,6 @@ from turbo_hf.calibration.texts import token_windows
         ("x" * 300, "there is no file or folder 'xxx"),
         (__file__, f"{Path(__file__).name}' is no .txt or .jsonl file. Rename it if it is plain text"),
     ],
-    ids=range(12),
 )
 def test_texts_that_are_none(texts: Any, message: str) -> None:
     model, tokenizer = lab_model()
@@ -142,7 +142,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
+@in_one_test("name", FILES)
 def test_files_that_are_no_texts_are_named(name: str, tmp_path: Path) -> None:
     content, message = FILES[name]
     (tmp_path / "a.txt").write_text(PROSE)

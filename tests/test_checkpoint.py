@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from calibration_support import HEADS, MIXED, SMALL, TEXTS, command, lab
 from models import LAB_MODEL, lab_model
 from transformers import AutoModelForCausalLM
@@ -148,7 +149,7 @@ def test_a_tokenizer_of_another_revision_is_doubted(hub: Path) -> None:
         turbo_hf.patch(model, "turbo4").remove()
 
 
-@pytest.mark.parametrize("name", ["my model", "run--1", "gone/", "C:\\models\\foo", "ä/ü", "x" * 5000, "o/n.git", ""])
+@in_one_test("name", ["my model", "run--1", "gone/", "C:\\models\\foo", "ä/ü", "x" * 5000, "o/n.git", ""])
 def test_names_of_no_repository_are_folders_that_are_gone(name: str) -> None:
     model = copy.deepcopy(lab_model()[0])
     model.config._name_or_path = name

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from all_pairs import in_one_test
 from typer.testing import CliRunner
 
 from turbo_hf.cli.main import LATER, app, load_command
@@ -59,9 +60,7 @@ def test_the_help_lists_every_command() -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize(
-    "words", [["demo"], ["generate"], ["calibrate"], ["eval"], ["bench", "generate"]], ids=" ".join
-)
+@in_one_test("words", [["demo"], ["generate"], ["calibrate"], ["eval"], ["bench", "generate"]])
 def test_no_option_is_listed_with_its_contrary(words: list[str]) -> None:
     assert "--no-" not in CliRunner().invoke(app, [*words, "--help"]).output
 

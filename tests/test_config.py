@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import pytest
+from all_pairs import in_one_test
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from turbo_hf.config.turbo_config import PRESETS, TurboConfig, at_8_bit, resolve
 from turbo_hf.layout import HeadGroups
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "choices",
     [
         pytest.param({}, id="defaults"),
@@ -36,7 +37,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         assert getattr(config, name) == value
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("choices", "message"),
     [
         pytest.param({"bits": 5}, r"bits must be one of 16, 8, 4, 3, 2; got 5", id="bits"),
@@ -117,7 +118,7 @@ def test_head_groups_are_all_heads_widest_first(heads: int, share: float, widths
     assert low <= share * heads < low + 1
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "groups"),
     [
         pytest.param("int8", ((8, 8),), id="int8"),

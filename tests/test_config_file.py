@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from all_pairs import in_one_test
 from hypothesis import given
 from hypothesis import strategies as st
 from models import prompts, tiny_llama
@@ -26,7 +27,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))
+@in_one_test("config", CONFIGS)
 def test_a_config_comes_back_from_json_and_yaml(config: TurboConfig) -> None:
     options = config.to_dict()
     assert set(options) == {field.name for field in fields(TurboConfig)}
@@ -124,7 +125,7 @@ def test_options_of_a_preset() -> None:
     assert TurboConfig.from_dict({"sparse": SparseConfig(probes=8)}).sparse == SparseConfig(probes=8)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "message"),
     [
         (
@@ -171,7 +172,7 @@ def test_files(name: str, text: str, tmp_path: Path) -> None:
     assert resolve_config(path) == want
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "content", "message"),
     [
         ("a.json", b'{"bits": 4', r"the config file .*a\.json cannot be read: Expecting .* line 1 column 11"),
@@ -189,7 +190,6 @@ def test_files(name: str, text: str, tmp_path: Path) -> None:
         ("a.json", b'{"bit": 4}', r"the config file .*a\.json: TurboConfig has no option bit; options are"),
         ("a.yaml", b"low_heads: .nan", r"a\.yaml: TurboConfig.low_heads must be a share from 0 to 1; got nan"),
     ],
-    ids=str,
 )
 def test_files_that_are_wrong_are_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)

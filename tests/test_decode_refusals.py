@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from op_calls import decode, prefill
 from stores import make_store, random_store
 
@@ -93,7 +94,7 @@ def test_options_that_leave_nothing_to_attend_to(options: dict[str, Any], messag
         decode(q, store, scaling=1.0, **options)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("change", "message"),
     [
         ({"sealed_host": (2,)}, r"store.sealed_host must hold the numbers in store.sealed, \(1,\); got \(2,\)"),
@@ -110,7 +111,6 @@ def test_options_that_leave_nothing_to_attend_to(options: dict[str, Any], messag
             r"store.table must be \[B, blocks\] with B = 1; got \(2, 1\)",
         ),
     ],
-    ids=["host", "host-rows", "more", "negative", "rows", "open-rows", "table"],
 )
 def test_refuses_lengths_that_are_not_the_caches(change: dict[str, Any], message: str) -> None:
     store = random_store([70], 2, 16, torch.device("cpu"))._replace(**change)

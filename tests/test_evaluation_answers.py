@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from all_pairs import in_one_test
 from models import LAB_MODEL, lab_model
 from typer.testing import CliRunner
 
@@ -99,7 +100,7 @@ def test_pickles_of_the_harness_are_refused_and_not_read(tmp_path: Path) -> None
     assert not proof.exists()
 
 
-@pytest.mark.parametrize("value", ["[1.0]", "[1, true]", "[1.0, 1]", "null", "true", "{}", "[", "[" * 100_000, "[[]]"])
+@in_one_test("value", ["[1.0]", "[1, true]", "[1.0, 1]", "null", "true", "{}", "[", "[" * 100_000, "[[]]"])
 def test_what_is_no_answer_is_refused(value: str, tmp_path: Path) -> None:
     path = tmp_path / "items.db"
     change(path, MAKE)
@@ -108,7 +109,7 @@ def test_what_is_no_answer_is_refused(value: str, tmp_path: Path) -> None:
         Answers(path)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "statements",
     [
         (f'CREATE VIEW "{TABLE}" AS SELECT 1 AS key, 2 AS value',),
@@ -117,7 +118,6 @@ def test_what_is_no_answer_is_refused(value: str, tmp_path: Path) -> None:
         (f'CREATE TABLE "{TABLE}" (key TEXT PRIMARY KEY, value BLOB, c AS (abs(1)))',),
         ("CREATE TABLE other (a)",),
     ],
-    ids=["view", "trigger", "table", "column", "another"],
 )
 def test_a_file_with_more_than_answers_is_refused(statements: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "items.db"

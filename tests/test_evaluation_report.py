@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from all_pairs import in_one_test
 
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
 pytest.importorskip("datasets", reason='datasets is not installed: pip install -e ".[eval]"')
@@ -78,7 +79,7 @@ def test_the_standard_error_of_a_share_is_that_of_a_sample() -> None:
         assert row["methods"]["x"]["stderr"] == error
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("doc", "up_to"),
     [
         pytest.param({"length": 1}, 1, id="one"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from all_pairs import in_one_test
 from models import lab_model
 
 pytest.importorskip("lm_eval", reason='lm-eval is not installed: pip install -e ".[eval]"')
@@ -197,7 +198,7 @@ def test_without_the_hub_the_local_files_are_named(tokenizer: Any, monkeypatch: 
             load_tasks(own, Prompts(tokenizer), LIMITS)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("reply", "right"),
     [
         ("So 9 * 2 = 18. The answer is 18", True),
@@ -213,7 +214,7 @@ def test_the_corrected_scorer_of_numbers(reply: str, right: bool) -> None:
     assert right_number({"resps": [[reply]], "target": "some steps\n#### 18"}) == right
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("reply", "target", "right"),
     [
         ("So the answer is (B)", "(B)", True),

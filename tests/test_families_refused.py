@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from all_pairs import in_one_test
 from families_support import CHUNKED, EXPERTS, FULL, MAMBA, build
 from models import SHAPE, VOCABULARY, tiny_llama
 from transformers import AutoConfig, AutoModel, MllamaForCausalLM
@@ -76,7 +77,7 @@ def test_refused_types_exist() -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("strict", ["raise", "warn", "fallback"])
+@in_one_test("strict", ["raise", "warn", "fallback"])
 def test_a_model_that_cannot_be_compressed_is_refused(
     model_type: str, options: dict[str, Any], reason: str, strict: Any
 ) -> None:

@@ -9,6 +9,7 @@ import families_table
 import pytest
 import torch
 import transformers
+from all_pairs import in_one_test
 from families_modes import MODES, half_cache, prompts, verdict
 from families_table import CONFIG, WORKS, WRONG, Row, examine, main, refused, run, working
 from tiny_families import VARIANTS, build, families
@@ -43,7 +44,7 @@ def newest() -> bool:
     return f"Transformers {transformers.__version__}," in PAGE.read_text()
 
 
-@pytest.mark.parametrize(("family", "variant"), [pytest.param(*at, id="-".join(filter(None, at))) for at in SAMPLE])
+@in_one_test(("family", "variant"), [pytest.param(*at, id="-".join(filter(None, at))) for at in SAMPLE])
 def test_rows_are_those_of_the_page(family: str, variant: str) -> None:
     if family not in families()[0]:
         pytest.skip(f"Transformers {transformers.__version__} has no {family}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from all_pairs import in_one_test
 
 from turbo_hf.config.whole_files import InUse, append_line, one_writer, read_lines, read_object, write_whole
 
@@ -87,7 +88,7 @@ def test_half_a_line_at_the_end_is_left_out_and_told(tmp_path: Path, caplog: pyt
             read_lines(path, "Do this.", growing=True)
 
 
-@pytest.mark.parametrize("content", [b'{"a":\n', b"", b"\xff\xfe{", b"[1]", b"null", b"[" * 100_000])
+@in_one_test("content", [b'{"a":\n', b"", b"\xff\xfe{", b"[1]", b"null", b"[" * 100_000])
 def test_a_file_that_is_no_object_is_named(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "facts.json"
     path.write_bytes(content)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from models import LAB_MODEL, lab_model, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -195,7 +196,7 @@ def test_more_tokens_than_the_model_was_made_for_are_told(capsys: pytest.Capture
     assert "note: these are 1,025 tokens; the model was made for 1,024 positions." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("words", "message"),
     [
         ([LAB], "there is no prompt: write it behind the model, or - for standard input, or chat with --chat."),
@@ -212,7 +213,6 @@ def test_more_tokens_than_the_model_was_made_for_are_told(capsys: pytest.Capture
         ([LAB, "hi", "--preset", "saap"], 'selector "saap" needs a calibration'),
         (["./nowhere", "hi"], "there is no folder './nowhere', and no repository of the Hub can have this name."),
     ],
-    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
 def test_mistakes_get_one_sentence(words: list[str], message: str) -> None:
     result = run(*words, code=1)

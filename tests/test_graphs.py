@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_turn
+from all_pairs import in_one_test, in_turn
 from graphs_support import LENGTHS, NEW, PLAIN, SMALL, an_index, answer, answer_and_report, ragged, watch_runners
 from models import prompts, tiny_llama, tiny_mistral
 from torch import Tensor
@@ -384,7 +384,7 @@ def test_without_a_gpu_all_is_as_before() -> None:
         model.generate(prompts(1, 40), max_new_tokens=3)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("config", "dense", "known", "words"),
     [
         pytest.param(SMALL, [], True, "CUDA graphs", id="auto"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from all_pairs import in_one_test
 from models import LAB_MODEL, left_padded, prompts
 from tiny_families import build
 
@@ -185,7 +186,7 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
     assert (got - want).norm() < 2e-3 * want.norm()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "options",
     [
         {"sas": True},
@@ -197,7 +198,6 @@ def test_a_turbo_cache_serves_the_unpatched_model() -> None:
         {"value_bits": 2},
         {"sparse": turbo_hf.SparseConfig(selector="window")},
     ],
-    ids=lambda options: next(iter(options)),
 )
 def test_options_of_single_heads_are_refused(options: dict[str, Any]) -> None:
     model = model_of()

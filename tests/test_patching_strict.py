@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from models import prompts, tiny_llama
 from patching_support import EXACT, LENGTHS, MIXED, WINDOW, Doubling, generate, logits, padded, tiny
 from torch import Tensor
@@ -147,8 +148,8 @@ def test_other_masks_are_made_dense() -> None:
     assert ours[:, 0, 0].tolist() == [[True] * 6 + [False] * 3, [False] * 3 + [True] * 3 + [False] * 3]
 
 
-@pytest.mark.parametrize("window", [None, 4, 1])
-@pytest.mark.parametrize(("queries", "keys"), [(9, 9), (1, 9), (3, 9), (1, 1)])
+@in_one_test("window", [None, 4, 1])
+@in_one_test(("queries", "keys"), [(9, 9), (1, 9), (3, 9), (1, 1)])
 def test_mask_4d_is_that_of_transformers(window: int | None, queries: int, keys: int) -> None:
     mask = torch.ones(2, keys, dtype=torch.bool)
     mask[1, : keys - 2] = False
@@ -289,7 +290,7 @@ def test_attention_that_changes_keys_after_the_cache(strict: Literal["raise", "w
 
 
 @stricts
-@pytest.mark.parametrize("version", ["5.16.2", "5.99.0", "6.0.0.dev0"])
+@in_one_test("version", ["5.16.2", "5.99.0", "6.0.0.dev0"])
 def test_a_version_outside_the_tested_range(
     version: str,
     strict: Literal["raise", "warn", "fallback"],

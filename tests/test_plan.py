@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from families_support import CHUNKED, EXPERTS, FAMILY_CASES, FULL, GENERIC_CASES, LINEAR, Case, build
 from models import prompts
 from plan_support import SMALL, costs, sealed_bytes
@@ -146,7 +147,7 @@ def test_amounts_of_memory(text: str, expected: float) -> None:
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "80", "infGB", "nanGB"])
+@in_one_test("text", ["", "GB", "-1GB", "80", "infGB", "nanGB"])
 def test_other_amounts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected an amount of memory"):
         parse_bytes(text)
@@ -186,7 +187,7 @@ def test_multimodal_models_are_weighed_with_all_parts() -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
-@pytest.mark.parametrize(
+@in_one_test(
     ("fields", "sentence"),
     [
         pytest.param({"model_type": "t5"}, "t5 is an encoder-decoder; only decoder-only models", id="t5"),

@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from all_pairs import all_pairs, in_turn
+from all_pairs import all_pairs, in_one_test, in_turn
 from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
 from stores import CODE_MAX, page_codes, tokens, unpack
 
@@ -99,8 +99,8 @@ def channels_of(shape: tuple[int, ...], span: int = CODE_MAX) -> torch.Tensor:
     return (low + torch.rand(shape) * (high - low)).round().to(torch.int8)
 
 
-@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
-@pytest.mark.parametrize("bits", STAGE_2)
+@in_one_test("block", [pytest.param(b, id=f"b{b}") for b in (32, 64, 128)])
+@in_one_test("bits", STAGE_2)
 def test_stage_2_is_its_formula_bit_for_bit(bits: int, block: int, device: torch.device) -> None:
     k, v = channels_of((2, 2, block, 16)).to(device), channels_of((2, 2, block, 16)).to(device)
     pages = seal_blocks(k, ones(k), v, ones(v), bits)
@@ -118,8 +118,8 @@ def test_stage_2_is_its_formula_bit_for_bit(bits: int, block: int, device: torch
                 assert (meta[2][c], meta[3][c], v_codes[:, c].tolist()) == (step, zero, codes)
 
 
-@pytest.mark.parametrize("span", [pytest.param(CODE_MAX, id="fresh"), pytest.param(127, id="unsealed-once")])
-@pytest.mark.parametrize("bits", STAGE_2)
+@in_one_test("span", [pytest.param(CODE_MAX, id="fresh"), pytest.param(127, id="unsealed-once")])
+@in_one_test("bits", STAGE_2)
 def test_stage_2_of_every_range(bits: int, span: int, device: torch.device) -> None:
     """Each pair of a channel's smallest and largest code, with the codes between, at the error that steps allow.
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from all_pairs import in_turn
+from all_pairs import in_one_test, in_turn
 from budgets import float_budget, largest
 from choices import BACKENDS
 from hypothesis import given
@@ -43,7 +43,7 @@ def test_keys_come_back(dim: int, backend: str, device: torch.device) -> None:
     assert largest(back - k) <= float_budget(k.double(), k, largest(k.double().norm(dim=-1)), torch.float32)
 
 
-@pytest.mark.parametrize("dim", DIMS)
+@in_one_test("dim", DIMS)
 def test_the_matrix_is_orthogonal_with_equal_entries(dim: int, device: torch.device) -> None:
     unit = torch.eye(dim, device=device)[None, None]
     matrix = rotate_keys(unit)[0, 0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import prompts, tiny_llama, tiny_mistral
@@ -241,7 +242,7 @@ def test_a_persistent_manager_lives_on_and_is_removed_with_the_patch() -> None:
     assert not hasattr(model, "_cached_continuous_batching_manager")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("config", "reason"),
     [
         (TurboConfig(buffer_scale="universal"), "whose scale is that of a whole prompt"),

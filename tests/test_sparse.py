@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import all_pairs, in_one_test
 from budgets import check, float_budget, largest
 from choices import BACKENDS
 from torch import Tensor
@@ -274,7 +274,7 @@ def test_visits_of_every_number(backend: str) -> None:
         assert bool((more | ~few).all()), "less mass left means more buckets, and the same ones first"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("how", "message"),
     [
         ({}, "exactly one of probes and mass must be given; got None and None"),

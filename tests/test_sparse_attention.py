@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import in_turn
+from all_pairs import in_one_test, in_turn
 from budgets import check_turbo
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,7 +172,7 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
     check_sparse(q, store, index, visited, "reference", sink_tokens=sink, window_tokens=window)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("wrong", "message"),
     [
         ({"sink_tokens": -1}, "sink_tokens must be at least 0 and window_tokens at least 1; got -1 and 20"),
@@ -194,7 +194,6 @@ def test_any_choice_of_keys(lengths: list[int], share: float, queries: int, sink
         ),
         ({"visited": torch.zeros(1, 2, 1, 1, 4)}, "visited torch.bool; got .* and torch.float32"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_sparse_decode_says_what_is_wrong(wrong: dict[str, Any], message: str) -> None:
     store = sparse_store([100], 2, 32, torch.device("cpu"))

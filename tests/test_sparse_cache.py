@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from calibration_support import PROSE
 from models import lab_model, prompts, tiny_llama, tiny_mistral
 from sparse_cache_support import ANY, TRAINED, ragged, small, sparse
@@ -93,7 +94,7 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
 # --- mistakes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "message"),
     [
         ({"probes": 0}, "SparseConfig.probes must be a whole number of at least 1; got 0"),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from all_pairs import in_one_test
 from calibration_support import SMALL, lab
 from models import LAB_MODEL
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from turbo_hf.eval.methods import method_named
 from turbo_hf.eval.run_identity import BY_METHOD, META
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "config"),
     [
         ("saap", TurboConfig(sparse=SparseConfig())),
@@ -42,7 +43,7 @@ def test_names_of_sparse_methods(name: str, config: TurboConfig) -> None:
     assert method_named(name).config == config
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "message"),
     [
         ("turbo5@saap", "unknown method turbo5@saap; methods are fp16"),
@@ -110,7 +111,7 @@ def test_a_paired_run_tells_what_was_read(tmp_path: Path) -> None:
     assert f"calibrations.{methods[1]} was {index[methods[1]]}, now " in " ".join(again.output.split())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("words", "message"),
     [
         (

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from models import SHAPE
 from steps_support import (
     CONFIGS,
@@ -320,7 +321,7 @@ def dequantized() -> TurboCache:
     return cache
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("make", "reason"),
     [
         pytest.param(with_dense_layer, "layer 0 is not compressed", id="dense"),

@@ -4,6 +4,7 @@ import copy
 import operator
 
 import pytest
+from all_pairs import in_one_test
 from steps_support import CONFIGS, KMEANS, LENGTHS, assert_same, by_steps, filled, new_tokens, without_kernels
 
 from turbo_hf import TurboConfig
@@ -55,7 +56,7 @@ def test_the_index_has_room_for_the_blocks_that_are_reserved() -> None:
     assert_same(cache, plain)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "name", ["order", "universal", "nonfinite", "buffer.k", "pool.paged", "bucket_index.buckets", "bucket_index.spans"]
 )
 def test_what_launches_refer_to_is_told_when_it_is_replaced(name: str) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from all_pairs import in_one_test
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,7 +76,7 @@ def test_refuses_what_no_plan_covers(tiles: list[int], ctas: int) -> None:
         stream_k(np.array(tiles, dtype=np.int64), np.ones(len(tiles)), ctas)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("ctas", "outputs", "kept"),
     [
         (264, 8, 256),

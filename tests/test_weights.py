@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from families_support import EXPERTS as FEW
 from models import lab_model, tiny_llama
 from plan_support import SMALL
@@ -93,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@in_one_test("name", CASES)
 def test_widths(name: str) -> None:
     fields, bits = CASES[name]
     assert width(fields.get("quant_method", "bitsandbytes"), fields) == pytest.approx(bits)
@@ -102,7 +103,7 @@ def test_widths(name: str) -> None:
     assert f"counted at {bits:.4g} bit" in note
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "fields",
     [
         {"quant_method": "vptq"},
@@ -115,7 +116,6 @@ def test_widths(name: str) -> None:
         {"quant_method": "quanto", "weights": "int3"},
         {"quant_method": "compressed-tensors", "config_groups": None},
     ],
-    ids=str,
 )
 def test_an_unknown_width_is_told(fields: dict[str, Any]) -> None:
     nbytes, note = weigh(of_type("llama", fields))

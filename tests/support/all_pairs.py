@@ -1,6 +1,9 @@
 """Parametrization by pairs: each two values of two parameters meet in some case, without the product of all."""
 
-from collections.abc import Iterable, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations, product
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from turbo_hf.config.turbo_config import ATTENTION_MODES
 
 PARAM = type(pytest.param())
+Test = Callable[..., None]
 
 
 def all_pairs(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
@@ -35,6 +39,49 @@ def in_turn(**parameters: Sequence[Any]) -> pytest.MarkDecorator:
     what no code looks at together."""
     count = max(map(len, parameters.values()))
     return _table(list(parameters), [[each[at % len(each)] for each in parameters.values()] for at in range(count)])
+
+
+def in_one_test(names: str | Sequence[str], cases: Iterable[Any]) -> Callable[[Test], Test]:
+    """As `pytest.mark.parametrize`, in a single test, which runs all cases and names those that fail. For cases that
+    take no time, such as refusals with the sentence of each."""
+    keys, rows = [names] if isinstance(names, str) else list(names), list(cases)
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def all_cases(**fixtures: Any) -> None:
+            failed: dict[str, BaseException] = {}
+            for number, row in enumerate(rows):
+                given = row.values if isinstance(row, PARAM) else row if len(keys) > 1 else (row,)
+                torch.manual_seed(0)
+                try:
+                    with _anew(fixtures, number) as own:
+                        test(**own, **dict(zip(keys, given, strict=True)))
+                except (Exception, pytest.fail.Exception) as error:
+                    failed[str(getattr(row, "id", None) or row)] = error
+            for first in failed.values():
+                first.add_note(f"{len(failed)} of {len(rows)} cases failed: {'; '.join(failed)}")
+                raise first
+
+        taken = inspect.signature(test)
+        left = [each for name, each in taken.parameters.items() if name not in keys]
+        vars(all_cases)["__signature__"] = taken.replace(parameters=left)
+        return all_cases
+
+    return decorate
+
+
+@contextmanager
+def _anew(fixtures: dict[str, Any], number: int) -> Iterator[dict[str, Any]]:
+    """The fixtures of a test for one of its cases: a folder and patches of its own."""
+    own = dict(fixtures)
+    if "tmp_path" in own:
+        own["tmp_path"] = own["tmp_path"] / str(number)
+        own["tmp_path"].mkdir()
+    if "monkeypatch" not in own:
+        yield own
+        return
+    with own["monkeypatch"].context() as own["monkeypatch"]:
+        yield own
 
 
 def covering(*sizes: int) -> list[tuple[int, ...]]:
