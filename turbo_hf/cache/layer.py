@@ -7,7 +7,7 @@ import torch
 
 from turbo_hf.cache.dequantized import DequantizedLayer
 from turbo_hf.cache.guards import ordinary, storing, untraced
-from turbo_hf.cache.rows import chosen_rows, repeated_rows
+from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.errors import Unsupported
 from turbo_hf.ops.host_device import shared
 
@@ -140,7 +140,7 @@ class TurboLayer(DequantizedLayer):
     # --- rows of the batch -------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Row i continues what row `beam_idx[i]` was (`rows.chosen_rows`). Sealed pages are shared, not copied."""
+        """Row i continues what row `beam_idx[i]` was (`chosen_rows`). Sealed pages are shared, not copied."""
         if self.is_initialized:
             self.select_rows(chosen_rows(beam_idx, self.rows).tolist())
 

@@ -25,7 +25,7 @@ from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.new_columns import NewColumns, Planned, columns_from_mask
 from turbo_hf.cache.other_layers import MarkedUpdates, require_recorded, stop_recording
-from turbo_hf.cache.rows import chosen_rows, repeated_rows
+from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.cache.saved_cache import load, save
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.errors import Unsupported
@@ -414,7 +414,7 @@ class TurboCache(KnowsTokens, MarkedUpdates):
     # --- rows of the batch -------------------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: Any) -> None:
-        """Row i of every layer continues what row `beam_idx[i]` was: ValueError as in `rows.chosen_rows`."""
+        """Row i of every layer continues what row `beam_idx[i]` was: ValueError as in `chosen_rows`."""
         self.integrity.require_whole()
         rows = self.rows()
         if rows is not None:
@@ -423,7 +423,7 @@ class TurboCache(KnowsTokens, MarkedUpdates):
                 self._select_rows(chosen)
 
     def batch_select_indices(self, indices: Any) -> None:
-        """Keep these rows of every layer: row numbers, a bool mask or a slice; ValueError as in `rows.chosen_rows`."""
+        """Keep these rows of every layer: row numbers, a bool mask or a slice; ValueError as in `chosen_rows`."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
