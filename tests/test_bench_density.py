@@ -105,7 +105,7 @@ def test_dropped_mass_bounds_the_error_of_sparse_attention(more: dict[str, objec
             assert (dense.out - part.out).norm() <= 2 * dropped[head, i] * longest + 1e-9
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("field", "value", "words"),
     [
         ("mass", 0.0, "mass must be above 0 and at most 1; got 0.0."),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from calibration_support import HEADS, SMALL, TEXTS
 from families_support import Case, build, families
 from models import lab_model, prompts, tiny_llama
@@ -131,12 +132,12 @@ def test_priorities_are_the_mean_over_blocks() -> None:
     assert head_order(torch.tensor([1.0, 3.0, 1.0, 2.0])) == (1, 3, 0, 2)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize(("part", "name"), [("q_proj", "queries"), ("k_proj", "keys"), ("v_proj", "values")])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_nan_activations_are_refused(layer: int, part: str, name: str, bad: float) -> None:
-    model = tiny_llama()
-    getattr(model.model.layers[layer].self_attn, part).weight.data[0, 0] = bad
+@all_pairs(
+    layer=[0, 1], part=[("q_proj", "queries"), ("k_proj", "keys"), ("v_proj", "values")], bad=[torch.nan, torch.inf]
+)
+def test_nan_activations_are_refused(layer: int, part: tuple[str, str], bad: float) -> None:
+    model, (projection, name) = tiny_llama(), part
+    getattr(model.model.layers[layer].self_attn, projection).weight.data[0, 0] = bad
     _, tokenizer = lab_model()
     model.resize_token_embeddings(len(tokenizer))
     for settings in (HEADS, SMALL):

@@ -82,7 +82,7 @@ def test_read_all_layers_is_another_name_of_sparse_dense_layers(tmp_path: Path) 
         assert resolve_config(tmp_path / name).sparse == SparseConfig(dense_layers=(3,))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "message"),
     [
         ({"read_all_layers": (1,), "dense_layers": (2,)}, r"two names of one option; got \(1,\) and \(2,\)"),

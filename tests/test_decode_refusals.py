@@ -76,14 +76,13 @@ def test_refuses_sinks_of_other_heads(small: KVStore) -> None:
         decode(torch.zeros(1, 4, 1, 16), small, scaling=1.0, sinks=torch.zeros(2))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "message"),
     [
         ({"window": 0}, "window must be at least 1 token"),
         ({"softcap": 0.0}, "softcap must be above 0"),
         ({"sas_threshold": 1.0}, "sas_threshold must be below 0"),
     ],
-    ids=["window", "softcap", "sas"],
 )
 def test_options_that_leave_nothing_to_attend_to(options: dict[str, Any], message: str) -> None:
     q = torch.randn(1, 2, 1, 16)

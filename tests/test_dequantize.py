@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from hypothesis import given
 from hypothesis import strategies as st
 from quantize_support import ALL_BITS, STAGE_2, ones
@@ -152,7 +153,7 @@ def test_quantize_refuses_a_scale_of_another_shape() -> None:
         quantize_tokens(torch.zeros(1, 2, 3, 16), torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("block", [pytest.param(b, id=f"b{b}") for b in (0, 48, 256)])
+@in_one_test("block", [pytest.param(b, id=f"b{b}") for b in (0, 48, 256)])
 def test_seal_refuses_other_block_sizes(block: int) -> None:
     codes, ones = torch.zeros(1, 1, block, 16, dtype=torch.int8), torch.ones(1, 1, block)
     with pytest.raises(ValueError, match=rf"block must be one of 32, 64, 128 tokens; got {block}"):
@@ -165,7 +166,7 @@ def test_seal_refuses_other_bits() -> None:
         seal_blocks(codes, ones(codes), codes, ones(codes), 5)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("k", "v", "name"),
     [
         pytest.param(torch.zeros(1, 1, 64, 16), torch.zeros(1, 1, 64, 16, dtype=torch.int8), "k", id="float"),

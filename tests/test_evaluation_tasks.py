@@ -229,7 +229,7 @@ def test_the_corrected_scorer_of_statements(reply: str, target: str, right: bool
     assert right_statement({"resps": [[reply]], "target": target}) == right
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("reply", "right"),
     [("The answer is (b).", True), ("the answer is B", True), ("(a) is too small, so (b)", True), ("(a)", False)],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import all_pairs, in_one_test
 from budgets import check, check_exact, check_turbo, float_budget, largest
 from choices import BACKENDS
 from op_calls import decode, prefill
@@ -241,7 +241,7 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
     assert held.by_kind["codes"] >= layers * heads * 3 * 2 * 64 * dim * 2
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("choices", "message"),
     [
         (
@@ -252,7 +252,6 @@ def test_generate_gives_the_models_own_tokens(attention: Any, device: torch.devi
         ({"buffer_scale": "universal"}, "buffer_scale is of INT8 open tokens, which bits=16 does not have"),
         ({"low_bits": 16, "low_heads": 0.5}, "low_bits must be one of 8, 4, 3, 2; got 16"),
     ],
-    ids=["attention", "smooth", "universal", "low"],
 )
 def test_16_bit_pages_refuse_options_that_round(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

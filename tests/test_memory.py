@@ -1,6 +1,6 @@
 """`str()` of what a cache takes and of what a patch did: they fit a screen, however many layers there are."""
 
-import pytest
+from all_pairs import in_one_test
 from models import prompts, tiny_llama
 
 import turbo_hf
@@ -11,7 +11,7 @@ from turbo_hf.patching.handle import LayerReport, Report
 from turbo_hf.sparse.selectors import Selectivity
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("indices", "words"),
     [
         ([3], "layer 3"),

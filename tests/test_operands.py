@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from all_pairs import all_pairs
+from all_pairs import all_pairs, in_one_test
 from gpu_support import NO_FP8, has_fp8
 from op_calls import quantize_operands
 from stores import tokens
@@ -133,7 +133,7 @@ def test_smoothing_takes_the_mean_and_rotation_keeps_products(device: torch.devi
     assert float((back[:, :, :150] - k.double()).norm()) < float(rough.norm()) / 2
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("choices", "message"),
     [
         pytest.param({"mode": "fp16"}, "mode must be one of turbo, int8, half, fp8; got 'fp16'", id="mode"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from op_calls import prefill
 from stores import make_store
 
@@ -15,13 +16,13 @@ def zeros(**changed: torch.Tensor) -> dict[str, Any]:
     return {name: torch.zeros(1, 2, 4, 16) for name in ("q", "k", "v")} | changed
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@in_one_test("name", ["q", "k", "v"])
 def test_refuses_integers(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} must be float16, bfloat16, float32 or float64; got torch.int8"):
         prefill(**zeros(**{name: torch.zeros(1, 2, 4, 16, dtype=torch.int8)}), scaling=1.0)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v"])
+@in_one_test("name", ["q", "k", "v"])
 def test_refuses_another_rank(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name} must be \[B, H, M, D\]; got shape \(2, 4, 16\)"):
         prefill(**zeros(**{name: torch.zeros(2, 4, 16)}), scaling=1.0)
@@ -38,7 +39,7 @@ def test_refuses_queries_of_another_shape(shape: tuple[int, ...]) -> None:
         prefill(**zeros(q=torch.zeros(shape)), scaling=1.0)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "shape"),
     [
         pytest.param("k", (2, 2, 4, 16), id="k-rows"),
@@ -60,7 +61,7 @@ def test_refuses_another_dtype_or_device(name: str) -> None:
         prefill(**zeros(**{name: torch.zeros(1, 2, 4, 16, device="meta")}), scaling=1.0)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "shape",
     [
         pytest.param((2, 2, 4, 16), id="rows"),

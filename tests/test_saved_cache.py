@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from all_pairs import in_one_test
 from graphs_support import watch_runners
 from histories_support import subject
 from hypothesis import given
@@ -189,7 +190,7 @@ def other_config(model: Any) -> None:
     model.config.rms_norm_eps = 1e-3
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("change", "options", "said"),
     [
         (other_weights, {}, "model.weights is"),
@@ -261,7 +262,7 @@ def test_damaged_files_are_refused(whole: Any, data: st.DataObject) -> None:
         (folder / name).write_bytes(files[name])
 
 
-@pytest.mark.parametrize("part", ["state", "shape", "table", "open"])
+@in_one_test("part", ["state", "shape", "table", "open"])
 def test_shapes_that_contradict_each_other(part: str, tmp_path: Path) -> None:
     model = saved_in(tmp_path)
     facts = json.loads((tmp_path / FACTS).read_bytes())
