@@ -88,6 +88,18 @@ def test_the_readme_is_for_five_minutes_and_a_terminal() -> None:
     assert all(len(line) <= 100 for line in README.splitlines() if line.startswith("|"))
 
 
+def test_the_files_of_a_decode_step_are_those_listed() -> None:
+    part = (ROOT / "docs" / "architecture.md").read_text().partition("## Files that a decode step needs")[2]
+    stated, files = (
+        re.search(r"These (\d+) files, ([\d,]+) lines", part),
+        re.findall(r"^\| `(\S+\.py)` ", part, re.MULTILINE),
+    )
+    assert stated is not None
+    assert len(files) == int(stated[1]) <= 20
+    lines = sum(len((ROOT / "turbo_hf" / name).read_text().splitlines()) for name in files)
+    assert lines == pytest.approx(int(stated[2].replace(",", "")), rel=0.1)
+
+
 def test_links_lead_somewhere() -> None:
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
