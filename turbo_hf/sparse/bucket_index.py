@@ -78,10 +78,10 @@ class BucketIndex:
 
     def reserve(self, needed: int) -> None:
         """Grow to a capacity of `needed` tokens per row."""
-        room = self.buckets.shape[-1]
-        if self.tables and needed > room:
+        capacity = self.buckets.shape[-1]
+        if self.tables and needed > capacity:
             # by a thirty-second, as pages grow
-            more = max(needed - room, room // 32)
+            more = max(needed - capacity, capacity // 32)
             self.buckets = torch.nn.functional.pad(self.buckets, (0, -(-more // GRAIN) * GRAIN), value=-1)
 
     def sizes(self, count: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -147,9 +147,9 @@ class BucketIndex:
 
     def trim(self, held: int) -> None:
         """Shrink to a capacity of `held` tokens per row, if that frees enough memory."""
-        room = -(-held // GRAIN) * GRAIN
-        if self.buckets.shape[-1] - room > room // 32:
-            self.buckets = self.buckets[..., :room].clone()
+        capacity = -(-held // GRAIN) * GRAIN
+        if self.buckets.shape[-1] - capacity > capacity // 32:
+            self.buckets = self.buckets[..., :capacity].clone()
 
     def select_rows(self, rows: list[int], index: torch.Tensor) -> None:
         """Row i becomes what row `rows[i]` was; index: the same on the index's device."""
@@ -157,10 +157,10 @@ class BucketIndex:
         self.sorted_blocks = [list(self.sorted_blocks[row]) for row in rows]
 
     def kept(self, held: int) -> dict[str, Any]:
-        """What `hold` takes: the buckets of `held` tokens per row, without room for tokens to come."""
-        room = min(self.buckets.shape[-1], -(-held // GRAIN) * GRAIN)
+        """What `hold` takes: the buckets of `held` tokens per row, without capacity for tokens to come."""
+        capacity = min(self.buckets.shape[-1], -(-held // GRAIN) * GRAIN)
         blocks = [[[each.start, each.stop] for each in row] for row in self.sorted_blocks]
-        return {"buckets": self.buckets[..., :room], "spans": self.spans, "known": self._all_known, "sorted": blocks}
+        return {"buckets": self.buckets[..., :capacity], "spans": self.spans, "known": self._all_known, "sorted": blocks}
 
     def hold(self, kept: Mapping[str, Any], held: int) -> None:
         """Take what `kept` returned in place of what a new index has. ValueError: it does not fit `held` tokens."""
