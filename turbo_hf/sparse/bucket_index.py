@@ -159,8 +159,9 @@ class BucketIndex:
     def kept(self, held: int) -> dict[str, Any]:
         """What `hold` takes: the buckets of `held` tokens per row, without capacity for tokens to come."""
         capacity = min(self.buckets.shape[-1], -(-held // GRAIN) * GRAIN)
+        buckets = self.buckets[..., :capacity]
         blocks = [[[each.start, each.stop] for each in row] for row in self.sorted_blocks]
-        return {"buckets": self.buckets[..., :capacity], "spans": self.spans, "known": self._all_known, "sorted": blocks}
+        return {"buckets": buckets, "spans": self.spans, "known": self._all_known, "sorted": blocks}
 
     def hold(self, kept: Mapping[str, Any], held: int) -> None:
         """Take what `kept` returned in place of what a new index has. ValueError: it does not fit `held` tokens."""
