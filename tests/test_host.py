@@ -17,6 +17,7 @@ from oracle import attend
 from stores import tokens
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LogitsProcessorList
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
@@ -200,7 +201,7 @@ def test_a_pass_of_a_model_reads_once_and_its_mask_once(
             module = model.model.layers[0].self_attn
             seen: list[int] = []
             module.register_forward_pre_hook(lambda *_: seen.append(work.reads))
-            model.model.layers[2].register_forward_hook(lambda *_: seen.append(work.reads))
+            model.register_forward_hook(lambda *_: seen.append(work.reads))
             model(**batch, past_key_values=cache)
     assert seen[1] - seen[0] == reads
     assert len(held) == 1
@@ -219,8 +220,12 @@ def _noted(run: Callable[..., None], calls: list[int]) -> Callable[..., None]:
 
 @in_turn(bad=[torch.nan, torch.inf], backend=["triton", "reference"])
 def test_a_pass_names_the_layer_before_its_tokens_are_chosen(bad: float, backend: Any) -> None:
-    model, told = tiny_llama(num_hidden_layers=3), []
-    model.lm_head.register_forward_hook(lambda *_: told.append("logits"))
+    model, chosen = tiny_llama(num_hidden_layers=3), list[Any]()
+
+    def choose(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen.append(ids)
+        return scores
+
     weight = model.model.layers[1].self_attn.v_proj.weight
     with turbo_hf.patch(model, TurboConfig(backend=backend)) as handle, torch.no_grad():
         kept = weight[0, 0].clone()
@@ -229,8 +234,8 @@ def test_a_pass_names_the_layer_before_its_tokens_are_chosen(bad: float, backend
         with pytest.raises(ValueError, match=MESSAGE.format(1)):
             model(prompts(1, 66), past_key_values=cache)
         with pytest.raises(ValueError, match=MESSAGE.format(1)):
-            model.generate(prompts(1, 66), max_new_tokens=3)
-        assert not told
+            model.generate(prompts(1, 66), max_new_tokens=3, logits_processor=LogitsProcessorList([choose]))
+        assert not chosen
         weight[0, 0] = kept
         cache.reset()
         model(prompts(1, 66), past_key_values=cache)
@@ -265,7 +270,7 @@ def test_without_a_patch_nan_is_told_at_once(backend: Any) -> None:
 
 
 def test_a_layer_that_was_chosen_to_be_dense_ends_the_pass_too() -> None:
-    """The last attention module reads for all, also where its own layer is not compressed."""
+    """One read for all layers, also where the last one is not compressed."""
     model = tiny_llama(num_hidden_layers=3)
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight[0, 0] = torch.nan
@@ -334,6 +339,8 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
     def noted(run: Callable[..., Any]) -> Callable[..., Any]:
         def start(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             name = kernel.fn.__name__
+            # as `ops.kernel_launch.launch` takes a kernel's arguments
+            assert {*kernel.arg_names[len(args) :]} <= kwargs.keys(), name
             places = {x.device for x in tensors_in(args)}
             launched[name] = launched.get(name, True) and bool(guards) and places == {guards[-1].device}
             return run(kernel, *args, **kwargs)

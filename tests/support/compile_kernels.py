@@ -196,6 +196,10 @@ def main(everything: bool) -> None:
         case[0] = f"append a step with buckets, d = {dim}"
         noted = torch.zeros(2, 2, 1, 192, dtype=torch.int16), torch.zeros(2, 2, 1, 1, dtype=torch.int16)
         launch_store.launch_append_step(k, k, store, None, noted, *flags, rotate=True)
+        case[0] = f"append a step and rotate queries, d = {dim}"
+        q = torch.zeros(2, 8, 1, dim, dtype=torch.bfloat16)
+        launch_store.launch_append_step(k, k, store, None, None, *flags, rotate=True, queries=q)
+        launch_store.launch_append_tokens(k, k, store, None, None, None, *flags, rotate=True, queries=q)
         case[0] = f"append a prompt, d = {dim}"
         k = torch.zeros(2, 300, 2, dim, dtype=torch.bfloat16).transpose(1, 2)
         starts, max_scale = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, 2)

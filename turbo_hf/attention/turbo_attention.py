@@ -23,6 +23,7 @@ from turbo_hf.errors import Strict, Unsupported, complain, warn
 from turbo_hf.layout import KVStore, Rotary, Rounding, Scoring, narrowed
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.repeat import repeat_key
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import prefill_mode
 from turbo_hf.patches.latent import expanded, keeps_latent
@@ -166,9 +167,8 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if turbo is None:
         _say_unpatched(module)
-    call = turbo or TurboCall(None, None, sliding_window, "raise")
-    options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
-    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in HARMLESS)
+    call = TurboCall(None, None, sliding_window, "raise") if turbo is None else turbo
+    unknown = sorted([name for name, value in kwargs.items() if value is not None and name not in HARMLESS])
     packed = packed_cache(kwargs)
     if packed is not None:
         # Transformers says is_causal=True here to attention without a mask
@@ -179,6 +179,7 @@ def _attention(
         qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
         out = packed.attend(layer, *qkv, scoring, call.window)
         return out.transpose(1, 2).contiguous(), None
+    options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     if call.cache is not None and call.layer is not None:
         if kwargs.get("output_attentions"):
             warn(NO_WEIGHTS)
@@ -189,6 +190,10 @@ def _attention(
             hf_attention(module, options, unknown)
         _require_unchanged(call.cache, call.layer, key, value)
         if reason is None:
+            if call.cache.plain_columns(attention_mask, call.layer, query.shape[2]) and not torch.is_grad_enabled():
+                repeated = call.layer.repeat_step(query, key, value, None, Scoring(scale, softcap, s_aux))
+                if repeated is not None:
+                    return repeated.transpose(1, 2).contiguous(), None
             qkv, source = _of_one_type(NewQKV(query, key, value)), Source(module, call.rotary)
             out = compressed(call.cache, call.layer, source, qkv, attention_mask, Scoring(scale, softcap, s_aux))
             return out.transpose(1, 2).contiguous(), None
@@ -270,22 +275,24 @@ def compressed(
         # a step that may be captured has been checked against its mask before
         layer.require_no_given_padding(qkv.query.shape[2])
     new = cache.new_columns(mask, layer, qkv.query.shape[2])
-    scoring = scoring._replace(sas_threshold=sas_threshold(layer.config, layer.seen + new.tokens))
+    threshold = sas_threshold(layer.config, layer.seen + new.tokens)
+    if threshold is not None:
+        scoring = scoring._replace(sas_threshold=threshold)
     attend = _step if layer.is_decoding(new.tokens) else _prompt
     if layer.latent:
         attend = _latent
+    if not torch.is_grad_enabled():
+        return new.restore(attend(cache, layer, source, qkv, new, scoring))
     with torch.no_grad():
         out = new.restore(attend(cache, layer, source, qkv, new, scoring))
-    if torch.is_grad_enabled() and qkv.query.requires_grad:
-        out = _NoGradient.apply(qkv.query, out)
-    return out
+    return _NoGradient.apply(qkv.query, out) if qkv.query.requires_grad else out
 
 
 def _step(
     cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """The new tokens join the cache, then attention reads it."""
-    q, k, v = (new.align(x) for x in qkv)
+    q, k, v = qkv if new.gather is None else (new.align(x) for x in qkv)
     starts, config = new.starts_on(q.device), layer.config
     if layer.selector is not None:
         buckets, query_info = new_buckets_and_query_info(layer, source, qkv.query, qkv.key, new)
@@ -293,15 +300,20 @@ def _step(
         out = attend_sparse(layer, query_info, qkv.query, new, starts, scoring).out
         layer.commit(check_later=True)
         return out
-    layer.append(k, v, new, check_later=True)
+    # of a replayed step, the launches are captured
+    key = repeat_key(q, k, v, starts, scoring) if layer.in_place and layer.replay is None else None
+    queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
+    assert queries is not None
+    store, repeat = layer.to_repeat(key)
     out = decode(
-        rotate_queries(q, config.backend) if config.rotates else q,
-        layer.kv_store(),
+        queries,
+        store,
         scoring,
         starts=starts,
         window=layer.window,
         mode=config.decode_attention,
         backend=config.backend,
+        repeat=repeat,
     ).out
     layer.commit(check_later=True)
     return out
@@ -380,13 +392,33 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
         # no fused kernel supports grouped heads here, and the plain one holds all M x M scores
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
+    pays = q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS
+    if not pays and _flash_serves(q, k, v, grouped):
+        # the kernel that would be chosen below; to choose it anew takes longer than to launch it
+        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+        out: torch.Tensor = flash(q, k, v, 0.0, True, scale=scaling)[0]
+        return out
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if torch.backends.cuda.cudnn_sdp_enabled():
-        order.insert(0 if q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS else 1, SDPBackend.CUDNN_ATTENTION)
+        order.insert(0 if pays else 1, SDPBackend.CUDNN_ATTENTION)
     with sdpa_kernel(order, set_priority=True):
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
         )
+
+
+_flash: dict[Any, bool] = {}
+"""Whether FlashAttention serves a first prompt, by what that depends on besides its rows and length."""
+
+
+def _flash_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> bool:
+    if not (q.is_cuda and q.numel() and torch.backends.cuda.flash_sdp_enabled()):
+        return False
+    key = (q.dtype, q.device, *((x.shape[1], x.shape[3], x.stride(3)) for x in (q, k, v)))
+    if key not in _flash:
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
+        _flash[key] = torch.backends.cuda.can_use_flash_attention(params)
+    return _flash[key]
 
 
 def sas_threshold(config: TurboConfig, tokens: int) -> float | None:

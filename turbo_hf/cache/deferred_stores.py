@@ -14,6 +14,7 @@ from turbo_hf.cache.guards import ordinary, untraced
 from turbo_hf.cache.integrity import Integrity, Pass
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.storage import LayerStorage
+from turbo_hf.ops import gpu
 from turbo_hf.ops.host_device import require_finite
 from turbo_hf.ranks import Ranks
 
@@ -78,24 +79,47 @@ class DeferredStores:
             return False
         if self._of is not last:
             self._of, self._waiting = last, []
-        if any(waiting.layer is layer for waiting in self._waiting):
-            # its second turn in a pass, which is refused
+        if self._waiting and layer.index <= self._waiting[-1].layer.index:
+            # its second turn in a pass, which is refused; or an order of layers that is not known
             self.store()
             return False
-        stream = torch.cuda.current_stream(k.device) if k.is_cuda else None
-        self._waiting.append(_New(layer, k.detach(), v.detach(), new, buckets, stream))
+        if k.requires_grad or v.requires_grad:
+            k, v = k.detach(), v.detach()
+        stream = self._stream(k) if k.is_cuda else None
+        self._waiting.append(_New(layer, k, v, new, buckets, stream))
         return True
+
+    def _stream(self, x: torch.Tensor) -> Any:
+        """The current stream of the device of x: the object that the layer before has, where it is the same."""
+        last = self._waiting[-1].stream if self._waiting else None
+        if last is not None and last.device == x.device and last.cuda_stream == gpu.stream(x.device):
+            return last
+        return torch.cuda.current_stream(x.device)
 
     def require_finite(self, ranks: Ranks) -> None:
         """ValueError if the newest layer's keys or values hold NaN or Inf, as those of all layers behind NaN do."""
         if self._waiting:
             layer, k, v, new, *_ = self._waiting[-1]
-            finite = torch.stack([torch.isfinite(new.blank(x)).all() for x in (k, v)]).all()
-            require_finite({layer.index: ~finite}, ranks)
+            # few launches, as the first token waits for them: 0 times NaN or Inf is NaN
+            norms = [torch.linalg.vector_norm(new.blank(x), torch.inf) for x in (k, v) if x.numel()]
+            if norms:
+                require_finite({layer.index: (torch.stack(norms) * 0).sum().ne(0)}, ranks)
 
     def drop(self) -> None:
         """Forget them: the cache is emptied, or their pass is taken back."""
         self._waiting = []
+
+    def hollow(self) -> None:
+        """Nobody will ask for their numbers, but perhaps how much memory they would take: keep nothing but shapes."""
+        zeros: dict[Any, torch.Tensor] = {}
+
+        def zero(x: torch.Tensor) -> torch.Tensor:
+            like = x.shape, x.dtype, x.device
+            if like not in zeros:
+                zeros[like] = x.new_zeros(()).expand_as(x)
+            return zeros[like]
+
+        self._waiting = [waiting._replace(k=zero(waiting.k), v=zero(waiting.v)) for waiting in self._waiting]
 
     def begin(self) -> None:
         """A pass or operation is about to begin: store them, or drop them if their own pass has broken off."""

@@ -46,8 +46,14 @@ class Pass:
         # the layer whose new tokens are on their way to it, and the one whose turn has begun and not ended
         self.claimed: int | None = None
         self.at: int | None = None
+        # which names our attention: a config is slow to ask, and not asked for each layer
+        self.config: Any = None
         # whoever comes after it: of several threads, the first in this list
         self.later: list[Pass] = []
+
+    def knows(self, config: Any) -> bool:
+        """Whether this pass is under way, and a layer with this config has been found to call our attention in it."""
+        return self.config is config and self.announced and not self.ended
 
 
 class Integrity:
@@ -245,7 +251,7 @@ class Integrity:
         # a copied tensor has a version counter of its own, which says nothing about changes
         whole = self._why_broken(self.last) is None
         last = Pass(ended=True) if whole else copy.copy(self.last)
-        last.taken = {}
+        last.taken, last.config = {}, None
         return {**vars(self), "last": last}
 
 

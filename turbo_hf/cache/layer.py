@@ -72,7 +72,7 @@ class TurboLayer(DequantizedLayer):
     def reset(self) -> None:
         """Drop every token and release the memory; the layer can then take another batch."""
         empty = type(self)(self.config, self.window, self.index, self.head_order, self.selector, self.latent)
-        empty.integrity = self.integrity
+        empty.integrity, empty.states = self.integrity, self.states
         # in one assignment, so that an exception leaves nothing half reset
         self.__dict__ = vars(empty)
 
@@ -120,6 +120,7 @@ class TurboLayer(DequantizedLayer):
 
     @storing
     def _remove(self, columns: int, counts: list[int]) -> None:
+        self.forget_repeats()
         before = self.state
         after = before.cropped(columns, counts)
         self.bucket_index.cut(after.lengths())
@@ -154,6 +155,7 @@ class TurboLayer(DequantizedLayer):
     @storing
     def select_rows(self, rows: list[int]) -> None:
         """As `reorder_cache`, of rows that exist."""
+        self.forget_repeats()
         index = shared(rows, self.device)
         self.pool.select_rows(self.state.sealed, rows)
         self.buffer.select_rows(index)

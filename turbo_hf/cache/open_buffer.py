@@ -120,9 +120,14 @@ class OpenBuffer:
             self.k_scale[row, head, place] = self.k_scale[row, head, place][at]
             self.v_scale[row, head, place] = self.v_scale[row, head, place][at]
 
-    def drop_front(self, counts: list[int], left: list[int]) -> None:
-        """Drop the oldest `counts[row]` tokens of each row, which leaves `left[row]`, and release the memory."""
-        self._resize(max(left), counts, left)
+    def drop_front(self, counts: list[int], left: list[int], room: int = 0) -> None:
+        """Drop the oldest `counts[row]` tokens of each row, which leaves `left[row]`, and release the memory.
+
+        room: tokens per row for which memory may be kept, if no token moves.
+        """
+        moves = any(count and rest for count, rest in zip(counts, left, strict=True))
+        if moves or self.capacity > _rounded(room):
+            self._resize(max(left), counts, left)
 
     def drop_front_in_place(self, counts: list[int], left: list[int]) -> None:
         """As `drop_front`; the memory stays where it is, and all of it is kept."""

@@ -116,6 +116,24 @@ class RowState(NamedTuple):
         return self._replace(sealed=sealed, open=opened, dropped=dropped, turn_start=turn_start)
 
 
+class SharedStates:
+    """What follows the state of a layer, worked out once for the layers that hold the same one, and then share it."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[RowState, Any, RowState]] = []
+
+    def stored(self, before: RowState, tokens: int, starts: Sequence[int] | None, decoding: bool) -> RowState:
+        """`RowState.stored`."""
+        how = (tokens, starts, decoding)
+        for state, given, after in self._known:
+            if (state is before or state == before) and given == how:
+                return after
+        after = before.stored(*how)
+        # of each window one
+        self._known = [(before, how, after), *self._known[:2]]
+        return after
+
+
 class DeviceCounts:
     """The device's copies of `RowState.sealed` and `RowState.open`, int64 [B] each, of one layer.
 

@@ -1,5 +1,6 @@
 """What a layer of the compressed cache stores, and how: the part of it that the attention function calls."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +11,14 @@ from turbo_hf.cache.integrity import Integrity
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.cache.open_buffer import OpenBuffer
 from turbo_hf.cache.page_pool import PagePool
-from turbo_hf.cache.rows import DeviceCounts, RowState
+from turbo_hf.cache.rows import DeviceCounts, RowState, SharedStates
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import UNQUANTIZED, KVStore, type_16bit
+from turbo_hf.layout import UNQUANTIZED, KVStore, Scoring, type_16bit
 from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kernel
 from turbo_hf.ops.host_device import require_finite, shared
+from turbo_hf.ops.repeat import Repeat, repeat_key
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
-from turbo_hf.ops.store.rotate import rotate_keys
+from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import Selector
 
@@ -25,6 +27,9 @@ DECODE_TOKENS = 16
 
 DRAFTED_TOKENS = 32
 """The same while blocks wait for a `crop`: Transformers drafts up to 20 tokens unless told otherwise."""
+
+MOST_REPEATS = 4
+"""Kinds of steps of a layer whose launches are kept: steps over drafts have several lengths."""
 
 
 class ReplayState(NamedTuple):
@@ -40,6 +45,20 @@ class ReplayState(NamedTuple):
     plans: dict[Any, Any]
     arrived: torch.Tensor
     seals: bool = True
+
+
+class _Repeats:
+    """What the steps of a layer repeat, as long as the layer's tensors are the same. A copy is empty."""
+
+    def __init__(self) -> None:
+        self.of: tuple[Any, ...] = ()
+        self.store: KVStore | None = None
+        # of the layer after the last step whose launches were kept
+        self.state: RowState | None = None
+        self.known: dict[Any, Repeat] = {}
+
+    def __reduce__(self) -> Any:
+        return _Repeats, ()
 
 
 class RowBlocks(NamedTuple):
@@ -85,13 +104,14 @@ class LayerStorage:
         # shared by all layers of a cache
         self.integrity, self.name = Integrity({index: type(self).__name__}), f"layer {index}"
         self.is_sliding = window is not None
-        self.state = RowState(config.block_size, [], [], [], [])
+        self.state, self.states = RowState(config.block_size, [], [], [], []), SharedStates()
         # bool [B, columns], which of the first columns hold a token; None: all of them
         self.valid_prefix: torch.Tensor | None = None
         # whether `nonfinite`, which kernels set, is still to be read
         self.unchecked = False
         # set while the pass is a step that may be replayed
         self.replay: ReplayState | None = None
+        self._repeats = _Repeats()
 
     @ordinary
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -169,12 +189,72 @@ class LayerStorage:
         return self.seen > 0 and tokens <= (DRAFTED_TOKENS if drafts else DECODE_TOKENS)
 
     def kv_store(self) -> KVStore:
-        """The layer as ops see it; views, not copies."""
+        """The layer as ops see it; views, not copies. In steps, the same object as long as no tensor is replaced."""
+        kept = self._repeats
+        if kept.store is not None and self.replay is None and all(map(operator.is_, self._held(), kept.of)):
+            return kept.store
         state, counts, replay = self.state, self.device_counts, self.replay
         places = (self.order, self.pool.device_table(), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
         known, plans = (tuple(state.sealed), None) if replay is None else (replay.sealed, replay.plans)
         return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans)
+
+    def _held(self) -> tuple[Any, ...]:
+        """What launches have the addresses of, and the lengths that they are planned for."""
+        state, counts, pool = self.state, self.device_counts, self.pool
+        placed = (self.order, pool.device_table(), counts.sealed(state), counts.open(state), state.sealed)
+        return (pool.paged, self.buffer.k, *placed, self.nonfinite, self.universal)
+
+    def to_repeat(self, key: Any) -> tuple[KVStore, Repeat | None]:
+        """`kv_store()`, and what launches over it keep for the next step with the same key (`repeat_key`), if any."""
+        store, kept = self.kv_store(), self._repeats
+        if key is None:
+            return store, None
+        if store is not kept.store:
+            kept.of, kept.store, kept.known = self._held(), store, {}
+        known = kept.known
+        repeat = known.get(key)
+        if repeat is None:
+            if len(known) >= MOST_REPEATS:
+                known.clear()
+            repeat = known[key] = Repeat()
+        return store, repeat
+
+    def repeat_step(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring
+    ) -> torch.Tensor | None:
+        """Store new tokens, none of which is padding, and attend: by launches that are kept. None: some are not, and
+        nothing has been done.
+
+        q, k, v and result as in `compressed`. starts: None; it is part of the key.
+        """
+        kept, state, block = self._repeats, self.state, self.config.block_size
+        # what changes the layer otherwise gives it another state
+        if kept.state is not state or self.replay is not None:
+            return None
+        tokens, most = k.shape[2], max(state.open)
+        store = self.kv_store()
+        if store is not kept.store:
+            return None
+        repeat = kept.known.get(repeat_key(q, k, v, starts, scoring))
+        if repeat is None or repeat.append is None or repeat.decode is None:
+            return None
+        if most + tokens > store.k_open.shape[2] or most >= block or not self.is_decoding(tokens):
+            return None
+        integrity, after = self.integrity, self.states.stored(state, tokens, None, True)
+        integrity.turn(self.index, state.seen)
+        integrity.writing, before = self.name, integrity.writing
+        turned = repeat.append(k, v, q if self.config.rotates else None)
+        self.device_counts.counted(state, after)
+        self.state = kept.state = after
+        integrity.writing = before
+        out, _ = repeat.decode(q if turned is None else turned)
+        self.commit(check_later=True)
+        return out
+
+    def forget_repeats(self) -> None:
+        """Before tensors are replaced: nothing keeps the old ones alive."""
+        self._repeats = _Repeats()
 
     def row_tensors(self) -> list[torch.Tensor]:
         """What a reordering of rows of equal lengths changes, besides pages and masks: [B, ...] each, contiguous."""
@@ -213,11 +293,15 @@ class LayerStorage:
         buckets: torch.Tensor | None = None,
         check_later: bool = False,
         turn: bool = True,
-    ) -> None:
+        queries: torch.Tensor | None = None,
+        key: Any = None,
+    ) -> torch.Tensor | None:
         """Quantize new tokens into the open buffer. k, v: [B, Hkv, M, D], aligned by `new`, as are their buckets.
 
         check_later: NaN and Inf that kernels have noted are read later (`unchecked`), for all layers at once.
         turn: whether this is the layer's turn in a pass; else part of an operation on all layers.
+        queries: of these tokens, to be rotated as the config says; returned so, in memory that the next step writes.
+        key: of `to_repeat`.
 
         Raises:
             ValueError: other rows or heads than the cache holds, NaN or Inf, or a broken cache.
@@ -228,16 +312,20 @@ class LayerStorage:
             first = min(new.starts or [0])
             self.lazy_initialization(k[:, :, first:], v[:, :, first:])
         rotates = self.config.rotates
+        to_rotate = queries if rotates else None
         if self.replay is None and not self.in_place:
             # refuse before anything is written
             k, rotates = (rotate_keys(k, self.config.backend) if rotates else k), False
             self._require_finite(new.blank(k), new.blank(v))
         if turn:
             self.integrity.turn(self.index, self.seen)
-        self._append(k, v, new, buckets, check_later, rotates)
+        turned = self._append(k, v, new, buckets, check_later, rotates, to_rotate if rotates else None, key)
         if self.replay is not None:
             # the launch has sealed the blocks that were due
             self.integrity.settle(self.index)
+        if to_rotate is None:
+            return queries
+        return rotate_queries(to_rotate, self.config.backend) if turned is None else turned
 
     @ordinary
     def _require_finite(self, *stored: torch.Tensor) -> None:
@@ -257,24 +345,31 @@ class LayerStorage:
         buckets: torch.Tensor | None,
         check_later: bool,
         rotate: bool,
-    ) -> None:
+        queries: torch.Tensor | None = None,
+        key: Any = None,
+    ) -> torch.Tensor | None:
         backend = self.config.backend if self.in_place else "reference"
-        how: dict[str, Any] = {"nonfinite": self.nonfinite, "rotate": rotate, "backend": backend}
+        how: dict[str, Any] = {"nonfinite": self.nonfinite, "rotate": rotate, "queries": queries, "backend": backend}
         if self.replay is not None:
             how |= {"given_scale": self.universal, "arrived": self.replay.arrived}
             if self.replay.seals:
-                append_step(k, v, self.kv_store(), noted=self.bucket_index.noted(buckets), **how)
-            else:
-                append_tokens(k, v, self.kv_store(), **how)
-            return
+                return append_step(k, v, self.kv_store(), noted=self.bucket_index.noted(buckets), **how)
+            return append_tokens(k, v, self.kv_store(), **how)
         state, decoding = self.state, self.is_decoding(new.tokens)
-        after = state.stored(new.tokens, new.starts, decoding)
-        self.bucket_index.append(buckets, state.lengths(), new.tokens, new.starts)
-        self.buffer.reserve(max(after.open), state.open)
+        after = self.states.stored(state, new.tokens, new.starts, decoding)
+        if self.selector is not None:
+            self.bucket_index.append(buckets, state.lengths(), new.tokens, new.starts)
+        room = max(after.open)
+        if decoding and self.in_place:
+            # a block, so that not every sixteenth step makes room
+            room = max(room, self.config.block_size)
+        self.buffer.reserve(room, state.open)
         # a prompt's tokens have their own scales, whose range is noted; later tokens take the scale of that range
         given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
         starts = new.starts_on(self.device)
-        append_tokens(k, v, self.kv_store(), starts=starts, given_scale=given_scale, max_scale=max_scale, **how)
+        how |= {"starts": starts, "given_scale": given_scale, "max_scale": max_scale}
+        store, repeat = self.to_repeat(key)
+        turned = append_tokens(k, v, store, repeat=repeat, **how)
         self.device_counts.counted(state, after)
         if new.valid is not None:
             valid = self.valid
@@ -282,8 +377,10 @@ class LayerStorage:
                 valid = torch.ones(self.rows, self.seen, dtype=torch.bool, device=self.device)
             self.valid_prefix = torch.cat((valid, new.valid.to(self.device)), 1)
         self.state = after
+        self._repeats.state = after if key is not None and new.valid is None else None
         if self.in_place and not decoding:
             self._check_finite(check_later)
+        return turned
 
     def _check_finite(self, check_later: bool) -> None:
         """ValueError if kernels have noted NaN or Inf; check_later: left to `TurboCache.require_finite`."""
@@ -297,9 +394,13 @@ class LayerStorage:
 
         The newest tokens of a prompt that is sorted by bucket stay open until no more of it can come (`whole_prompt`).
         """
-        if not self.state.recording and self.replay is None:
+        if not self.state.recording and self.replay is None and self._may_commit():
             self._commit(check_later, whole_prompt)
         self.integrity.settle(self.index)
+
+    def _may_commit(self) -> bool:
+        """Whether a block is whole, or may have left the window."""
+        return self.window is not None or max(self.state.open) >= self.config.block_size
 
     def seal_prompt(self) -> None:
         """Seal a first prompt but for its last block or two, also while `recording`: no draft reaches further back."""
@@ -309,7 +410,7 @@ class LayerStorage:
     def _row_blocks(self, whole_prompt: bool, kept: int) -> list[RowBlocks]:
         """What to commit of each row, whose newest `kept` tokens stay open; []: nothing."""
         state, block, index = self.state, self.config.block_size, self.bucket_index
-        if self.window is None and max(state.open) < block:
+        if not self._may_commit():
             return []
         lengths, whole = state.lengths(), [max(0, tokens - kept) // block for tokens in state.open]
         if index.sorts and not (whole_prompt or state.decoded):
@@ -328,6 +429,7 @@ class LayerStorage:
         rows = self._row_blocks(whole_prompt, kept)
         if not rows:
             return
+        self.forget_repeats()
         # a block is final: NaN or Inf noted for its tokens must be reported
         self._check_finite(check_later)
         self._rank_heads([n for n, row in enumerate(rows) if row.whole and not self.ranked[n]])
@@ -352,7 +454,8 @@ class LayerStorage:
         if any(row.whole for row in rows):
             state, gone = self.state, [row.whole * block for row in rows]
             opened = [held - count for held, count in zip(state.open, gone, strict=True)]
-            buffer.drop_front(gone, opened)
+            # in steady decoding no token moves, and the memory serves the next block
+            buffer.drop_front(gone, opened, block if self.state.decoded and self.in_place else 0)
             dropped = [held + row.skipped * block for held, row in zip(state.dropped, rows, strict=True)]
             self.state = state._replace(open=opened, dropped=dropped)
 

@@ -26,6 +26,7 @@ from turbo_hf.cache.memory import Memory, measure
 from turbo_hf.cache.new_columns import NewColumns, Planned, columns_from_mask
 from turbo_hf.cache.other_layers import MarkedUpdates, require_recorded, stop_recording
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
+from turbo_hf.cache.rows import SharedStates
 from turbo_hf.cache.saved_cache import load, save
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.errors import Unsupported
@@ -136,10 +137,13 @@ class TurboCache(KnowsTokens, MarkedUpdates):
         kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
         storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
         self.integrity = Integrity(storing)
-        self.deferred = DeferredStores(self.integrity)
+        self.deferred, states = DeferredStores(self.integrity), SharedStates()
         for layer in self.turbo_layers():
-            layer.integrity, layer.given_mask = self.integrity, attention_mask
+            layer.integrity, layer.states, layer.given_mask = self.integrity, states, attention_mask
+        # of the pass under way: plans by mask, the first compressed layer, columns without a mask
         self._planned: list[Planned] = []
+        self._first: TurboLayer | None = None
+        self._unmasked: tuple[int, int] | None = None
         # the captured steps over this cache (not over a copy of it), which change it without a new capture
         self.captured: weakref.ref[InPlace] | None = None
         # whether some pass could not be served compressed: the next may not be, either
@@ -170,19 +174,38 @@ class TurboCache(KnowsTokens, MarkedUpdates):
         """
         if layer.replay is not None:
             return NewColumns(tokens)
-        if layer is next(each for each in self.all_layers if isinstance(each, TurboLayer)):
-            # plans of an earlier pass may be for a mask that has been changed in place since
-            self._planned = []
-            self._require_one_length(self.all_layers.index(layer), tokens)
-        valid = layer.valid
-        if mask is None and valid is None:
+        for each in self.all_layers:
+            if layer is each:
+                # plans of an earlier pass may be for a mask that has been changed in place since
+                self._planned, self._first, self._unmasked = [], layer, None
+                self._require_one_length(self.all_layers.index(layer), tokens)
+            if isinstance(each, TurboLayer):
+                break
+        if mask is None and layer.valid_prefix is None:
+            self._unmasked = layer.seen, tokens
             return NewColumns(tokens)
         columns = (layer.seen, tokens)
-        new = next((at.new for at in self._planned if (at.seen, at.tokens) == columns and at.under(mask)), None)
-        if new is None:
-            new = columns_from_mask(mask, *columns, valid)
-            self._planned.append(Planned(mask, *columns, new))
+        for at in self._planned:
+            if (at.seen, at.tokens) == columns and at.under(mask):
+                return at.new if mask is None else at.new.on(mask.device)
+        new = columns_from_mask(mask, *columns, layer.valid)
+        self._planned.append(Planned(mask, *columns, new))
         return new if mask is None else new.on(mask.device)
+
+    def plain_columns(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> bool:
+        """Whether this pass is known to bring `tokens` tokens to each row of a layer, and none of them padding.
+
+        The pass's first layer asks `new_columns`, which reads the mask.
+        """
+        seen, planned = layer.seen, self._planned
+        if layer is self._first:
+            return False
+        if mask is None:
+            return layer.valid_prefix is None and layer.given_mask is None and self._unmasked == (seen, tokens)
+        if not planned:
+            return False
+        at = planned[-1]
+        return at.seen == seen and at.tokens == tokens and at.new.valid is None and at.under(mask)
 
     def _require_one_length(self, first: int, tokens: int) -> None:
         """ValueError unless all layers held equally many tokens before this pass, which has reached layer `first`."""

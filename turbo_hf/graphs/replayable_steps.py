@@ -183,6 +183,7 @@ class ReplayableSteps:
         self.nonfinite = torch.cat([layer.nonfinite for layer in self.layers])
         self._groups: list[_Group] = []
         for index, layer in enumerate(self.layers):
+            layer.forget_repeats()
             layer.nonfinite = self.nonfinite[index : index + 1]
             if max(layer.state.open) > layer.config.block_size:
                 if layer.state.recording:

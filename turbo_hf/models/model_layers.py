@@ -95,8 +95,12 @@ def shape_field(config: PreTrainedConfig, name: str) -> Any:
 
 def given_cache(kwargs: Mapping[str, Any]) -> Any:
     """The cache that a call of an attention module brings; None without one."""
-    # an empty cache is false
-    return next((kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None), None)
+    for name in CACHE_KEYWORDS:
+        cache = kwargs.get(name)
+        # an empty cache is false
+        if cache is not None:
+            return cache
+    return None
 
 
 def module_head_dim(module: nn.Module) -> int | None:

@@ -1,7 +1,7 @@
 """Properties of a GPU that launches depend on."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
@@ -31,7 +31,25 @@ def sms(device: torch.device) -> int:
 
 def stream(device: torch.device) -> int:
     """The number of a device's current stream, whose launches run one after another and may share a workspace."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    return raw_stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def raw_stream(index: int) -> int:
+    """`stream` of the CUDA device with this index; 0 for -1, a CPU."""
+    return 0 if index < 0 else _stream_number()(index)
+
+
+@lru_cache(maxsize=1)
+def _stream_number() -> Callable[[int], int]:
+    """As Triton asks: torch's own `Stream` object takes longer to make."""
+    if not TRITON_FOUND:
+        return lambda index: int(torch.cuda.current_stream(index).cuda_stream)
+    from triton.runtime.driver import driver  # noqa: PLC0415 - may be missing
+
+    number: Callable[[int], int] = driver.active.get_current_stream
+    return number
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

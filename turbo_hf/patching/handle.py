@@ -138,6 +138,7 @@ class CacheMaker:
         made: number of caches made so far.
         newest: the latest cache, as long as it exists.
         measured: bytes of the latest cache when it was released.
+        unmeasured: its layers, and what they were still to store, as long as nobody has asked.
         active: whether the patch is on.
         ranks: those that share the model.
         uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
@@ -155,6 +156,7 @@ class CacheMaker:
     made: int = 0
     newest: "weakref.ref[TurboCache] | None" = None
     measured: Memory | None = None
+    unmeasured: tuple[list[Any], DeferredStores] | None = None
     active: bool = True
     ranks: Ranks = ALONE
     uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
@@ -181,22 +183,26 @@ class CacheMaker:
         cache.integrity.ranks = self.ranks
         # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
-            self.made += 1
+            self.made, self.unmeasured = self.made + 1, None
             self.newest = weakref.ref(cache)
             # the layers outlive the cache for one call, so that its last state can be measured
             weakref.finalize(cache, self._measure, self.made, cache.layers, cache.deferred).atexit = False
         return cache
 
     def _measure(self, number: int, layers: list[Any], deferred: DeferredStores) -> None:
-        if number == self.made:
-            with suppress(ValueError):
-                deferred.store()
+        if number != self.made:
+            return
+        if deferred:
+            # a prompt alone, which is stored if anyone asks: the first token does not wait for it
+            deferred.hollow()
+            self.unmeasured = layers, deferred
+        else:
             self.measured = measure(layers, self.ranks.count)
 
     def forget(self, cache: TurboCache) -> None:
         """The model has replaced `cache` by another one, so `memory` no longer reports it."""
         if self.newest is not None and self.newest() is cache:
-            self.made, self.newest, self.measured = self.made + 1, None, None
+            self.made, self.newest, self.measured, self.unmeasured = self.made + 1, None, None, None
 
     def memory(self) -> Memory:
         """Bytes of the newest cache: as it is now, or as it was when it was released."""
@@ -207,6 +213,11 @@ class CacheMaker:
         cache = self.newest() if self.newest is not None else None
         if cache is not None:
             return cache.memory()
+        if self.unmeasured is not None:
+            layers, deferred = self.unmeasured
+            with suppress(ValueError):
+                deferred.store()
+            self.measured, self.unmeasured = measure(layers, self.ranks.count), None
         return self.measured or Memory((), 0, 0, self.ranks.count)
 
     def __reduce__(self) -> Any:

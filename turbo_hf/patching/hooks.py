@@ -20,7 +20,7 @@ from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.models.model_layers import given_cache
+from turbo_hf.models.model_layers import CACHE_KEYWORDS, given_cache
 from turbo_hf.patches.generic import chooses_attention
 from turbo_hf.patching.handle import CacheMaker, LayerReport
 from turbo_hf.ranks import Ranks
@@ -81,7 +81,6 @@ def add_hooks(
         hook = functools.partial(_bring_layer, _Spec(index, len(layers), at.window, bool(at.groups), strict))
         hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         hooks.append(module.register_forward_hook(_release_layer, with_kwargs=True, always_call=True))
-    # the last attention of a pass: what earlier layers have noted is read here all at once, before any token is chosen
     hooks.append(modules[max(modules)].register_forward_hook(_report_nonfinite, with_kwargs=True))
     hooked = set(modules.values())
     for other in model.modules():
@@ -201,9 +200,15 @@ def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kw
 
 @outside_of_steps(-2)
 def _finish_pass(depth: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of a module that calls all layers: the pass has not broken off."""
+    """Forward hook of a module that calls all layers: the pass has not broken off.
+
+    The outermost raises an error if the pass has stored NaN or Inf, before any token is chosen.
+    """
     cache = _cache_of(args, kwargs)
     if cache is not None:
+        if cache.integrity.last.calls == [depth]:
+            # one read for all layers, which waits for the device: here the host has launched all of the pass
+            cache.require_finite()
         cache.integrity.leave(depth)
 
 
@@ -229,9 +234,12 @@ def _bring_layer(
 def _claim_layer(
     spec: _Spec, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    if module.config._attn_implementation != NAME:
-        return None
     cache = given_cache(kwargs)
+    if not (isinstance(cache, TurboCache) and cache.integrity.last.knows(module.config)):
+        if module.config._attn_implementation != NAME:
+            return None
+        if isinstance(cache, TurboCache):
+            cache.integrity.last.config = module.config
     count = len(cache.all_layers) if isinstance(cache, TurboCache) else spec.layers
     # a draft by the first layers alone (assistant_early_exit) changes the config accordingly in the meantime
     if count != spec.layers and count != module.config.num_hidden_layers:  # noqa: PLR1714  the config is slow to ask
@@ -244,6 +252,7 @@ def _claim_layer(
     of_cache = cache.all_layers[spec.layer] if spec.compress and isinstance(cache, TurboCache) else None
     layer = of_cache if isinstance(of_cache, TurboLayer) else None
     view = None
+    # `kwargs` is of this call alone
     if layer is not None:
         if layer.window != spec.window:
             raise Unsupported(
@@ -257,10 +266,12 @@ def _claim_layer(
             )
         view = claimed(cache, spec.layer)
         layer.integrity.claim(spec.layer)
-        kwargs = {name: view if value is cache else value for name, value in kwargs.items()}
+        for name in CACHE_KEYWORDS:
+            if kwargs.get(name) is cache:
+                kwargs[name] = view
     rotary = kwargs.get("position_embeddings") if layer is not None and layer.selector is not None else None
-    call = TurboCall(view, layer, spec.window, spec.strict, rotary)
-    return args, {**kwargs, "turbo": call}
+    kwargs["turbo"] = TurboCall(view, layer, spec.window, spec.strict, rotary)
+    return args, kwargs
 
 
 @outside_of_steps(-2)
@@ -273,9 +284,9 @@ def _release_layer(module: Any, args: Any, kwargs: dict[str, Any], output: Any) 
 
 @outside_of_steps(-2)
 def _report_nonfinite(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of the last attention module: raise an error if the pass has stored NaN or Inf."""
+    """Forward hook of the last attention module: as `_finish_pass`, where no module has announced the pass."""
     cache = given_cache(kwargs)
-    if isinstance(cache, TurboCache):
+    if isinstance(cache, TurboCache) and not cache.integrity.last.calls:
         cache.require_finite()
 
 

@@ -7,6 +7,7 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.decode.reference import reference_decode
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
+from turbo_hf.ops.repeat import Repeat
 
 DECODE_MODES = ("turbo", "fp16")
 """On the INT8 values, or on dequantized ones."""
@@ -21,6 +22,7 @@ def decode(
     window: int | None = None,
     mode: str = "turbo",
     backend: str = "auto",
+    repeat: Repeat | None = None,
 ) -> AttentionOutput:
     """Causal attention of each row's M newest tokens, whose keys and values the cache already holds.
 
@@ -34,6 +36,8 @@ def decode(
         mode: "turbo" computes on the INT8 values with q in INT8, one scale per token and head; "fp16" on the
             dequantized ones. What is stored in 16 bit is computed in 16 bit in both.
         backend: "auto", "triton" or "reference".
+        repeat: of this store and these arguments, as `repeat_key` tells of them; a launch on a GPU is then kept, and
+            made again without the checks. The next one overwrites `lse`.
 
     Returns:
         out [B, Hq, M, D] in q's dtype, 0 where a row has no token; lse float32 [B, Hq, M], natural log, including
@@ -45,19 +49,20 @@ def decode(
 
     Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the rescaling).
     """
+    if repeat is not None and repeat.decode is not None:
+        return AttentionOutput(*repeat.decode(q))
     batch, kv_heads, _, dim = store.k_open.shape
     check_queries(q, kv_heads, dim, mode, starts, DECODE_MODES)
     check_scoring(scoring, q.shape[1], window)
     if q.shape[0] != batch or q.device != store.k_open.device:
         raise ValueError(f"q has {q.shape[0]} rows on {q.device}; the cache holds {batch} on {store.k_open.device}.")
     check_lengths(store)
-    run = reference_decode
     exact = mode == "fp16" or any(pages.bits == UNQUANTIZED for pages in store.paged)
     if uses_triton(backend, q.device, why_no_step_kernel(q, store.block, "fp16" if exact else mode)):
         from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
 
-        run = launch_decode
-    return run(q, store, scoring, starts, window, mode)
+        return launch_decode(q, store, scoring, starts, window, mode, repeat)
+    return reference_decode(q, store, scoring, starts, window, mode)
 
 
 def check_lengths(store: KVStore) -> tuple[int, ...] | None:

@@ -1,5 +1,6 @@
 """Launch of the decode kernel: its plan and its workspace. Imported only where it runs, as it needs Triton."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, Deco
 from turbo_hf.ops.decode.kernel_merge import STATS
 from turbo_hf.ops.decode.stream_k import LivePlan, Plan, even_rounds, stream_k, tiles_of
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
+from turbo_hf.ops.kernel_launch import Launch, launch
+from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.tuning import TILE_COST, TILE_SETUP, WARPS_16BIT, DecodeTiles, decode_tiles, tiles_16bit
 
 OUTPUT_PARTS = 16
@@ -154,6 +157,7 @@ def launch_decode(
     starts: torch.Tensor | None = None,
     window: int | None = None,
     mode: str = "turbo",
+    repeat: Repeat | None = None,
 ) -> AttentionOutput:
     """`ops.decode` by the Triton kernel; arguments as there, checked."""
     _, heads, tokens, dim = q.shape
@@ -180,12 +184,16 @@ def launch_decode(
     outputs, floats = len(sealed) * kv_heads * row_parts, per_output * (padded + STATS.value)
     place = WorkspaceKey(q.device, gpu.stream(q.device), get_ident(), most, outputs, floats)
     words, grid, most_parts, (parts, arrived) = _schedule(sealed, shape, store.plans, place)
-    with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
-        decode_kernel[(grid,)](
+    order = store.order.contiguous()
+    with gpu.explain_out_of_resources(q):
+        made = launch(
+            decode_kernel,
+            q,
+            (grid,),
             DecodeQueries(q, q.stride()),
             DecodeResult(out, lse),
             cache_of(store),
-            Rows(store.order.contiguous(), store.sealed, store.open_len, starts),
+            Rows(order, store.sealed, store.open_len, starts),
             store.table,
             words,
             Workspace(parts, arrived),
@@ -216,4 +224,21 @@ def launch_decode(
             num_warps=warps,
             **gpu.FMA,
         )
+    # an order that was copied does not follow its original, and launches that are replayed have plans that move
+    if repeat is not None and made is not None and order is store.order and store.plans is None:
+        repeat.decode = _again(made, q.stride(), lse, (words, parts, arrived, scoring.sinks, starts))
     return AttentionOutput(out, lse)
+
+
+def _again(
+    made: Launch, strides: tuple[int, ...], lse: torch.Tensor, used: tuple[Any, ...]
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """`Repeat.decode`. used: whose addresses the launch has, besides those of the store."""
+    at = lse.data_ptr()
+
+    def again(q: torch.Tensor, kept: Any = used) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        made.again((q.data_ptr(), strides), (out.data_ptr(), at))
+        return out, lse
+
+    return again

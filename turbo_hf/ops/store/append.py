@@ -7,9 +7,10 @@ import torch
 from turbo_hf.layout import KVStore
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kernel
+from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
-from turbo_hf.ops.store.rotate import rotate_keys
+from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.store.rotate_latents import rotate_latents
 
 
@@ -24,8 +25,10 @@ def append_tokens(
     nonfinite: torch.Tensor,
     arrived: torch.Tensor | None = None,
     rotate: bool = False,
+    queries: torch.Tensor | None = None,
     backend: str = "auto",
-) -> None:
+    repeat: Repeat | None = None,
+) -> torch.Tensor | None:
     """Quantize new tokens to INT8 after the open ones of `store`, in place; on a GPU in one launch, without waiting.
 
     In a store with 16-bit heads, they are appended unquantized, with scale 1.
@@ -41,10 +44,12 @@ def append_tokens(
         arrived: int32 [B], zeros before and after: scratch space of a launch that will be replayed; None: that of the
             stream.
         rotate: rotate keys on the way, as `ops.store.rotate.rotate_keys` does.
+        queries: float [B, Hq, M, D], of these tokens, to be rotated in the same launch; only with `rotate`.
         backend: "auto", "triton" or "reference".
+        repeat: as in `ops.decode.contract.decode`. The next launch overwrites what this one returns.
 
     Returns:
-        None.
+        `queries` as `ops.store.rotate.rotate_queries` leaves them; None without.
 
     Raises:
         ValueError: shapes or devices that do not match the store's; without `starts`, more tokens than there is room
@@ -52,6 +57,8 @@ def append_tokens(
 
     Source: TurboAttention sec. 3.3 (decode buffer); INT-FlashAttention alg. 1 (token-level scales).
     """
+    if repeat is not None and repeat.append is not None:
+        return repeat.append(k, v, queries)
     batch, heads, capacity, dim = store.k_open.shape
     for name, x in (("k", k), ("v", v)):
         channels = dim if name == "k" else store.v_open.shape[2]
@@ -73,24 +80,27 @@ def append_tokens(
         )
     if rotate:
         check_float("k", k)
+    _check_queries(queries, store, k.shape[2], rotate)
     if store.paged and store.k_open.shape[3] != store.v_open.shape[2] and given_scale is None and max_scale is None:
         reason = why_no_latent_kernel(k, v.shape[3], max(pages.bits for pages in store.paged), store.block)
         if uses_triton(backend, k.device, reason):
             from turbo_hf.ops.store.launch_latent import launch_append_latents  # noqa: PLC0415 - needs Triton
 
             launch_append_latents(rotate_latents(k) if rotate else k, v, store, starts, nonfinite)
-            return
+            return None
         backend = "reference"
     if uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_append_tokens  # noqa: PLC0415 - needs Triton
 
         counters = _counters(batch, k.device, gpu.stream(k.device)) if arrived is None else arrived
-        launch_append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
-    else:
-        k = rotate_keys(k, backend) if rotate else k
-        reference_append_tokens(
-            k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
+        return launch_append_tokens(
+            k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate, queries, repeat
         )
+    k = rotate_keys(k, backend) if rotate else k
+    reference_append_tokens(
+        k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
+    )
+    return None if queries is None else rotate_queries(queries, backend)
 
 
 def append_step(
@@ -103,8 +113,9 @@ def append_step(
     nonfinite: torch.Tensor,
     arrived: torch.Tensor,
     rotate: bool = False,
+    queries: torch.Tensor | None = None,
     backend: str = "auto",
-) -> None:
+) -> torch.Tensor | None:
     """Seal each row's open block if it is full, then append one token to each row; on a GPU in one launch.
 
     The tensors alone determine what it does, so the launch can be replayed: the host only has to write the page of a
@@ -119,11 +130,11 @@ def append_step(
             tokens int16 [B, Hkv, L, 1], which are written to their place in it. None: tokens have no buckets.
         nonfinite: int32 [1], set to 1 if a token contains NaN or Inf, else left unchanged.
         arrived: int32 [B], zeros before and after: scratch space of this launch.
-        rotate: as in `append_tokens`.
+        rotate, queries: as in `append_tokens`.
         backend: "auto", "triton" or "reference".
 
     Returns:
-        None.
+        As `append_tokens`.
 
     Raises:
         ValueError: shapes or devices that do not agree with the store's, room for less than a block, or a store with
@@ -147,6 +158,7 @@ def append_step(
     _check_beside(
         store, given_scale=(given_scale, (batch, heads, 2)), nonfinite=(nonfinite, (1,)), arrived=(arrived, (batch,))
     )
+    _check_queries(queries, store, 1, rotate)
     if noted is not None and (noted[0].shape[:2] != (batch, heads) or noted[1].shape != (*noted[0].shape[:3], 1)):
         raise ValueError(
             f"noted must be an index [{batch}, {heads}, L, places] and buckets [{batch}, {heads}, L, 1]; got "
@@ -157,15 +169,15 @@ def append_step(
             from turbo_hf.ops.store.launch_latent import launch_latent_step  # noqa: PLC0415 - needs Triton
 
             launch_latent_step(rotate_latents(k) if rotate else k, v, store, nonfinite)
-            return
+            return None
         backend = "reference"
     if uses_triton(backend, k.device, why_no_kernel(k)):
         from turbo_hf.ops.store.launch import launch_append_step  # noqa: PLC0415 - needs Triton
 
-        launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate)
-    else:
-        k = rotate_keys(k, backend) if rotate else k
-        reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
+        return launch_append_step(k, v, store, given_scale, noted, nonfinite, arrived, rotate, queries)
+    k = rotate_keys(k, backend) if rotate else k
+    reference_append_step(k, v, store, given_scale=given_scale, noted=noted, nonfinite=nonfinite, arrived=arrived)
+    return None if queries is None else rotate_queries(queries, backend)
 
 
 def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
@@ -201,6 +213,22 @@ def _check_beside(store: KVStore, **tensors: tuple[torch.Tensor | None, tuple[in
     for name, (x, shape) in tensors.items():
         if x is not None and (x.shape != shape or x.device != device):
             raise ValueError(f"{name} must be {list(shape)} on {device}; got {list(x.shape)} on {x.device}.")
+
+
+def _check_queries(queries: torch.Tensor | None, store: KVStore, tokens: int, rotate: bool) -> None:
+    """ValueError unless these are queries of `tokens` new tokens of each row, whose keys are rotated too."""
+    if queries is None:
+        return
+    check_float("queries", queries)
+    batch, heads, _, dim = store.k_open.shape
+    shape, device = queries.shape, store.k_open.device
+    if shape[0] != batch or shape[1] % heads or shape[2:] != (tokens, dim) or queries.device != device:
+        raise ValueError(
+            f"queries must be [{batch}, a multiple of {heads}, {tokens}, {dim}] on {device}; got {list(shape)} on "
+            f"{queries.device}."
+        )
+    if not rotate or dim != store.v_open.shape[2]:
+        raise ValueError("queries are rotated where keys are (rotate=True), and not over latents. Pass none.")
 
 
 @lru_cache(maxsize=32)

@@ -8,6 +8,9 @@ from turbo_hf.ops.store.kernel_arguments import Block
 from turbo_hf.ops.store.kernel_rotate import rotated
 from turbo_hf.ops.store.kernel_seal import copy_block, seal_block
 
+QUERIES = tl.constexpr(4)
+"""Query rows that a program rotates."""
+
 
 @triton.jit
 def _codes(x, given_scale, GIVEN: tl.constexpr, TYPE: tl.constexpr):
@@ -36,9 +39,25 @@ def _rotated_keys(k, LEVELS: tl.constexpr):
     return k if LEVELS == 0 else rotated(k, LEVELS) * (1.0 / (1 << (LEVELS // 2)))
 
 
+@triton.jit
+def _rotate_queries(queries, first, D: tl.constexpr, DP: tl.constexpr, LEVELS: tl.constexpr):
+    """QUERIES rows of `RotatedQueries`, from row `first` on, as `ops.store.rotate.rotate_queries` leaves them."""
+    n = first + tl.arange(0, QUERIES)
+    d = tl.arange(0, DP)
+    inside = (n < queries.rows)[:, None] & (d < D)[None, :]
+    pair, token = n // queries.tokens, n % queries.tokens
+    row, head = pair // queries.heads, pair % queries.heads
+    strides = queries.strides
+    at = row * strides[0] + head * strides[1] + token * strides[2]
+    x = tl.load(queries.data + at[:, None] + d[None, :] * strides[3], mask=inside, other=0.0).to(tl.float32)
+    x = rotated(x, LEVELS) * (1.0 / (1 << (LEVELS - LEVELS // 2)))
+    tl.store(queries.out + n[:, None] * D + d[None, :], x.to(queries.out.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["max_scale_ptr", "nonfinite_ptr"])
 def append_kernel(
     new, given_ptr,  # `NewTokens`, float32 [B, Hkv, 2] or None
+    queries,  # `RotatedQueries` or None
     opened,  # (k, v, k_scale, v_scale) of the open tokens, as in `KVStore`
     open_len_ptr, starts_ptr,  # int64 [B], and [B] or None
     max_scale_ptr,  # [B, Hkv, 2], the bits of float32 >= 0 as int32, which have the same order
@@ -46,10 +65,29 @@ def append_kernel(
     tokens, cap,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Append TOKENS new tokens of one row and head; the last program of a row to arrive updates the row's count."""
+    """Append TOKENS new tokens of one row and head; the last program of a row to arrive updates the row's count.
+
+    With `queries`, the first programs rotate those instead, which attention over the tokens takes.
+    """
+    pair = tl.program_id(1).to(tl.int64)
+    if queries is not None:
+        pair -= tl.cdiv(queries.rows, QUERIES)
+        if pair < 0:
+            _rotate_queries(queries, (pair + tl.cdiv(queries.rows, QUERIES)) * QUERIES, D, DP, LEVELS)
+    if pair >= 0:
+        _append(
+            new, given_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr, tokens, cap,
+            pair, HEADS, D, DP, TOKENS, LEVELS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _append(
+    new, given_ptr, opened, open_len_ptr, starts_ptr, max_scale_ptr, nonfinite_ptr, arrived_ptr, tokens, cap, pair,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     k_open, v_open, k_scales, v_scales = opened
     GIVEN: tl.constexpr = given_ptr is not None
-    pair = tl.program_id(1).to(tl.int64)
     row, head = pair // HEADS, pair % HEADS
     held = tl.load(open_len_ptr + row)
     start = 0
@@ -124,7 +162,9 @@ def seal_open_kernel(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["nonfinite_ptr"])
 def append_step_kernel(
-    new, given_ptr, cache, rows,  # `NewTokens` (one per row), float32 [B, Hkv, 2] or None, `Cache`, `Rows`
+    new, given_ptr,  # `NewTokens` (one per row), float32 [B, Hkv, 2] or None
+    queries,  # `RotatedQueries` or None
+    cache, rows,  # `Cache`, `Rows`
     table_ptr,  # int64 [B, blocks]
     noted,  # `Noted` or None
     nonfinite_ptr, arrived_ptr,  # int32 [1], int32 [B]: zeros before and after
@@ -133,14 +173,31 @@ def append_step_kernel(
 ):  # fmt: skip
     """For one slot of one row: seal its block if due, then append its new token. A row's last slot updates both counts.
 
-    TABLES: buckets of a token, 0 without an index. LEVELS: as in `_rotated_keys`.
+    TABLES: buckets of a token, 0 without an index. LEVELS: as in `_rotated_keys`. queries: as in `append_kernel`.
     """
+    program = tl.program_id(0).to(tl.int64)
+    if queries is not None:
+        program -= tl.cdiv(queries.rows, QUERIES)
+        if program < 0:
+            first = (program + tl.cdiv(queries.rows, QUERIES)) * QUERIES
+            _rotate_queries(queries, first, FORM.dim, FORM.padded_dim, LEVELS)
+    if program >= 0:
+        _append_step(
+            new, given_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
+            FORM, TABLES, LEVELS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _append_step(
+    new, given_ptr, cache, rows, table_ptr, noted, nonfinite_ptr, arrived_ptr, table_stride, program,
+    FORM: tl.constexpr, TABLES: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     HEADS: tl.constexpr = FORM.heads
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.block
     GIVEN: tl.constexpr = given_ptr is not None
     cap = cache.cap
-    program = tl.program_id(0).to(tl.int64)
     row, slot = program // HEADS, program % HEADS
     head = tl.load(rows.order + program)
     held = tl.load(rows.open_len + row)

@@ -12,6 +12,21 @@ class NewTokens(NamedTuple):
     v_strides: Any
 
 
+class RotatedQueries(NamedTuple):
+    """Queries that are rotated on the way.
+
+    data: [B, Hq, M, D]. strides: its strides. out: where they go, contiguous.
+    heads, tokens, rows: Hq, M, and B Hq M.
+    """
+
+    data: Any
+    strides: Any
+    out: Any
+    heads: Any
+    tokens: Any
+    rows: Any
+
+
 class Noted(NamedTuple):
     """The buckets of a new token in each row, and where they go.
 

@@ -1,15 +1,19 @@
 """Launches of the kernels that store tokens. Imported only where one runs, as it needs Triton."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, Width, empty_pages, power_of_two
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
-from turbo_hf.ops.store.kernel_append import append_kernel, append_step_kernel, seal_open_kernel
-from turbo_hf.ops.store.kernel_arguments import NewTokens, Noted, StoreForm
+from turbo_hf.ops.kernel_launch import Launch, launch
+from turbo_hf.ops.maths import query_shift
+from turbo_hf.ops.repeat import Repeat
+from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
+from turbo_hf.ops.store.kernel_arguments import NewTokens, Noted, RotatedQueries, StoreForm
 from turbo_hf.ops.store.kernel_rotate import rotate_kernel
 from turbo_hf.ops.store.kernel_rows import select_rows_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
@@ -69,11 +73,11 @@ def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple
     x = x if x.stride(-1) == 1 else x.contiguous()
     codes = torch.empty(batch, heads, tokens, dim, dtype=torch.int8, device=x.device)
     own = torch.empty(batch, heads, tokens, device=x.device) if scale is None else scale.float().contiguous()
-    with torch.cuda.device_of(x):
-        quantize_tokens_kernel[(-(-tokens // TOKENS), pairs_of(batch, heads))](
-            x, own, codes, own, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=power_of_two(dim),
-            BLOCK=TOKENS, GIVEN=scale is not None, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        quantize_tokens_kernel, x, (-(-tokens // TOKENS), pairs_of(batch, heads)),
+        x, own, codes, own, *x.stride()[:3], tokens, HEADS=heads, D=dim, DP=power_of_two(dim),
+        BLOCK=TOKENS, GIVEN=scale is not None, enable_fp_fusion=False,
+    )  # fmt: skip
     return codes, own
 
 
@@ -84,11 +88,11 @@ def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tens
     out = torch.empty(batch, heads, tokens, dim, dtype=dtype, device=x.device)
     size = dim & -dim
     runs = batch * heads * tokens * (dim // size)
-    with torch.cuda.device_of(x):
-        rotate_kernel[(-(-runs // ROTATED),)](
-            x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, RUNS_PER_TOKEN=dim // size, SIZE=size,
-            LEVELS=_levels(dim), ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
-        )  # fmt: skip
+    launch(
+        rotate_kernel, x, (-(-runs // ROTATED),),
+        x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, RUNS_PER_TOKEN=dim // size, SIZE=size,
+        LEVELS=_levels(dim), ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 
@@ -99,12 +103,22 @@ def launch_seal_blocks(
     pages, slots, block, dim = k.shape
     sealed = empty_pages(width, pages, slots, dim, block, k.device)
     k, k_scale, v, v_scale = (x.contiguous() for x in (k, k_scale, v, v_scale))
-    with torch.cuda.device_of(k):
-        # products must round as the reference's do, so that a block has the same bits wherever it is sealed
-        seal_kernel[(pages * slots,)](
-            k, k_scale, v, v_scale, sealed[1:], FORM=_form_of([sealed], slots, dim, block), enable_fp_fusion=False,
-        )  # fmt: skip
+    # products must round as the reference's do, so that a block has the same bits wherever it is sealed
+    launch(
+        seal_kernel, k, (pages * slots,),
+        k, k_scale, v, v_scale, sealed[1:], FORM=_form_of([sealed], slots, dim, block), enable_fp_fusion=False,
+    )  # fmt: skip
     return sealed
+
+
+def _to_rotate(queries: torch.Tensor | None) -> tuple[RotatedQueries | None, int]:
+    """What a kernel that stores takes of these queries [B, Hq, M, D], and how many of its programs rotate them."""
+    if queries is None:
+        return None, 0
+    _, heads, tokens, dim = queries.shape
+    rows = queries.numel() // dim
+    out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+    return RotatedQueries(queries, queries.stride(), out, heads, tokens, rows), -(-rows // QUERIES.value)
 
 
 def launch_append_tokens(
@@ -117,19 +131,45 @@ def launch_append_tokens(
     nonfinite: torch.Tensor,
     counters: torch.Tensor,
     rotate: bool = False,
-) -> None:
-    """`ops.store.append.append_tokens`; counters: int32 [B], zeros."""
+    queries: torch.Tensor | None = None,
+    repeat: Repeat | None = None,
+) -> torch.Tensor | None:
+    """`ops.store.append.append_tokens`; counters: int32 [B], zeros. Programs before the others rotate the queries."""
     batch, heads, tokens, dim = k.shape
     part = min(APPENDED, power_of_two(tokens))
-    with torch.cuda.device_of(k):
-        append_kernel[(-(-tokens // part), pairs_of(batch, heads))](
-            NewTokens(k, v, k.stride(), v.stride()),
-            None if given_scale is None else given_scale.contiguous(),
-            (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
-            starts, None if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, tokens,
-            store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
-            LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
-        )  # fmt: skip
+    turned, programs = _to_rotate(queries)
+    if queries is not None and programs + batch * heads > MOST_PAIRS:
+        launch_append_tokens(k, v, store, starts, given_scale, max_scale, nonfinite, counters, rotate)
+        return launch_rotate(queries, query_shift(dim), queries.dtype)
+    given = None if given_scale is None else given_scale.contiguous()
+    made = launch(
+        append_kernel, k, (-(-tokens // part), programs + pairs_of(batch, heads)),
+        NewTokens(k, v, k.stride(), v.stride()), given, turned,
+        (store.k_open, store.v_open, store.k_scale, store.v_scale), store.open_len,
+        starts, None if max_scale is None else max_scale.view(torch.int32), nonfinite, counters, tokens,
+        store.k_open.shape[2], HEADS=heads, D=dim, DP=power_of_two(dim), TOKENS=part,
+        LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
+    )  # fmt: skip
+    if repeat is not None and made is not None and given is given_scale:
+        # besides those of the store, the launch has the addresses of these
+        repeat.append = _again(made, turned, (starts, given_scale, max_scale, nonfinite, counters))
+    return None if turned is None else turned.out
+
+
+def _again(
+    made: Launch, turned: RotatedQueries | None, used: tuple[Any, ...]
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
+    """`Repeat.append`. used: whose addresses the launch has."""
+    new, given, queries, *_ = made.args
+    strides: tuple[Any, ...] = new[2:]
+    rest: tuple[Any, ...] = () if queries is None else queries[1:]
+    out = None if turned is None else turned.out
+
+    def again(k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None, kept: Any = used) -> torch.Tensor | None:
+        made.again((k.data_ptr(), v.data_ptr(), *strides), given, None if q is None else (q.data_ptr(), *rest))
+        return out
+
+    return again
 
 
 def launch_seal_open(store: KVStore, blocks: int) -> None:
@@ -142,13 +182,13 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
         # narrower heads in a layer whose open tokens are in 16 bit
         (k, k_scale), (v, v_scale) = (launch_quantize_tokens(x, None) for x in (store.k_open, store.v_open.mT))
         codes = (k, v, k_scale, v_scale, dim, 1)
-    with torch.cuda.device_of(store.k_open):
-        # as in `seal_blocks`, products must round as the reference's do
-        seal_open_kernel[(blocks, pairs_of(batch, heads))](
-            tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
-            Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.table.stride(0), cap,
-            FORM=_form_of(store.paged, heads, dim, store.block), enable_fp_fusion=False,
-        )  # fmt: skip
+    # as in `seal_blocks`, products must round as the reference's do
+    launch(
+        seal_open_kernel, store.k_open, (blocks, pairs_of(batch, heads)),
+        tuple(pages[1:] for pages in store.paged), tuple(held if width == UNQUANTIZED else codes for width in bits),
+        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.table.stride(0), cap,
+        FORM=_form_of(store.paged, heads, dim, store.block), enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def launch_append_step(
@@ -160,19 +200,22 @@ def launch_append_step(
     nonfinite: torch.Tensor,
     arrived: torch.Tensor,
     rotate: bool = False,
-) -> None:
-    """`ops.store.append.append_step`."""
+    queries: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """`ops.store.append.append_step`; queries and what is returned of them: as in `launch_append_tokens`."""
     batch, heads, _, dim = k.shape
     form = _form_of(store.paged, heads, dim, store.block)
-    with torch.cuda.device_of(k):
-        append_step_kernel[(batch * heads,)](
-            NewTokens(k, v, k.stride(), v.stride()),
-            None if given_scale is None else given_scale.contiguous(), cache_of(store),
-            Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
-            None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[3]), nonfinite, arrived,
-            store.table.stride(0), FORM=form, TABLES=0 if noted is None else noted[0].shape[2],
-            LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
-        )  # fmt: skip
+    turned, programs = _to_rotate(queries)
+    launch(
+        append_step_kernel, k, (programs + batch * heads,),
+        NewTokens(k, v, k.stride(), v.stride()),
+        None if given_scale is None else given_scale.contiguous(), turned, cache_of(store),
+        Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table,
+        None if noted is None else Noted(noted[0], noted[1].contiguous(), noted[0].shape[3]), nonfinite, arrived,
+        store.table.stride(0), FORM=form, TABLES=0 if noted is None else noted[0].shape[2],
+        LEVELS=_levels(dim) if rotate else 0, enable_fp_fusion=False,
+    )  # fmt: skip
+    return None if turned is None else turned.out
 
 
 def launch_select_rows(tensors: Sequence[torch.Tensor], words: Sequence[int], rows: Sequence[int]) -> None:
@@ -180,7 +223,7 @@ def launch_select_rows(tensors: Sequence[torch.Tensor], words: Sequence[int], ro
     device, padded = tensors[0].device, power_of_two(len(rows))
     of_each = [number for x, count in zip(tensors, words, strict=True) for number in (x.data_ptr(), count)]
     part = max(16, MOVED // padded)
-    with torch.cuda.device_of(tensors[0]):
-        select_rows_kernel[(-(-max(words) // part), len(tensors))](
-            shared(of_each, device), shared(rows, device), ROWS=len(rows), PADDED=padded, WORDS=part,
-        )  # fmt: skip
+    launch(
+        select_rows_kernel, tensors[0], (-(-max(words) // part), len(tensors)),
+        shared(of_each, device), shared(rows, device), ROWS=len(rows), PADDED=padded, WORDS=part,
+    )  # fmt: skip

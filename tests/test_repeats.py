@@ -1,0 +1,116 @@
+"""Launches of steps that are repeated with other addresses: the same results as when each is made anew."""
+
+import copy
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from models import prompts, tiny_llama
+
+import turbo_hf
+from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.cache.storage import LayerStorage
+from turbo_hf.ops.kernel_launch import addressed
+from turbo_hf.ops.repeat import Repeat
+
+
+def _at(like: torch.Tensor, address: int) -> torch.Tensor:
+    """The tensor at an address, of the type and strides of another one."""
+    count = sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True)) + 1
+    held = (ctypes.c_char * (count * like.itemsize)).from_address(address)
+    return torch.frombuffer(held, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+def _tensors(like: Any, given: Any) -> Any:
+    """`given` with tensors in place of addresses, where `like` has tensors."""
+    if isinstance(like, torch.Tensor):
+        return _at(like, given) if like.numel() else like
+    if isinstance(like, tuple):
+        parts = [_tensors(*pair) for pair in zip(like, given, strict=True)]
+        return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    return given
+
+
+class Again:
+    """A launch in the interpreter that is repeated as `Launch` is: from addresses alone."""
+
+    count = 0
+
+    def __init__(self, kernel: Any, grid: Any, args: Any, options: Any):
+        self.made, self.args = (kernel, grid, args, options), addressed(args, [])
+
+    def again(self, *first: Any) -> None:
+        kernel, grid, args, options = self.made
+        kernel[grid](*_tensors(args, (*first, *self.args[len(first) :])), **options)
+        Again.count += 1
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where launches are kept."""
+    if torch.cuda.is_available():
+        return
+    Again.count = 0
+
+    def launch(kernel: Any, x: torch.Tensor, grid: Any, *args: Any, **options: Any) -> Again:
+        kernel[grid](*args, **options)
+        return Again(kernel, grid, args, options)
+
+    for name in ("store", "decode"):
+        monkeypatch.setattr(f"turbo_hf.ops.{name}.launch.launch", launch)
+
+
+KERNELS: dict[str, Any] = {"backend": "triton", "block_size": 32, "cuda_graphs": False, "attention": "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "padding"),
+    [
+        pytest.param({"bits": 4}, {}, [0], id="4bit"),
+        pytest.param({"bits": 4, "low_heads": 0.5}, {}, [0, 5], id="two-widths-padded"),
+        pytest.param({"bits": 8, "buffer_scale": "universal"}, {"sliding_window": 3}, [0], id="window-universal"),
+    ],
+)
+def test_repeated_steps_are_those_made_anew(
+    options: dict[str, Any],
+    shape: dict[str, Any],
+    padding: list[int],
+    repeated: None,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    """Over sealed blocks, room that grows, and blocks that leave a window; a copy goes on by itself."""
+    model = tiny_llama(num_hidden_layers=2, **shape).to(device)
+    ids = prompts(len(padding), 30).to(device)
+    mask = torch.stack([(torch.arange(30, device=device) >= count).long() for count in padding])
+    seen: list[list[torch.Tensor]] = []
+    made: list[int] = []
+    with turbo_hf.patch(model, TurboConfig(**KERNELS, **options)) as handle, torch.no_grad():
+        for kept in (True, False):
+            if not kept:
+                monkeypatch.setattr(LayerStorage, "to_repeat", lambda self, key: (self.kv_store(), None))
+            cache = handle.new_cache()
+            logits = [model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits]
+            copied: TurboCache | None = None
+            for step in range(6):
+                grown = torch.cat((mask, mask.new_ones(len(ids), step + 1)), 1)
+                for each in (cache, copied):
+                    if each is not None:
+                        out = model(ids[:, step : step + 1], attention_mask=grown, past_key_values=each, use_cache=True)
+                        logits.append(out.logits)
+                if step == 2:
+                    copied = copy.deepcopy(cache)
+            seen.append(logits)
+            made.append(Again.count)
+    assert all(map(torch.equal, *seen))
+    assert device.type == "cuda" or made[0] == made[1] > 10
+
+
+def test_a_copy_keeps_no_addresses() -> None:
+    kept = Repeat()
+    kept.append = kept.decode = lambda *args: None  # type: ignore[assignment]
+    assert copy.deepcopy(kept).append is None
+    layer = turbo_hf.cache.layer.TurboLayer(TurboConfig())
+    layer._repeats.known["key"] = kept
+    assert not copy.deepcopy(layer)._repeats.known

@@ -1,0 +1,113 @@
+"""Launches of kernels that cost the host little. Imported only where one runs, as it needs Triton.
+
+Triton looks up the compiled kernel anew for each launch, and asks the driver about each pointer. Here both are done
+once: a launch whose arguments differ from an earlier one's in addresses and floats alone goes straight to Triton's own
+launcher, with addresses in place of tensors.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from triton import knobs
+from triton.compiler import CompiledKernel
+
+from turbo_hf.ops import gpu
+
+MOST = 1024
+"""Launches that are remembered: more of them are not met again, but differ in the lengths of prompts."""
+
+runtime = knobs.runtime
+
+_known: dict[Any, tuple[CompiledKernel, tuple[Any, ...]]] = {}
+
+
+class Launch(NamedTuple):
+    """A launch that was made, and can be repeated with other tensors of the same types, strides and alignment.
+
+    Whoever keeps one keeps what its arguments are addresses of.
+
+    kernel: what Triton has compiled. head: grid, stream, and what else `CompiledKernel.run` takes before hooks.
+    args: the kernel's arguments, with addresses in place of tensors.
+    gpu_index: of the device.
+    """
+
+    kernel: CompiledKernel
+    head: tuple[Any, ...]
+    args: tuple[Any, ...]
+    gpu_index: int
+
+    def again(self, *first: Any) -> None:
+        """Repeat it on its stream, with these first arguments."""
+        if self.gpu_index != torch.cuda.current_device():
+            with torch.cuda.device(self.gpu_index):
+                self.again(*first)
+            return
+        args = (*first, *self.args[len(first) :])
+        if _is_watched():
+            self.kernel[self.head[:3]](*args, stream=self.head[3])
+        else:
+            self.kernel.run(*self.head, None, None, None, *args)
+
+
+def _is_watched() -> bool:
+    """Whether someone hears of each launch: Triton's profiler."""
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        # a chain of hooks is mostly empty
+        if hook is not None and getattr(hook, "calls", True):
+            return True
+    return False
+
+
+def launch(kernel: Any, x: torch.Tensor, grid: tuple[int, ...], *args: Any, **options: Any) -> Launch | None:
+    """`kernel[grid](*args, **options)` on the device of x. Returns the launch, None if it cannot be repeated.
+
+    args: the kernel's first parameters, in order: tensors, numbers, None, or tuples of them. options: its constants,
+        and what Triton takes besides.
+    """
+    index = x.get_device()
+    if index < 0:
+        # the interpreter
+        with torch.cuda.device_of(x):
+            kernel[grid](*args, **options)
+        return None
+    if index != torch.cuda.current_device():
+        # of a model over several GPUs
+        with torch.cuda.device_of(x):
+            return launch(kernel, x, grid, *args, **options)
+    # what Triton compiles anew for: types and alignment of tensors, integers, None, constants
+    key: list[Any] = [id(kernel), index, *options.items()]
+    addresses = addressed(args, key)
+    found = tuple(key)
+    known = _known.get(found)
+    made = known is None
+    if known is None:
+        compiled = kernel[grid](*args, **options)
+        if not isinstance(compiled, CompiledKernel):
+            return None
+        if len(_known) >= MOST:
+            _known.clear()
+        known = _known[found] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
+    compiled, constants = known
+    head = (*(*grid, 1, 1)[:3], gpu.raw_stream(index), compiled.function, compiled.packed_metadata)
+    same = Launch(compiled, head, (*addresses, *constants), index)
+    if not made:
+        same.again()
+    return same
+
+
+def addressed(args: tuple[Any, ...], key: list[Any]) -> tuple[Any, ...]:
+    """args with addresses in place of tensors; `key` gets what tells compiled kernels apart."""
+    found: list[Any] = []
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            address = x.data_ptr()
+            key += (x.dtype, address % 16)
+            found.append(address)
+        elif isinstance(x, tuple):
+            key += (type(x), len(x))
+            found.append(addressed(x, key))
+        else:
+            # 1 and True are one key; any two floats are one kernel
+            key += (type(x), None if isinstance(x, float) else x)
+            found.append(x)
+    return tuple(found)
