@@ -1,7 +1,7 @@
 """Rows of a batch: what the host counts for each, and the device's copies of it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
