@@ -10,11 +10,13 @@ import transformers
 from all_pairs import in_one_test
 from models import LAB_MODEL, left_padded, prompts
 from tiny_families import build
+from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.layout import page_bytes
 from turbo_hf.models.model_layers import LATENT_TYPES
+from turbo_hf.patches.latent import up_weight
 from turbo_hf.patching.handle import LayerReport
 from turbo_hf.patching.refusals import refuse_latent_options
 
@@ -223,6 +225,38 @@ def test_up_projections_that_are_no_plain_linear_are_refused() -> None:
         attention.kv_b_proj = wrapped
         with pytest.raises(Unsupported, match="kv_b_proj is no plain Linear"):
             generated(model, {"input_ids": torch.ones(1, 5, dtype=torch.long)})
+
+
+def in_fp8(up: Any, block: tuple[int, int] | None) -> Any:
+    """A Linear in Transformers' FP8, and the same weights in `up`. Its own product needs a GPU."""
+    small = FP8Linear(up.in_features, up.out_features, block_size=block)
+    scale = torch.rand_like(small.weight_scale_inv) / 50 + 0.01
+    codes = (torch.randn_like(up.weight) * 4).to(torch.float8_e4m3fn)
+    wide = scale
+    for dim, size in enumerate(block or ()):
+        wide = wide.repeat_interleave(size, dim).narrow(dim, 0, codes.shape[dim])
+    up.weight.data = codes.float() * wide
+    small.weight.data, small.weight_scale_inv.data = codes, scale
+    vars(small)["forward"] = up.forward
+    return small
+
+
+@pytest.mark.parametrize("block", [(16, 24), None], ids=["blocks", "whole"])
+def test_fp8_up_projections_are_dequantized_once_and_told(block: tuple[int, int] | None) -> None:
+    model, given = copy.deepcopy(model_of()), batch()
+    attentions = [layer.self_attn for layer in model.model.layers]
+    small = [in_fp8(attention.kv_b_proj, block) for attention in attentions]
+    want = generated(model, given)
+    for attention, own in zip(attentions, small, strict=True):
+        attention.kv_b_proj = own
+    with turbo_hf.patch(model, EXACT) as handle:
+        assert f"the up-projections of {len(small)} layers are FP8" in " ".join(handle.report().warnings)
+        assert torch.equal(generated(model, given), want)
+        made = [up_weight(own, torch.float32) for own in small]
+        assert all(x is up_weight(own, torch.float32) for x, own in zip(made, small, strict=True))
+        with torch.no_grad():
+            small[0].weight_scale_inv.mul_(2)
+        torch.testing.assert_close(up_weight(small[0], torch.float32), 2 * made[0])
 
 
 def test_nan_is_reported() -> None:

@@ -18,7 +18,7 @@ from turbo_hf.layout import Scoring
 from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.store.quantize import dequantize
 from turbo_hf.ops.store.rotate_latents import rotate_latent_queries, unrotate_latents
-from turbo_hf.patches.latent import expanded, why_not_absorbed
+from turbo_hf.patches.latent import expanded, up_weight, why_not_absorbed
 
 
 class UpProjections(NamedTuple):
@@ -28,8 +28,8 @@ class UpProjections(NamedTuple):
     values: torch.Tensor
 
 
-def up_projections(module: Any) -> UpProjections:
-    """The up-projections of an attention module, as its weights are now.
+def up_projections(module: Any, dtype: torch.dtype) -> UpProjections:
+    """The up-projections of an attention module, as its weights are now; those in FP8 in `dtype`.
 
     Raises:
         Unsupported: they have been replaced, since the patch, by what cannot be absorbed.
@@ -38,7 +38,7 @@ def up_projections(module: Any) -> UpProjections:
     if reason is not None:
         raise Unsupported(f"{type(module).__name__}: {reason}.")
     nope, value = module.qk_nope_head_dim, module.v_head_dim
-    weight = module.kv_b_proj.weight.unflatten(0, (-1, nope + value))
+    weight = up_weight(module.kv_b_proj, dtype).unflatten(0, (-1, nope + value))
     return UpProjections(weight[:, :nope], weight[:, nope:])
 
 
@@ -60,7 +60,7 @@ def latent_step(
     qkv: queries [B, H, M, nope + R], latents [B, 1, M, rank], rotary parts [B, 1, M, R]. Returns [B, H, M, Dv].
     """
     q, latent, rotary = (new.align(x) for x in qkv)
-    up, config = up_projections(module), layer.config
+    up, config = up_projections(module, q.dtype), layer.config
     layer.append(latent, rotary, new, check_later=True)
     q_nope, q_rotary = q.split((up.keys.shape[1], rotary.shape[-1]), -1)
     absorbed = _by_head(q_nope, up.keys)
@@ -88,6 +88,8 @@ def latent_prompt(
     qkv and result as in `latent_step`.
     """
     q, latent, rotary = (new.align(x) for x in qkv)
+    # made here, FP8 weights of steps are none of a CUDA graph's
+    up_projections(module, q.dtype)
     # what padding holds is arbitrary, and 0 times NaN is NaN
     keys, values = expanded(module, new.blank(latent), new.blank(rotary))
     starts, tokens = new.starts_on(q.device), new.tokens

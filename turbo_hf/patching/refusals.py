@@ -19,6 +19,7 @@ from turbo_hf.ops.backend import why_no_kernel, why_no_latent_kernel
 from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.patches.families import Family
 from turbo_hf.patches.generic import is_latent, lost_to_bias
+from turbo_hf.patches.latent import is_fp8
 from turbo_hf.patches.layers import AttentionLayer
 from turbo_hf.patches.misfits import misfit
 from turbo_hf.patching.handle import LayerReport
@@ -203,6 +204,13 @@ def forecast_latent(
     config: TurboConfig, modules: Iterable[Any], devices: Iterable[torch.device], dtype: torch.dtype, notices: Notices
 ) -> None:
     """As `forecast`, of layers of latent attention. modules: their attention modules."""
+    modules = list(modules)
+    fp8 = [module.kv_b_proj.weight.numel() for module in modules if is_fp8(module.kv_b_proj)]
+    if fp8:
+        notices.note(
+            f"the up-projections of {len(fp8)} layers are FP8: steps use them dequantized, which takes "
+            f"{dtype.itemsize * sum(fp8) / 1e6:.0f} MB more, and do not round what they are multiplied by."
+        )
     sizes = {(module.kv_lora_rank, module.qk_rope_head_dim) for module in modules}
     cuda = [device for device in devices if device.type == "cuda"]
     if config.backend == "reference":
