@@ -377,7 +377,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         "append_step_kernel",
         "latent_step_kernel",
     }  # of CUDA graphs, which a model over several devices does without
-    assert launched.keys() | step == set(all_kernels()) - {"hopper_prefill_kernel"}
+    assert launched.keys() | step == set(all_kernels()) - {"hopper_prefill_kernel", "hopper_latent_kernel"}
 
 
 def all_kernels() -> list[str]:

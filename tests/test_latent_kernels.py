@@ -1,27 +1,40 @@
 """Kernels of latent attention against the reference in plain torch."""
 
+import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from budgets import check_exact
+from gluon_numpy import Block, Pointer, kernel_in_numpy
 
+import turbo_hf
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import AttentionOutput
+from turbo_hf.ops import gpu
 from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.store.append import append_step
 from turbo_hf.ops.store.quantize import dequantize
 
 RANK, ROTARY = 64, 16
+LOG2_E = 1 / math.log(2)
 
 
-def layer_of(bits: int, backend: Any, lengths: list[int], device: torch.device, dtype: torch.dtype) -> Any:
-    """A latent layer that holds random rows of these lengths, left-padded."""
+def layer_of(
+    bits: int,
+    backend: Any,
+    lengths: list[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, int] = (RANK, ROTARY),
+) -> Any:
+    """A latent layer that holds random rows of these lengths, left-padded. sizes: their channels, rotary parts'."""
     longest, seeded = max(lengths), torch.Generator().manual_seed(1)
-    latent = torch.randn(len(lengths), 1, longest, RANK, generator=seeded).to(device, dtype)
-    rotary = torch.randn(len(lengths), 1, longest, ROTARY, generator=seeded).to(device, dtype)
+    latent, rotary = (torch.randn(len(lengths), 1, longest, n, generator=seeded).to(device, dtype) for n in sizes)
     starts = [longest - n for n in lengths]
     valid = torch.arange(longest, device=device) >= torch.tensor(starts, device=device)[:, None]
     new = NewColumns(longest, valid, starts) if any(starts) else NewColumns(longest)
@@ -33,24 +46,79 @@ def layer_of(bits: int, backend: Any, lengths: list[int], device: torch.device, 
 
 @pytest.mark.parametrize(("bits", "heads", "tokens"), [(16, 3, 1), (8, 16, 2), (4, 3, 5), (4, 40, 1)])
 def test_a_step_over_latents_is_that_of_the_reference(device: torch.device, bits: int, heads: int, tokens: int) -> None:
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    lengths = [200, 70, 7]
-    stored = layer_of(bits, "triton", lengths, device, dtype)
-    plain = layer_of(bits, "reference", lengths, device, dtype)
-    for x, y in zip(stored.dequantized(200), plain.dequantized(200), strict=True):
+    check_step(bits, heads, tokens, device, (RANK, ROTARY))
+
+
+@pytest.mark.parametrize(
+    ("bits", "heads", "tokens", "lengths"),
+    [(4, 16, 1, [337, 90]), (8, 5, 3, [192, 130]), (4, 2, 1, [70, 7])],
+    ids=["open tokens", "a draft", "few blocks"],
+)
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_the_kernel_for_hopper_in_numpy_is_the_reference(
+    bits: int, heads: int, tokens: int, lengths: list[int], in_turns: bool
+) -> None:
+    rank, rotary, shares, batch, count = 128, 64, 3, len(lengths), heads * tokens
+    layer = layer_of(bits, "reference", lengths, torch.device("cpu"), torch.float32, (rank, rotary))
+    store = layer.kv_store()
+    (pages,) = store.paged
+    seeded = torch.Generator().manual_seed(4)
+    q, q_rotary = (torch.randn(batch, heads, tokens, n, generator=seeded) for n in (rank, rotary))
+    want = latent_decode(q, q_rotary, store, 0.1, backend="reference")
+    parts, lse = np.zeros((batch, shares, count, rank), np.float32), np.zeros((batch, shares, count), np.float32)
+    opened = store.k_open, store.v_open, store.k_scale, store.v_scale
+    places = store.table, store.sealed, store.open_len
+    file = Path(turbo_hf.__file__).parent / "ops" / "latent" / "kernel_hopper.py"
+    kernel_in_numpy(file, "hopper_latent_kernel")(
+        (shares, 1, batch),
+        *(Pointer(x.flatten().numpy()) for x in (q, q_rotary, *pages[1:], *opened, *places)),
+        *(Pointer(x.reshape(-1)) for x in (parts, lse)),
+        *(Block(np.int32(x)) for x in (store.table.stride(0), store.k_open.shape[2])), 0.1 * LOG2_E,
+        Block(np.int32(count)), RANK=rank, ROTARY=rotary, BITS=bits, ROWS=16, TOKENS=tokens, WARPS=4,
+        OVERLAP=in_turns,
+    )  # fmt: skip
+    top = lse.max(1, keepdims=True)
+    weights = np.exp2(lse - top)
+    total = weights.sum(1, keepdims=True)
+    got = torch.from_numpy((parts * (weights / total)[..., None]).sum(1)).view_as(want.out)
+    # float16 has 11 bits, and each of two products rounds an operand to it
+    assert (got - want.out).norm() < 2**-11 * want.out.norm()
+    found = torch.from_numpy((top + np.log2(total))[:, 0] / LOG2_E).view_as(want.lse)
+    torch.testing.assert_close(found, want.lse, rtol=0, atol=2**-11)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("bits", "heads", "tokens", "sizes"), [(4, 16, 1, (512, 64)), (8, 20, 1, (512, 64)), (4, 7, 3, (256, 32))]
+)
+def test_a_step_of_the_kernel_for_hopper_is_that_of_the_reference(
+    bits: int, heads: int, tokens: int, sizes: tuple[int, int]
+) -> None:
+    if not gpu.hopper(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU and Triton's Gluon")
+    check_step(bits, heads, tokens, torch.device("cuda"), sizes)
+
+
+def check_step(bits: int, heads: int, tokens: int, device: torch.device, sizes: tuple[int, int]) -> None:
+    """A step over random latents against the reference, and both against float64."""
+    dtype, (rank, rotary) = torch.float32 if device.type == "cpu" else torch.bfloat16, sizes
+    lengths = [200, 70, 7] if device.type == "cpu" else [1500, 70, 7]
+    stored = layer_of(bits, "triton", lengths, device, dtype, sizes)
+    plain = layer_of(bits, "reference", lengths, device, dtype, sizes)
+    for x, y in zip(*(layer.dequantized(max(lengths)) for layer in (stored, plain)), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
-    q = torch.randn(3, heads, tokens, RANK + ROTARY, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    q = torch.randn(3, heads, tokens, rank + rotary, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     starts = torch.tensor([0, tokens - 1, 0], device=device)
     got, want = (
-        latent_decode(q[..., :RANK], q[..., RANK:], layer.kv_store(), 0.2, starts=starts, backend=backend)
+        latent_decode(q[..., :rank], q[..., rank:], layer.kv_store(), 0.2, starts=starts, backend=backend)
         for layer, backend in ((stored, "triton"), (plain, "reference"))
     )
     # keys are latents and rotary parts, values the latents, here with zeros for as many channels as keys have
     latents, rotaries = (x.cpu() for x in dequantize(plain.kv_store(), torch.float64))
-    keys, values = torch.cat((latents, rotaries), -1), torch.nn.functional.pad(latents, (0, ROTARY))
+    keys, values = torch.cat((latents, rotaries), -1), torch.nn.functional.pad(latents, (0, rotary))
     rows = [(keys[row, :, :n], values[row, :, :n]) for row, n in enumerate(lengths)]
     for found in (got, want):
-        wide = AttentionOutput(torch.nn.functional.pad(found.out, (0, ROTARY)), found.lse)
+        wide = AttentionOutput(torch.nn.functional.pad(found.out, (0, rotary)), found.lse)
         check_exact(wide, q, rows, starts=starts.tolist(), scaling=0.2)
 
 

@@ -12,7 +12,7 @@ both products run on 16-bit tensor cores; scales are applied to scores, and to P
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import LOG2_E
+from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait
 
 
 @triton.jit
@@ -119,12 +119,13 @@ def latent_kernel(
 @triton.jit
 def merge_kernel(
     part_ptr, lse_ptr, out_ptr, out_lse_ptr, count, shares,
-    RANK: tl.constexpr, MOST: tl.constexpr, CHANNELS: tl.constexpr, AT_ONCE: tl.constexpr,
+    RANK: tl.constexpr, MOST: tl.constexpr, CHANNELS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the shares of CHANNELS channels of one query, AT_ONCE at a time.
 
-    out: [B, N, rank]; out_lse: float32 [B, N], natural log. MOST: the power of two from `shares` up.
+    out: [B, N, rank]; out_lse: float32 [B, N], natural log. MOST: the power of two from `shares` up. PDL: `pdl_wait`.
     """
+    pdl_wait(PDL, True)
     n, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     every, i = tl.arange(0, MOST), tl.arange(0, AT_ONCE)

@@ -16,8 +16,8 @@ ROWS = 16
 MOST_ROWS = 64
 """Queries per program at most: their sums fill the registers of eight warps."""
 
-MERGED = 32
-"""Shares that a program of the merge loads at once."""
+MERGED = 128
+"""Shares that a program of the merge loads at once, at most: one load after another waits for memory each time."""
 
 MERGED_CHANNELS = 64
 """Channels of a program of the merge: with 16 queries of rank 512, as many programs as a GPU has SMs."""
@@ -25,7 +25,7 @@ MERGED_CHANNELS = 64
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-MOST_SHARES = 256
+MOST_SHARES = 512
 """Parts that one query's output is merged from at most."""
 
 
@@ -36,9 +36,15 @@ def schedule(rows: int, bits: int) -> tuple[int, int]:
     return 4, 3 if bits == UNQUANTIZED else 2
 
 
-def shares_of(programs: int, blocks: int, sms: int) -> int:
-    """Into how many shares the blocks of a row are cut, so that all SMs have work."""
-    return max(1, min(sms // max(1, programs), blocks // 2, MOST_SHARES))
+def schedule_hopper(rows: int) -> tuple[int, bool, int]:
+    """Of the kernel for Hopper: warps of a program, whether it makes a block's latents while the last one's products
+    run, and how many programs an SM holds at once (H100: `eval/results/decode-log.md`)."""
+    return (4, False, 2) if rows == ROWS else (8, True, 1)
+
+
+def shares_of(programs: int, blocks: int, slots: int) -> int:
+    """Into how many shares the blocks of a row are cut, so that as many programs run as the GPU holds at once."""
+    return max(1, min(slots // max(1, programs), blocks // 2, MOST_SHARES))
 
 
 def launch_latent_decode(
@@ -51,31 +57,46 @@ def launch_latent_decode(
 ) -> AttentionOutput:
     """`ops.latent.contract.latent_decode`, but for the output of padding, which is arbitrary."""
     (batch, heads, tokens, rank), device = q_latent.shape, q_latent.device
-    (pages,), count = store.paged, heads * tokens
+    (pages,), count, rotary = store.paged, heads * tokens, q_rotary.shape[-1]
     rows = min(MOST_ROWS, max(ROWS, triton.next_power_of_2(count)))
     groups = triton.cdiv(count, rows)
     blocks = max(store.sealed_host) if store.sealed_host is not None else store.table.shape[1]
-    warps, stages = schedule(rows, pages.bits)
-    shares = shares_of(batch * groups, blocks, gpu.sms(device))
+    hopper = _hopper_serves(store, rank, rotary, interpreted)
+    warps, how, resident = schedule_hopper(rows) if hopper else (*schedule(rows, pages.bits), 1)
+    shares = shares_of(batch * groups, blocks, gpu.sms(device) * resident)
     parts = torch.empty(batch, shares, count, rank, dtype=torch.float32, device=device)
     part_lse = torch.empty(batch, shares, count, dtype=torch.float32, device=device)
     out = torch.empty(batch, heads, tokens, rank, dtype=q_latent.dtype, device=device)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=device)
-    kind = tl.float32 if interpreted else TYPES[q_latent.dtype]
-    channels = min(MERGED_CHANNELS, rank)
+    channels, most = min(MERGED_CHANNELS, rank), triton.next_power_of_2(shares)
+    queries = q_latent.contiguous(), q_rotary.contiguous()
+    held = *pages[1:], store.k_open, store.v_open, store.k_scale, store.v_scale
+    places = store.table, store.sealed, store.open_len
+    numbers = store.table.stride(0), store.k_open.shape[2], scaling * math.log2(math.e), count
+    shape = {"RANK": rank, "ROTARY": rotary, "BITS": pages.bits, "ROWS": rows, "TOKENS": tokens}
     with torch.cuda.device_of(q_latent):
-        latent_kernel[(shares, groups, batch)](
-            q_latent.contiguous(), q_rotary.contiguous(),
-            pages.k, pages.v, pages.meta, pages.scale,
-            store.k_open, store.v_open, store.k_scale, store.v_scale,
-            store.table, store.sealed, store.open_len, starts,
-            parts, part_lse,
-            store.table.stride(0), store.k_open.shape[2], scaling * math.log2(math.e), count,
-            RANK=rank, ROTARY=q_rotary.shape[-1], BITS=pages.bits, BLOCK=store.block, ROWS=rows, TOKENS=tokens,
-            SHARES=shares, TYPE=kind, STAGES=stages, num_warps=warps,
-        )  # fmt: skip
+        if hopper:
+            from turbo_hf.ops.latent.kernel_hopper import hopper_latent_kernel  # noqa: PLC0415 - needs Gluon
+
+            hopper_latent_kernel[(shares, groups, batch)](
+                *queries, *held, *places, parts, part_lse, *numbers, **shape, WARPS=warps, OVERLAP=how, num_warps=warps
+            )
+        else:
+            latent_kernel[(shares, groups, batch)](
+                *queries, *held, *places, starts, parts, part_lse, *numbers,
+                **shape, BLOCK=store.block, SHARES=shares, TYPE=tl.float32 if interpreted else TYPES[q_latent.dtype],
+                STAGES=how, num_warps=warps,
+            )  # fmt: skip
         merge_kernel[(count, rank // channels, batch)](
             parts, part_lse, out, lse, count, shares,
-            RANK=rank, MOST=triton.next_power_of_2(shares), CHANNELS=channels, AT_ONCE=MERGED, num_warps=4,
+            RANK=rank, MOST=most, CHANNELS=channels, AT_ONCE=min(MERGED, most), num_warps=4,
+            **gpu.pdl(device),
         )  # fmt: skip
     return AttentionOutput(out, lse)
+
+
+def _hopper_serves(store: KVStore, rank: int, rotary: int, interpreted: bool) -> bool:
+    """Whether the kernel for Hopper takes these latents."""
+    (pages,), device = store.paged, store.k_open.device
+    sizes = rank >= 256 and 32 <= rotary <= 64 and store.block == 64 and store.k_open.shape[2] % 4 == 0
+    return sizes and pages.bits != UNQUANTIZED and not interpreted and gpu.hopper(device)
