@@ -15,8 +15,8 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.cache.integrity import Integrity
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.graphs.devices import CudaDevice
 from turbo_hf.graphs.replayable_steps import ReplayableSteps
-from turbo_hf.graphs.step_runner import CudaDevice
 
 CONFIG = TurboConfig(bits=8, block_size=32)
 STEPS = 4

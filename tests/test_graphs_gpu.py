@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import turbo_hf
 from turbo_hf import SparseConfig
-from turbo_hf.graphs.step_runner import CudaDevice, StepRunner
+from turbo_hf.graphs.devices import CudaDevice
+from turbo_hf.graphs.step_runner import StepRunner
 
 
 @pytest.fixture

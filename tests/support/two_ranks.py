@@ -1,8 +1,8 @@
 """One rank of a tensor parallel model of two: what `test_ranks.py` asks of it, as JSON.
 
-    python two_ranks.py RANK FOLDER [cuda]
+    python two_ranks.py RANK FOLDER cpu|cuda [CASE ...]
 
-FOLDER holds checkpoints by name (`write_models`); what the rank has seen goes to FOLDER/RANK.json.
+FOLDER holds checkpoints by name; what the rank has seen of these cases, or of all, goes to FOLDER/RANK.json.
 """
 
 import copy
@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +37,7 @@ from turbo_hf.calibration.run import make_plan
 from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.graphs import step_runner as graphs
+from turbo_hf.graphs.devices import CudaDevice
 from turbo_hf.patching import generate_methods as generation
 
 COUNT = 2
@@ -205,7 +206,14 @@ class Rank:
                 tokens, report, _ = answer(model, asked)
                 found[case] = {"tokens": tokens, "captures": [x.captures for x in made], "steps": report.steps}
         with stand_ins(self.device, "out of something" if self.rank == 1 else ""):
-            found["failed"] = error_of(lambda: answer(model, config)) if self.device == "cpu" else None
+            found["failed"] = error_of(lambda: answer(model, config))
+        with stand_ins(self.device, "out of something" if self.rank == 0 else ""):
+            found["failed auto"] = answer(model, CONFIGS["turbo4"])[0]
+        with stand_ins(self.device) as made, ExitStack() as hooked:
+            if self.rank == 1:
+                hooked.callback(model.lm_head.register_forward_hook(lambda *_: None).remove)
+            found["hooked"] = [answer(model, CONFIGS["turbo4"])[0], sum(x.captures for x in made)]
+            found["hooked and demanded"] = error_of(lambda: answer(model, config))
         weight = model.model.layers[-1].self_attn.v_proj.weight.detach().to_local()
         before = weight.clone()
         with stand_ins(self.device), turbo_hf.patch(model, config):
@@ -241,10 +249,13 @@ def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
         made.append(graphs.StepRunner(*args))
         return made[-1]
 
+    def fail(device: Any, step: Any) -> Any:
+        raise RuntimeError(fails)
+
     held = (
         (generation, "StepRunner", make),
         *(
-            ()
+            (((CudaDevice, "capture", fail),) if fails else ())
             if device != "cpu"
             else (
                 (generation, "cuda_device", lambda device: Again(device, fails)),
@@ -278,7 +289,7 @@ def main() -> None:
     wait = timedelta(seconds=30 if device == "cpu" else 300)
     dist.init_process_group(backend, store=store, rank=rank, world_size=COUNT, timeout=wait)
     asked = Rank(rank, folder, device)
-    cases = [name for name in vars(Rank) if not name.startswith("_") and name != "load"]
+    cases = sys.argv[4:] or [name for name in vars(Rank) if not name.startswith("_") and name != "load"]
     found = {}
     for case in cases:
         try:

@@ -45,9 +45,10 @@ STEPS = "a decode step"
 
 @dataclass(slots=True)
 class _Group:
-    """Layers of one window with equal row states, which they share as `state`.
+    """Layers of one window and device with equal row states, which they share as `state`.
 
     reserved: as in their `PagePool`.
+    arrived: as in `ReplayState`.
     plans: as in `KVStore`, for each number of tokens per row that a step stores.
     sealed, open: the device's counts of each layer, int64 [layers, B].
     """
@@ -55,6 +56,7 @@ class _Group:
     layers: list[TurboLayer]
     window: int | None
     state: RowState
+    arrived: torch.Tensor
     reserved: list[int] = field(default_factory=list)
     plans: dict[int, dict[Any, Any]] = field(default_factory=dict)
     sealed: torch.Tensor = field(default_factory=torch.Tensor)
@@ -177,14 +179,15 @@ class ReplayableSteps:
 
     @storing
     def _prepare(self) -> None:
-        first = self.layers[0]
-        self._arrived = torch.zeros(first.rows, dtype=torch.int32, device=first.device)
-        # one flag tensor, so that one read tells of all layers
-        self.nonfinite = torch.cat([layer.nonfinite for layer in self.layers])
+        # one tensor of flags for each device, so that one read tells of all its layers
+        self.nonfinite: list[torch.Tensor] = []
+        for own in self._by_device().values():
+            self.nonfinite.append(torch.cat([layer.nonfinite for layer in own]))
+            for index, layer in enumerate(own):
+                layer.nonfinite = self.nonfinite[-1][index : index + 1]
         self._groups: list[_Group] = []
-        for index, layer in enumerate(self.layers):
+        for layer in self.layers:
             layer.forget_repeats()
-            layer.nonfinite = self.nonfinite[index : index + 1]
             if max(layer.state.open) > layer.config.block_size:
                 if layer.state.recording:
                     layer.seal_prompt()
@@ -195,13 +198,21 @@ class ReplayableSteps:
             self._reserve(group)
             group.keep_counts()
 
+    def _by_device(self) -> dict[torch.device, list[TurboLayer]]:
+        found: dict[torch.device, list[TurboLayer]] = {}
+        for layer in self.layers:
+            found.setdefault(layer.device, []).append(layer)
+        return found
+
     def _join(self, layer: TurboLayer) -> None:
         """Add the layer to the group whose state equals its own, which it then shares."""
-        known = (layer.window, layer.state)
-        group = next((group for group in self._groups if (group.window, group.state) == known), None)
+        known = (layer.window, layer.device, layer.state)
+        alike = (x for x in self._groups if (x.window, x.arrived.device, x.state) == known)
+        group = next(alike, None)
         if group is None:
+            arrived = torch.zeros(layer.rows, dtype=torch.int32, device=layer.device)
             # a new object: earlier `ReplayableSteps` of the cache are no longer intact, and their `close` does nothing
-            group = _Group([], layer.window, layer.state._replace())
+            group = _Group([], layer.window, layer.state._replace(), arrived)
             self._groups.append(group)
         group.layers.append(layer)
 
@@ -287,7 +298,7 @@ class ReplayableSteps:
         for group in self._groups:
             seals = not group.state.recording
             sealed = group.state.sealed_by_step() if seals else group.state.sealed
-            replay = ReplayState(tuple(sealed), group.plans.setdefault(tokens, {}), self._arrived, seals)
+            replay = ReplayState(tuple(sealed), group.plans.setdefault(tokens, {}), group.arrived, seals)
             for layer in group.layers:
                 layer.replay = replay
         try:
@@ -407,16 +418,16 @@ class ReplayableSteps:
         if unequal or not self.intact() or any(layer.selector or layer.given_mask is not None for layer in self.layers):
             return False
         # each mask with what becomes of it: layers may share one
-        tensors, masks = [], dict[int, tuple[torch.Tensor, torch.Tensor]]()
+        masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:
             layer.pool.select_rows_in_place(layer.state.sealed, rows)
-            tensors += layer.row_tensors()
             mask = layer.valid_prefix
             if mask is not None:
                 if id(mask) not in masks:
                     masks[id(mask)] = mask, mask[shared(rows, mask.device)]
                 layer.valid_prefix = masks[id(mask)][1]
-        select_rows(tensors, rows, backend=self.layers[0].config.backend)
+        for own in self._by_device().values():
+            select_rows([x for layer in own for x in layer.row_tensors()], rows, backend=own[0].config.backend)
         return True
 
     def cancel(self) -> None:

@@ -12,9 +12,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
@@ -23,12 +22,13 @@ from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.errors import Unsupported, out_of_memory
+from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.compiled_step import CompiledStep
+from turbo_hf.graphs.devices import Device, only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
 from turbo_hf.layout import power_of_two
 from turbo_hf.ops.gpu import why_no_kernels_on
-from turbo_hf.ranks import ranks_of
+from turbo_hf.ranks import ALONE, Ranks, ranks_of
 from turbo_hf.sparse.selectors import why_no_replay_with
 
 CONSTANTS = frozenset({"use_cache", "return_dict", "logits_to_keep", "output_router_logits"})
@@ -42,112 +42,6 @@ OF_ONE_TOKEN = frozenset({"output_router_logits"})
 
 RECORDS = "transformers."
 """Modules of Transformers' own hooks."""
-
-
-class Device(Protocol):
-    """Where steps run before they are replayed, and how they are captured."""
-
-    def warm(self, step: Callable[[], Any]) -> Any:
-        """Run the step itself, so that a capture finds everything compiled and allocated."""
-
-    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A call that replays the step and returns what it returned. Computes nothing."""
-
-
-class CudaDevice:
-    """A separate stream, and memory shared by all graphs captured on it: only one of them may run at a time."""
-
-    def __init__(self, device: torch.device):
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._first_graph: Callable[[], Any] | None = None
-
-    def warm(self, step: Callable[[], Any]) -> Any:
-        """As `Device.warm`."""
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                return step()
-        finally:
-            # also after an error: `recount` reads what the step has stored
-            current.wait_stream(self._stream)
-
-    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """As `Device.capture`. Other threads may go on using the device."""
-        try:
-            return self._capture_in_pool(step)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                self._recover()
-                raise
-        except BaseException:
-            self._recover()
-            raise
-        # memory that torch's allocator keeps after a prompt cannot be released during a capture. After the handler,
-        # because the error keeps the frames, and these the spoilt graph, alive
-        self._end_spoilt_capture()
-        torch.cuda.empty_cache()
-        try:
-            return self._capture_in_pool(step)
-        except BaseException:
-            self._recover()
-            raise
-
-    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Capture into the pool, which first gets a graph that stays (`_keep_pool_alive`)."""
-        if self._first_graph is None:
-            self._keep_pool_alive()
-        return self._captured(step)
-
-    def _keep_pool_alive(self) -> None:
-        """Capture a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
-        self._first_graph = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
-
-    def _end_spoilt_capture(self) -> None:
-        """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
-        # torch has no public call for this; if it is missing or has been made, a new pool suffices
-        with suppress(AttributeError, RuntimeError):
-            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
-        self._pool, self._first_graph = torch.cuda.graph_pool_handle(), None
-
-    def _recover(self) -> None:
-        """End a spoilt capture. Then make one that succeeds, which releases torch's generator from the spoilt graph."""
-        self._end_spoilt_capture()
-        self._keep_pool_alive()
-
-    def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            try:
-                # not torch.cuda.graph: it releases the allocator's memory, which costs the next prompt milliseconds
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                out = step()
-                graph.capture_end()
-            except BaseException:
-                # a stream that still captures would abort the process later; an error in ending it is less informative
-                # than the first one
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                raise
-
-        def replay() -> Any:
-            graph.replay()
-            return out
-
-        return replay
-
-
-_of_thread = threading.local()
-
-
-def cuda_device(device: torch.device) -> CudaDevice:
-    """The `CudaDevice` of this thread: graphs of two threads may run at a time."""
-    devices: dict[torch.device, CudaDevice] = _of_thread.__dict__.setdefault("devices", {})
-    if device not in devices:
-        devices[device] = CudaDevice(device)
-    return devices[device]
 
 
 @dataclass(slots=True)
@@ -265,7 +159,7 @@ class StepRunner:
         self._forget()
         # It may also come with the interpreter's end, where torch aborts over new tensors; while another runner
         # captures, where what is launched does not run; or in the midst of a later pass over the cache.
-        if steps.integrity.idle() and not (sys.is_finalizing() or _capturing(steps.nonfinite)):
+        if steps.integrity.idle() and not (sys.is_finalizing() or any(map(_capturing, steps.nonfinite))):
             steps.close()
 
     def _tokens_of(self, kwargs: dict[str, Any]) -> int:
@@ -279,6 +173,9 @@ class StepRunner:
         first: Any = cache.layers[0]
         tokens = ids.shape[-1]
         if ids.dim() != 2 or len(ids) != getattr(first, "rows", 0) or at.shape[-1] != tokens:
+            return 0
+        if ids.device.type != first.device.type:
+            # accelerate moves them in each pass
             return 0
         if tokens != 1 and not (first.record_past and first.is_decoding(tokens)):
             return 0
@@ -309,8 +206,8 @@ class StepRunner:
         if mask is not None and known is not None:
             proofs.append((mask[:, :padded].bool() == known).all())
         if steps.seals():
-            bad = steps.integrity.ranks.most(steps.nonfinite)
-            proofs.append((bad == 0).all())
+            found = [steps.integrity.ranks.most(flags) for flags in steps.nonfinite]
+            proofs += [(bad == 0).all().to(steps.layers[0].device) for bad in found]
         if not proofs or bool(proofs[0] if len(proofs) == 1 else torch.stack(proofs).all()):
             return True
         if steps.seals():
@@ -372,7 +269,10 @@ class StepRunner:
                 message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
                 if self._demanded:
                     raise Unsupported(f'{message}. Choose TurboConfig(cuda_graphs="auto") or False.') from error
-                warnings.warn(f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.", stacklevel=4)
+                if steps.integrity.ranks.rank == 0:
+                    warnings.warn(
+                        f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.", stacklevel=4
+                    )
                 return None
             self.captures += 1
         return capture.replay()
@@ -422,11 +322,10 @@ def describe(
     device: torch.device,
     *,
     latent: bool = False,
-    shared: bool = False,
 ) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can.
 
-    latent: whether layers keep latents. shared: whether several ranks share the model.
+    latent: whether layers keep latents.
     """
     reason = why_no_replay_under(config, latent) or why_no_kernels_on(device)
     if reason is None:
@@ -435,12 +334,15 @@ def describe(
         return "decode steps: no CUDA graphs (cuda_graphs=False)", reason
     if reason is None and config.cuda_graphs == "auto" and not known_family:
         return "decode steps: no CUDA graphs (family without a test; cuda_graphs=True tries them)", "untested family"
-    if reason is None and config.cuda_graphs == "auto" and shared:
-        return "decode steps: no CUDA graphs (tensor parallel; cuda_graphs=True captures them)", "tensor parallel"
     if reason is not None:
         return f"decode steps: no CUDA graphs ({reason})", reason
     but = "" if config.sparse is None else ", but for beams and drafts"
     return f"decode steps: CUDA graphs{but}{'' if device.type == 'cuda' else ', once the model is on a GPU'}", None
+
+
+def is_dispatched(model: Any) -> bool:
+    """Whether accelerate has put the model's layers on several devices (`device_map`)."""
+    return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -468,7 +370,7 @@ def why_no_replay_of(
         modules += held
         known.update(held)
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
-    if len(places) > 1:
+    if len(places) > 1 and not (captured and is_dispatched(model) and all(x.type == "cuda" for x in places)):
         return f"its weights lie on {len(places)} devices"
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return "another attention has been chosen"
@@ -480,7 +382,8 @@ def why_no_replay_of(
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         # Transformers' own hooks record outputs, and are requested by a keyword
         foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]
-        if (foreign and not (inside and module is model)) or "_hf_hook" in module.__dict__:
+        moves = "_hf_hook" in module.__dict__ and not (captured and only_moves(module.__dict__["_hf_hook"]))
+        if (foreign and not (inside and module is model)) or moves:
             names = (name or "the model" for name, held in model.named_modules() if held is module)
             return f"{next(names, type(module).__name__)} has hooks, which a replay would not call"
     return None
@@ -505,12 +408,14 @@ def _why_no_replay_there(model: Any, captured: bool) -> str | None:
 class HandOff:
     """Passes a runner from where `generate` asks whether it may compile to where it asks for the compiled call.
 
-    demanded: as in `StepRunner`. graphs: whether steps may be captured. compiled: as there.
+    demanded: as in `StepRunner`. graphs: whether steps may be captured. compiled: as there. ranks: those that share
+    the model, and capture its steps together.
     """
 
     demanded: bool
     graphs: bool = True
     compiled: CompiledStep | None = None
+    ranks: Ranks = ALONE
     _local: threading.local = field(default_factory=threading.local)
 
     def give(self, runner: StepRunner | None) -> None:
@@ -523,4 +428,4 @@ class HandOff:
         return runner
 
     def __reduce__(self) -> Any:
-        return HandOff, (self.demanded, self.graphs, self.compiled)
+        return HandOff, (self.demanded, self.graphs, self.compiled, self.ranks)

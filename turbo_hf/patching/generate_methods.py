@@ -15,7 +15,8 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
-from turbo_hf.graphs.step_runner import HandOff, StepRunner, cuda_device, is_compiled, why_no_replay_of
+from turbo_hf.graphs.devices import CudaDevice, cuda_device
+from turbo_hf.graphs.step_runner import HandOff, StepRunner, is_compiled, is_dispatched, why_no_replay_of
 from turbo_hf.patches.families import Family
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.handle import CacheMaker
@@ -299,18 +300,36 @@ def _may_replay(
 
 def _compiling_runner(hand_off: HandOff, before: Any, model: Any, generation_config: Any) -> StepRunner | None:
     """A runner whose steps are compiled, if they may be, and captured, if they may be; None if neither."""
-    compiled, reason = hand_off.compiled, why_no_replay_of(model, is_own)
-    # what may be captured may be compiled, but for sums over ranks
-    apart = reason or getattr(model, "_device_mesh", None)
-    uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and apart else None
+    compiled, reason = hand_off.compiled, _why_no_replay(hand_off, model)
+    # what may be captured may be compiled, unless the model is in several places
+    uncompiled = why_no_replay_of(model, is_own, captured=False) if compiled and (reason or _apart(model)) else None
     if compiled is not None and uncompiled is not None:
         compiled.refuse(uncompiled, lasting=False)
         compiled = None
     graphs = _may_capture(hand_off, reason)
     if not graphs and compiled is None:
         return None
-    device = cuda_device(model.device) if graphs else None
+    device = _place(model) if graphs else None
     return StepRunner(model, generation_config.max_length, device, hand_off.demanded, compiled)
+
+
+def _apart(model: Any) -> bool:
+    """Whether several processes share the model, or its layers lie on several devices."""
+    return getattr(model, "_device_mesh", None) is not None or is_dispatched(model)
+
+
+def _place(model: Any) -> CudaDevice:
+    """What captures steps of this model; each begins where the model takes its tokens."""
+    devices = {model.device: None}
+    if is_dispatched(model):
+        devices |= dict.fromkeys(x.device for x in model.parameters() if x.is_cuda)
+    return cuda_device(*devices)
+
+
+def _why_no_replay(hand_off: HandOff, model: Any, inside: bool = False) -> str | None:
+    """As `why_no_replay_of`. Ranks that share the model get one answer: captured steps wait for each other's sums."""
+    reason = why_no_replay_of(model, is_own, inside=inside)
+    return next(filter(None, hand_off.ranks.texts(reason or "")), None)
 
 
 def _may_run(generation_config: Any) -> bool:
@@ -355,18 +374,20 @@ def _new_runner(
     if not (hand_off.graphs and _may_run(generation_config)):
         return None
     # another wrapper around `forward` may not take the keyword
-    if inside and getattr(model.__dict__.get("forward"), "func", None) is not _forward:
+    wrapped = inside and getattr(model.__dict__.get("forward"), "func", None) is not _forward
+    if bool(hand_off.ranks.most(torch.tensor(wrapped, device="cpu"))):
         return None
-    # what the walk over all modules says is not needed before the first step, unless it is an error
-    reason = why_no_replay_of(model, is_own, walk=hand_off.demanded, inside=inside)
+    # what the walk over all modules says is not needed before the first step, unless it is an error, or ranks agree
+    at_once = hand_off.demanded or hand_off.ranks
+    why_not = None if at_once else functools.partial(_why_no_replay, hand_off, model, inside)
+    reason = _why_no_replay(hand_off, model, inside) if at_once else why_no_replay_of(model, is_own, walk=False)
     if not _may_capture(hand_off, reason):
         return None
     forward = (before or functools.partial(type(model).forward, model)) if inside else None
     # a draft's own limit is that of its few tokens
     limit = None if generation_config.is_assistant else generation_config.max_length
-    why_not = None if hand_off.demanded else functools.partial(why_no_replay_of, model, is_own, inside=inside)
-    device, compiled = cuda_device(model.device), hand_off.compiled if fused else None
-    return StepRunner(model, limit, device, hand_off.demanded, compiled, forward, why_not)
+    compiled = hand_off.compiled if fused and not _apart(model) else None
+    return StepRunner(model, limit, _place(model), hand_off.demanded, compiled, forward, why_not)
 
 
 def _forward(before: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

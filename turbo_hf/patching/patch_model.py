@@ -184,9 +184,7 @@ def _plan(
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(config, windowed, loaded, len(layers), notices)
     uncompressed = tuple(at.index for at in layers if not at.groups)
-    steps, no_graphs = describe(
-        config, uncompressed, family is not None, model.device, latent=bool(latents), shared=bool(ranks)
-    )
+    steps, no_graphs = describe(config, uncompressed, family is not None, model.device, latent=bool(latents))
     # the last possible refusal before anything is changed
     if config.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
@@ -220,7 +218,7 @@ def _plan(
         why_not_served=no_serving,
     )
     graphs = config.cuda_graphs is not False and no_graphs is None
-    hand_off = HandOff(config.cuda_graphs is True, graphs, compiled) if graphs or compiled is not None else None
+    hand_off = HandOff(config.cuda_graphs is True, graphs, compiled, ranks) if graphs or compiled is not None else None
     return _Planned(report, modules, family, maker, hand_off, digest)
 
 

@@ -1,0 +1,304 @@
+"""Where decode steps are captured: one GPU, or several that share the layers of a model (`device_map`)."""
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from turbo_hf.errors import out_of_memory
+
+
+class Device(Protocol):
+    """Where steps run before they are replayed, and how they are captured."""
+
+    def warm(self, step: Callable[[], Any]) -> Any:
+        """Run the step itself, so that a capture finds everything compiled and allocated."""
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A call that replays the step and returns what it returned. Computes nothing."""
+
+
+class CudaDevice:
+    """A separate stream, and memory shared by all graphs captured on it: only one of them may run at a time."""
+
+    def __init__(self, device: torch.device):
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._first_graph: Callable[[], Any] | None = None
+
+    def warm(self, step: Callable[[], Any]) -> Any:
+        """As `Device.warm`."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                return step()
+        finally:
+            # also after an error: `recount` reads what the step has stored
+            current.wait_stream(self._stream)
+
+    def capture(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """As `Device.capture`. Other threads may go on using the device."""
+        try:
+            return self._capture_in_pool(step)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                self._recover()
+                raise
+        except BaseException:
+            self._recover()
+            raise
+        # memory that torch's allocator keeps after a prompt cannot be released during a capture. After the handler,
+        # because the error keeps the frames, and these the spoilt graph, alive
+        self._end_spoilt_capture()
+        torch.cuda.empty_cache()
+        try:
+            return self._capture_in_pool(step)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Capture into the pool, which first gets a graph that stays (`_keep_pool_alive`)."""
+        if self._first_graph is None:
+            self._keep_pool_alive()
+        return self._captured(step)
+
+    def _keep_pool_alive(self) -> None:
+        """Capture a graph that stays: once a pool has lost its last graph, torch no longer captures into it."""
+        self._first_graph = self._captured(functools.partial(torch.zeros, 1, device=self._stream.device))
+
+    def _end_spoilt_capture(self) -> None:
+        """After a spoilt capture torch's allocator still records into the pool: end that, and take a new one."""
+        # torch has no public call for this; if it is missing or has been made, a new pool suffices
+        with suppress(AttributeError, RuntimeError):
+            torch._C._cuda_endAllocateToPool(self._stream.device.index, self._pool)
+        self._pool, self._first_graph = torch.cuda.graph_pool_handle(), None
+
+    def _recover(self) -> None:
+        """End a spoilt capture. Then make one that succeeds, which releases torch's generator from the spoilt graph."""
+        self._end_spoilt_capture()
+        self._keep_pool_alive()
+
+    def begin(self, graph: torch.cuda.CUDAGraph) -> None:
+        """From here on the graph records what is launched on this stream, which must be the current one."""
+        # not torch.cuda.graph: it releases the allocator's memory, which costs the next prompt milliseconds
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            try:
+                self.begin(graph)
+                out = step()
+                graph.capture_end()
+            except BaseException:
+                # a stream that still captures would abort the process later; an error in ending it is less informative
+                # than the first one
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+
+        def replay() -> Any:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class Part(NamedTuple):
+    """A piece of a step over several devices: copies from other devices, then a graph of one device's work."""
+
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    graph: Any
+
+
+class Parts(TorchDispatchMode):
+    """Records a step as parts: a graph of torch holds the work of one device alone.
+
+    A part ends where work on another device begins. What one device needs of another is copied before the part that
+    needs it: by then the part that made it has been launched, and torch's copies wait for both devices.
+
+    begin: makes a device current, and begins a graph on it.
+    """
+
+    def __init__(self, begin: Callable[[torch.device], Any]):
+        super().__init__()
+        self.parts: list[Part] = []
+        self._begin = begin
+        self._here: torch.device | None = None
+        self._empty = True
+        # by source and kind: a source, and its copy, as long as neither has been written to
+        self._copied: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def go_to(self, device: torch.device) -> Part:
+        """End the part, and begin one on this device, unless that has just begun."""
+        if self._here != device or not self._empty:
+            self.end()
+            self.parts.append(Part([], self._begin(device)))
+            self._here, self._empty = device, True
+        return self.parts[-1]
+
+    def end(self) -> None:
+        """End the part that is recorded."""
+        here, self._here = self._here, None
+        if here is None:
+            return
+        try:
+            if self._empty:
+                # torch warns of a graph without work
+                torch.zeros(1, device=here)
+        finally:
+            self.parts[-1].graph.capture_end()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Where an operator is launched, or that a later copy takes its place."""
+        kwargs = kwargs or {}
+        if func.namespace == "aten" and torch.is_inference_mode_enabled():
+            # operators that consist of others come here as they are
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        places = {x.device for x in tensors if x.device.type == "cuda"}
+        named = kwargs.get("device")
+        there = None if named is None else _numbered(torch.device(named))
+        if func is torch.ops.aten._to_copy.default and places and there is not None and there.type == "cuda":
+            if places != {there}:
+                return self._copy_of(args[0], there, kwargs.get("dtype") or args[0].dtype)
+        elif func is torch.ops.aten.copy_.default and len(places) > 1:
+            self._written(func, args)
+            self.go_to(args[0].device).copies.append((args[0], args[1]))
+            return args[0]
+        if there is not None and there.type == "cuda":
+            places.add(there)
+        if len(places) > 1:
+            raise RuntimeError(f"{func} works on {len(places)} devices at once")
+        if places and places != {self._here}:
+            self.go_to(*places)
+        self._empty = False
+        self._written(func, args)
+        return func(*args, **kwargs)
+
+    def _copy_of(self, source: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """In place of `source.to(device, dtype)`."""
+        key = (id(source), device, dtype)
+        if key not in self._copied:
+            # at the beginning of a part: what has been recorded of this one may use the same memory before
+            part = self.go_to(device)
+            with torch.inference_mode(False):  # written again in any mode
+                part.copies.append((torch.empty_like(source, dtype=dtype, device=device), source))
+            self._copied[key] = part.copies[-1]
+        return self._copied[key][0]
+
+    def _written(self, func: Any, args: Any) -> None:
+        """Forget copies of, and to, what an operator writes to."""
+        if func._schema.is_mutable and self._copied:
+            schema = zip(func._schema.arguments, args, strict=False)
+            written = [x for at, x in schema if at.alias_info is not None and at.alias_info.is_write]
+            memory = {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, torch.Tensor)}
+            for key, pair in list(self._copied.items()):
+                if any(x.untyped_storage()._cdata in memory for x in pair):
+                    # the tensors themselves stay in the list of their part
+                    del self._copied[key]
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its number."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class CudaDevices(CudaDevice):
+    """Several GPUs, which hold a model's layers between them. A step is captured in `Parts`.
+
+    Args:
+        devices: the first is where the step begins.
+    """
+
+    def __init__(self, devices: Sequence[CudaDevice]):
+        self._each = devices
+
+    def warm(self, step: Callable[[], Any]) -> Any:
+        """As `Device.warm`."""
+        for each in self._each:
+            step = functools.partial(each.warm, step)
+        return step()
+
+    def _capture_in_pool(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        for each in self._each:
+            if each._first_graph is None:
+                each._keep_pool_alive()
+        return self._captured(step)
+
+    def _end_spoilt_capture(self) -> None:
+        for each in self._each:
+            each._end_spoilt_capture()
+
+    def _recover(self) -> None:
+        for each in self._each:
+            each._recover()
+
+    def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        by_device = {each._stream.device: each for each in self._each}
+
+        def begin(device: torch.device) -> torch.cuda.CUDAGraph:
+            # of both: a graph records the current stream of the current device
+            torch.cuda.set_stream(by_device[device]._stream)
+            graph = torch.cuda.CUDAGraph()
+            by_device[device].begin(graph)
+            return graph
+
+        parts = Parts(begin)
+        with ExitStack() as streams:
+            for each in reversed(self._each):
+                each._stream.wait_stream(torch.cuda.current_stream(each._stream.device))
+                streams.enter_context(torch.cuda.stream(each._stream))
+            try:
+                with parts:
+                    out = step()
+                parts.end()
+            except BaseException:
+                # as in `CudaDevice`
+                with suppress(RuntimeError):
+                    parts.end()
+                raise
+        recorded = parts.parts
+
+        def replay() -> Any:
+            for copies, graph in recorded:
+                for target, source in copies:
+                    target.copy_(source)
+                graph.replay()
+            return out
+
+        return replay
+
+
+_of_thread = threading.local()
+
+
+def cuda_device(*devices: torch.device) -> CudaDevice:
+    """What captures on these devices, of which the first is where a step begins.
+
+    One for each thread: graphs of two threads may run at a time.
+    """
+    known: dict[tuple[torch.device, ...], CudaDevice] = _of_thread.__dict__.setdefault("devices", {})
+    if devices not in known:
+        one = len(devices) == 1
+        known[devices] = CudaDevice(*devices) if one else CudaDevices([cuda_device(x) for x in devices])
+    return known[devices]
+
+
+def only_moves(hook: Any) -> bool:
+    """Whether a hook of accelerate does nothing but move tensors between devices, which a capture sees and repeats."""
+    kind = type(hook)
+    return (kind.__module__, kind.__name__) == ("accelerate.hooks", "AlignDevicesHook") and not hook.offload
