@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import turbo_hf
 from turbo_hf import TurboConfig
 from turbo_hf.graphs.devices import Parts, only_moves
-from turbo_hf.graphs.step_runner import why_no_replay_of
+from turbo_hf.graphs.step_runner import StepRunner, why_no_replay_of
 from turbo_hf.patching import generate_methods as generation
+from turbo_hf.patching.hooks import is_own
 
 HERE, THERE = torch.device("cuda", 0), torch.device("cuda", 1)
 CONFIG = TurboConfig(block_size=32)
@@ -85,16 +86,14 @@ def test_what_a_model_over_devices_may_have(monkeypatch: pytest.MonkeyPatch) -> 
     assert not only_moves(hooks.ModelHook())
     with turbo_hf.patch(model):
         monkeypatch.setattr("turbo_hf.graphs.step_runner._why_no_replay_there", lambda *_: None)
-        assert why_no_replay_of(model, generation.is_own) is None
-        assert why_no_replay_of(model, generation.is_own, captured=False) == (
-            "lm_head has hooks, which a replay would not call"
-        )
+        assert why_no_replay_of(model, is_own) is None
+        assert why_no_replay_of(model, is_own, captured=False) == ("lm_head has hooks, which a replay would not call")
         model.lm_head._hf_hook.offload = True
-        assert "lm_head has hooks" in str(why_no_replay_of(model, generation.is_own))
+        assert "lm_head has hooks" in str(why_no_replay_of(model, is_own))
         model.lm_head._hf_hook.offload = False
         # moved by hand: nothing moves what lies between
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to("meta"))
-        assert why_no_replay_of(model, generation.is_own) == "its weights lie on 2 devices"
+        assert why_no_replay_of(model, is_own) == "its weights lie on 2 devices"
 
 
 @pytest.mark.gpu2
@@ -104,10 +103,10 @@ def test_steps_over_two_gpus_are_replayed(tmp_path: Any, monkeypatch: pytest.Mon
     tiny_llama(num_hidden_layers=4).save_pretrained(tmp_path)
     places = {f"model.layers.{n}": int(n > 1) for n in range(4)}
     places |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, dtype=torch.float32)
     ids, made = prompts(3, 70).to(0), []
 
-    class Runner(generation.StepRunner):
+    class Runner(StepRunner):
         def __init__(self, *args: Any):
             super().__init__(*args)
             made.append(self)

@@ -21,7 +21,7 @@ err = Console(stderr=True)
 
 _kept: list[Any] = []
 
-TOGETHER = ("doctor", "generate", "eval", "bench", "plan")
+TOGETHER = ("doctor", "generate", "calibrate", "eval", "bench", "plan")
 """Commands that several processes may run together: under torchrun they share the model, and the first one speaks."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one line of JSON last.")]

@@ -74,6 +74,14 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return largest.to(numbers.device)
 
+    def joined(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The tensors of all ranks, of one shape, one after another in `dim`: of their heads, those of all."""
+        if not self:
+            return x
+        each = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.count)]
+        dist.all_gather(each, x.contiguous(), group=self.group)
+        return torch.cat(each, dim)
+
     def texts(self, text: str) -> list[str]:
         """The text of each rank, in their order."""
         if not self:

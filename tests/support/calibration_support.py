@@ -14,7 +14,8 @@ from turbo_hf.calibration.run import calibrate
 from turbo_hf.calibration.settings import Settings
 from turbo_hf.cli.main import app
 
-PROSE = (Path(turbo_hf.__file__).parent / "eval" / "haystack.txt").read_text()
+PROSE_FILE = Path(turbo_hf.__file__).parent / "eval" / "haystack.txt"
+PROSE = PROSE_FILE.read_text()
 TEXTS = [PROSE] * 8
 SMALL = Settings(window=256, windows=3, queries=48, hidden=32, clusters=16, steps=8, batch=16, local=31, far=16)
 HEADS = replace(SMALL, index=False)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from calibration_support import PROSE_FILE, SHORT
 from graphs_support import Again
 from models import LAB_MODEL, SHAPE, prompts, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +34,6 @@ from turbo_hf import Calibration, SparseConfig, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
-from turbo_hf.calibration.run import make_plan
 from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.graphs import step_runner as graphs
@@ -148,7 +148,6 @@ class Rank:
             ),
             "heads": error_of(lambda: turbo_hf.patch(self.load("three"), "turbo4")),
             "twice": error_of(self._twice),
-            "calibrate": error_of(lambda: make_plan(self.llama)),
             "otherwise": error_of(self._split_otherwise),
         }
 
@@ -235,7 +234,10 @@ class Rank:
         """The command line, as torchrun starts it; last, as it silences all but the first rank."""
         words = ["generate", str(LAB_MODEL), "The number is", "--max-new-tokens", "8", "--json"]
         bench = ["bench", "generate", "--tiny", "--new", "4", "--context", "32", "--rounds", "1", "--json"]
-        calls = (words, bench, ["plan", words[1]], ["demo"], [*words[:2], "-"], ["bench", "decode"])
+        out = self.folder / "calibrated"
+        learn = ["calibrate", words[1], "--texts", str(PROSE_FILE), "--out", str(out), *SHORT]
+        good = (words, bench, ["plan", words[1]], learn, ["doctor", words[1], "--json"])
+        calls = (*good, ["demo"], [*words[:2], "-"], ["bench", "decode"], learn)
         ran = [CliRunner().invoke(app, call) for call in calls]
         return [[result.exit_code, result.stdout, result.stderr, repr(result.exception)] for result in ran]
 

@@ -6,7 +6,7 @@ Everything uses Transformers' AttentionInterface and hooks on modules of the giv
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +19,10 @@ from turbo_hf.attention.turbo_attention import NAME as PATCHED
 from turbo_hf.attention.turbo_attention import TurboCall, turbo_attention
 from turbo_hf.calibration.heads import NO_NUMBERS
 from turbo_hf.layout import Rotary
+from turbo_hf.models.model_layers import kv_heads
 from turbo_hf.ops.host_device import input_device
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
+from turbo_hf.ranks import Ranks, ranks_of, split_layers
 from turbo_hf.sparse.undo_rotary import undo_rotary
 
 NAME = "turbo_hf_capture"
@@ -45,7 +47,7 @@ class Seen:
 
 @contextmanager
 def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterator[None]:
-    """While active, `receive` gets what each attention layer sees, in layer order.
+    """While active, `receive` gets what each attention layer sees, in layer order: on each rank the heads of all.
 
     Raises:
         ValueError: the model is patched, or does not let its attention implementation be set.
@@ -54,9 +56,12 @@ def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterat
         raise ValueError("This model is patched. Call remove() on its handle, calibrate, and patch it again.")
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, turbo_mask)
+    sources, ranks = attention_layers(model), ranks_of(model)
+    heads = {at.index: (at.module, kv_heads(at.module.config, at.index)) for at in sources if not at.reason}
+    receive = functools.partial(_join, ranks, split_layers(model, ranks, heads), receive)
     previous, hooks = switch_attention(model, NAME), []
     try:
-        for source in attention_layers(model):
+        for source in sources:
             if not source.reason:
                 hook = functools.partial(_bring, source, receive)
                 hooks.append(source.module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -65,6 +70,13 @@ def capturing(model: PreTrainedModel, receive: Callable[[Seen], None]) -> Iterat
         for held in hooks:
             held.remove()
         model.set_attn_implementation(previous)
+
+
+def _join(ranks: Ranks, split: frozenset[int], receive: Callable[[Seen], None], seen: Seen) -> None:
+    if seen.source.index in split:
+        q, k, v = (ranks.joined(x) for x in (seen.query, seen.key, seen.value))
+        seen = replace(seen, query=q, key=k, value=v)
+    receive(seen)
 
 
 def _bring(source: AttentionLayer, receive: Any, module: Any, args: Any, kwargs: dict[str, Any]) -> Any:

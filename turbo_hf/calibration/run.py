@@ -5,7 +5,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -93,11 +93,6 @@ def make_plan(model: PreTrainedModel, settings: str | Settings = "fast") -> Cali
     require_model(model)
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; only decoder-only models can be calibrated.")
-    if ranks_of(model):
-        raise ValueError(
-            "the model's heads are split among processes (tensor parallel), and a calibration is of all heads. Load it "
-            "in one process to calibrate it: what that gives serves every split."
-        )
     if model.training:
         raise ValueError("the model is in training mode, in which dropout changes what it sees. Call model.eval().")
     text = model.config.get_text_config(decoder=True)
@@ -179,26 +174,35 @@ def calibrate(
         OSError: `out` cannot be written, or another process writes there.
         TypeError: not a Transformers model.
     """
-    unfinished = Unfinished(out, resume, overwrite)
+    ranks = ranks_of(model)
+    with ranks.together():
+        unfinished = Unfinished(out, resume, overwrite, writes=ranks.rank == 0)
     plan = make_plan(model, settings)
     chosen = plan.settings
-    checkpoint = checkpoint_of(model, revision)
-    windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
+    with ranks.together():
+        checkpoint = checkpoint_of(model, revision)
+        windows, own = read_windows(model, tokenizer, texts, plan, checkpoint)
     settings_dict = chosen.as_dict() | {"texts_sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()}
     empty = Calibration(fingerprint(model, checkpoint, own), settings_dict, (), windows.numel())
-    with unfinished.open():
+    ranks.require_same({"settings": str(settings_dict), "resume": str(resume)})
+    with ExitStack() as held:
+        with ranks.together():
+            held.enter_context(unfinished.open())
         if planned is not None:
             planned(plan._replace(settings=replace(chosen, windows=len(windows))))
         done: dict[int, LayerCalibration] = {}
         share = 1 / sum(_work(group, plan, len(windows)) for group in plan.groups)
         for number, group in enumerate(plan.groups):
             step = _advance(progress, f"layers {group.layers[0]} to {group.layers[-1]}", share)
-            layers = unfinished.find(number, empty)
-            if layers is not None:
+            with ranks.together():
+                layers = unfinished.find(number, empty)
+            # what one rank has to do needs all of them
+            if not bool(ranks.most(torch.tensor(layers is None))) and layers is not None:
                 step(_work(group, plan, len(windows)))
             else:
                 layers = _calibrate_group(model, group, plan, windows, step)
-                unfinished.keep(number, empty, layers)
+                with ranks.together():
+                    unfinished.keep(number, empty, layers)
             done |= {layer.index: layer for layer in layers}
         release = getattr(torch.accelerator, "empty_host_cache", None)
         if model.device.type == "cuda" and release is not None:
@@ -210,7 +214,8 @@ def calibrate(
             if index not in done
         }
         found = replace(empty, layers=tuple(layer for _, layer in sorted((done | rest).items())))
-        unfinished.close(found)
+        with ranks.together():
+            unfinished.close(found)
         return found
 
 
@@ -299,7 +304,8 @@ def _calibrate_group(
     scores = {index: priorities[index].scores() for index in group.layers}
     if not group.indexed:
         return tuple(LayerCalibration(i, scores[i], note=plan.notes.get(i, "")) for i in group.layers)
-    return tuple(_index(group, settings, samples, scores, len(windows), step))
+    with ranks_of(model).together():
+        return tuple(_index(group, settings, samples, scores, len(windows), step))
 
 
 HARDLY_VARY = f"{NO_INDEX}its queries hardly vary around a large mean, and the query classifier does not fit float16"

@@ -22,17 +22,21 @@ def finished_groups(out: str | Path) -> int:
 class Unfinished:
     """The output folder of one run; without one (None) nothing is kept.
 
+    Args:
+        writes: if False, another process of the same run writes, and this one reads what is there.
+
     Raises:
         ValueError: `out` is a file; `resume` without `out`; an unfinished run in `out` without `resume`; a calibration
             in `out` without `overwrite`.
         OSError: another run goes on in `out`.
     """
 
-    def __init__(self, out: str | Path | None, resume: bool, overwrite: bool):
+    def __init__(self, out: str | Path | None, resume: bool, overwrite: bool, writes: bool = True):
         self.out, self.resume, self.overwrite = None if out is None else Path(out), resume, overwrite
+        self.writes = writes
         if self.out is None and resume:
             raise ValueError("resume needs out, the folder of the run that was interrupted.")
-        if self.out is not None and (self.out / LOCK).exists():
+        if self.out is not None and writes and (self.out / LOCK).exists():
             # of a run that goes on, or of one that was killed
             with one_writer(self.out, LOCK):
                 pass
@@ -63,7 +67,7 @@ class Unfinished:
             ValueError: as at the beginning: another run may have ended here since.
         """
         with contextlib.ExitStack() as stack:
-            if self.out is None:
+            if self.out is None or not self.writes:
                 return stack
             try:
                 stack.enter_context(one_writer(self.out, LOCK))
@@ -101,12 +105,12 @@ class Unfinished:
     def keep(self, number: int, like: Calibration, layers: tuple[LayerCalibration, ...]) -> None:
         """Write the layers of a group that is done."""
         kept = self._group(number)
-        if kept is not None:
+        if kept is not None and self.writes:
             replace(like, layers=layers).save_pretrained(kept)
 
     def close(self, found: Calibration) -> None:
         """Write the result, and give up its parts."""
-        if self.out is not None:
+        if self.out is not None and self.writes:
             found.save_pretrained(self.out)
             shutil.rmtree(self.out / PART, ignore_errors=True)
 

@@ -19,7 +19,7 @@ from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
 from turbo_hf.calibration.run import CalibrationPlan, calibrate, estimate, make_plan, read_windows
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
 from turbo_hf.calibration.unfinished import Unfinished, finished_groups
-from turbo_hf.console import Device, Json, err, fail, load, out
+from turbo_hf.console import Device, Json, err, fail, load, out, processes
 from turbo_hf.ops.host_device import input_device
 
 TRIAL = {"cuda": 8192}
@@ -74,7 +74,8 @@ def calibrate_command(
     try:
         chosen = _settings(preset, own, of_index, heads_only)
         if not dry_run:
-            Unfinished(out_folder, resume, overwrite)  # refuses what the run would refuse, before the model is loaded
+            # refuses what the run would refuse, before the model is loaded
+            Unfinished(out_folder, resume, overwrite, writes=processes()[0] == 0)
         loaded, tokenizer = load(model, device, revision)
         plan = make_plan(loaded, _cut(chosen, loaded, window))
         if dry_run:
