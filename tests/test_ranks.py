@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from calibration_support import PROSE_FILE
+from calibration_support import PROSE_FILE, SMALL
 from models import SHAPE, lab_model, tiny_llama
 from transformers import (
     GPTNeoXConfig,
@@ -25,7 +25,6 @@ from two_ranks import CONFIGS, COUNT, HEADS, answer
 
 from turbo_hf import Calibration
 from turbo_hf.calibration.run import calibrate
-from turbo_hf.calibration.settings import Settings
 
 SUPPORT = Path(__file__).resolve().parent / "support"
 
@@ -197,17 +196,18 @@ def test_the_command_line_speaks_once(ranks: Any) -> None:
     assert not any("error" in told for _, _, told, _ in silent)
 
 
-def test_a_calibration_by_ranks_is_that_of_one_process(ranks: Any, tmp_path: Path) -> None:
-    # written by the first rank, in `commands`
-    found = Calibration.from_pretrained(ranks[2] / "calibrated")
-    settings = Settings(**{name: value for name, value in found.settings.items() if name != "texts_sha256"})
+def test_a_calibration_by_ranks_is_that_of_one_process(ranks: Any) -> None:
+    assert both(ranks, "calibrated").startswith("ValueError: out: ")
+    found = Calibration.from_pretrained(ranks[2] / "learnt")
     model, tokenizer = lab_model()
-    whole = calibrate(model, tokenizer, PROSE_FILE, settings=settings)
+    device = next(iter(ranks[1].values())).device
+    exact = device.type == "cpu"
+    whole = calibrate(model.to(device, torch.float64 if exact else None), tokenizer, PROSE_FILE, settings=SMALL)
     assert found.fingerprint == whole.fingerprint
     assert found.head_orders("priority") == whole.head_orders("priority")
     for ours, theirs in zip(found.layers, whole.layers, strict=True):
-        # the sums of ranks round differently, and a key between two centroids may then move
+        # sums of ranks round differently, and a key between two centroids may then move
         assert ours.centroids is not None
         assert theirs.centroids is not None
         apart = (ours.centroids.float() - theirs.centroids.float()).norm() / theirs.centroids.float().norm()
-        assert apart < 0.05, apart
+        assert apart < (1e-3 if exact else 0.1)

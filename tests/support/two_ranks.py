@@ -6,6 +6,7 @@ FOLDER holds checkpoints by name; what the rank has seen of these cases, or of a
 """
 
 import copy
+import functools
 import json
 import os
 import sys
@@ -20,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from calibration_support import PROSE_FILE, SHORT
+from calibration_support import PROSE_FILE, SHORT, SMALL
 from graphs_support import Again
 from models import LAB_MODEL, SHAPE, prompts, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
 from typer.testing import CliRunner
 
@@ -34,6 +35,7 @@ from turbo_hf import Calibration, SparseConfig, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
+from turbo_hf.calibration.run import calibrate
 from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.graphs import step_runner as graphs
@@ -189,6 +191,14 @@ class Rank:
                 self.llama(ids, past_key_values=cache)
             caches.append(copy.deepcopy(caches[0]))
             return [self.llama(ids[:, :9], past_key_values=x).logits.argmax(-1).tolist() for x in caches]
+
+    def calibrated(self) -> Any:
+        """By both ranks, of which the first writes; then again, where one is."""
+        model = self.load(str(LAB_MODEL))
+        tokenizer = AutoTokenizer.from_pretrained(LAB_MODEL)
+        learn = functools.partial(calibrate, model, tokenizer, PROSE_FILE, settings=SMALL)
+        learn(out=self.folder / "learnt")
+        return error_of(lambda: learn(out=self.folder / "learnt"))
 
     def graphs(self) -> Any:
         """Steps that are captured as the config demands, steps of "auto", and a capture that fails on one rank."""

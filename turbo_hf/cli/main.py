@@ -77,6 +77,8 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is called, and what is left of its arguments."""
         name, command, rest = super().resolve_command(ctx, args)
+        # before the import of what shows progress
+        leave_to_the_first(name or "")
         return name, load_command(name) if name in LATER else command, rest
 
 
@@ -92,13 +94,11 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Attention on a compressed KV cache for Hugging Face Transformers."""
-    leave_to_the_first(context.invoked_subcommand or "")
 
 
 CARRIED = Path(__file__).resolve().parents[2] / "examples" / "lab-llama-4m"

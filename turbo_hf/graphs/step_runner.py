@@ -11,7 +11,7 @@ import operator
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -322,12 +322,13 @@ def describe(
     device: torch.device,
     *,
     latent: bool = False,
+    apart: str | None = None,
 ) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can.
 
-    latent: whether layers keep latents.
+    latent: whether layers keep latents. apart: as of `why_no_replay_over`.
     """
-    reason = why_no_replay_under(config, latent) or why_no_kernels_on(device)
+    reason = why_no_replay_under(config, latent) or why_no_kernels_on(device) or apart
     if reason is None:
         reason = f"layer {dense[0]} is dense" if dense else why_no_replay_with(config.sparse)
     if config.cuda_graphs is False:
@@ -343,6 +344,13 @@ def describe(
 def is_dispatched(model: Any) -> bool:
     """Whether accelerate has put the model's layers on several devices (`device_map`)."""
     return len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+
+
+def why_no_replay_over(places: Collection[torch.device], dispatched: bool) -> str | None:
+    """Why no step of a model is replayed whose weights lie on these devices. dispatched: as of `is_dispatched`."""
+    if len(places) < 2 or (dispatched and all(place.type == "cuda" for place in places)):
+        return None
+    return f"its weights lie on {len(places)} devices"
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -370,8 +378,9 @@ def why_no_replay_of(
         modules += held
         known.update(held)
     places = {held.device for module in modules for held in module._parameters.values() if held is not None}
-    if len(places) > 1 and not (captured and is_dispatched(model) and all(x.type == "cuda" for x in places)):
-        return f"its weights lie on {len(places)} devices"
+    apart = why_no_replay_over(places, captured and is_dispatched(model))
+    if apart is not None:
+        return apart
     if model.config.get_text_config(decoder=True)._attn_implementation != NAME:
         return "another attention has been chosen"
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:

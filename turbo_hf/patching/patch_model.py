@@ -15,7 +15,7 @@ from turbo_hf.calibration.choice import choose_selectors, load_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
 from turbo_hf.errors import Notices, Strict
 from turbo_hf.graphs.compiled_step import CompiledStep
-from turbo_hf.graphs.step_runner import HandOff, describe
+from turbo_hf.graphs.step_runner import HandOff, describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
 from turbo_hf.ops.tuning import describe_prefill
@@ -184,7 +184,10 @@ def _plan(
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(config, windowed, loaded, len(layers), notices)
     uncompressed = tuple(at.index for at in layers if not at.groups)
-    steps, no_graphs = describe(config, uncompressed, family is not None, model.device, latent=bool(latents))
+    apart = why_no_replay_over(devices, is_dispatched(model))
+    steps, no_graphs = describe(
+        config, uncompressed, family is not None, model.device, latent=bool(latents), apart=apart
+    )
     # the last possible refusal before anything is changed
     if config.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
