@@ -197,7 +197,7 @@ def test_the_command_line_speaks_once(ranks: Any) -> None:
 
 
 def test_a_calibration_by_ranks_is_that_of_one_process(ranks: Any) -> None:
-    assert both(ranks, "calibrated").startswith("ValueError: out: ")
+    assert both(ranks, "calibrated")[0].startswith("ValueError: out: ")
     found = Calibration.from_pretrained(ranks[2] / "learnt")
     model, tokenizer = lab_model()
     device = next(iter(ranks[1].values())).device

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from calibration_support import PROSE_FILE, SHORT, SMALL
+from calibration_support import PROSE_FILE, SMALL
 from graphs_support import Again
 from models import LAB_MODEL, SHAPE, prompts, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,6 +49,8 @@ CONFIGS = {
     "turbo4": TurboConfig(block_size=32),
     "turbo-mixed": TurboConfig(low_bits=2, low_heads=0.5, block_size=32),
     "turbo2": TurboConfig(bits=2, block_size=32),
+    "turbo-k4v3": TurboConfig(value_bits=3, block_size=32),
+    "turbo-k4v2": TurboConfig(value_bits=2, block_size=32),
     "saap": TurboConfig(block_size=32, sparse=SparseConfig(sink_tokens=4, window_tokens=16, probes=2)),
 }
 NEW = 24
@@ -198,7 +200,7 @@ class Rank:
         tokenizer = AutoTokenizer.from_pretrained(LAB_MODEL)
         learn = functools.partial(calibrate, model, tokenizer, PROSE_FILE, settings=SMALL)
         learn(out=self.folder / "learnt")
-        return error_of(lambda: learn(out=self.folder / "learnt"))
+        return [error_of(lambda: learn(out=self.folder / "learnt"))]
 
     def graphs(self) -> Any:
         """Steps that are captured as the config demands, steps of "auto", and a capture that fails on one rank."""
@@ -245,7 +247,8 @@ class Rank:
         words = ["generate", str(LAB_MODEL), "The number is", "--max-new-tokens", "8", "--json"]
         bench = ["bench", "generate", "--tiny", "--new", "4", "--context", "32", "--rounds", "1", "--json"]
         out = self.folder / "calibrated"
-        learn = ["calibrate", words[1], "--texts", str(PROSE_FILE), "--out", str(out), *SHORT]
+        learn = ["calibrate", words[1], "--texts", str(PROSE_FILE), "--out", str(out), "--heads-only"]
+        learn += ["--window", "256", "--windows", "2"]
         good = (words, bench, ["plan", words[1]], learn, ["doctor", words[1], "--json"])
         calls = (*good, ["demo"], [*words[:2], "-"], ["bench", "decode"], learn)
         ran = [CliRunner().invoke(app, call) for call in calls]
