@@ -65,6 +65,8 @@ def spoilt(x: torch.Tensor) -> torch.Tensor:
     first = x.to(THERE) + 1
     x.view(-1).add_(1)
     second = x.to(THERE) + first
+    torch.add(x, 1, out=x)
+    second = x.to(THERE) + second
     x = second.to(HERE)
     return x + torch.ones(3, device=HERE)
 
@@ -73,7 +75,7 @@ def spoilt(x: torch.Tensor) -> torch.Tensor:
 def test_a_step_is_cut_where_it_changes_devices(inference: bool) -> None:
     with torch.inference_mode(inference):
         assert recorded(there_and_back) == [(0, 0), (1, 2), (0, 1)]
-        assert recorded(spoilt) == [(1, 1), (0, 0), (1, 1), (0, 1)]
+        assert recorded(spoilt) == [(1, 1), (0, 0), (1, 1), (0, 0), (1, 1), (0, 1)]
         with pytest.raises(RuntimeError, match="works on 2 devices at once"):
             recorded(lambda x: x + torch.ones(3, device=THERE))
 

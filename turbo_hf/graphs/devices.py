@@ -174,7 +174,7 @@ class Parts(TorchDispatchMode):
             if places != {there}:
                 return self._copy_of(args[0], there, kwargs.get("dtype") or args[0].dtype)
         elif func is torch.ops.aten.copy_.default and len(places) > 1:
-            self._written(func, args)
+            self._written(func, args, kwargs)
             self.go_to(args[0].device).copies.append((args[0], args[1]))
             return args[0]
         if there is not None and there.type == "cuda":
@@ -184,7 +184,7 @@ class Parts(TorchDispatchMode):
         if places and places != {self._here}:
             self.go_to(*places)
         self._empty = False
-        self._written(func, args)
+        self._written(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _copy_of(self, source: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -198,11 +198,12 @@ class Parts(TorchDispatchMode):
             self._copied[key] = part.copies[-1]
         return self._copied[key][0]
 
-    def _written(self, func: Any, args: Any) -> None:
+    def _written(self, func: Any, args: Any, kwargs: Any) -> None:
         """Forget copies of, and to, what an operator writes to."""
         if func._schema.is_mutable and self._copied:
-            schema = zip(func._schema.arguments, args, strict=False)
-            written = [x for at, x in schema if at.alias_info is not None and at.alias_info.is_write]
+            schema = func._schema.arguments
+            given = {at.name: x for at, x in zip(schema, args, strict=False)} | kwargs
+            written = [given.get(at.name) for at in schema if at.alias_info is not None and at.alias_info.is_write]
             memory = {x.untyped_storage()._cdata for x in tree_leaves(written) if isinstance(x, torch.Tensor)}
             for key, pair in list(self._copied.items()):
                 if any(x.untyped_storage()._cdata in memory for x in pair):
