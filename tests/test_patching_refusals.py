@@ -42,7 +42,7 @@ class Packed(torch.nn.Module):
         return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed", "offloaded", "bfloat16"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "unsized", "offloaded", "bfloat16"])
 def test_a_layer_with_a_huge_key_bias_is_kept_at_8_bit(kind: str) -> None:
     model: Any = tiny("qwen2")
     projection = model.model.layers[1].self_attn.k_proj
@@ -51,8 +51,11 @@ def test_a_layer_with_a_huge_key_bias_is_kept_at_8_bit(kind: str) -> None:
     moves = rotate_keys(heads[None])[0].norm(dim=0).median()
     fixed = rotate_keys(projection.bias.detach().reshape(1, 1, *heads.shape[1:])).abs().max()
     step = float(fixed / 119 / moves)
-    if kind == "packed":
+    if kind in ("packed", "unsized"):
         model.model.layers[1].self_attn.k_proj = Packed(projection)
+        if kind == "unsized":
+            # as EETQ's
+            del model.model.layers[1].self_attn.k_proj.in_features
     elif kind == "offloaded":
         cpu_offload(model, torch.device("cpu"))
         assert projection.bias.is_meta

@@ -212,6 +212,8 @@ def test_what_differs_is_named(change: Any, options: dict[str, Any], said: str, 
 
 def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_in(tmp_path)
+    # the same pages, said in another way
+    TurboCache.from_pretrained(tmp_path, llama(value_bits=4)()[0])
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
     cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
@@ -227,6 +229,8 @@ def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_write_that_breaks_off_leaves_the_former_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = saved_in(tmp_path)
+    # the same pages, said in another way
+    TurboCache.from_pretrained(tmp_path, llama(value_bits=4)()[0])
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
     monkeypatch.setattr("turbo_hf.cache.saved_files._bytes", lambda x: 1 / 0)

@@ -101,8 +101,8 @@ def load_model(model: str, device: str, revision: str | None = None, dtype: str 
     """
     from safetensors import SafetensorError  # noqa: PLC0415
 
-    from turbo_hf.errors import Unsupported  # noqa: PLC0415
-    from turbo_hf.patching.meta_model import auto_class, shortened  # noqa: PLC0415
+    from turbo_hf.errors import Unsupported, shortened  # noqa: PLC0415
+    from turbo_hf.patching.meta_model import auto_class  # noqa: PLC0415
 
     device = choose_device(device)
     if device == "meta":

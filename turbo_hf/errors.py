@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import textwrap
 import warnings
 from typing import Literal
 
@@ -10,9 +11,17 @@ import torch
 Strict = Literal["raise", "warn", "fallback"]
 logger = logging.getLogger(__name__)
 
+ERROR_LENGTH = 400
+"""Characters of another library's error: some list every class there is."""
+
 
 class Unsupported(ValueError):
     """Something that compressed attention cannot do; the message says what to do instead."""
+
+
+def shortened(error: BaseException) -> str:
+    """An error of another library as one short line."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", ERROR_LENGTH, placeholder=" [...]")
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -149,7 +149,9 @@ def _identity(cache: Any, model: Any) -> dict[str, Any]:
 
 
 def _stored(config: TurboConfig) -> dict[str, Any]:
-    return {name: value for name, value in config.to_dict().items() if name not in HOW_IT_RUNS}
+    stored = {name: value for name, value in config.to_dict().items() if name not in HOW_IT_RUNS}
+    # the same pages, whether named or left out
+    return stored | {"value_bits": None if config.value_bits == config.bits else config.value_bits}
 
 
 def _of_model(config: Any) -> Any:

@@ -27,6 +27,7 @@ from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.devices import Device, only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
 from turbo_hf.layout import power_of_two
+from turbo_hf.models.quantized_weights import why_not_captured
 from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 from turbo_hf.sparse.selectors import why_no_replay_with
@@ -323,12 +324,14 @@ def describe(
     *,
     latent: bool = False,
     apart: str | None = None,
+    weights: str | None = None,
 ) -> tuple[str, str | None]:
     """One line on how decode steps run, for reports; and why they cannot be CUDA graphs, None if they can.
 
-    latent: whether layers keep latents. apart: as of `why_no_replay_over`.
+    latent: whether layers keep latents. apart: as of `why_no_replay_over`. weights: why the kernels of its quantized
+    weights cannot be captured.
     """
-    reason = why_no_replay_under(config, latent) or why_no_kernels_on(device) or apart
+    reason = why_no_replay_under(config, latent) or why_no_kernels_on(device) or apart or weights
     if reason is None:
         reason = f"layer {dense[0]} is dense" if dense else why_no_replay_with(config.sparse)
     if config.cuda_graphs is False:
@@ -388,6 +391,9 @@ def why_no_replay_of(
     for module in modules:
         if is_compiled(module):
             return "torch.compile has compiled it"
+        reason = why_not_captured(model, module)
+        if reason is not None:
+            return reason
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         # Transformers' own hooks record outputs, and are requested by a keyword
         foreign = [h for h in hooks if not (is_own(h) or (getattr(h, "__module__", None) or "").startswith(RECORDS))]
@@ -407,10 +413,7 @@ def _why_no_replay_there(model: Any, captured: bool) -> str | None:
         return "its weights are shared among processes, whose sums are not compiled"
     if mesh is not None and mesh.size() != ranks_of(model).count:
         return "its weights are shared among processes (FSDP)"
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and not quantizer.is_compileable:
-        return "the kernels of its quantized weights cannot be captured"
-    return None
+    return why_not_captured(model)
 
 
 @dataclass(slots=True)

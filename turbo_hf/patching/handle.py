@@ -80,6 +80,7 @@ class Report:
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
         ranks: of a tensor parallel model, how many share it and which heads each of them holds; "" for one process.
             Heads of `layers`, and `selectivity`, are those of this rank.
+        weights: which layers hold quantized weights, and of which library; "" if none do.
     """
 
     model: str
@@ -95,13 +96,14 @@ class Report:
     selectivity: tuple[Selectivity, ...] = ()
     serving: str = ""
     ranks: str = ""
+    weights: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
         lines += [f"  {self.ranks}"] if self.ranks else []
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
         lines += self._read()
-        lines += [f"  {text}" for text in (self.heads, self.prompts, self.steps, self.serving) if text]
+        lines += [f"  {text}" for text in (self.weights, self.heads, self.prompts, self.steps, self.serving) if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
     def _read(self) -> list[str]:

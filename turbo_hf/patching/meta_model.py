@@ -2,7 +2,6 @@
 
 import copy
 import json
-import textwrap
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -25,7 +24,7 @@ from transformers import (
 
 from turbo_hf.cache.memory import LayerCost, layer_bytes
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.errors import Unsupported
+from turbo_hf.errors import Unsupported, shortened
 from turbo_hf.models.model_layers import layer_windows
 from turbo_hf.models.versions import NEWEST, OLDEST
 from turbo_hf.patches.layers import attention_layers
@@ -37,14 +36,6 @@ PASSES = (2, 3)
 
 ADAPTER = "adapter_config.json"
 """Names the model that an adapter (PEFT) belongs to."""
-
-ERROR_LENGTH = 400
-"""Characters of another library's error: some list every class there is."""
-
-
-def shortened(error: BaseException) -> str:
-    """An error of another library as one short line."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", ERROR_LENGTH, placeholder=" [...]")
 
 
 def read_config(name: str, revision: str | None = None) -> PreTrainedConfig:

@@ -18,6 +18,7 @@ from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.step_runner import HandOff, describe, is_dispatched, why_no_replay_over
 from turbo_hf.layout import widths_of
 from turbo_hf.models.model_layers import kv_heads, module_head_dim, require_model
+from turbo_hf.models.quantized_weights import describe_weights, why_not_captured
 from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
@@ -186,7 +187,13 @@ def _plan(
     uncompressed = tuple(at.index for at in layers if not at.groups)
     apart = why_no_replay_over(devices, is_dispatched(model))
     steps, no_graphs = describe(
-        config, uncompressed, family is not None, model.device, latent=bool(latents), apart=apart
+        config,
+        uncompressed,
+        family is not None,
+        model.device,
+        latent=bool(latents),
+        apart=apart,
+        weights=next((why for at in model.modules() if (why := why_not_captured(model, at)) is not None), None),
     )
     # the last possible refusal before anything is changed
     if config.cuda_graphs is True and no_graphs is not None:
@@ -205,6 +212,7 @@ def _plan(
         heads=words,
         sparse=sparse,
         serving=continuous_batching.words(no_serving),
+        weights=describe_weights(model),
         ranks=f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else "",
     )
     int8 = tuple(at.index for at in layers if at.kept_int8)

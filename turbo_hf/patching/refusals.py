@@ -13,6 +13,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.models.model_layers import kv_heads
+from turbo_hf.models.quantized_weights import refuse_fused_attention
 from turbo_hf.models.versions import version_problem
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import why_no_kernel, why_no_latent_kernel
@@ -44,6 +45,7 @@ def check_model(model: PreTrainedModel, notices: Notices) -> None:
             f'one. Remove that patch first; if the config still says "{NAME}", call '
             'model.set_attn_implementation("sdpa").'
         )
+    refuse_fused_attention(model)
     outdated = version_problem()
     if outdated is not None:
         notices.refuse(outdated, 'Or pass strict="warn" to go on.')
