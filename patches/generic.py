@@ -113,7 +113,7 @@ def lost_to_bias(module: Any, rotated: bool) -> float:
     if bias.is_meta and not hasattr(projection, "_hf_hook"):
         return 0.0
     # some layers of packed weights (EETQ) do not say how many inputs they have
-    width = getattr(projection, "in_features", None) or getattr(module.config, "hidden_size", None)
+    width: Any = getattr(projection, "in_features", None) or getattr(module.config, "hidden_size", None)
     try:
         x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0), device="cpu")
         x[0] = 0

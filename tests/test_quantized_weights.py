@@ -72,26 +72,22 @@ def test_captures_follow_transformers_quantizer_or_the_library() -> None:
 
 def quantized_by(library: str, model: Any, folder: Path) -> Any:
     """The model with its weights quantized on the CPU."""
-    pytest.importorskip(library)
     if library == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_  # noqa: PLC0415
-
-        quantize_(model, Int8WeightOnlyConfig())
+        torchao = pytest.importorskip("torchao.quantization")
+        torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
     elif library == "optimum.quanto":
-        from optimum.quanto import freeze, qint8, quantize  # noqa: PLC0415
-
-        quantize(model, weights=qint8)
-        freeze(model)
+        quanto = pytest.importorskip(library)
+        quanto.quantize(model, weights=quanto.qint8)
+        quanto.freeze(model)
     elif library == "hqq":
-        from hqq.core.quantize import BaseQuantizeConfig, HQQLinear  # noqa: PLC0415
-
-        options = BaseQuantizeConfig(nbits=4, group_size=32)
+        hqq = pytest.importorskip("hqq.core.quantize")
+        options = hqq.BaseQuantizeConfig(nbits=4, group_size=32)
         for layer in model.model.layers:
             for name, part in [*layer.self_attn.named_children()]:
-                if isinstance(part, torch.nn.Linear):
-                    packed = HQQLinear(part, options, compute_dtype=torch.float32, device="cpu")
-                    setattr(layer.self_attn, name, packed)
+                packed = hqq.HQQLinear(part, options, compute_dtype=torch.float32, device="cpu")
+                setattr(layer.self_attn, name, packed)
     else:
+        pytest.importorskip(library)
         model.save_pretrained(folder)
         four = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=four, device_map="cpu")

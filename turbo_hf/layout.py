@@ -92,6 +92,9 @@ VALUE_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
 """Widths of the bit planes of a packed code, lowest bits first."""
 
+SEARCHED: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset({2}))
+"""Bits of keys, and of values, whose steps are searched: the one of least squared error, and not the whole range."""
+
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a rotary embedding, [1 or B, tokens, rotated channels]."""

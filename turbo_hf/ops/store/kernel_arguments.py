@@ -46,6 +46,7 @@ class StoreForm(NamedTuple):
     slots, bits, value_bits: for each width, its KV heads, and the bits of their keys and values.
     lanes, lane_width: for each width, codes of keys per byte of the finest plane, and channels per lane, padded.
     value_lanes: for each width, codes of values per byte of the finest plane.
+    searched, value_searched: for each width, whether steps of keys and of values are searched (`layout.SEARCHED`).
     heads: KV heads.
     dim, padded_dim: channels per head, and per tile.
     block: tokens per block.
@@ -57,6 +58,8 @@ class StoreForm(NamedTuple):
     lanes: tuple[int, ...]
     lane_width: tuple[int, ...]
     value_lanes: tuple[int, ...]
+    searched: tuple[bool, ...]
+    value_searched: tuple[bool, ...]
     heads: int
     dim: int
     padded_dim: int
