@@ -120,3 +120,14 @@ def handed(x, ASM: tl.constexpr):
         return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=tl.int64, is_pure=True, pack=1)
     else:
         return x
+
+
+@triton.jit
+def joined(low, high, ASM: tl.constexpr):
+    """low | high of int8 codes, four at a time: Triton's own sum of 8-bit numbers is expanded byte by byte."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "or.b32 $0, $1, $2;", "=r,r,r", [low, high], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        return low | high

@@ -82,12 +82,13 @@ def _stage2(q1: torch.Tensor, bits: int, searched: bool) -> tuple[torch.Tensor, 
 def _step_and_zero(q1: torch.Tensor, levels: int, searched: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """searched: of steps for 8/8, 7/8, 6/8 and 5/8 of the range, the one of least squared error, the longest first."""
     low, high = q1.amin(-2), q1.amax(-2)
-    whole = (high - low) / torch.full_like(low, levels)
-    step, zero = _centred(low, high, whole, levels)
+    span = high - low
+    # a quotient of tensors, which is rounded correctly
+    step, zero = _centred(low, high, span / torch.full_like(low, levels), levels)
     if searched:
         least = _squares(q1, step, zero, levels)
         for eighths in (7, 6, 5):
-            shorter, begin = _centred(low, high, whole * (eighths / 8), levels)
+            shorter, begin = _centred(low, high, span * eighths / torch.full_like(low, 8 * levels), levels)
             error = _squares(q1, shorter, begin, levels)
             step, zero = torch.where(error < least, shorter, step), torch.where(error < least, begin, zero)
             least = torch.minimum(error, least)
