@@ -14,7 +14,7 @@ from transformers import QuantizedCache
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.config.file import names_a_file
 from turbo_hf.config.turbo_config import ATTENTION_MODES, NATIVE, PRESETS, SparseConfig, TurboConfig, resolve_config
-from turbo_hf.eval.simulate import Scheme, gear_l, kivi
+from turbo_hf.eval.simulate import Scheme, gear_l, kivi, kvarn
 from turbo_hf.eval.simulated_cache import compressed_cache, window_cache
 from turbo_hf.layout import widths_of
 from turbo_hf.patching.handle import Handle
@@ -57,6 +57,7 @@ class Method:
 SIMULATED: dict[str, Scheme] = {
     **{f"kivi{bits}": kivi(bits) for bits in (4, 3, 2)},
     **{f"gear-l-{base}{bits}": gear_l(bits, base) for base in ("kcvt", "kivi") for bits in (4, 3, 2)},
+    **{f"kvarn-k{bits}v2-g{block}": kvarn(bits, block) for bits in (4, 2) for block in (128, 64)},
 }
 """Published caches, simulated in plain torch: full-precision attention over what they would return."""
 
@@ -113,6 +114,7 @@ EXPLAINED = (
     ("quanto4, quanto2, hqq4, hqq2", "Transformers' QuantizedCache, if optimum-quanto or hqq is installed"),
     ("kivi4, kivi3, kivi2", "KIVI, groups of 64, the 64 newest tokens in full precision. Simulated"),
     ("gear-l-kcvt4, gear-l-kivi4 (also 3, 2)", "GEAR-L over either base, rank 4 and 2. Simulated"),
+    ("kvarn-k4v2-g128 (also k2v2, g64)", "KVarN: 4-bit keys, 2-bit values, tiles of 128 tokens. Simulated"),
     ("streaming-N", "StreamingLLM: a window of N tokens, including the first 4. Simulated"),
     ("ablation-heads", "set: head metric x share of heads with 2 bits"),
     ("ablation-blocks", "set: blocks of 32, 64 and 128 tokens"),

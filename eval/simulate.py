@@ -1,12 +1,15 @@
 """Published ways to store keys and values in few bits, as plain torch that rounds and keeps the rounded values.
 
 The bytes they would take are computed, not measured: nothing is packed here. Sources: KIVI (Liu et al. 2024,
-arXiv:2402.02750, alg. 1), GEAR-L (Kang et al. 2024, arXiv:2403.05527, sec. 3).
+arXiv:2402.02750, alg. 1), GEAR-L (Kang et al. 2024, arXiv:2403.05527, sec. 3), KVarN (Müller et al. 2026,
+arXiv:2606.03458; the reference beside its kernel in github.com/huawei-csl/KVarN).
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 SCALE_BYTES = 4
 """A group's scale and zero point, 16 bit each."""
@@ -134,3 +137,73 @@ def gear_l(bits: int, base: str) -> Scheme:
     if base == "kcvt":
         return Scheme(bits, group=None, whole_prompt=True, rank=4, later_rank=2)
     return Scheme(bits, rank=4, later_rank=2)
+
+
+SINKHORN = 16
+"""KVarN: rounds of scaling tokens and channels in turn."""
+
+STD, LOG_SCALE = (1e-3, 1e3), (-0.3, 10.0)
+"""KVarN: the ranges of deviations, and of the logarithms of scales. Nothing is scaled up by more than e^0.3."""
+
+
+def balance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of tokens [..., T, 1] and channels [..., 1, D] under which x [..., T, D] varies most evenly."""
+    # logarithms
+    tokens, channels = x[..., :1] * 0, x[..., :1, :] * 0
+    now, best, kept = x, _unevenness(x), (tokens, channels)
+    for _ in range(SINKHORN):
+        tokens = (tokens + now.std(-1, keepdim=True).clamp(*STD).log()).clamp(*LOG_SCALE)
+        now = x / tokens.exp() / channels.exp()
+        channels = (channels + now.std(-2, keepdim=True).clamp(*STD).log()).clamp(*LOG_SCALE)
+        now = x / tokens.exp() / channels.exp()
+        uneven = _unevenness(now)
+        kept = tuple(torch.where(uneven <= best, *pair) for pair in zip((tokens, channels), kept, strict=True))
+        best = torch.minimum(uneven, best)
+    return kept[0].exp(), kept[1].exp()
+
+
+def _unevenness(x: torch.Tensor) -> torch.Tensor:
+    """[..., 1, 1]: the largest over the smallest deviation, of tokens and of channels."""
+    each = (x.std(dim, keepdim=True) for dim in (-1, -2))
+    ratios = [std.amax((-1, -2), keepdim=True) / std.amin((-1, -2), keepdim=True).clamp(min=1e-8) for std in each]
+    return ratios[0] + ratios[1]
+
+
+@dataclass(frozen=True, slots=True)
+class KVarN(Scheme):
+    """Rotated tiles of `block` tokens, scaled by token and channel; keys are rounded by channel, values by token.
+
+    value_bits: of a value's code.
+    """
+
+    value_bits: int = 2
+
+    def unit(self, part: int, *, prompt: bool) -> int | None:
+        """A tile."""
+        return self.block
+
+    def keys(self, x: torch.Tensor, *, prompt: bool) -> torch.Tensor:
+        """As `Scheme.keys`."""
+        return self._balanced(x, self.bits, -2)
+
+    def values(self, x: torch.Tensor, *, prompt: bool) -> torch.Tensor:
+        """As `Scheme.values`."""
+        return self._balanced(x, self.value_bits, -1)
+
+    def _balanced(self, x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+        turned = rotate_keys(x.float(), "reference").unflatten(-2, (-1, self.block))
+        tokens, channels = balance(turned)
+        near = rounded(turned / tokens / channels, bits, dim) * tokens * channels
+        return unrotate_keys(near.flatten(-3, -2), "reference").to(x.dtype)
+
+    def computed_bytes(self, tokens: int, first: int, heads: int, dim: int, itemsize: int) -> float:
+        """As `Scheme.computed_bytes`: 16-bit scale, zero point and second scale of each channel and token."""
+        sealed, _ = self.sealed(tokens, first)
+        codes = sealed * heads * dim * (self.bits + self.value_bits) / 8
+        scales = sealed * heads * (1 + dim / self.block) * (SCALE_BYTES + 2)
+        return codes + scales + itemsize * 2 * (tokens - sealed) * heads * dim
+
+
+def kvarn(bits: int, block: int) -> KVarN:
+    """KVarN's presets, of 2-bit values."""
+    return KVarN(bits, group=block, block=block)

@@ -11,8 +11,9 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.eval import simulated_cache
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import ABLATIONS, expanded, is_simulated, method_named, same_settings
-from turbo_hf.eval.simulate import Scheme, by_channel, by_token, gear_l, kivi, low_rank, rounded
+from turbo_hf.eval.simulate import Scheme, balance, by_channel, by_token, gear_l, kivi, kvarn, low_rank, rounded
 from turbo_hf.eval.simulated_cache import CompressedLayer, SimulatedCache, compressed_cache, window_cache
+from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 HEADS, DIM = 2, 64
 
@@ -110,6 +111,7 @@ def row_by_row(scheme: Scheme, keys: torch.Tensor, values: torch.Tensor, left: i
         pytest.param(kivi(2), id="kivi"),
         pytest.param(gear_l(2, "kcvt"), id="gear-l-kcvt"),
         pytest.param(gear_l(2, "kivi"), id="gear-l-kivi"),
+        pytest.param(kvarn(4, 64), id="kvarn"),
     ],
 )
 def test_rows_compressed_together_are_rows_compressed_alone(
@@ -175,6 +177,23 @@ def test_computed_bytes_are_those_of_a_count() -> None:
     waiting = 2 * 2 * HEADS * 16 * DIM
     assert gear_l(2, "kcvt").computed_bytes(230, 150, HEADS, DIM, 2) == codes + scales + factors + waiting
     assert Scheme(4).computed_bytes(10, 10, HEADS, DIM, 2) == 2 * 2 * HEADS * 10 * DIM
+    # 4 and 2 bit of 192, three 16-bit numbers for each token and, of three tiles, each channel, of keys as of values
+    per_head = 192 * DIM * 6 // 8 + 6 * (192 + 3 * DIM) + 2 * 2 * 8 * DIM
+    assert kvarn(4, 64).computed_bytes(200, 120, HEADS, DIM, 2) == HEADS * per_head
+
+
+def test_kvarn_scales_tokens_and_channels_before_it_rounds() -> None:
+    # as large as e^3 times each other
+    x = unrotate_keys(torch.randn(1, HEADS, 128, DIM) * (3 * torch.rand(128, 1)).exp() * (3 * torch.rand(DIM)).exp())
+    scheme = kvarn(4, 64)
+    near = scheme.keys(x, prompt=True), scheme.values(x, prompt=True)
+    for own, plain, bits in ((near[0], by_channel, 4), (near[1], by_token, 2)):
+        assert (own - x).norm() < (plain(x, bits, 64 if bits == 4 else DIM) - x).norm()
+    turned = rotate_keys(x, "reference").unflatten(-2, (-1, 64))
+    tokens, channels = balance(turned)
+    spread = [turned, turned / tokens / channels]
+    ratios = [[float(x.std(dim).max() / x.std(dim).min()) for dim in (-1, -2)] for x in spread]
+    assert all(after < before for before, after in zip(*ratios, strict=True)), ratios
 
 
 @pytest.mark.parametrize("name", ["kivi2", "gear-l-kcvt2", "gear-l-kivi3", "streaming-40"])

@@ -398,7 +398,7 @@ def half_split(codes: torch.Tensor, bits: int) -> torch.Tensor:
         high = ((codes >> 2).unflatten(-1, HIGH_BITS) << _shifts(codes)).sum((-4, -2), dtype=torch.uint8)
         return torch.cat((half_split(codes & 3, 2), high.flatten(-2)), -1)
     lanes = codes.unflatten(-1, (8 // bits, -1))
-    byte = lanes[..., 0, :]
+    byte: torch.Tensor = lanes[..., 0, :]
     for lane in range(1, 8 // bits):
         byte = byte | (lanes[..., lane, :] << (lane * bits))
     return byte
@@ -408,7 +408,7 @@ def half_merge(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack what `half_split` packed. uint8 [..., n*bits/8] -> uint8 [..., n]; exact."""
     if bits == 3:
         low, high = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], -1)
-        spread = high.unflatten(-1, (-1, 2))[..., None, :, None, :] >> _shifts(packed) & 1
+        spread: torch.Tensor = high.unflatten(-1, (-1, 2))[..., None, :, None, :] >> _shifts(packed) & 1
         return half_merge(low, 2) | spread.flatten(-4) << 2
     return torch.cat([(packed >> (lane * bits)) & ((1 << bits) - 1) for lane in range(8 // bits)], -1)
 
