@@ -68,6 +68,8 @@ def test_captures_follow_transformers_quantizer_or_the_library() -> None:
     for compileable, words in ((True, None), (False, "the kernels of its quantized weights cannot be captured")):
         model.hf_quantizer = SimpleNamespace(is_compileable=compileable)
         assert why_not_captured(model) == why_not_captured(model, plain) == words
+    model.hf_quantizer.quantization_config = SimpleNamespace(quant_method="compressed-tensors")
+    assert describe_weights(model) == "quantized weights: compressed-tensors"
 
 
 def quantized_by(library: str, model: Any, folder: Path) -> Any:

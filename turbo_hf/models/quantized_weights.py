@@ -56,7 +56,13 @@ def kind_of(module: torch.nn.Module) -> str | None:
 def describe_weights(model: torch.nn.Module) -> str:
     """One line on what holds the quantized weights of a model, for reports; "" if none are."""
     kinds = Counter(kind for module in model.modules() if (kind := kind_of(module)) is not None)
-    return "quantized weights: " + ", ".join(f"{n} x {kind}" for kind, n in kinds.items()) if kinds else ""
+    words = [f"{n} x {kind}" for kind, n in kinds.items()]
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not words:
+        # some methods put parameters of their own into torch's layers (compressed-tensors)
+        method = quantizer.quantization_config.quant_method
+        words = [str(getattr(method, "value", method))]
+    return "quantized weights: " + ", ".join(words) if words else ""
 
 
 def refuse_fused_attention(model: torch.nn.Module) -> None:
