@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import slot_of_width, to_l2
-from turbo_hf.ops.kernel_unpack import joined, lanes1, lanes2, lanes4
+from turbo_hf.ops.kernel_unpack import lanes2, lanes3, lanes4, odd_bits
 
 
 @triton.jit
@@ -51,17 +51,16 @@ def keys_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: 
     else:
         tl.static_assert(BITS == 3)
         c = tl.arange(0, DP // 4)[None, :, None]
-        x, y, z, w = lanes2(packed_bytes(at + c, live, c, D // 4, DP // 4), ASM)
+        low = packed_bytes(at + c, live, c, D // 4, DP // 4)
         c = tl.arange(0, DP // 8)[None, :, None]
-        a, b, d, e, f, g, h, i = lanes1(packed_bytes(at + D // 4 + c, live, c, D // 8, DP // 8), ASM)
-        x, y = joined(x, _spread_keys(a, b), ASM), joined(y, _spread_keys(d, e), ASM)
-        z, w = joined(z, _spread_keys(f, g), ASM), joined(w, _spread_keys(h, i), ASM)
+        high = packed_bytes(at + D // 4 + c, live, c, D // 8, DP // 8)
+        x, y, z, w = lanes3(low, _spread_keys(high, odd_bits(high, ASM)), ASM)
         return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
 
 
 @triton.jit
 def _spread_keys(x, y):
-    """High bits [NB, C/8, T] of the even and odd bits of a lane, beside the bytes of its low bits: [NB, C/4, T]."""
+    """High bits [NB, C/8, T] of even and of odd pairs, each beside its bytes of low bits: [NB, C/4, T]."""
     NB: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     T: tl.constexpr = x.shape[2]
@@ -85,10 +84,7 @@ def values_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS
     else:
         low = packed_bytes(at + tl.arange(0, T // 4)[None, None, :], live, c, D, DP)
         high = packed_bytes(at + T // 4 + tl.arange(0, T // 8)[None, None, :], live, c, D, DP)
-        x, y, z, w = lanes2(low, ASM)
-        a, b, d, e, f, g, h, i = lanes1(high, ASM)
-        x, y = joined(x, _spread_values(a, b), ASM), joined(y, _spread_values(d, e), ASM)
-        z, w = joined(z, _spread_values(f, g), ASM), joined(w, _spread_values(h, i), ASM)
+        x, y, z, w = lanes3(low, _spread_values(high, odd_bits(high, ASM)), ASM)
         return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
 
 
