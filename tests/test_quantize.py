@@ -11,7 +11,7 @@ from quantize_support import ALL_BITS, DTYPES, STAGE_2, ones
 from stores import CODE_MAX, page_codes, tokens, unpack
 
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.layout import BITS, SEARCHED, VALUE_ORDER, PagedHeads, Width
+from turbo_hf.layout import BITS, VALUE_ORDER, PagedHeads, Width
 from turbo_hf.ops.store.quantize import head_scores, quantize_tokens, seal_blocks, unpack_blocks
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -84,19 +84,12 @@ def test_a_given_scale_is_used_and_clamps(device: torch.device) -> None:
 # --- stage 2 --------------------------------------------------------------------------------------------------------
 
 
-def slow_stage_2(channel: list[int], bits: int, searched: bool) -> tuple[int, int, list[int]]:
+def slow_stage_2(channel: list[int], bits: int) -> tuple[int, int, list[int]]:
     """Step, zero and codes of one channel of a block, in integers and fractions."""
     levels, low, high = 2**bits - 1, min(channel), max(channel)
-    found = []
-    for eighths in (8, 7, 6, 5) if searched else (8,):
-        step = max(1, round(Fraction(high - low, levels) * Fraction(eighths, 8)))
-        zero = max(-128, low + (high - low - levels * step) // 2)
-        codes = [min(max(round(Fraction(q - zero, step)), 0), levels) for q in channel]
-        found.append(
-            (sum((q - code * step - zero) ** 2 for q, code in zip(channel, codes, strict=True)), step, zero, codes)
-        )
-    # the first of equals
-    return min(found, key=lambda each: each[0])[1:]
+    step = max(1, round(Fraction(high - low, levels)))
+    zero = max(-128, low + (high - low - levels * step) // 2)
+    return step, zero, [min(max(round(Fraction(q - zero, step)), 0), levels) for q in channel]
 
 
 def channels_of(shape: tuple[int, ...], span: int = CODE_MAX) -> torch.Tensor:
@@ -119,9 +112,9 @@ def test_stage_2_is_its_formula_bit_for_bit(bits: int, block: int, device: torch
             v_codes = unpack(pages.v[page, slot], bits)[:, time_order].T
             meta = pages.meta[page, slot].tolist()
             for c in range(16):
-                step, zero, codes = slow_stage_2(k[page, slot, :, c].tolist(), bits, bits in SEARCHED[0])
+                step, zero, codes = slow_stage_2(k[page, slot, :, c].tolist(), bits)
                 assert (meta[0][c], meta[1][c], k_codes[:, c].tolist()) == (step, zero, codes)
-                step, zero, codes = slow_stage_2(v[page, slot, :, c].tolist(), bits, bits in SEARCHED[1])
+                step, zero, codes = slow_stage_2(v[page, slot, :, c].tolist(), bits)
                 assert (meta[2][c], meta[3][c], v_codes[:, c].tolist()) == (step, zero, codes)
 
 
@@ -138,16 +131,20 @@ def test_stage_2_of_every_range(bits: int, span: int, device: torch.device) -> N
     parts = torch.linspace(0, 1, 128)[:, None]
     k = (low + parts * (high - low)).round().to(torch.int8)[None, None].to(device)
     pages = seal_blocks(k, ones(k), k, ones(k), bits)
-    levels, lines = 2**bits - 1, pages.meta[0, 0].cpu().long().split(2)
-    for got, (step, zero) in zip(unpack_blocks(pages), lines, strict=True):
-        assert int(step.min()) >= 1
-        if span == CODE_MAX:
-            # nothing overflows INT8, so that a kernel may do without the clamp
-            assert int(zero.min()) >= -128
-            assert int((zero + levels * step).max()) <= 127
-        # what a rounded step does not cover is shared by both ends
-        beyond = (high - low - levels * step).clamp(min=0)
-        bound = torch.maximum(step / 2, (beyond + 1) // 2)
+    step, zero, v_step, v_zero = pages.meta[0, 0].cpu().long()
+    assert torch.equal(step, v_step)
+    assert torch.equal(zero, v_zero)
+    assert int(step.min()) >= 1
+    levels = 2**bits - 1
+    if span == CODE_MAX:
+        # nothing overflows INT8, so that a kernel may do without the clamp
+        assert int(zero.min()) >= -128
+        assert int((zero + levels * step).max()) <= 127
+    back = unpack_blocks(pages)
+    # what a rounded step does not cover is shared by both ends
+    beyond = (high - low - levels * step).clamp(min=0)
+    bound = torch.maximum(step / 2, (beyond + 1) // 2)
+    for got in back:
         assert got.dtype == torch.int8
         error = (got.cpu()[0, 0].long() - k.cpu()[0, 0].long()).abs()
         assert bool((error <= bound).all()), f"worst {int((error - bound).max())} above its bound"

@@ -94,9 +94,6 @@ VALUE_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 HIGH_BITS = (4, -1, 2, 2)
 """Codes of 3 bit by the place of their high bits: lane, pair of bytes, odd bit, odd byte."""
 
-SEARCHED: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset({2}))
-"""Bits of keys, and of values, whose steps are searched: the one of least squared error, and not the whole range."""
-
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """cos and sin of a rotary embedding, [1 or B, tokens, rotated channels]."""

@@ -46,7 +46,6 @@ class StoreForm(NamedTuple):
     slots, bits, value_bits: for each width, its KV heads, and the bits of their keys and values.
     lanes, lane_width: for each width, codes of keys per byte (of their low bits), and channels per lane, padded.
     value_lanes: for each width, codes of values per byte (of their low bits).
-    searched, value_searched: for each width, whether steps of keys and of values are searched (`layout.SEARCHED`).
     heads: KV heads.
     dim, padded_dim: channels per head, and per tile.
     block: tokens per block.
@@ -58,8 +57,6 @@ class StoreForm(NamedTuple):
     lanes: tuple[int, ...]
     lane_width: tuple[int, ...]
     value_lanes: tuple[int, ...]
-    searched: tuple[bool, ...]
-    value_searched: tuple[bool, ...]
     heads: int
     dim: int
     padded_dim: int

@@ -91,7 +91,7 @@ def latent_step_kernel(
             tl.store(scale_out + page * 2 + 1, v_scale)
             LANES: tl.constexpr = 2 if BITS == 4 else 1
             meta = meta_out + page * 2 * RANK
-            seal_lines(k_from, RANK, 1, k_ratio, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES, False)
+            seal_lines(k_from, RANK, 1, k_ratio, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
             q1 = stage1(v_from, r[:, None] * cap + token[None, :], inside, v_ratio[None, :])
             tl.store(v_out + to, q1.to(tl.int8))
         # all threads have now read the place that the new token takes

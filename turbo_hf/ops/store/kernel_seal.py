@@ -53,33 +53,11 @@ def ratios(scale_ptr, at, n):
 
 
 @triton.jit
-def _step_and_zero(q1, LEVELS: tl.constexpr, SEARCHED: tl.constexpr):
-    """Stage 2 of each column of q1 [tokens, channels]: as `ops.store.reference_quantize._step_and_zero`."""
-    low, high = tl.min(q1, 0), tl.max(q1, 0)
-    step, zero = _centred(low, high, tl.div_rn(high - low, LEVELS), LEVELS)
-    if SEARCHED:
-        least = _squares(q1, step, zero, LEVELS)
-        for eighths in tl.static_range(7, 4, -1):
-            shorter, begin = _centred(low, high, tl.div_rn((high - low) * eighths, 8 * LEVELS), LEVELS)
-            error = _squares(q1, shorter, begin, LEVELS)
-            step = tl.where(error < least, shorter, step)
-            zero = tl.where(error < least, begin, zero)
-            least = tl.minimum(error, least)
-    return step, zero
-
-
-@triton.jit
-def _centred(low, high, step, LEVELS: tl.constexpr):
-    step = tl.maximum(_rounded(step), 1.0)
+def _step_and_zero(low, high, LEVELS: tl.constexpr):
+    """Stage 2 of a channel whose codes go from low to high: as `ops.store.reference_quantize._stage2`."""
+    step = tl.maximum(_rounded(tl.div_rn(high - low, LEVELS)), 1.0)
     zero = low + tl.floor((high - low - LEVELS * step) / 2)
     return step, tl.maximum(zero, -128.0)
-
-
-@triton.jit
-def _squares(q1, step, zero, LEVELS: tl.constexpr):
-    """The squared error of each column: whole numbers below 2^24, whose sum is the same in each order."""
-    error = q1 - (_codes(q1, step[None, :], zero[None, :], LEVELS).to(tl.float32) * step[None, :] + zero[None, :])
-    return tl.sum(error * error, 0)
 
 
 @triton.jit
@@ -118,7 +96,6 @@ def _store_planes(
 def seal_lines(
     x_ptr, token, channel, ratio, out_ptr, meta_ptr, page,
     D: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, LANE_WIDTH: tl.constexpr,
-    SEARCHED: tl.constexpr,
 ):  # fmt: skip
     """A block [BLOCK, D] with strides `token` and `channel` to lines of channels; its steps and zeros to `meta_ptr`."""
     LEVELS: tl.constexpr = 2.0**BITS - 1
@@ -135,7 +112,7 @@ def seal_lines(
         if BITS == 8:
             tl.store(out_ptr + page * BLOCK * D + n[:, None] * D + run[None, :], q1.to(tl.int8), mask=inside)
         else:
-            step, zero = _step_and_zero(q1, LEVELS, SEARCHED)
+            step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
             tl.store(meta_ptr + run, step.to(tl.int8), mask=j < WIDTH)
             tl.store(meta_ptr + D + run, zero.to(tl.int8), mask=j < WIDTH)
             codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
@@ -162,17 +139,14 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     tl.store(scale_out + page * 2 + 1, v_scale)
     base = page * BLOCK * D
     meta = meta_out + page * LINES * D
-    seal_lines(
-        tokens.k, D, 1, k_ratio, k_out, meta, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G],
-        FORM.searched[G],
-    )  # fmt: skip
+    seal_lines(tokens.k, D, 1, k_ratio, k_out, meta, page, D, BLOCK, BITS, FORM.lanes[G], FORM.lane_width[G])
     d = tl.arange(0, DP)
     step = tl.full((DP,), 1.0, tl.float32)
     zero = step
     if VALUE_BITS != 8:
         at = n[:, None] * tokens.v_token + d[None, :] * tokens.v_channel
         q1 = stage1(tokens.v, at, (d < D)[None, :] & (n >= 0)[:, None], v_ratio[:, None])
-        step, zero = _step_and_zero(q1, LEVELS, FORM.value_searched[G])
+        step, zero = _step_and_zero(tl.min(q1, 0), tl.max(q1, 0), LEVELS)
         tl.store(meta + V_LINE * D + d, step.to(tl.int8), mask=d < D)
         tl.store(meta + (V_LINE + 1) * D + d, zero.to(tl.int8), mask=d < D)
     TOKENS: tl.constexpr = BLOCK // LANES

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from turbo_hf.layout import SEARCHED, UNQUANTIZED, KVStore, PagedHeads, Width, empty_pages, power_of_two
+from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads, Width, empty_pages, power_of_two
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.kernel_launch import Launch, launch
@@ -54,11 +54,7 @@ def _form(groups: tuple[tuple[int, int, int], ...], heads: int, dim: int, block:
     slots, bits, value_bits = zip(*groups, strict=True)
     lanes, value_lanes = (tuple(LANES[n] for n in each) for each in (bits, value_bits))
     padded = tuple(power_of_two(dim // n) for n in lanes)
-    searched, value_searched = (tuple(n in SEARCHED[part] for n in of) for part, of in enumerate((bits, value_bits)))
-    return StoreForm(
-        slots, bits, value_bits, lanes, padded, value_lanes, searched, value_searched, heads, dim, power_of_two(dim),
-        block,
-    )  # fmt: skip
+    return StoreForm(slots, bits, value_bits, lanes, padded, value_lanes, heads, dim, power_of_two(dim), block)
 
 
 def _form_of(paged: Sequence[PagedHeads], heads: int, dim: int, block: int) -> StoreForm:

@@ -6,7 +6,6 @@ import torch
 
 from turbo_hf.layout import (
     CODE_MAX,
-    SEARCHED,
     UNQUANTIZED,
     KVStore,
     PagedHeads,
@@ -47,22 +46,20 @@ def reference_seal_blocks(
     scale = torch.stack((ks, vs), -1)
     order = value_order(v.shape[-2], v.device)
     bits, value_bits = widths_of(width)
-    codes_k, k_lines = _packed(k1, bits, bits in SEARCHED[0], lambda codes: codes)
-    codes_v, v_lines = _packed(
-        v1, value_bits, value_bits in SEARCHED[1], lambda codes: codes[..., order, :].mT.contiguous()
-    )
+    codes_k, k_lines = _packed(k1, bits, lambda codes: codes)
+    codes_v, v_lines = _packed(v1, value_bits, lambda codes: codes[..., order, :].mT.contiguous())
     lines = [*k_lines, *v_lines]
     meta = torch.stack(lines, -2) if lines else k1.new_empty(*k1.shape[:-2], 0, k1.shape[-1])
     return PagedHeads(bits, codes_k, codes_v, meta, scale)
 
 
 def _packed(
-    q1: torch.Tensor, bits: int, searched: bool, placed: Callable[[torch.Tensor], torch.Tensor]
+    q1: torch.Tensor, bits: int, placed: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Stage 1 codes [..., b, D] as a page holds them, and its lines of `meta`: step and zero, none at 8 bit."""
     if bits == 8:
         return placed(q1), []
-    code, *lines = _stage2(q1, bits, searched)
+    code, *lines = _stage2(q1, bits)
     return half_split(placed(code), bits), lines
 
 
@@ -73,44 +70,15 @@ def _stage1(codes: torch.Tensor, token_scale: torch.Tensor) -> tuple[torch.Tenso
     return torch.round(codes.float() * ratio[..., None]).to(torch.int8), scale
 
 
-def _stage2(q1: torch.Tensor, bits: int, searched: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _stage2(q1: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Integer step and zero per channel over the block's tokens (TurboAttention eq. 5, 6)."""
-    step, zero = _step_and_zero(q1.float(), 2**bits - 1, searched)
-    return _stage2_codes(q1, step, zero, 2**bits - 1).to(torch.uint8), step.to(torch.int8), zero.to(torch.int8)
-
-
-def _step_and_zero(q1: torch.Tensor, levels: int, searched: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """searched: of steps for 8/8, 7/8, 6/8 and 5/8 of the range, the one of least squared error, the longest first."""
-    low, high = q1.amin(-2), q1.amax(-2)
-    span = high - low
-    # a quotient of tensors, which is rounded correctly
-    step, zero = _centred(low, high, span / torch.full_like(low, levels), levels)
-    if searched:
-        least = _squares(q1, step, zero, levels)
-        for eighths in (7, 6, 5):
-            shorter, begin = _centred(low, high, span * eighths / torch.full_like(low, 8 * levels), levels)
-            error = _squares(q1, shorter, begin, levels)
-            step, zero = torch.where(error < least, shorter, step), torch.where(error < least, begin, zero)
-            least = torch.minimum(error, least)
-    return step, zero
-
-
-def _centred(
-    low: torch.Tensor, high: torch.Tensor, step: torch.Tensor, levels: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rounded step covers a little more or less than the range: share the difference between both ends."""
-    step = torch.round(step).clamp(min=1)
-    return step, (low + torch.floor((high - low - levels * step) / 2)).clamp(min=-128)
-
-
-def _stage2_codes(q1: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
-    return torch.round((q1 - zero[..., None, :]) / step[..., None, :]).clamp(0, levels)
-
-
-def _squares(q1: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, levels: int) -> torch.Tensor:
-    """The squared error of each channel: whole numbers below 2^24, whose sum is the same in each order."""
-    near = _stage2_codes(q1, step, zero, levels) * step[..., None, :] + zero[..., None, :]
-    return (q1 - near).square().sum(-2)
+    levels = 2**bits - 1
+    low, high = q1.amin(-2).float(), q1.amax(-2).float()
+    step = torch.round((high - low) / torch.full_like(low, levels)).clamp(min=1)
+    # a rounded step covers a little more or less than the range: share the difference between both ends
+    zero = (low + torch.floor((high - low - levels * step) / 2)).clamp(min=-128)
+    code = torch.round((q1 - zero[..., None, :]) / step[..., None, :]).clamp(0, levels)
+    return code.to(torch.uint8), step.to(torch.int8), zero.to(torch.int8)
 
 
 def reference_dequantize(
