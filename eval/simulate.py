@@ -157,7 +157,7 @@ def balance(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         channels = (channels + now.std(-2, keepdim=True).clamp(*STD).log()).clamp(*LOG_SCALE)
         now = x / tokens.exp() / channels.exp()
         uneven = _unevenness(now)
-        kept = tuple(torch.where(uneven <= best, *pair) for pair in zip((tokens, channels), kept, strict=True))
+        kept = torch.where(uneven <= best, tokens, kept[0]), torch.where(uneven <= best, channels, kept[1])
         best = torch.minimum(uneven, best)
     return kept[0].exp(), kept[1].exp()
 
