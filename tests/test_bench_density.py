@@ -7,7 +7,10 @@ from bench_support import complaint, last_json, run
 from models import LAB_MODEL
 
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.tile_choice import TILE, TileRule, choose_tiles, density, dropped_mass
+from turbo_hf.eval.bench.tile_choice import density, dropped_mass
+from turbo_hf.layout import PROMPT_TILE as TILE
+from turbo_hf.layout import TileRule
+from turbo_hf.ops.prefill.reference_tiles import reference_choose_tiles
 
 BARE = TileRule(mass=0.5, peak=1.0, sink_tokens=0, window_tokens=0, tail_tokens=0)
 
@@ -22,7 +25,7 @@ def heads(tokens: int, dim: int = 32, seed: int = 0) -> tuple[torch.Tensor, torc
 @in_one_test("tokens", [1, TILE, TILE + 1, 5 * TILE, 5 * TILE + 7])
 def test_only_tiles_at_or_before_the_rows_and_the_forced_ones(tokens: int) -> None:
     rule = BARE._replace(sink_tokens=1, window_tokens=TILE)
-    kept = choose_tiles(*heads(tokens), rule, scaling=0.5)
+    kept = reference_choose_tiles(*heads(tokens), rule, scaling=0.5)
     tiles = kept.shape[-1]
     at = torch.arange(tiles)
     assert tiles == -(-tokens // TILE)
@@ -36,7 +39,7 @@ def test_only_tiles_at_or_before_the_rows_and_the_forced_ones(tokens: int) -> No
 def test_every_query_of_the_tail_reads_every_key(tail: int) -> None:
     tokens = 6 * TILE - 5
     q, k = heads(tokens)
-    kept = choose_tiles(q, k, BARE._replace(tail_tokens=tail), scaling=0.5)
+    kept = reference_choose_tiles(q, k, BARE._replace(tail_tokens=tail), scaling=0.5)
     places = torch.arange(max(0, tokens - tail), tokens)
     assert (dropped_mass(q, k, kept, places, scaling=0.5) == 0).all()
     first = max(0, tokens - tail) // TILE
@@ -46,7 +49,7 @@ def test_every_query_of_the_tail_reads_every_key(tail: int) -> None:
 @pytest.mark.parametrize("mass", [0.3, 0.9, 1.0])
 def test_the_fewest_tiles_that_cover_the_mass(mass: float) -> None:
     q, k = heads(6 * TILE)
-    kept = choose_tiles(q, k, BARE._replace(mass=mass), scaling=0.3)
+    kept = reference_choose_tiles(q, k, BARE._replace(mass=mass), scaling=0.3)
     mean_keys = k.unflatten(1, (6, TILE)).mean(2).repeat_interleave(2, 0)
     for tile in range(1, 6):
         rows = q[:, tile * TILE : (tile + 1) * TILE]
@@ -65,8 +68,8 @@ def test_a_tile_that_one_row_wants_is_read_by_the_peak_alone() -> None:
     k[0, :TILE, 1] = 1.0
     q[..., 1] = 8.0
     q[0, 3 * TILE + 5] = torch.eye(16)[0] * 8
-    assert not choose_tiles(q, k, BARE, scaling=1.0)[0, 3, 1]
-    assert choose_tiles(q, k, BARE._replace(peak=0.5), scaling=1.0)[0, 3, 1]
+    assert not reference_choose_tiles(q, k, BARE, scaling=1.0)[0, 3, 1]
+    assert reference_choose_tiles(q, k, BARE._replace(peak=0.5), scaling=1.0)[0, 3, 1]
 
 
 def test_keys_that_cancel_in_their_mean_escape_the_choice_and_are_found_by_the_dropped_mass() -> None:
@@ -74,7 +77,7 @@ def test_keys_that_cancel_in_their_mean_escape_the_choice_and_are_found_by_the_d
     q, k = q[:1], 0.01 * k[:1]
     k[0, TILE, 0], k[0, TILE + 1, 0] = 30.0, -30.0
     q[..., 0] = 2.0
-    kept = choose_tiles(q, k, BARE._replace(mass=0.3), scaling=1.0)
+    kept = reference_choose_tiles(q, k, BARE._replace(mass=0.3), scaling=1.0)
     place = torch.tensor([3 * TILE + 9])
     dropped = dropped_mass(q, k, kept, place, scaling=1.0)
     assert not kept[0, 3, 1]
@@ -86,7 +89,7 @@ def test_dropped_mass_bounds_the_error_of_sparse_attention(more: dict[str, objec
     """|o - o_S| <= 2 delta max|v|, and o_S is attention over the tiles that are read."""
     q, k = heads(5 * TILE + 3, seed=2)
     v = torch.randn(k.shape, generator=torch.Generator().manual_seed(3)).double()
-    kept = choose_tiles(q, k, BARE, scaling=0.3, **more)  # type: ignore[arg-type]
+    kept = reference_choose_tiles(q, k, BARE, scaling=0.3, **more)  # type: ignore[arg-type]
     places = torch.arange(0, q.shape[1], 37)
     dropped = dropped_mass(q, k, kept, places, scaling=0.3, **more)  # type: ignore[arg-type]
     assert 0 < dropped.max() < 1
@@ -103,20 +106,6 @@ def test_dropped_mass_bounds_the_error_of_sparse_attention(more: dict[str, objec
             gone = 1 - torch.exp(part.lse - dense.lse).item()
             assert dropped[head, i].item() == pytest.approx(gone, abs=1e-9)
             assert (dense.out - part.out).norm() <= 2 * dropped[head, i] * longest + 1e-9
-
-
-@in_one_test(
-    ("field", "value", "words"),
-    [
-        ("mass", 0.0, "mass must be above 0 and at most 1; got 0.0."),
-        ("mass", float("nan"), "mass must be above 0 and at most 1; got nan."),
-        ("peak", 1.5, "peak must be above 0 and at most 1; got 1.5."),
-        ("tail_tokens", -1, "tail_tokens must be at least 0; got -1."),
-    ],
-)
-def test_a_rule_out_of_range_is_refused(field: str, value: float, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        choose_tiles(*heads(TILE), TileRule(**{**BARE._asdict(), field: value}), scaling=1.0)
 
 
 def test_density_of_a_trained_model() -> None:

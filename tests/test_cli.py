@@ -58,6 +58,7 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["doctor", LAB, "--device", "meta"], "--device meta holds no weights"),
         (["eval", LAB, "--methods", ""], "--methods names none; methods are fp16, fp16-eager, int8"),
         (["eval", LAB, "--methods", "fp16,turbo5"], "unknown method turbo5; methods are fp16, fp16-eager, int8"),
+        (["eval", LAB, "--methods", "turbo4,turbo4-long"], "turbo4-long has sparse prompts, .* Pass --batch 1."),
         (["eval", LAB, "--suite", "all"], "unknown suite all; suites are smoke, core, reasoning, long, ruler, serve"),
         (["eval", LAB, "--data", "no/such-folder"], "expected the data folder at no/such-folder; there is none"),
         (["eval", "no/such-folder"], "cannot load 'no/such-folder'"),
@@ -77,6 +78,7 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         "meta",
         "no-method",
         "eval-method",
+        "eval-padded",
         "eval-suite",
         "eval-data",
         "eval-model",
@@ -118,7 +120,7 @@ def test_doctor_on_the_carried_model() -> None:
     report = last_json(result)
     # the package's version may lack the build's suffix
     assert torch.__version__.startswith(report["machine"]["versions"]["torch"])
-    assert set(report["model"]["checks"]) == set(PRESETS) - {"saap"}
+    assert set(report["model"]["checks"]) == set(PRESETS) - {"saap", "turbo4-long"}
     assert report["model"]["refusal"] is None
     errors = [report["model"]["checks"][name]["error"] for name in ("int8", "turbo4", "turbo2")]
     assert errors == sorted(errors)

@@ -55,6 +55,10 @@ def test_kernels_compile_and_fit() -> None:
         "rank_kernel",
         "latent_kernel",
         "merge_kernel",
+        "score_tiles_kernel",
+        "keep_tiles_kernel",
+        "list_tiles_kernel",
+        "dropped_mass_kernel",
     }
     assert {kernel["kernel"] for kernel in kernels} >= wanted
     assert not [kernel for kernel in kernels if kernel["shared"] > 227 << 10]

@@ -146,7 +146,16 @@ def test_values_have_bits_of_their_own() -> None:
 
 
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
-    assert set(PRESETS) == {"int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v3", "turbo-k4v2", "saap"}
+    assert set(PRESETS) == {
+        "int8",
+        "turbo4",
+        "turbo-mixed",
+        "turbo2",
+        "turbo-k4v3",
+        "turbo-k4v2",
+        "saap",
+        "turbo4-long",
+    }
     assert PRESETS["turbo4"] == TurboConfig()
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models import prompts, tiny_llama
 
 import turbo_hf
-from turbo_hf import PRESETS, SparseConfig, TurboCache, TurboConfig
+from turbo_hf import PRESETS, PromptSparsity, SparseConfig, TurboCache, TurboConfig
 from turbo_hf.config.turbo_config import BACKENDS, resolve_config
 from turbo_hf.eval.methods import folder_of, method_named, options_of_files, require_options
 
@@ -24,6 +24,7 @@ CONFIGS = [
     TurboConfig(sas=True, sas_threshold=-6.5, int8_layers=(3, 1), dense_layers=(0,), low_heads=1),
     TurboConfig(int8_layers=(), sparse=SparseConfig(mass=0.05, most_probes=64, dense_layers=(0, 2))),
     TurboConfig(sparse=SparseConfig(selector="lsh-tables", tables=8, buckets=64, independent=True, seed=7)),
+    TurboConfig(sparse_prompt=PromptSparsity(mass=0.9, audit=False, most_density=0.5)),
 ]
 
 

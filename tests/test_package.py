@@ -21,6 +21,7 @@ PUBLIC = {
     "PRESETS",
     "Calibration",
     "Handle",
+    "PromptSparsity",
     "SparseConfig",
     "TurboCache",
     "TurboConfig",

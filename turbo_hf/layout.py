@@ -251,6 +251,20 @@ class Rounding(NamedTuple):
     hadamard: bool = False
 
 
+PROMPT_TILE = 128
+"""Queries and keys of the tiles by which long prompts are sparse."""
+
+
+class TileRule(NamedTuple):
+    """Which tiles of keys a tile of queries of a long prompt reads; as in `PromptSparsity`."""
+
+    mass: float = 0.95
+    peak: float = 0.02
+    sink_tokens: int = 128
+    window_tokens: int = 512
+    tail_tokens: int = 256
+
+
 class Visits(NamedTuple):
     """The buckets of cached keys, and which of them each query of a sparse decode visits.
 

@@ -9,12 +9,15 @@ import torch
 import typer
 from rich.table import Table
 
+from turbo_hf.config.prompt_sparsity import PromptSparsity
 from turbo_hf.console import Device, Json, err, load, out
 from turbo_hf.eval.bench.captured_layers import Captured, capture, token_ids
 from turbo_hf.eval.bench.options import Folder, Seed, prepare_folder
 from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
 from turbo_hf.eval.bench.shapes import parse_tokens
-from turbo_hf.eval.bench.tile_choice import TILE, TileRule, choose_tiles, density, dropped_mass
+from turbo_hf.eval.bench.tile_choice import density, dropped_mass
+from turbo_hf.layout import PROMPT_TILE as TILE
+from turbo_hf.ops.prefill.reference_tiles import first_of_tail, reference_choose_tiles
 
 MASSES = (0.9, 0.95, 0.98)
 ROWS = 4
@@ -44,17 +47,17 @@ class DensityRow:
     density_repaired: float
 
 
-def layer_density(layer: Captured, rule: TileRule, seed: int) -> DensityRow:
+def layer_density(layer: Captured, rule: PromptSparsity, seed: int) -> DensityRow:
     """What `rule` reads and drops of one layer's heads."""
     q, k, tokens = layer.q[0], layer.k[0], layer.q.shape[2]
     about: dict[str, Any] = {name: layer.about.get(name) for name in ("scaling", "softcap", "sinks")}
-    kept = choose_tiles(q, k, rule, **about)
+    kept = reference_choose_tiles(q, k, rule.rule, **about)
     # the tail drops nothing, and would flatter
-    tiles = (tokens - rule.tail_tokens) // TILE
+    tiles = first_of_tail(tokens, rule.rule)
     generator = torch.Generator().manual_seed(seed)
     places = torch.randint(TILE, (tiles, ROWS), generator=generator) + torch.arange(tiles)[:, None] * TILE
     dropped = dropped_mass(q, k, kept, places.flatten().to(q.device), **about)
-    read, over = density(kept), dropped.mean(-1) > 2 * (1 - rule.mass)
+    read, over = density(kept), dropped.mean(-1) > rule.bound
     return DensityRow(
         layer.index,
         tokens,
@@ -74,8 +77,8 @@ def density_command(
     model: Annotated[str, typer.Option(help="A folder or a Hub id: its queries and keys are judged.")],
     length: Annotated[list[str] | None, typer.Option(help="Tokens, such as 8k; may be repeated. Default: 4k.")] = None,
     mass: Annotated[list[float] | None, typer.Option(help="May be repeated. Default: 0.9, 0.95, 0.98.")] = None,
-    peak: Annotated[float, typer.Option(help="A tile that one row gives this share is read.")] = TileRule().peak,
-    tail: Annotated[int, typer.Option(help="The last queries, which read every key.")] = TileRule().tail_tokens,
+    peak: Annotated[float, typer.Option(help="A tile that one row gives this share is read.")] = PromptSparsity().peak,
+    tail: Annotated[int, typer.Option(help="The last queries, which read every key.")] = PromptSparsity().tail_tokens,
     text: Annotated[Path | None, typer.Option(help="What the model reads; default: the included prose.")] = None,
     seed: Seed = 0,
     folder: Folder = None,
@@ -84,13 +87,11 @@ def density_command(
 ) -> None:
     """How sparse a long prompt could be: tiles of 128 keys that a mass rule reads, and the softmax that it drops.
 
-    Layer by layer on a model's own queries and keys; layers with a window are left out. No attention of turbo_hf is
-    sparse in prompts yet: this says what it would gain and lose.
+    Layer by layer on a model's own queries and keys; layers with a window are left out. It says what
+    `TurboConfig.sparse_prompt` would read and drop of this model, before a head that dropped too much is made dense.
     """
     with mistakes_end_the_command():
-        rules = [TileRule(mass=each, peak=peak, tail_tokens=tail) for each in mass or MASSES]
-        for rule in rules:
-            rule.check()
+        rules = [_rule(each, peak, tail) for each in mass or MASSES]
         lengths = [parse_tokens(word) for word in length or ("4k",)]
         if min(lengths) < tail + 2 * TILE:
             raise ValueError(f"--length must be at least --tail + {2 * TILE} = {tail + 2 * TILE}; got {min(lengths)}.")
@@ -108,7 +109,12 @@ def density_command(
     bench.finish(json_line)
 
 
-def _of_model(model: Any, ids: torch.Tensor, rules: list[TileRule], seed: int) -> Iterator[DensityRow]:
+def _rule(mass: float, peak: float, tail: int) -> PromptSparsity:
+    """ValueError for a share or a tail out of range."""
+    return PromptSparsity(mass=mass, peak=peak, tail_tokens=tail, from_tokens=max(16384, tail + 1024))
+
+
+def _of_model(model: Any, ids: torch.Tensor, rules: list[PromptSparsity], seed: int) -> Iterator[DensityRow]:
     for layer in capture(model, ids):
         if layer.about["window"] is None:
             yield from (layer_density(layer, rule, seed) for rule in rules)

@@ -19,11 +19,11 @@ from triton.runtime.jit import JITFunction
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import PRESETS, TurboConfig
-from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, Visits
+from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, TileRule, Visits
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
 from turbo_hf.ops.latent.launch import launch_latent_decode
-from turbo_hf.ops.prefill import launch
+from turbo_hf.ops.prefill import launch, launch_tiles
 from turbo_hf.ops.sparse import launch as launch_sparse
 from turbo_hf.ops.store import launch as launch_store
 
@@ -77,6 +77,15 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     scoring = taken(Scoring, {"scaling": 0.1} | options)
     rounding = taken(Rounding, {"mode": mode} | options)
     launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window)
+
+
+def sparse_prompt(dim: int, dtype: torch.dtype) -> None:
+    """A prompt of two rows that reads some of its key tiles: their choice, the audit, and the general kernel."""
+    q, k = (torch.zeros(2, 300, heads, dim, dtype=dtype).transpose(1, 2) for heads in (4, 2))
+    kept = launch_tiles.launch_choose_tiles(q, k, TileRule(tail_tokens=0), 0.1)
+    launch_tiles.launch_dropped_mass(q, k, kept, torch.arange(128), 0.1)
+    for mode in ("turbo", "fp16"):
+        launch.launch_prefill(q, k, k, Scoring(0.1), Rounding(mode), None, None, True, None, kept)
 
 
 def one_output(dim: int, heads: int) -> None:
@@ -143,6 +152,8 @@ def nearest(capability: str) -> None:
     for mode, dim, past in (("turbo", 128, pasts[128]), ("half", 256, None), ("fp16", 256, pasts[256])):
         case[0] = f"{mode}, d = {dim}"
         prefill(mode, dim, torch.bfloat16, past)
+    case[0] = "sparse prompt, d = 256"
+    sparse_prompt(256, torch.bfloat16)
     case[0] = "fp16 with SAS, d = 256"
     prefill("fp16", 256, torch.bfloat16, pasts[256], sas_threshold=-6.0)
     for width, dim, block in (
@@ -181,6 +192,8 @@ def main(everything: bool) -> None:
     options = {"window": 70, "softcap": 5.0, "sinks": torch.zeros(4), "sas_threshold": -6.0, "v_scale": "channel"}
     case[0] = "fp8 with every option"
     prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, hadamard=True, **options)
+    case[0] = "sparse prompt"
+    sparse_prompt(128, torch.bfloat16)
     x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
     for dim in (64, 80, 256):
         case[0] = f"rotate, d = {dim}"

@@ -27,6 +27,7 @@ from turbo_hf.ops.repeat import repeat_key
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import prefill_mode
 from turbo_hf.patches.latent import expanded, keeps_latent
+from turbo_hf.sparse.prompts import PromptTally
 
 NAME = "turbo_hf"
 """The value of `config._attn_implementation` on a patched model."""
@@ -338,7 +339,8 @@ def _prompt(
     starts = new.starts_on(q.device)
     buckets = new_buckets(layer, source, qkv.key, new)
     past = layer.kv_store() if layer.seen else None
-    out = prompt_attention(layer.config, NewQKV(q, k, v), past, starts, layer.window, scoring)
+    given = (NewQKV(q, k, v), past, starts, layer.window, scoring)
+    out = prompt_attention(layer.config, *given, tally=layer.prompt_tally, seen=layer.seen)
     cache.store_prompt(layer, k, v, new, buckets)
     return out
 
@@ -350,11 +352,23 @@ def prompt_attention(
     starts: torch.Tensor | None,
     window: int | None,
     scoring: Scoring,
+    *,
+    tally: PromptTally | None = None,
+    seen: int = 0,
 ) -> torch.Tensor:
-    """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored."""
+    """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
+
+    tally: notes what sparse prompts read; None: every key is read. seen: columns that the cache holds.
+    """
     q, k, v = qkv
-    mode = prefill_mode(config.prompt_attention, q)
-    if mode == "fp16" and config.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
+    mode, rule, kept = prefill_mode(config.prompt_attention, q), config.sparse_prompt, None
+    if tally is not None and rule is not None:
+        given = (past, starts, window, scoring)
+        kept = tally.tiles_to_read(rule, q, k, *given, seen=seen, mode=mode, backend=config.backend)
+    if kept is not None:
+        # a window as long as the prompt
+        window = None
+    elif mode == "fp16" and config.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
         return _sdpa(q, k, v, scoring.scaling)
     # over a past, the chunk's own keys are rotated like the stored ones
     turned = past is not None and config.rotates
@@ -375,6 +389,7 @@ def prompt_attention(
         past=past,
         starts=starts,
         window=window,
+        kept=kept,
         backend=config.backend,
     ).out
 

@@ -73,6 +73,7 @@ class TurboLayer(DequantizedLayer):
         """Drop every token and release the memory; the layer can then take another batch."""
         empty = type(self)(self.config, self.window, self.index, self.head_order, self.selector, self.latent)
         empty.integrity, empty.states = self.integrity, self.states
+        empty.prompt_tally = self.prompt_tally
         # in one assignment, so that an exception leaves nothing half reset
         self.__dict__ = vars(empty)
 

@@ -20,6 +20,7 @@ from turbo_hf.ops.repeat import Repeat, repeat_key
 from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.sparse.bucket_index import BucketIndex
+from turbo_hf.sparse.prompts import PromptTally
 from turbo_hf.sparse.selectors import Selector
 
 DECODE_TOKENS = 16
@@ -100,6 +101,8 @@ class LayerStorage:
     ):
         super().__init__()
         self.selector, self.latent = selector, latent
+        # shared by all caches of a patch
+        self.prompt_tally = PromptTally()
         self.config, self.window, self.index, self.head_order = config, window, index, head_order
         # shared by all layers of a cache
         self.integrity, self.name = Integrity({index: type(self).__name__}), f"layer {index}"

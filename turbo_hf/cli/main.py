@@ -133,8 +133,9 @@ def demo_command(
     from turbo_hf.eval.demo import as_json  # noqa: PLC0415
     from turbo_hf.eval.needle import needles  # noqa: PLC0415
 
-    # a sparse preset needs a calibration
-    methods = list(dict.fromkeys(method or [])) or [name for name, config in PRESETS.items() if config.sparse is None]
+    # a sparse preset needs a calibration, or longer prompts
+    dense = [name for name, config in PRESETS.items() if config.sparse is None and config.sparse_prompt is None]
+    methods = list(dict.fromkeys(method or [])) or dense
     unknown = [name for name in methods if name not in PRESETS and not names_a_file(name)]
     if unknown:
         raise fail(
@@ -334,6 +335,7 @@ def _print_machine(found: "Machine") -> None:
         table.add_row(name, f"{value} (tested: {tested_range()})" if name == "transformers" else value)
     table.add_row("GPU", "\n".join(found.gpus) or "none")
     table.add_row("attention", found.backend)
+    table.add_row("sparse prompts", found.sparse_prompts)
     out.print(table)
     for problem in found.problems:
         out.print(f"problem: {problem}", style="bold red", markup=False)

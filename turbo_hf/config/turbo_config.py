@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
 from turbo_hf.config.options import Options, at_least, freeze, freeze_layers, layer_indices, one_of
+from turbo_hf.config.prompt_sparsity import PromptSparsity
 from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
@@ -260,6 +261,8 @@ class TurboConfig(Options):
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
         dense_layers: layers left to Hugging Face, in full precision.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
+        sparse_prompt: the queries of long prompts read the keys that `PromptSparsity` chooses; None: all of them. Not
+            with sas.
     """
 
     bits: int = 4
@@ -282,6 +285,7 @@ class TurboConfig(Options):
     int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
     dense_layers: tuple[int, ...] = ()
     sparse: SparseConfig | None = None
+    sparse_prompt: PromptSparsity | None = None
 
     def __post_init__(self) -> None:
         for field in ("int8_layers", "dense_layers"):
@@ -332,6 +336,7 @@ class TurboConfig(Options):
         layer_indices("dense_layers", self.dense_layers, "", "TurboConfig")
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
+        self._check_sparse_prompt()
         reason = self.sparse.why_no_kernel if self.sparse is not None else None
         if reason is not None and self.backend == "triton":
             raise ValueError(f'TurboConfig.backend "triton" cannot run here: {reason}. Choose "auto" or "reference".')
@@ -342,7 +347,8 @@ class TurboConfig(Options):
 
         Args:
             options: the fields that are given; the others have the values of the preset named by "preset", or else
-                their defaults. Layers may be lists; "sparse" is a dict of all that is not default in it, or None.
+                their defaults. Layers may be lists; "sparse" and "sparse_prompt" are dicts of all that is not default
+                in them, or None.
 
         Raises:
             ValueError: an unknown name (the message has the known ones), an unknown preset, or a wrong value.
@@ -351,7 +357,19 @@ class TurboConfig(Options):
         base = resolve_preset(given.pop("preset")) if "preset" in given else cls()
         if isinstance(given.get("sparse"), Mapping):
             given["sparse"] = SparseConfig.from_dict(given["sparse"])
+        if isinstance(given.get("sparse_prompt"), Mapping):
+            given["sparse_prompt"] = PromptSparsity.from_dict(given["sparse_prompt"])
         return replace(base, **given)
+
+    def _check_sparse_prompt(self) -> None:
+        """ValueError unless prompts may be sparse as asked for."""
+        if self.sparse_prompt is not None and not isinstance(self.sparse_prompt, PromptSparsity):
+            raise ValueError(f"TurboConfig.sparse_prompt must be a PromptSparsity or None; got {self.sparse_prompt!r}.")
+        if self.sparse_prompt is not None and self.sas:
+            raise ValueError(
+                "TurboConfig.sparse_prompt does not go with sas=True: what it drops is chosen and audited by the "
+                "softmax. Leave one of them out."
+            )
 
     def _check_16bit(self) -> None:
         """ValueError for options that round what 16-bit heads keep unrounded."""
@@ -414,9 +432,11 @@ PRESETS: dict[str, TurboConfig] = {
     "turbo-k4v3": TurboConfig(bits=4, value_bits=3),
     "turbo-k4v2": TurboConfig(bits=4, value_bits=2),
     "saap": TurboConfig(bits=4, sparse=SparseConfig()),
+    "turbo4-long": TurboConfig(bits=4, sparse_prompt=PromptSparsity()),
 }
 """INT8; 4 bit (the default); 4 bit with half of the heads at 2 bit; 2 bit (experimental); keys of 4 bit with values of
-3 or 2; sparse decoding over 4 bit, which needs a calibration."""
+3 or 2; sparse decoding over 4 bit, which needs a calibration; 4 bit with sparse attention of prompts from 16k tokens up
+(experimental)."""
 
 
 ConfigLike = str | Path | Mapping[str, Any] | TurboConfig

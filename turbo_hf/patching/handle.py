@@ -21,6 +21,7 @@ from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.patching import continuous_batching
 from turbo_hf.ranks import ALONE, Ranks
+from turbo_hf.sparse.prompts import PromptShares, PromptTally
 from turbo_hf.sparse.selectors import Selectivity, Selector
 
 
@@ -77,6 +78,7 @@ class Report:
         sparse: for each layer, what chooses the keys that decode steps read, or why they read all of them; {} without
             `TurboConfig.sparse`.
         selectivity: for each sparse layer, what its steps have read since the patch was applied.
+        sparse_prompts: for each layer whose prompts may be sparse, what the long ones have read and dropped.
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
         ranks: of a tensor parallel model, how many share it and which heads each of them holds; "" for one process.
             Heads of `layers`, and `selectivity`, are those of this rank.
@@ -94,6 +96,7 @@ class Report:
     heads: str = ""
     sparse: Mapping[int, str] = field(default_factory=dict)
     selectivity: tuple[Selectivity, ...] = ()
+    sparse_prompts: tuple[PromptShares, ...] = ()
     serving: str = ""
     ranks: str = ""
     weights: str = ""
@@ -102,7 +105,7 @@ class Report:
         lines = [f"{self.model} ({self.family})", *([f"  {self.notes}"] if self.notes else [])]
         lines += [f"  {self.ranks}"] if self.ranks else []
         lines += [f"  {at}: {words}" for at, words in group_layers((at.index, self._of(at)) for at in self.layers)]
-        lines += self._read()
+        lines += self._read() + self._long_prompts()
         lines += [f"  {text}" for text in (self.weights, self.heads, self.prompts, self.steps, self.serving) if text]
         return "\n".join(lines + [f"  note: {text}" for text in self.warnings])
 
@@ -118,6 +121,21 @@ class Report:
             f"  most, layer {most.layer}: {most}",
             f"  all {len(counted)} sparse layers: see `selectivity`",
         ]
+
+    def _long_prompts(self) -> list[str]:
+        """What the long prompts of each layer have read and dropped, in words; for many layers the two extremes."""
+        groups = group_layers((read.layer, str(read)) for read in self.sparse_prompts if str(read))
+        found = sorted((read for read in self.sparse_prompts if read.prompts), key=attrgetter("density"))
+        if len(groups) <= SHOWN or not found:
+            return [f"  {layers}: {words}" for layers, words in groups]
+        lines = [
+            f"  least read, layer {found[0].layer}: {found[0]}",
+            f"  most read, layer {found[-1].layer}: {found[-1]}",
+        ]
+        if found[0].dropped_max is not None:
+            worst = max(found, key=attrgetter("dropped_mean"))
+            lines.append(f"  most dropped, layer {worst.layer}: {worst}")
+        return [*lines, f"  all {len(found)} layers with sparse prompts: see `sparse_prompts`"]
 
     def _of(self, at: LayerReport) -> str:
         """What was done with one layer, in words."""
@@ -147,6 +165,7 @@ class CacheMaker:
         groups, dims: of the compressed layers: (width, KV heads) of each width, and the head dims that occur.
         why_not_served: why continuous batching cannot run; None: it can.
         serving: what its managers have in common; None before the first one.
+        prompt_tallies: by layer, what sparse prompts have read.
     """
 
     layers: int
@@ -166,6 +185,7 @@ class CacheMaker:
     dims: frozenset[int] = frozenset()
     why_not_served: str | None = None
     serving: Any = None
+    prompt_tallies: dict[int, PromptTally] = field(default_factory=dict)
 
     def make(self, model_config: PreTrainedConfig) -> TurboCache:
         """A cache with the choices of this patch; for the first layers only, if the config has fewer layers."""
@@ -183,6 +203,8 @@ class CacheMaker:
             selectors={index: selector for index, selector in self.selectors.items() if index < count},
         )
         cache.integrity.ranks = self.ranks
+        for layer in cache.turbo_layers():
+            layer.prompt_tally = self.prompt_tallies.setdefault(layer.index, layer.prompt_tally)
         # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
             self.made, self.unmeasured = self.made + 1, None
@@ -292,7 +314,9 @@ class Handle:
         serving = self._report.serving
         if self._maker.serving is not None:
             serving = self._maker.serving.words() or serving
-        return replace(self._report, selectivity=read, steps=steps, serving=serving)
+        tallies = sorted(self._maker.prompt_tallies.items()) if self._maker.config.sparse_prompt is not None else ()
+        prompts = tuple(tally.shares(layer) for layer, tally in tallies)
+        return replace(self._report, selectivity=read, sparse_prompts=prompts, steps=steps, serving=serving)
 
     def memory(self) -> Memory:
         """Bytes by layer and kind of the newest cache made by `generate` or `new_cache`: as it is now, or as it was

@@ -39,6 +39,7 @@ from turbo_hf.patching.refusals import (
 )
 from turbo_hf.patching.selfcheck import require_agreement, unpatched_logits
 from turbo_hf.ranks import Ranks, ranks_of, split_layers
+from turbo_hf.sparse.prompts import describe_sparse_prompts
 
 LATENT_PROMPTS = "prompts: expanded to keys and values, in the model's dtype, by torch's SDPA (latent attention)"
 
@@ -206,7 +207,10 @@ def _plan(
         notes=family.notes if family else "",
         config=config,
         layers=tuple(layers),
-        prompts=LATENT_PROMPTS if latents else describe_prefill(config.prompt_attention, model.device, dims),
+        prompts=LATENT_PROMPTS
+        if latents
+        else describe_prefill(config.prompt_attention, model.device, dims)
+        + describe_sparse_prompts(config.sparse_prompt),
         steps=steps,
         warnings=tuple(notices.messages),
         heads=words,

@@ -9,6 +9,7 @@ from turbo_hf.layout import AttentionOutput, KVStore, Rounding, Scoring
 from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.prefill.operands import check_rounding
 from turbo_hf.ops.prefill.reference import reference_prefill
+from turbo_hf.ops.prefill.tiles import check_kept
 from turbo_hf.ops.prefill.torch_op import traced_prefill
 from turbo_hf.ops.store.quantize import check_float
 
@@ -27,6 +28,7 @@ def prefill(
     starts: torch.Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
+    kept: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attention of M new tokens over themselves and, optionally, over a compressed past.
@@ -39,6 +41,9 @@ def prefill(
         starts: int64 [B], the first real column of each row (left padding before it); None: no padding.
         causal: query i sees no key after its own; its position follows the past.
         window: how many tokens a query sees, including itself; None: all.
+        kept: uint8 [B, Hq, T (T - 1) / 2], the key tiles that each tile of 128 queries reads beside its own
+            (`ops.prefill.tiles.choose_tiles`); None: all. Heads that are computed again, because INT8 cannot represent
+            them, read all.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -68,15 +73,19 @@ def prefill(
             raise ValueError(f"{name} must be {q.dtype} on {q.device} like q; got {x.dtype} on {x.device}.")
     if past is not None:
         _check_past(past, k, mode)
+    if kept is not None:
+        if not causal or past is not None or starts is not None or window is not None:
+            raise ValueError("kept is for causal prompts without a past, starts and a window. Leave it out.")
+        check_kept(kept, q)
     if mode == "fp16" and (rounding.smooth_k or rounding.hadamard):
         raise ValueError('smooth_k and hadamard prepare keys for rounding; mode "fp16" rounds none. Leave them out.')
     if not uses_triton(backend, q.device, why_no_kernel(q, mode)):
-        return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window)
+        return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept)
     if torch.compiler.is_compiling():
-        return traced_prefill(q, k, v, scoring, rounding, past, starts, causal, window)
+        return traced_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept)
     from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
-    return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window)
+    return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept)
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:

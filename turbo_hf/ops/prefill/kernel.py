@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import LN_2, LOG2_E, SCORE_LIMIT, as_int8, in_value_order, sas, tanh, value_order
+from turbo_hf.ops.prefill.kernel_tiles import TILE, row_of
 
 DEPTH = tl.constexpr(16.0)  # log2: how far below the running maximum a tile's reference may lie
 
@@ -125,43 +126,71 @@ def _load_raw(at, channel, token_seen, MASKED: tl.constexpr, D: tl.constexpr, DP
 
 
 @triton.jit
+def _chunk_tile(
+    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring,
+    MASKED: tl.constexpr, FORM: tl.constexpr,
+):  # fmt: skip
+    """The key tile of the chunk that begins at `n0`; without MASKED every query sees every one of its keys."""
+    BLOCK: tl.constexpr = FORM.block
+    n = tl.arange(0, BLOCK)
+    place = (n0 + n).to(tl.int64)
+    here = n0 + n < count
+    if chunk.k is None:
+        k = tl.trans(k_tiles.load([(kv_row * chunk.padded).to(tl.int32) + n0, 0]))
+    else:
+        at = chunk.k.data + k_base + place[None, :] * chunk.k.strides[2] + d[:, None]
+        k = _load_raw(at, d[:, None], here[None, :], MASKED, FORM.dim, FORM.padded_dim)
+    if chunk.v is None:
+        v = tl.trans(v_tiles.load([(kv_row * FORM.dim).to(tl.int32), n0]))
+    else:
+        at = chunk.v.data + v_base + place[:, None] * chunk.v.strides[2] + d[None, :]
+        v = _load_raw(at, d[None, :], here[:, None], MASKED, FORM.dim, FORM.padded_dim)
+    k_scale = 1.0
+    if FORM.k_token:
+        k_scale = tl.load(chunk.k_scale + kv_row * chunk.padded + place)
+    elif chunk.k is None:
+        k_scale = tl.load(chunk.k_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
+    v_scale = 0.0
+    if chunk.v_scale is not None:
+        v_scale = tl.load(chunk.v_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
+    allowed = here[None, :]
+    if FORM.causal:
+        allowed &= (n0 + n)[None, :] <= m[:, None]
+    if FORM.window > 0:
+        allowed &= (n0 + n)[None, :] > m[:, None] - FORM.window
+    return _step(
+        state, query, bias, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED, FORM.k_token, V_TOKEN=False,
+        ORDERED=chunk.v is None, CLEAN=MASKED and chunk.k is not None,
+    )  # fmt: skip
+
+
+@triton.jit
 def _chunk(
     state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, from_n, to_n, count, scoring,
     MASKED: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """The key tiles of the chunk from `from_n` to `to_n`; without MASKED every query sees every one of their keys."""
-    BLOCK: tl.constexpr = FORM.block
-    n = tl.arange(0, BLOCK)
-    for n0 in range(from_n, to_n, BLOCK):
-        place = (n0 + n).to(tl.int64)
-        here = n0 + n < count
-        if chunk.k is None:
-            k = tl.trans(k_tiles.load([(kv_row * chunk.padded).to(tl.int32) + n0, 0]))
-        else:
-            at = chunk.k.data + k_base + place[None, :] * chunk.k.strides[2] + d[:, None]
-            k = _load_raw(at, d[:, None], here[None, :], MASKED, FORM.dim, FORM.padded_dim)
-        if chunk.v is None:
-            v = tl.trans(v_tiles.load([(kv_row * FORM.dim).to(tl.int32), n0]))
-        else:
-            at = chunk.v.data + v_base + place[:, None] * chunk.v.strides[2] + d[None, :]
-            v = _load_raw(at, d[None, :], here[:, None], MASKED, FORM.dim, FORM.padded_dim)
-        k_scale = 1.0
-        if FORM.k_token:
-            k_scale = tl.load(chunk.k_scale + kv_row * chunk.padded + place)
-        elif chunk.k is None:
-            k_scale = tl.load(chunk.k_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
-        v_scale = 0.0
-        if chunk.v_scale is not None:
-            v_scale = tl.load(chunk.v_scale + kv_row * (chunk.padded // BLOCK) + n0 // BLOCK)
-        allowed = here[None, :]
-        if FORM.causal:
-            allowed &= (n0 + n)[None, :] <= m[:, None]
-        if FORM.window > 0:
-            allowed &= (n0 + n)[None, :] > m[:, None] - FORM.window
-        state = _step(
-            state, query, bias, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED, FORM.k_token, V_TOKEN=False,
-            ORDERED=chunk.v is None, CLEAN=MASKED and chunk.k is not None,
-        )  # fmt: skip
+    """The key tiles of the chunk from `from_n` to `to_n`."""
+    for n0 in range(from_n, to_n, FORM.block):
+        state = _chunk_tile(
+            state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring, MASKED, FORM
+        )
+    return state
+
+
+@triton.jit
+def _listed_tiles(
+    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, at, listed, count, scoring,
+    FORM: tl.constexpr,
+):  # fmt: skip
+    """The `listed` tiles of TILE keys that `at` points to, the oldest first, as a dense walk has them."""
+    PARTS: tl.constexpr = TILE // FORM.block
+    for i in range(0, listed * PARTS):
+        # the interpreter has no int % constexpr
+        part = i - i // PARTS * PARTS
+        n0 = tl.load(at + listed - 1 - i // PARTS).to(tl.int32) * TILE + part * FORM.block
+        state = _chunk_tile(
+            state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, n0, count, scoring, False, FORM
+        )
     return state
 
 
@@ -266,7 +295,7 @@ def _of_head(view, row, head, start, STARTS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    tile, row_head, queries, k_tiles, v_tiles, chunk, past, scoring, result, tokens, FORM: tl.constexpr
+    tile, row_head, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, tokens, FORM: tl.constexpr
 ):  # fmt: skip
     """One tile of queries of one head."""
     GROUP: tl.constexpr = FORM.group
@@ -319,10 +348,19 @@ def _attend(
                 state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, lowest, clear_from, count,
                 scoring, True, FORM,
             )  # fmt: skip
-        state = _chunk(
-            state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to, count,
-            scoring, False, FORM,
-        )  # fmt: skip
+        if listed is None:
+            state = _chunk(
+                state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to, count,
+                scoring, False, FORM,
+            )  # fmt: skip
+        else:
+            own, tiles = first // TILE, tl.cdiv(tokens, TILE)
+            state = _listed_tiles(
+                state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d,
+                listed.tiles + row_of(row_head, own, tiles), tl.load(listed.count + row_head * tiles + own), count,
+                scoring, FORM,
+            )  # fmt: skip
+            clear_to = own * TILE
         state = _chunk(
             state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_to, last, count,
             scoring, True, FORM,
@@ -345,7 +383,7 @@ def _attend(
 
 @triton.jit
 def prefill_kernel(
-    queries, k_tiles, v_tiles, chunk, past, scoring, result, pairs, tokens,
+    queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, pairs, tokens,
     FORM: tl.constexpr, REPAIR: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one tile; with REPAIR, a few compute all tiles of the heads in `result.broken`.
@@ -353,16 +391,17 @@ def prefill_kernel(
     `result.broken`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large
     for INT8, and then for one whose keys or values hold NaN or Inf; FLAGS: a power of two that covers them.
 
-    Of `PrefillQueries`, `Chunk`, `Past` (or None), `Scoring` (softcap in units of log2), `PrefillResult`,
-    `PrefillForm`. k_tiles, v_tiles: descriptors of the quantized operands, [B*Hkv*T, D] and [B*Hkv*D, T], or None.
-    pairs: B*Hq. tokens: M.
+    Of `PrefillQueries`, `Chunk`, `Past` (or None), `Listed` (None: every key tile is read; else plain causal prompts
+    alone, without past, starts and window), `Scoring` (softcap in units of log2), `PrefillResult`, `PrefillForm`.
+    k_tiles, v_tiles: descriptors of the quantized operands, [B*Hkv*T, D] and [B*Hkv*D, T], or None. pairs: B*Hq.
+    tokens: M.
     """
     tiles = tl.cdiv(tokens, FORM.block_m)
     # heads that share keys run side by side, and the longest tiles of each first
     if not REPAIR:
         tile = tiles - 1 - tl.program_id(0) % tiles
         row_head = (tl.program_id(0) // tiles).to(tl.int64)
-        _attend(tile, row_head, queries, k_tiles, v_tiles, chunk, past, scoring, result, tokens, FORM)
+        _attend(tile, row_head, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, tokens, FORM)
     else:
         n = tl.arange(0, FLAGS)
         kv_heads = pairs // FORM.group
@@ -371,4 +410,7 @@ def prefill_kernel(
                 row_head = (at // tiles).to(tl.int64)
                 kv_row = row_head // FORM.heads * (FORM.heads // FORM.group) + row_head % FORM.heads // FORM.group
                 if tl.load(result.broken + row_head) + tl.load(result.broken + pairs + kv_row) != 0:
-                    _attend(at % tiles, row_head, queries, k_tiles, v_tiles, chunk, past, scoring, result, tokens, FORM)
+                    _attend(
+                        at % tiles, row_head, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, tokens,
+                        FORM,
+                    )  # fmt: skip

@@ -64,6 +64,16 @@ class Past(NamedTuple):
     open_room: int
 
 
+class Listed(NamedTuple):
+    """Which key tiles of 128 each tile of 128 queries reads beside its own, as `launch_list_tiles` makes them.
+
+    tiles: int16 [B*Hq * T (T - 1) / 2 + 2], in the rows of a triangle; what is no entry is 0. count: int32 [B*Hq, T].
+    """
+
+    tiles: Any
+    count: Any
+
+
 class PrefillResult(NamedTuple):
     """Where results go: out [B, Hq, M, D], lse float32 [B, Hq, M], broken as `prefill_kernel` has it."""
 

@@ -57,7 +57,21 @@ def _tiles(row, M, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _producer(k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G,
+def _list(listed, bh, row, n_blocks):
+    """Pointer to the list of the key tiles that 128 rows read before their own, the newest first; their number."""
+    t = row // 128
+    at = listed[0] + bh.to(gl.int64) * n_blocks * (n_blocks - 1) // 2 + t.to(gl.int64) * (t - 1) // 2
+    return at, gl.load(listed[1] + bh.to(gl.int64) * n_blocks + t)
+
+
+@gluon.jit
+def _entry(at, i):
+    """Entry i of a list; some tile up to two places past its end."""
+    return gl.load(at + i).to(gl.int32)
+
+
+@gluon.jit
+def _producer(k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G, listed,
               D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     it = 0
     for round_ in range(gl.cdiv(n_items, gl.num_programs(0))):
@@ -66,8 +80,16 @@ def _producer(k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blo
             row, bh = _place(item, n_blocks, heads)
             kv = (bh // Hq) * (Hq // G) + (bh % Hq) // G
             n = _tiles(row, M, CAUSAL)
+            if listed is not None:
+                at, earlier = _list(listed, bh, row, n_blocks)
+                n = earlier + 1
+                following = row // 128
             for i in range(n):
-                j = n - 1 - i
+                if listed is not None:
+                    j = following
+                    following = _entry(at, i)
+                else:
+                    j = n - 1 - i
                 s = it % STAGES
                 mbarrier.wait(empty.index(s), ((it // STAGES) & 1) ^ 1)
                 mbarrier.expect(full.index(s), 256 * D)
@@ -237,7 +259,7 @@ def _rows(x, layout: gl.constexpr):
 
 @gluon.jit
 def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty,
-              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, scale_log2,
+              sqb, sqh, sqm, sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, scale_log2,
               D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, FP8: gl.constexpr,
               LATE_PACK: gl.constexpr):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
@@ -262,12 +284,15 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
         row, bh = _place(_item(round_), n_blocks, heads)
         kv = bh // Hq * (Hq // G) + bh % Hq // G
         n = _tiles(row, M, CAUSAL)
+        j = n - 1
+        if listed is not None:
+            at, earlier = _list(listed, bh, row, n_blocks)
+            n = earlier + 1
         row += 64 * wg
         k_scales, v_logs = k_scale + kv * (Tp // 128), v_log2 + kv * (Tp // 128)
 
         q_scale = gl.convert_layout(_quantize_q(x, q_wg, broken + bh) * (scale_log2 / 127.0), row_layout)
 
-        j = n - 1
         s = it % STAGES
         last = _last_row(row, M, CAUSAL, row_layout)
         c = q_scale * gl.load(k_scales + j)
@@ -283,13 +308,25 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
             beta = alpha
         else:
             total = _lane_sum(P)
-        k_next, v_next = _next_scales(k_scales, v_logs, j)
+        if listed is not None:
+            j = _entry(at, 0)
+            k_next, v_next = gl.load(k_scales + j), gl.load(v_logs + j)
+            # an index is loaded one tile before its scales
+            j = _entry(at, 1)
+            at += 2
+        else:
+            k_next, v_next = _next_scales(k_scales, v_logs, j)
 
         for _ in range(n - 1):
-            j -= 1
             c = q_scale * k_next
             v_exp = v_next
-            k_next, v_next = _next_scales(k_scales, v_logs, j)
+            if listed is not None:
+                k_next, v_next = gl.load(k_scales + j), gl.load(v_logs + j)
+                j = _entry(at, 0)
+                at += 1
+            else:
+                j -= 1
+                k_next, v_next = _next_scales(k_scales, v_logs, j)
             nxt = (it + 1) % STAGES
             mbarrier.wait(full.index(nxt), ((it + 1) // STAGES) & 1)
             S = warpgroup_mma(q_wg, k_smem.index(nxt).permute((1, 0)), s_zero, use_acc=False, is_async=True)
@@ -339,9 +376,12 @@ def _consumer(wg: gl.constexpr, q, o, lse, k_scale, v_log2, broken, q_smem, ones
 
 @gluon.jit(do_not_specialize=["M", "Tp", "n_items", "n_blocks", "heads", "Hq", "G"])
 def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, broken, o, lse, sqb, sqh, sqm, sob, som, soh, M, Tp,
-                          n_items, n_blocks, heads, Hq, G, scale_log2, D: gl.constexpr, STAGES: gl.constexpr,
+                          n_items, n_blocks, heads, Hq, G, listed, scale_log2, D: gl.constexpr, STAGES: gl.constexpr,
                           CAUSAL: gl.constexpr, FP8: gl.constexpr, LATE_PACK: gl.constexpr):
-    """q [B, Hq, M, D] with last stride 1; k_desc [B*Hkv*Tp, D], v_desc [B*Hkv*D, Tp]; broken int32 [B*Hq + ...]."""
+    """q [B, Hq, M, D] with last stride 1; k_desc [B*Hkv*Tp, D], v_desc [B*Hkv*D, Tp]; broken int32 [B*Hq + ...].
+
+    listed: `Listed`; None: every key tile is read.
+    """
     q_smem = gl.allocate_shared_memory(gl.int8, [2, 64, D], gl.NVMMASharedLayout.get_default_for([64, D], gl.int8))
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 128, D], k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES, D, 128], v_desc.layout)
@@ -357,11 +397,11 @@ def hopper_prefill_kernel(q, k_desc, v_desc, k_scale, v_log2, broken, o, lse, sq
     fence_async_shared()
     gl.warp_specialize([
         (_consumer, (0, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, scale_log2, D, STAGES, CAUSAL, FP8,
-                     LATE_PACK)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, scale_log2, D, STAGES, CAUSAL,
+                     FP8, LATE_PACK)),
         (_consumer, (1, q, o, lse, k_scale, v_log2, broken, q_smem, ones, k_smem, v_smem, full, empty, sqb, sqh, sqm,
-                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, scale_log2, D, STAGES, CAUSAL, FP8,
-                     LATE_PACK)),
-        (_producer, (k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G, D, STAGES,
-                     CAUSAL)),
+                     sob, som, soh, M, Tp, n_items, n_blocks, heads, Hq, G, listed, scale_log2, D, STAGES, CAUSAL,
+                     FP8, LATE_PACK)),
+        (_producer, (k_desc, v_desc, k_smem, v_smem, full, empty, M, Tp, n_items, n_blocks, heads, Hq, G, listed, D,
+                     STAGES, CAUSAL)),
     ], [4, 1], [240, 24])

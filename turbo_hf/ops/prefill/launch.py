@@ -21,6 +21,7 @@ from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillQueries, PrefillResult, View
 from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
+from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
 from turbo_hf.ops.store.launch import launch_rotate, pairs_of
 from turbo_hf.ops.tuning import prefill_tiles
 
@@ -143,6 +144,7 @@ def launch_prefill(
     starts: torch.Tensor | None,
     causal: bool,
     window: int | None,
+    kept: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """`ops.prefill.contract.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
     batch, heads, tokens, dim = q.shape
@@ -158,6 +160,7 @@ def launch_prefill(
     held = None if past is None else _held(past)
     block, written = rounding.block, PrefillResult(_view(result), lse, broken)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
+    listed = None if kept is None else launch_list_tiles(kept, tokens)
 
     def run(
         parts: Operands,
@@ -192,7 +195,8 @@ def launch_prefill(
         programs = -(-tokens // tiles.block_m) * pairs
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
             PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
-            kernel_scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
+            # what is repaired is computed densely
+            None if repair else listed, kernel_scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
         )  # fmt: skip
@@ -214,7 +218,7 @@ def launch_prefill(
 
             assert v_log2 is not None
             to = AttentionOutput(result, lse)
-            launch_hopper_prefill(q, parts, v_log2, to, broken, scoring, causal)
+            launch_hopper_prefill(q, parts, v_log2, to, broken, scoring, causal, listed)
         else:
             run(parts, rounding.mode, v_log2, rotated, bias)
         # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision

@@ -9,6 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from turbo_hf.layout import AttentionOutput, Operands, Scoring
 from turbo_hf.ops import gpu
+from turbo_hf.ops.prefill.kernel_arguments import Listed
 from turbo_hf.ops.prefill.kernel_hopper import hopper_prefill_kernel
 
 TILE = 128
@@ -29,10 +30,12 @@ def launch_hopper_prefill(
     broken: torch.Tensor,
     scoring: Scoring,
     causal: bool,
+    listed: Listed | None = None,
 ) -> None:
     """Write out and lse of q over `parts` to `to`, v_log2 being the log2 of `parts.v_scale`. scoring: a plain one.
 
-    `broken` is set for heads with NaN or Inf in q, or scores too large for INT8.
+    listed: the key tiles that each tile of queries reads, of a causal prompt; None: all. `broken` is set for heads
+    with NaN or Inf in q, or scores too large for INT8.
     """
     out, lse = to
     batch, heads, tokens, dim = q.shape
@@ -50,6 +53,7 @@ def launch_hopper_prefill(
     hopper_prefill_kernel[(min(items, gpu.sms(q.device)),)](
         q, keys, values, parts.k_scale, v_log2, broken, out, lse,
         *q.stride()[:3], out.stride(0), out.stride(2), out.stride(1), tokens, padded, items,
-        triton.cdiv(tokens, TILE), together, heads, group, scoring.scaling * math.log2(math.e),
+        triton.cdiv(tokens, TILE), together, heads, group,
+        listed, scoring.scaling * math.log2(math.e),
         D=dim, STAGES=STAGES[dim], CAUSAL=causal, FP8=fp8, LATE_PACK=dim == 64, num_warps=4,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from turbo_hf.layout import (
 )
 from turbo_hf.ops.maths import align, query_shift, ratio, scaled
 from turbo_hf.ops.prefill.reference_operands import reference_quantize_operands
+from turbo_hf.ops.prefill.reference_tiles import as_square
 from turbo_hf.ops.reference_flash import FlashOptions, Operand, Run, flash
 from turbo_hf.ops.store.reference_pages import sealed_tokens, stored
 from turbo_hf.ops.store.reference_rotate import reference_rotate
@@ -32,6 +33,7 @@ def reference_prefill(
     starts: torch.Tensor | None = None,
     causal: bool = True,
     window: int | None = None,
+    kept: torch.Tensor | None = None,
 ) -> AttentionOutput:
     batch, _, tokens, _ = q.shape
     column = torch.arange(tokens, device=q.device).expand(batch, tokens)
@@ -56,7 +58,8 @@ def reference_prefill(
         parts = reference_quantize_operands(k, v, rounding, starts)
         keys, values = _chunk(parts, align(v, starts), place, block)
         bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scoring.scaling
-    runs.append(Run(turned, keys, values, block, bias, own=True))
+    square = None if kept is None else as_square(kept, tokens)
+    runs.append(Run(turned, keys, values, block, bias, own=True, kept=square))
 
     out, lse = flash(runs, FlashOptions(scoring, causal, window, mode.p_type(q.dtype)))
     too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)

@@ -17,11 +17,12 @@ def traced_prefill(
     starts: torch.Tensor | None,
     causal: bool,
     window: int | None,
+    kept: torch.Tensor | None = None,
 ) -> AttentionOutput:
     """`launch_prefill` as the one node of a graph that `torch.compile` makes. Operators take no tuples, so these are
     unpacked here and packed again in `_prefill`."""
     tensors, numbers = past_as_lists(past)
-    return AttentionOutput(*_prefill(q, k, v, *scoring, *rounding, tensors, numbers, starts, causal, window))
+    return AttentionOutput(*_prefill(q, k, v, *scoring, *rounding, tensors, numbers, starts, causal, window, kept))
 
 
 def past_as_lists(past: KVStore | None) -> tuple[list[torch.Tensor], list[int]]:
@@ -60,13 +61,15 @@ def _prefill(
     starts: torch.Tensor | None,
     causal: bool,
     window: int | None,
+    kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """past, past_numbers: as `past_as_lists` gives them."""
     from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
     scoring = Scoring(scaling, softcap, sinks, sas_threshold)
     rounding = Rounding(mode, block, v_scale, smooth_k, hadamard)
-    out, lse = launch_prefill(q, k, v, scoring, rounding, past_of_lists(past, past_numbers), starts, causal, window)
+    held = past_of_lists(past, past_numbers)
+    out, lse = launch_prefill(q, k, v, scoring, rounding, held, starts, causal, window, kept)
     return out, lse
 
 

@@ -1,0 +1,174 @@
+"""Which key tiles long prompts read, attention over them, and what they drop: reference and kernels by an oracle."""
+
+from typing import Any
+
+import pytest
+import torch
+from all_pairs import all_pairs, in_one_test
+from gpu_support import NO_FP8, has_fp8
+from op_calls import prefill
+from torch import Tensor
+
+from turbo_hf.eval.bench.check import judge
+from turbo_hf.eval.bench.tile_choice import dropped_mass as exact_dropped_mass
+from turbo_hf.layout import PROMPT_TILE as TILE
+from turbo_hf.layout import AttentionOutput, TileRule
+from turbo_hf.ops.prefill.reference_tiles import as_square
+from turbo_hf.ops.prefill.tiles import check_kept, choose_tiles, density, dropped_mass
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+RULE = TileRule(mass=0.5, peak=0.5, sink_tokens=1, window_tokens=TILE, tail_tokens=3)
+BARE = RULE._replace(sink_tokens=0, window_tokens=0, tail_tokens=0)
+SCALING = 0.2
+
+
+def inputs(
+    tokens: int, device: torch.device, *, dim: int = 32, heads: int = 2, dtype: torch.dtype = torch.float32
+) -> Any:
+    """q [2, heads, tokens, dim]; k, v of one KV head; keys of a tile are alike, so that shares differ."""
+    generator = torch.Generator().manual_seed(tokens + dim)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    tiles = -(-tokens // TILE)
+    around = normal(2, 1, tiles, dim).repeat_interleave(TILE, 2)[:, :, :tokens] * 1.5
+    q, k, v = normal(2, heads, tokens, dim), normal(2, 1, tokens, dim) + around, normal(2, 1, tokens, dim)
+    return tuple(x.to(device, dtype) for x in (q, k, v))
+
+
+def random_kept(q: Tensor, share: float = 0.5) -> Tensor:
+    tiles = -(-q.shape[2] // TILE)
+    drawn = torch.rand(*q.shape[:2], tiles * (tiles - 1) // 2, generator=torch.Generator().manual_seed(1))
+    return (drawn < share).to(q.device, torch.uint8)
+
+
+@all_pairs(
+    tokens=(TILE - 1, TILE + 1, 6 * TILE, 6 * TILE + 7),
+    dtype=(torch.float32, torch.float16),
+    dim=(32, 80),
+    rule=(RULE, BARE, BARE._replace(mass=0.9, peak=1.0), BARE._replace(mass=1e-6, peak=0.3), RULE._replace(mass=1.0)),
+    backend=("reference", "triton"),
+)
+def test_choice(tokens: int, dtype: torch.dtype, dim: int, rule: TileRule, backend: str, device: torch.device) -> None:
+    """Every tile that the rule asks for, in float64, and no other, but where the rounding of float32 decides."""
+    q, k, _ = inputs(tokens, device, dim=dim, dtype=dtype)
+    kept = choose_tiles(q, k, rule, SCALING, backend=backend)
+    check_kept(kept, q)
+    got, slack = as_square(kept, tokens).cpu(), 1e-3
+    whole = tokens // TILE
+    means = k[:, 0, : whole * TILE].float().unflatten(1, (whole, TILE)).mean(2)
+    for tile in range(1, -(-tokens // TILE)):
+        rows = q[:, :, tile * TILE : (tile + 1) * TILE].double()
+        share = (rows @ means.to(dtype).double()[:, None, :tile].mT * SCALING).softmax(-1).cpu()
+        mean, most = share.mean(2), share.amax(2)
+        ordered = mean.sort(-1, descending=True).values
+        cut = ordered.gather(-1, (ordered.cumsum(-1) < rule.mass - 1e-9).sum(-1, keepdim=True).clamp(max=tile - 1))
+        at = torch.arange(tile)
+        forced = (at < -(-rule.sink_tokens // TILE)) | (at >= tile - -(-rule.window_tokens // TILE))
+        forced |= torch.tensor(tile * TILE + TILE > tokens - rule.tail_tokens)
+        surely = forced | (most > rule.peak * (1 + slack)) | (mean > cut * (1 + slack))
+        never = ~forced & (most < rule.peak * (1 - slack)) & (mean < cut * (1 - slack))
+        here = got[:, :, tile, :tile]
+        assert here[surely].all()
+        assert not here[never].any()
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_what_is_not_a_number_is_read(backend: str, device: torch.device) -> None:
+    q, k, _ = inputs(5 * TILE, device)
+    k[0, 0, TILE] = torch.nan
+    kept = as_square(choose_tiles(q, k, BARE._replace(mass=0.3, peak=1.0), SCALING, backend=backend), 5 * TILE)
+    # all shares of a query with a score that is no number are none either
+    assert kept[0, :, 2:][:, torch.ones(3, 5, device=device).tril(2).bool()].all()
+    assert not kept[1, :, 2:][:, torch.ones(3, 5, device=device).tril(2).bool()].all()
+
+
+@all_pairs(dtype=(torch.float32, torch.float16), dim=(32, 80), backend=("reference", "triton"))
+def test_dropped_mass(dtype: torch.dtype, dim: int, backend: str, device: torch.device) -> None:
+    tokens = 4 * TILE + 9
+    q, k, _ = inputs(tokens, device, dim=dim, dtype=dtype)
+    kept, places = random_kept(q), torch.arange(0, tokens, 23, device=device)
+    got = dropped_mass(q, k, kept, places, SCALING, backend=backend)
+    square = as_square(kept, tokens)
+    for row in range(2):
+        want = exact_dropped_mass(q[row], k[row], square[row], places, scaling=SCALING)
+        assert want.max() > 0.1
+        torch.testing.assert_close(got[row].double(), want, rtol=1e-5, atol=1e-6)
+
+
+@all_pairs(
+    mode=("turbo", "fp16", "half", "fp8"),
+    form=((32, torch.float32), (64, torch.float16), (128, torch.float16)),
+    backend=("reference", "triton"),
+)
+def test_attention(mode: str, form: tuple[int, torch.dtype], backend: str, device: torch.device) -> None:
+    """Attention over the tiles that are read, as softmax written out in float64, within what the mode itself costs."""
+    dim, dtype = form
+    if mode == "fp8" and not has_fp8(device):
+        pytest.skip(NO_FP8)
+    tokens = 3 * TILE + 5
+    q, k, v = (x[1:] for x in inputs(tokens, device, dim=dim, dtype=torch.float16 if mode == "half" else dtype))
+    kept = random_kept(q, 0.4)
+    got = prefill(q, k, v, scaling=SCALING, mode=mode, kept=kept, backend=backend)
+    seen = as_square(kept, tokens).repeat_interleave(TILE, 2)[:, :, :tokens].repeat_interleave(TILE, 3)[..., :tokens]
+    score = q.double() @ k.double().mT * SCALING
+    score = score.masked_fill(~seen.tril(), -torch.inf)
+    exact = AttentionOutput(score.softmax(-1) @ v.double(), score.logsumexp(-1))
+    model = prefill(q, k, v, scaling=SCALING, mode=mode, kept=kept, backend="reference")
+    dense = prefill(q, k, v, scaling=SCALING, mode=mode, backend=backend)
+    if backend == "reference":
+        # what the mode costs where every key is read
+        whole = (q.double() @ k.double().mT * SCALING).masked_fill(~torch.ones_like(seen).tril(), -torch.inf)
+        off = (dense.out.double() - whole.softmax(-1) @ v.double()).norm(dim=-1) / exact.out.norm(dim=-1)
+        assert ((got.out.double() - exact.out).norm(dim=-1) / exact.out.norm(dim=-1)).max() <= 3 * off.max() + 1e-5
+    else:
+        assert judge(got, AttentionOutput(got.out.double(), got.lse.double()), model, exact).problem == ""
+    assert (dense.out - got.out).abs().max() > 0.05
+    every = prefill(q, k, v, scaling=SCALING, mode=mode, kept=torch.ones_like(kept), backend=backend)
+    assert torch.equal(every.out, dense.out)
+    assert torch.equal(every.lse, dense.lse)
+
+
+def test_what_a_dropped_tile_holds_is_not_read(device: torch.device) -> None:
+    tokens = 3 * TILE
+    q, k, v = inputs(tokens, device)
+    kept = torch.ones(2, 2, 3, dtype=torch.uint8, device=device)
+    # tile 2 does not read tile 1
+    kept[..., 2] = 0
+    want = prefill(q, k, v, scaling=SCALING, mode="fp16", kept=kept, backend="triton")
+    for x in (k, v):
+        x[:, :, TILE : 2 * TILE] = torch.nan
+    got = prefill(q, k, v, scaling=SCALING, mode="fp16", kept=kept, backend="triton")
+    assert torch.equal(got.out[:, :, 2 * TILE :], want.out[:, :, 2 * TILE :])
+    assert got.out[:, :, TILE : 2 * TILE].isnan().all()
+
+
+def test_density() -> None:
+    kept = torch.tensor([[[1, 0, 0]]], dtype=torch.uint8)
+    assert density(kept, 3 * TILE).item() == pytest.approx(4 / 6)
+
+
+@in_one_test(
+    ("options", "message"),
+    [
+        ({"causal": False}, "kept is for causal prompts without a past, starts and a window"),
+        ({"window": 5}, "kept is for causal prompts"),
+        ({"starts": torch.zeros(2, dtype=torch.int64)}, "kept is for causal prompts"),
+        ({"kept": torch.ones(2, 2, 2, dtype=torch.uint8)}, r"uint8 \[2, 2, 3\] .* got torch.uint8 \[2, 2, 2\]"),
+        ({"kept": torch.ones(2, 2, 3)}, r"got torch.float32 \[2, 2, 3\]"),
+    ],
+)
+def test_prefill_refuses(options: dict[str, Any], message: str) -> None:
+    q, k, v = inputs(3 * TILE, torch.device("cpu"))
+    given = {"kept": torch.ones(2, 2, 3, dtype=torch.uint8), **options}
+    with pytest.raises(ValueError, match=message):
+        prefill(q, k, v, scaling=SCALING, mode="fp16", **given)
+
+
+def test_more_tiles_than_their_numbers_hold_are_refused() -> None:
+    q = torch.empty(1, 1, (1 << 15) * TILE + 1, 0)
+    tiles = (1 << 15) + 1
+    with pytest.raises(ValueError, match="at most 4194304 tokens"):
+        check_kept(torch.empty(1, 1, tiles * (tiles - 1) // 2, dtype=torch.uint8, device="meta"), q.to("meta"))

@@ -1,0 +1,184 @@
+"""Which key tiles each tile of queries of a long prompt reads: scores by mean keys, the cut, the list, and the audit.
+
+Tiles have TILE queries and keys. What belongs to pairs of tiles lies in the order of a triangle: the row of queries t
+begins at t (t - 1) / 2 and holds the t tiles before its own, which is always read.
+"""
+
+import triton
+import triton.language as tl
+
+from turbo_hf.layout import PROMPT_TILE
+from turbo_hf.ops.kernel_common import LOG2_E
+
+TILE = tl.constexpr(PROMPT_TILE)
+
+
+@triton.jit
+def row_of(pair, tile, tiles):
+    """Where a row of the triangle of one row and head begins."""
+    return pair.to(tl.int64) * tiles * (tiles - 1) // 2 + tile.to(tl.int64) * (tile - 1) // 2
+
+
+@triton.jit
+def _means(means, first, tile, d, D: tl.constexpr, BLOCK: tl.constexpr):
+    """The mean keys [BLOCK, DP] of the tiles from `first` on, their numbers, and which of them lie before `tile`."""
+    b = first + tl.arange(0, BLOCK)
+    here = b < tile
+    return tl.load(means + b[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0), b, here
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles", "whole", "last"])
+def score_tiles_kernel(
+    q_ptr,  # [B, Hq, M, D]
+    means,  # [B, Hkv, whole tiles, D], in q's dtype
+    scores,  # float32 [B*Hq, triangle]
+    stride_b, stride_h, stride_m, tokens, tiles, whole, last, scaling, peak,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Per tile of queries before `last` and tile of keys: the mean over the queries of their estimated share of it,
+    negative where one query alone gives it at least `peak`. Of a key tile's whole row, two passes: sums, then shares.
+    """
+    # the longest rows first; no tile lies before the first one
+    tile = last - 1 - tl.program_id(0) % (last - 1)
+    pair = tl.program_id(0) // (last - 1)
+    row, head = pair // HEADS, pair % HEADS
+    m = tile * TILE + tl.arange(0, TILE)
+    d = tl.arange(0, DP)
+    base = q_ptr + row.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    q = tl.load(
+        base + m.to(tl.int64)[:, None] * stride_m + d[None, :], mask=(m < tokens)[:, None] & (d < D)[None, :], other=0.0
+    )
+    means += (row * (HEADS // GROUP) + head // GROUP).to(tl.int64) * whole * D
+    scale = scaling * LOG2_E
+    top = tl.full((TILE,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    for first in range(0, tile, BLOCK):
+        mean, _, here = _means(means, first, tile, d, D, BLOCK)
+        s = tl.dot(q, tl.trans(mean), input_precision="ieee") * scale
+        s = tl.where(here[None, :], s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(s - higher[:, None]), 1)
+        top = higher
+    log_total = top + tl.log2(total)
+    inside = m < tokens
+    count = tl.minimum(tokens - tile * TILE, TILE).to(tl.float32)
+    out = scores + row_of(pair, tile, tiles)
+    # here a tile is a row, so that sums over queries stay within a warp, too
+    for first in range(0, tile, BLOCK):
+        mean, b, here = _means(means, first, tile, d, D, BLOCK)
+        s = tl.dot(mean, tl.trans(q), input_precision="ieee") * scale
+        share = tl.where(inside[None, :], tl.exp2(s - log_total[None, :]), 0.0)
+        average = tl.sum(share, 1) / count
+        tl.store(out + b, tl.where(tl.max(share, 1) >= peak, -average, average), mask=here)
+
+
+@triton.jit(do_not_specialize=["tiles", "tail", "sink", "window"])
+def keep_tiles_kernel(
+    scores,  # float32 [B*Hq, triangle]
+    kept,  # uint8 [B*Hq, triangle]
+    tiles, tail, sink, window, mass, ALL: tl.constexpr,
+):  # fmt: skip
+    """1 for each tile that is read: forced, wanted by one query, or among the fewest that cover `mass` (ties: all).
+
+    tail: the first tile of queries that reads every key. sink, window: tiles. ALL: a power of two, at least `tiles`.
+
+    The cut is found without a sort: by bisection on the bits of positive numbers, which are ordered like the numbers.
+    """
+    tile = tl.program_id(0) % tiles
+    pair = tl.program_id(0) // tiles
+    at = row_of(pair, tile, tiles)
+    e = tl.arange(0, ALL)
+    inside = e < tile
+    keep = inside
+    if tile < tail:
+        raw = tl.load(scores + at + e, mask=inside, other=0.0)
+        mean = tl.abs(raw)
+        goal = mass * tl.sum(mean, 0)
+        low = tl.zeros((1,), tl.int32)
+        high = tl.full((1,), 0x40000000, tl.int32)
+        for _ in range(30):
+            middle = (low + high) // 2
+            cut = middle.to(tl.float32, bitcast=True)
+            covers = tl.sum(tl.where(mean >= cut, mean, 0.0), 0) >= goal
+            low = tl.where(covers, middle, low)
+            high = tl.where(covers, high, middle)
+        # what is not a number is read
+        over = (mean < low.to(tl.float32, bitcast=True)) == 0
+        keep = inside & (over | (raw < 0) | (e < sink) | (e >= tile - window))
+    tl.store(kept + at + e, keep.to(tl.uint8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def list_tiles_kernel(
+    kept,  # uint8 [B*Hq, triangle]
+    listed,  # int16 [B*Hq, triangle]
+    counts,  # int32 [B*Hq, tiles]
+    tiles, ALL: tl.constexpr,
+):  # fmt: skip
+    """The tiles that each tile of queries reads, the newest first, and how many; behind them zeros."""
+    tile = tl.program_id(0) % tiles
+    pair = tl.program_id(0) // tiles
+    at = row_of(pair, tile, tiles)
+    e = tl.arange(0, ALL)
+    keep = tl.load(kept + at + e, mask=e < tile, other=0).to(tl.int32)
+    count = tl.sum(keep, 0)
+    tl.store(listed + at + count - tl.cumsum(keep, 0), e.to(tl.int16), mask=keep != 0)
+    tl.store(listed + at + e, tl.zeros_like(e).to(tl.int16), mask=(e >= count) & (e < tile))
+    tl.store(counts + pair.to(tl.int64) * tiles + tile, count)
+
+
+@triton.jit(do_not_specialize=["count", "tokens", "tiles", "part"])
+def dropped_mass_kernel(
+    q_ptr,  # [B, Hq, R, D], contiguous
+    places,  # int64 [R]
+    k_ptr,  # [B, Hkv, M, D]
+    kept,  # uint8 [B*Hq, triangle]
+    found,  # float32 [3, parts, B*Hq, R]
+    stride_b, stride_h, stride_m, count, tokens, tiles, part,
+    scaling, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The softmax of some queries over `part` key tiles: its maximum, its sum, and the share of tiles that are not read
+    in that sum, both relative to the maximum. In units of log2."""
+    blocks = tl.cdiv(count, BLOCK_R)
+    block = tl.program_id(0) % blocks
+    pair = tl.program_id(0) // blocks
+    row, head = pair // HEADS, pair % HEADS
+    r = block * BLOCK_R + tl.arange(0, BLOCK_R)
+    d = tl.arange(0, DP)
+    place = tl.load(places + r, mask=r < count, other=0).to(tl.int32)
+    q = tl.load(
+        q_ptr + (pair.to(tl.int64) * count + r)[:, None] * D + d[None, :],
+        mask=(r < count)[:, None] & (d < D)[None, :], other=0.0,
+    )  # fmt: skip
+    own = place // TILE
+    at = kept + row_of(pair, own, tiles)
+    base = k_ptr + row.to(tl.int64) * stride_b + (head // GROUP).to(tl.int64) * stride_h
+    scale = scaling * LOG2_E
+    top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    gone = tl.zeros((BLOCK_R,), tl.float32)
+    first = tl.program_id(1) * part
+    for n0 in range(first * TILE, tl.minimum(first + part, tl.max(own, 0) + 1) * TILE, BLOCK):
+        key = n0 + tl.arange(0, BLOCK)
+        k = tl.load(
+            base + key.to(tl.int64)[None, :] * stride_m + d[:, None],
+            mask=(key < tokens)[None, :] & (d < D)[:, None], other=0.0,
+        )  # fmt: skip
+        s = tl.dot(q, k, input_precision="ieee") * scale
+        s = tl.where(key[None, :] <= place[:, None], s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        # a query before all of these keys
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        here = tl.sum(tl.exp2(s - safe[:, None]), 1)
+        moved = tl.exp2(top - safe)
+        read = tl.load(at + n0 // TILE, mask=n0 // TILE < own, other=1)
+        total = total * moved + here
+        gone = gone * moved + tl.where(read == 0, here, 0.0)
+        top = higher
+    pairs = tl.num_programs(0) // blocks
+    to = found + (tl.program_id(1) * pairs + pair).to(tl.int64) * count + r
+    field = tl.num_programs(1).to(tl.int64) * pairs * count
+    tl.store(to, top, mask=r < count)
+    tl.store(to + field, total, mask=r < count)
+    tl.store(to + 2 * field, gone, mask=r < count)

@@ -1,0 +1,98 @@
+"""Which key tiles each tile of queries of a long prompt reads, and what that drops, in plain torch."""
+
+import torch
+
+from turbo_hf.layout import PROMPT_TILE, TileRule
+
+
+def reference_choose_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    rule: TileRule,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """bool [Hq, T, T]: the key tiles that each tile of queries reads; only tiles at or before its own.
+
+    q: float [Hq, N, D]; k: float [Hkv, N, D], Hq a multiple of Hkv; T = ceil(N / 128). Causal, without a window.
+
+    A row's score of a key tile is ln 128 + scaling q . mean(k): by Jensen at most the logarithm of the tile's true sum
+    of exponentials. Its softmax runs over the tiles wholly before the row's own. Ties at the cut are all read.
+    """
+    heads, tokens, _ = q.shape
+    tiles, wide = -(-tokens // PROMPT_TILE), torch.promote_types(q.dtype, torch.float32)
+    kept = forced_tiles(tokens, rule, q.device).repeat(heads, 1, 1)
+    means = tile_means(k, q.dtype).to(wide).mT
+    for tile in range(1, tiles):
+        rows = q[:, tile * PROMPT_TILE : (tile + 1) * PROMPT_TILE].to(wide)
+        score = _by_kv_head(rows, means[:, :, :tile]) * scaling
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        score = score + torch.tensor(PROMPT_TILE, device=q.device).log()
+        total = score.logsumexp(-1, keepdim=True)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.detach().to(score)[:, None, None])
+        share = torch.exp(score - total)
+        wanted, mean = share.amax(1) >= rule.peak, share.mean(1)
+        ordered = mean.sort(-1, descending=True).values
+        # tiles before the cut cover less than the mass of what all tiles hold
+        short = ordered.cumsum(-1) < rule.mass * ordered.sum(-1, keepdim=True)
+        cut = ordered.gather(-1, short.sum(-1, keepdim=True).clamp(max=tile - 1))
+        # what is not a number is read
+        kept[:, tile, :tile] |= wanted | ~(mean < cut)
+    return kept
+
+
+def forced_tiles(tokens: int, rule: TileRule, device: torch.device) -> torch.Tensor:
+    """bool [T, T]: tiles that are read whatever they hold: the own one, the first, the newest, and all in the tail."""
+    at = torch.arange(-(-tokens // PROMPT_TILE), device=device)
+    query, key = at[:, None], at[None, :]
+    forced = (key < -(-rule.sink_tokens // PROMPT_TILE)) | (key >= query - -(-rule.window_tokens // PROMPT_TILE))
+    return (forced | (query >= first_of_tail(tokens, rule))) & (key <= query)
+
+
+def first_of_tail(tokens: int, rule: TileRule) -> int:
+    """The first tile of queries that reads every key."""
+    return max(0, (tokens - rule.tail_tokens) // PROMPT_TILE)
+
+
+def tile_means(k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., Hkv, whole tiles, D] in `dtype`: the mean key of each whole tile of k [..., Hkv, N, D]."""
+    whole = k.shape[-2] // PROMPT_TILE
+    keys = k[..., : whole * PROMPT_TILE, :].unflatten(-2, (whole, PROMPT_TILE))
+    means: torch.Tensor = keys.mean(-2, dtype=torch.promote_types(k.dtype, torch.float32)).to(dtype)
+    return means
+
+
+def reference_dropped_mass(
+    q: torch.Tensor, k: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """float32 [Hq, R]: share of the softmax of the queries at `places` that falls on tiles which are not read.
+
+    q: [Hq, N, D], k: [Hkv, N, D]; kept: bool [Hq, T, T], as of `reference_choose_tiles`; places: int64 [R].
+    """
+    key, parts = torch.arange(k.shape[1], device=k.device), []
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # 64 rows at a time bound the memory
+    for here in places.split(64):
+        score = _by_kv_head(q[:, here].to(wide), k.to(wide).mT) * scaling
+        share = score.masked_fill(key > here[:, None], -torch.inf).softmax(-1)
+        unread = ~kept[:, here // PROMPT_TILE].repeat_interleave(PROMPT_TILE, -1)[..., : k.shape[1]]
+        parts.append((share * unread).sum(-1))
+    return torch.cat(parts, -1).float()
+
+
+def as_square(kept: torch.Tensor, tokens: int) -> torch.Tensor:
+    """bool [B, Hq, T, T] of `choose_tiles`' result for prompts of `tokens`, with each tile of queries' own."""
+    tiles = -(-tokens // PROMPT_TILE)
+    square = torch.eye(tiles, dtype=torch.bool, device=kept.device).expand(*kept.shape[:2], -1, -1).clone()
+    square[:, :, torch.ones_like(square[0, 0]).tril(-1)] = kept.bool()
+    return square
+
+
+def _by_kv_head(x: torch.Tensor, of_kv: torch.Tensor) -> torch.Tensor:
+    """x [Hq, R, N] times of_kv [Hkv, N, M], each query head with the one of its KV head: [Hq, R, M]."""
+    by_head: torch.Tensor = x.unflatten(0, (len(of_kv), -1)).flatten(1, 2) @ of_kv
+    return by_head.reshape(x.shape[0], x.shape[1], of_kv.shape[2])

@@ -1,0 +1,190 @@
+"""Sparse attention of long prompts: which are sparse, what they read, and what the audit finds."""
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from turbo_hf.config.prompt_sparsity import PromptSparsity
+from turbo_hf.layout import PROMPT_TILE, KVStore, Scoring
+from turbo_hf.ops.prefill.reference_tiles import first_of_tail
+from turbo_hf.ops.prefill.tiles import MOST_TILES, choose_tiles, density, dropped_mass, why_no_choice
+
+AUDIT_ROWS = 128
+"""Queries per head whose dropped share is measured."""
+
+REMEMBERED = 16
+"""Sparse prompts whose shares are remembered: the newest ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShares:
+    """What the newest sparse prompts of one layer have read and dropped, as shares of key tiles and of the softmax.
+
+    Args:
+        layer: the layer's number.
+        prompts: sparse prompts (rows) since the patch; the shares are of the newest 16 passes.
+        density: share of the causal key tiles that were read, over heads and rows; dense heads count with 1.
+        dropped_mean, dropped_p95, dropped_max: exact dropped share of the softmax of audited queries, which are random
+            and outside of the tail, over heads and rows; 0 on heads that the audit has made dense. None without audit.
+        heads, dense_heads: heads times rows, and those that were computed densely because the audit found too much, or
+            because their density passed `most_density`.
+        dense: prompts that were long enough and ran densely, by the reason.
+    """
+
+    layer: int
+    prompts: int
+    density: float
+    dropped_mean: float | None
+    dropped_p95: float | None
+    dropped_max: float | None
+    heads: int
+    dense_heads: int
+    dense: Mapping[str, int]
+
+    def __str__(self) -> str:
+        parts = []
+        if self.prompts:
+            parts.append(f"{self.density:.1%} of the key tiles read by {self.prompts} sparse prompts")
+            if self.dropped_mean is not None:
+                shares = (self.dropped_mean, self.dropped_p95, self.dropped_max)
+                mean, p95, most = (f"{share:.2%}" for share in shares)
+                parts.append(f"dropped softmax: mean {mean}, 95 % of queries below {p95}, at most {most}")
+            if self.dense_heads:
+                parts.append(f"{self.dense_heads} of {self.heads} heads dense")
+        parts += [f"{count} long prompts dense: {reason}" for reason, count in self.dense.items()]
+        return "; ".join(parts)
+
+
+class _Pass(NamedTuple):
+    """Of one pass: density [B, Hq], dropped shares [B, Hq, R] or None, and which heads became dense, bool [B, Hq]."""
+
+    density: torch.Tensor
+    dropped: torch.Tensor | None
+    dense: torch.Tensor
+
+
+@dataclass(slots=True)
+class PromptTally:
+    """What the sparse prompts of one layer have read. It stays on the device until a report reads it."""
+
+    prompts: int = 0
+    passes: deque[_Pass] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    dense: Counter[str] = field(default_factory=Counter)
+    generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
+
+    def __reduce__(self) -> Any:
+        # a cache that was unpickled belongs to no patch, so nothing is counted
+        return PromptTally, ()
+
+    def __deepcopy__(self, memo: Any) -> "PromptTally":
+        # a copied cache belongs to the same patch
+        return self
+
+    def shares(self, layer: int) -> PromptShares:
+        """Read from the device."""
+        read = [one.density.flatten().float().cpu() for one in self.passes]
+        dropped = [one.dropped.flatten().cpu() for one in self.passes if one.dropped is not None]
+        found = torch.cat(dropped).double() if dropped else None
+        dense = sum(int(one.dense.sum()) for one in self.passes)
+        return PromptShares(
+            layer,
+            self.prompts,
+            float(torch.cat(read).mean()) if read else 0.0,
+            None if found is None else found.mean().item(),
+            None if found is None else found.sort().values[int(0.95 * (len(found) - 1))].item(),
+            None if found is None else found.max().item(),
+            sum(len(one) for one in read),
+            dense,
+            dict(self.dense),
+        )
+
+    def places(self, queries: int, device: torch.device) -> torch.Tensor:
+        """int64 [R], ascending: one random query of each of R equal parts of the first `queries`.
+
+        The same ones for the same number: which heads become dense depends on the prompt alone.
+        """
+        # of its own: what a user samples stays the same
+        generator = self.generators.setdefault(device, torch.Generator(device)).manual_seed(queries)
+        rows = min(AUDIT_ROWS, queries)
+        part = torch.arange(rows, device=device, dtype=torch.float64)
+        drawn = torch.rand(rows, generator=generator, device=device, dtype=torch.float64)
+        return ((part + drawn) * (queries / rows)).long().clamp(max=queries - 1)
+
+    def tiles_to_read(
+        self,
+        rule: PromptSparsity,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        past: KVStore | None,
+        starts: torch.Tensor | None,
+        window: int | None,
+        scoring: Scoring,
+        *,
+        seen: int,
+        mode: str,
+        backend: str,
+    ) -> torch.Tensor | None:
+        """`kept` for `prefill`; None if this prompt reads every key.
+
+        q [B, Hq, M, D], k [B, Hkv, M, D] and what follows: as of `prefill`. seen: columns that the cache holds.
+        """
+        tokens = q.shape[2]
+        if seen + tokens < rule.from_tokens or (window is not None and window < tokens):
+            return None
+        reason = _why_dense(q, past, starts, scoring, mode, backend)
+        if reason is not None:
+            self.dense[reason] += len(q)
+        last = first_of_tail(tokens, rule.rule)
+        if reason is not None or last < 2:
+            return None
+        kept = choose_tiles(q, k, rule.rule, scoring.scaling, backend=backend)
+        read, dropped = density(kept, tokens), None
+        dense = torch.zeros_like(read, dtype=torch.bool)
+        if rule.audit:
+            places = self.places(last * PROMPT_TILE, q.device)
+            dropped = dropped_mass(q, k, kept, places, scoring.scaling, backend=backend)
+            # a mean that is not a number is over the bound
+            dense = ~(dropped.mean(-1) <= rule.bound)
+        if rule.most_density is not None:
+            dense = dense | (read > rule.most_density)
+        if rule.audit or rule.most_density is not None:
+            kept.masked_fill_(dense[..., None], 1)
+            read = read.masked_fill(dense, 1.0)
+            dropped = None if dropped is None else dropped.masked_fill(dense[..., None], 0.0)
+        self.prompts += len(q)
+        self.passes.append(_Pass(read, dropped, dense))
+        return kept
+
+
+def _why_dense(
+    q: torch.Tensor,
+    past: KVStore | None,
+    starts: torch.Tensor | None,
+    scoring: Scoring,
+    mode: str,
+    backend: str,
+) -> str | None:
+    """Why a long prompt reads every key; None: it may be sparse."""
+    if past is not None:
+        return "they continue a cache"
+    if starts is not None:
+        return "their rows are padded"
+    if not scoring.is_plain:
+        return "their scores are capped, or have sinks"
+    if q.shape[2] > MOST_TILES * PROMPT_TILE:
+        return f"they have more than {MOST_TILES * PROMPT_TILE} tokens"
+    # plain torch would save nothing on a GPU, and hold all scores
+    if q.is_cuda and (backend == "reference" or why_no_choice(q, mode) is not None):
+        return "no kernel serves them"
+    return None
+
+
+def describe_sparse_prompts(rule: PromptSparsity | None) -> str:
+    """How long prompts are sparse, for reports; "" if they are not."""
+    if rule is None:
+        return ""
+    audit = "audited" if rule.audit else "not audited"
+    return f"; from {rule.from_tokens} tokens up sparse (mass {rule.mass:g}, peak {rule.peak:g}, {audit})"
