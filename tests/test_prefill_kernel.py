@@ -217,5 +217,6 @@ def test_is_one_operator_under_compile(device: torch.device) -> None:
 def test_operator_is_well_formed(device: torch.device) -> None:
     q, k, v = inputs(33, device, "turbo")
     scoring, rounding = Scoring(0.2), Rounding("turbo", 64)
-    arguments: tuple[Any, ...] = (q, k, v, *scoring, *rounding, [], [], None, True, None, None)
-    torch.library.opcheck(torch.ops.turbo_hf.prefill.default, arguments)
+    for kept in (None, torch.ones(2, 4, 0, dtype=torch.uint8, device=device)):
+        arguments: tuple[Any, ...] = (q, k, v, *scoring, *rounding, [], [], None, True, None, kept)
+        torch.library.opcheck(torch.ops.turbo_hf.prefill.default, arguments)
