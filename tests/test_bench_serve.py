@@ -37,5 +37,5 @@ def test_the_command_serves_in_every_way() -> None:
 
 
 def test_mistakes_are_one_sentence() -> None:
-    check_refused("unknown workload odd; choose from azure, shared, even", "serve", "--workload", "odd")
+    check_refused("unknown workload odd; choose from azure, shared, even, copied", "serve", "--workload", "odd")
     check_refused("Choose what it shall run: --layers 1, or --tiny", "serve", "--device", "cpu")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.table import Table
+from transformers import DynamicCache
 
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, out
@@ -26,6 +28,10 @@ from turbo_hf.patching.patch_model import patch
 
 WORKLOADS = ("azure", "shared", "even")
 """Lengths of a trace; one long prompt that all requests begin with; all requests alike."""
+
+COPIED = "copied"
+"""A further workload, for who asks: one long prompt, computed once. Each request gets blocks of its own, which hold a
+copy of it, so that passes over long contexts can be measured without the minutes of their prompts."""
 
 AZURE = Path(__file__).resolve().parents[1] / "azure_conv.csv"
 """The first 1,000 requests of the conversation trace of Patel et al., Splitwise, ISCA 2024 (CC-BY, Azure)."""
@@ -80,8 +86,13 @@ def jobs_of(workload: str, requests: Sequence[Request], shared: int, vocabulary:
     return [Job(one.arrival, common + ids(one.context - shared), one.generated) for one in requests]
 
 
-def continuously(model: Any, jobs: Sequence[Job], config: TurboConfig | None, options: dict[str, Any]) -> ServeRow:
-    """Serve by continuous batching; config None: unpatched. options: of `ContinuousBatchingConfig`."""
+def continuously(
+    model: Any, jobs: Sequence[Job], config: TurboConfig | None, options: dict[str, Any], *, copied: bool = False
+) -> ServeRow:
+    """Serve by continuous batching; config None: unpatched. options: of `ContinuousBatchingConfig`.
+
+    copied: `COPIED`.
+    """
     from transformers.generation.configuration_utils import (  # noqa: PLC0415 - lacks fields before 5.19
         ContinuousBatchingConfig,
         GenerationConfig,
@@ -97,7 +108,13 @@ def continuously(model: Any, jobs: Sequence[Job], config: TurboConfig | None, op
             # compiles, and makes the allocator's first blocks; other tokens, so that no prefix is found
             longest = max(jobs, key=lambda job: len(job.prompt))
             warm = [[n + 5] * len(longest.prompt) for n in range(2)]
+            if copied:
+                warm = [longest.prompt]
             _collect(manager, [Job(0.0, prompt, 4) for prompt in warm])
+            if copied:
+                _copy_prefixes(manager.batch_processor)
+                # also at the number of rows that is measured
+                _collect(manager, [replace(job, new=4) for job in jobs])
             before = _hits(handle)
             times = _collect(manager, jobs)
             after = _hits(handle)
@@ -107,6 +124,31 @@ def continuously(model: Any, jobs: Sequence[Job], config: TurboConfig | None, op
     row = summed("", "", jobs, times)
     found, total = after[0] - before[0], after[1] - before[1]
     return replace(row, hits=found / total if total else None)
+
+
+def _copy_prefixes(processor: Any) -> None:
+    """From now on a stored prefix is not shared: each request that finds one gets a copy of its blocks. The prefix
+    itself stays for good."""
+    cache = processor.cache
+    search, compute = cache.search_prefix_match, processor.inputs_and_outputs.compute_stream
+
+    def search_and_copy(request_id: str, prompt_ids: list[int]) -> int:
+        found = int(search(request_id, prompt_ids))
+        pairs = {}
+        for name, allocator in cache.cache_allocators.items():
+            shared = allocator.block_table.get(request_id, [])
+            while cache.pool.count_free_blocks(allocator.index) < len(shared):
+                if not cache.pool.num_free_sectors:
+                    raise RuntimeError(f"a copied prompt of {found} tokens does not fit. Ask for fewer requests.")
+                cache.pool.allocate_sector(allocator.index)
+            own = cache.pool.get_free_blocks(allocator.index, len(shared))
+            allocator.block_table[request_id] = list(own)
+            pairs[name] = (list(shared), own)
+        with torch.cuda.stream(compute) if compute is not None else nullcontext():
+            cache.perform_cache_copy(pairs)
+        return found
+
+    cache.search_prefix_match = search_and_copy
 
 
 def _hits(handle: Any) -> tuple[int, int]:
@@ -136,23 +178,27 @@ def _collect(manager: Any, jobs: Sequence[Job]) -> list[list[float]]:
     return times
 
 
-def in_batches(model: Any, jobs: Sequence[Job], config: TurboConfig | None, batch: int) -> ServeRow:
+def in_batches(
+    model: Any, jobs: Sequence[Job], config: TurboConfig | None, batch: int, *, copied: bool = False
+) -> ServeRow:
     """Serve by `generate`, `batch` requests at a time in order of arrival, each batch as long as its longest reply.
 
-    The clock of arrivals runs on while nothing is computed, without waiting for it.
+    The clock of arrivals runs on while nothing is computed, without waiting for it. copied: `COPIED`; all jobs are
+    alike, and the time begins when the prompt is there in each row.
     """
     handle = None if config is None else patch(model, config)
     times: list[list[float]] = []
     try:
         with torch.inference_mode():
             ids, mask = _padded(model, jobs[:batch])
-            clocked(model, ids, mask, 4)
+            clocked(model, ids, mask, 4, **_copies(model, handle, ids, copied))
             now = 0.0
             for at in range(0, len(jobs), batch):
                 rows = jobs[at : at + batch]
                 ids, mask = _padded(model, rows)
                 begin = max(now, *(job.arrival for job in rows))
-                clock, _ = clocked(model, ids, mask, max(job.new for job in rows))
+                past = _copies(model, handle, ids, copied)
+                clock, _ = clocked(model, ids, mask, max(job.new for job in rows), **past)
                 marks = [begin + clock.ms(0, n) / 1e3 for n in range(1, len(clock.marks))]
                 times += [marks[: job.new] for job in rows]
                 now = marks[-1]
@@ -160,6 +206,18 @@ def in_batches(model: Any, jobs: Sequence[Job], config: TurboConfig | None, batc
         if handle is not None:
             handle.remove()
     return summed("", "", jobs, times)
+
+
+def _copies(model: Any, handle: Any, ids: torch.Tensor, copied: bool) -> dict[str, Any]:
+    """Options of `generate`: the cache of all but the last token of ids, whose rows are alike; {} unless `copied`."""
+    if not copied:
+        return {}
+    cache = DynamicCache(config=model.config) if handle is None else handle.new_cache()
+    for part in ids[:1, :-1].split(8192, 1):
+        model(part, past_key_values=cache, logits_to_keep=1)
+    cache.batch_repeat_interleave(len(ids))
+    free_memory()
+    return {"past_key_values": cache}
 
 
 def _padded(model: Any, jobs: Sequence[Job]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,11 +261,12 @@ def serve_command(
     shape: Annotated[str, typer.Option(help=f"{', '.join(KINDS)}.")] = "llama3-8b",
     layers: Annotated[int | None, typer.Option(min=1, help="Layers; default: as many as the model has.")] = None,
     workload: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(WORKLOADS)}; may be repeated. Default: all.")
+        list[str] | None,
+        typer.Option(help=f"{', '.join(WORKLOADS)}; may be repeated. Default: these. {COPIED}: one prompt, copied."),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="How many.")] = 128,
     context: Annotated[
-        str, typer.Option(help="even: tokens of each prompt; azure: of the longest, with its reply.")
+        str, typer.Option(help="even, copied: tokens of each prompt; azure: of the longest, with its reply.")
     ] = ("8k"),
     prefix: Annotated[str, typer.Option(help="shared: tokens that all prompts begin with.")] = "4k",
     new: Annotated[int, typer.Option(min=2, help="shared, even: tokens to generate.")] = 128,
@@ -231,7 +290,7 @@ def serve_command(
     """
     with mistakes_end_the_command():
         require_version()
-        workloads = [one_of("workload", name, WORKLOADS) for name in workload or WORKLOADS]
+        workloads = [one_of("workload", name, (*WORKLOADS, COPIED)) for name in workload or WORKLOADS]
         one_of("shape", shape, KINDS)
         configs = {name: resolve_config(name) for name in preset or [DEFAULT_PRESET]}
         where = find_device(device)
@@ -246,14 +305,15 @@ def serve_command(
         options["num_blocks"] = -(-parse_tokens(pool) // 256)
 
     def measure(name: str, tell: Callable[[str], None]) -> list[ServeRow]:
-        common = parse_tokens(prefix) if name == "shared" else 0
+        copied = name == COPIED
+        common = {"shared": parse_tokens(prefix), COPIED: parse_tokens(context)}.get(name, 0)
         jobs = jobs_of(name, lengths[name], common, model.config.vocab_size, seed)
         ways: list[tuple[str, Callable[[], ServeRow]]] = []
         for method, config in {UNPATCHED: None, **configs}.items():
             if config is not None or unpatched:
-                ways.append((method, lambda config=config: continuously(model, jobs, config, options)))  # type: ignore[misc]
+                ways.append((method, lambda config=config: continuously(model, jobs, config, options, copied=copied)))  # type: ignore[misc]
                 if batch:
-                    static = lambda config=config: in_batches(model, jobs, config, batch)  # noqa: E731
+                    static = lambda config=config: in_batches(model, jobs, config, batch, copied=copied)  # noqa: E731
                     ways.append((f"{method}, batches of {batch}", static))
         rows = []
         for method, serve in ways:
@@ -293,7 +353,7 @@ def _requests(
     if workload == "azure":
         found, _ = chosen(read_trace(AZURE), count, parse_tokens(context))
         return [replace(one, arrival=(one.arrival - found[0].arrival) / speedup if speedup else 0.0) for one in found]
-    tokens = parse_tokens(context) if workload == "even" else parse_tokens(prefix) + OWN_TOKENS
+    tokens = parse_tokens(prefix) + OWN_TOKENS if workload == "shared" else parse_tokens(context)
     return [Request(gap * n, tokens, new) for n in range(count)]
 
 
