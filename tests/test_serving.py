@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import in_one_test
+from graphs_support import Again
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import prompts, tiny_llama, tiny_mistral
@@ -21,6 +22,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
 
 from turbo_hf.patching import continuous_batching  # noqa: E402
+from turbo_hf.serving import runner  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator, TurboPagedCache  # noqa: E402
 from turbo_hf.serving.storage import Shape  # noqa: E402
 
@@ -49,14 +51,29 @@ def options(blocks: int = 24, **others: Any) -> ContinuousBatchingConfig:
 def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
     """Of each request: (tokens held, tokens brought) of each pass."""
     seen: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    before = TurboPagedCache.extend_read_and_write_indices
+    before = TurboPagedCache.note
 
-    def record(self: Any, request_id: str, past: int, new: int, *rest: Any) -> None:
+    def record(self: Any, request_id: str, past: int, new: int) -> None:
         seen[request_id].append((past, new))
-        before(self, request_id, past, new, *rest)
+        before(self, request_id, past, new)
 
-    monkeypatch.setattr(TurboPagedCache, "extend_read_and_write_indices", record)
+    monkeypatch.setattr(TurboPagedCache, "note", record)
     return seen
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[runner.TurboModelRunner]:
+    """The runners of all managers to come. Without a GPU, what they capture runs again."""
+    made: list[runner.TurboModelRunner] = []
+    before, device_of = runner.TurboModelRunner.__init__, runner.capture_device
+
+    def note(self: Any, *args: Any, **options: Any) -> None:
+        made.append(self)
+        before(self, *args, **options)
+
+    monkeypatch.setattr(runner.TurboModelRunner, "__init__", note)
+    monkeypatch.setattr(runner, "capture_device", lambda device: device_of(device) or Again())
+    return made
 
 
 def in_static_batches(model: Any, handle: Any, prompt: list[int], edges: list[tuple[int, int]]) -> list[int]:
@@ -111,6 +128,35 @@ def test_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any)
         check_same(model, handle, inputs, outputs, passes)
 
 
+@pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("turbo-mixed", "llama"), ("int8", "sliding")])
+def test_captured_steps_give_the_same_tokens(preset: str, kind: str, passes: Any, runners: Any) -> None:
+    """Requests of several lengths come and go, so that rows without a request lie among the others."""
+    model, inputs = MODELS[kind](), requests((5, 70, 131, 64, 1, 90, 30, 3))
+    with turbo_hf.patch(model, preset) as handle:
+        outputs: dict[str, Any] = {}
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
+        with model.continuous_batching_context_manager(config, continuous_batching_config=options(40)) as manager:
+            names = [
+                manager.add_request(ids, max_new_tokens=(50, 8, 40, 8, 32, 8, 24, 8)[n]) for n, ids in enumerate(inputs)
+            ]
+            while len(outputs) < len(names):
+                output = manager.get_result()
+                outputs[output.request_id] = output
+        check_same(model, handle, inputs, {name: outputs[name] for name in names}, passes)
+    (made,) = runners
+    assert made.captures > 2, "several numbers of rows"
+    assert made._device.replayed > made._device.warmed
+
+
+def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "capture_device", lambda device: Again(fails="no graph"))
+    model, inputs = tiny_llama().double(), requests((70, 20))
+    with turbo_hf.patch(model) as handle:
+        with pytest.warns(UserWarning, match="cannot be captured and are launched: no graph"):
+            outputs = model.generate_batch(inputs, max_new_tokens=12, continuous_batching_config=options())
+        check_same(model, handle, inputs, outputs, passes)
+
+
 def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
     model, inputs = tiny_llama().double(), requests((70, 128))
     with turbo_hf.patch(model, "turbo-mixed") as handle:
@@ -120,13 +166,14 @@ def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
         check_same(model, handle, inputs, outputs, passes)
 
 
-def test_kernels_give_the_same_tokens(passes: Any) -> None:
+def test_kernels_give_the_same_tokens(runners: Any) -> None:
     model, inputs = tiny_llama(), requests((5, 110))
     tokens = {}
     for backend in ("reference", "triton"):
         with turbo_hf.patch(model, TurboConfig(bits=4, low_bits=2, low_heads=0.5, backend=backend)):
-            outputs = model.generate_batch(inputs, max_new_tokens=2, continuous_batching_config=options())
+            outputs = model.generate_batch(inputs, max_new_tokens=4, continuous_batching_config=options())
             tokens[backend] = [output.generated_tokens for output in outputs.values()]
+        assert runners[-1].captures == 1
     assert tokens["triton"] == tokens["reference"]
 
 
@@ -414,13 +461,27 @@ def wide(kind: str) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("preset", "kind"), [*((preset, "llama") for preset in PRESETS), ("turbo-mixed", "sliding")])
 @pytest.mark.usefixtures("unrefused")
-def test_on_a_gpu_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any) -> None:
+def test_on_a_gpu_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any, runners: Any) -> None:
     model, inputs = wide(kind), requests((*LENGTHS, 300, 17))
     with turbo_hf.patch(model, preset) as handle:
         # pressure, so that some request starts again
         outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=options(blocks=12))
         check_near(model, handle, inputs, outputs, passes)
         assert handle.memory() is not None
+    assert runners[0].captures > 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_captured_steps_give_the_tokens_of_launched_ones(runners: Any) -> None:
+    model, inputs, tokens = wide("llama"), requests((5, 70, 131, 64, 90, 30, 3)), []
+    for how in ({}, {"use_async_batching": False}, {"use_cuda_graph": False}):
+        with turbo_hf.patch(model, "turbo4"):
+            outputs = model.generate_batch(
+                inputs, max_new_tokens=70, continuous_batching_config=options(100, max_batch_tokens=512, **how)
+            )
+            tokens.append([output.generated_tokens for output in outputs.values()])
+        assert (runners[-1].captures > 0) == (how != {"use_cuda_graph": False})
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 @pytest.mark.gpu

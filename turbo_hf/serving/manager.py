@@ -6,17 +6,14 @@ from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
-from transformers.generation.continuous_batching.continuous_api import (
-    ContinuousBatchingManager,
-    ContinuousBatchProcessor,
-)
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
 from turbo_hf.attention.packed import packed_pass
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.errors import Unsupported
-from turbo_hf.ops.host_device import require_finite
+from turbo_hf.serving import runner
 from turbo_hf.serving.paged_cache import Serving, TurboPagedCache
 
 KEPT = "_cached_continuous_batching_manager"
@@ -35,8 +32,16 @@ class TurboBatchingManager(ContinuousBatchingManager):
         serving: Serving,
     ):
         self.serving = serving
-        super().__init__(model, generation_config, continuous_batching_config, workload_hints)
-        _check_options(self.continuous_batching_config)
+        # of Transformers' own captures nothing is used; asynchronous batching pays where the host is slow beside them
+        given, cuda = continuous_batching_config, model.device.type == "cuda"
+        self._graphs = _graphs(given.use_cuda_graph, cuda, serving.config.cuda_graphs is not False)
+        own = copy.copy(given)
+        own.use_cuda_graph = False
+        if given.use_async_batching is None:
+            own.use_async_batching = self._graphs and cuda
+        super().__init__(model, generation_config, own, workload_hints)
+        _check_options(self.continuous_batching_config, cuda)
+        self._demanded = given.use_cuda_graph is not None
         if self.distributed_helper.tp_size > 1:
             raise Unsupported(
                 "continuous batching on compressed pages runs on one device, and this model is spread over "
@@ -60,12 +65,11 @@ class TurboBatchingManager(ContinuousBatchingManager):
             require_none_running(self.model)
         super().start()
 
-    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+    def _create_batch_processor(self) -> runner.TurboBatchProcessor:
         """As in Transformers, with a `TurboPagedCache`."""
-        if isinstance(self.batch_processor, ContinuousBatchProcessor):
-            kept: Any = self.batch_processor
-            kept.reset()
-            kept.cache.begin_session()
+        if isinstance(self.batch_processor, runner.TurboBatchProcessor):
+            self.batch_processor.reset()
+            self.batch_processor.cache.begin_session()
             return self.batch_processor
         config, cb = self.model.config.get_text_config(), self.continuous_batching_config
         supports = getattr(self.model, "_supports_logits_to_keep", None)
@@ -83,14 +87,18 @@ class TurboBatchingManager(ContinuousBatchingManager):
             cache=cache, safety_margin=cb.safety_margin, max_requests_per_batch=cb.max_requests_per_batch or 1
         )
         accept = scheduler.add_waiting_request
+        # asynchronous batching computes a token more than it needs
+        capacity = cache.capacity - bool(cb.use_async_batching)
 
         def add_waiting_request(state: Any) -> None:
-            _require_room(state, cache.capacity)
+            _require_room(state, capacity)
             self.serving.prompt_tokens += len(state.initial_tokens)
             accept(state)
 
         scheduler.add_waiting_request = add_waiting_request
-        return ContinuousBatchProcessor(
+        return runner.TurboBatchProcessor(
+            device=runner.capture_device(self.model.device) if self._graphs else None,
+            demanded=self._demanded,
             cache=cache,
             config=config,
             generation_config=self.generation_config,
@@ -107,7 +115,7 @@ class TurboBatchingManager(ContinuousBatchingManager):
         )
 
     def _generation_step(self) -> None:
-        """See Transformers. Raises: ValueError, if NaN or Inf was stored."""
+        """See Transformers."""
         processor: Any = self.batch_processor
         stream = processor.inputs_and_outputs.compute_stream
         if stream is not None:
@@ -115,8 +123,6 @@ class TurboBatchingManager(ContinuousBatchingManager):
             stream.wait_stream(torch.cuda.current_stream(self.model.device))
         with packed_pass():
             super()._generation_step()
-        # the pass has been waited for: its tokens are read on the host
-        require_finite(dict(enumerate(processor.cache.storage.nonfinite)))
 
 
 def init_continuous_batching(
@@ -178,12 +184,28 @@ def require_none_running(model: Any) -> None:
         )
 
 
-def _check_options(cb: ContinuousBatchingConfig) -> None:
+def _graphs(given: bool | tuple[bool, bool] | None, cuda: bool, wanted: bool) -> bool:
+    """Whether steps are captured. given: Transformers' use_cuda_graph, for passes that hold prompts and for steps.
+
+    Raises:
+        Unsupported: it asks for what cannot be captured.
+    """
+    if given is None:
+        return wanted
+    of_prompts, of_steps = (given, given) if isinstance(given, bool) else given
+    if of_prompts or (of_steps and not cuda):
+        raise Unsupported(
+            "continuous batching on compressed pages captures steps alone, on a GPU; got use_cuda_graph="
+            f"{given}. Choose {'(False, True)' if cuda else 'False'} or None, or remove the patch."
+        )
+    return of_steps
+
+
+def _check_options(cb: ContinuousBatchingConfig, cuda: bool) -> None:
     """Unsupported for options of Transformers that compressed pages do not support."""
     compiled = cb.varlen_compile_config is not None or cb.decode_compile_config is not None
     for name, given, instead in (
-        ("use_cuda_graph", any(cb.cuda_graph_booleans), "False"),
-        ("use_async_batching", bool(cb.use_async_batching), "False"),
+        ("use_async_batching without a GPU", bool(cb.use_async_batching) and not cuda, "False"),
         ("cpu_offload_space", cb.cpu_offload_space is None or cb.cpu_offload_space > 0, "0"),
         ("a compile config", compiled, "none"),
     ):

@@ -3,6 +3,7 @@
 Imports Transformers' continuous batching as it is from 5.19 on.
 """
 
+import heapq
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -20,8 +21,8 @@ from turbo_hf.attention.packed import PackedCache
 from turbo_hf.attention.turbo_attention import NewQKV
 from turbo_hf.cache.memory import Memory
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import Scoring, open_token_bytes
-from turbo_hf.serving.storage import Group, Row, Shape, Storage, groups_of
+from turbo_hf.layout import Scoring, open_token_bytes, power_of_two
+from turbo_hf.serving.storage import Pass, Row, Shape, Storage, mixed_pass
 
 FULL = "full_attention"
 SLOT_SHARE = 16
@@ -82,7 +83,8 @@ class TurboAllocator(CacheAllocator):
         self.shape, self.slots = shape, slots
         self._before_cache_tensor_init(0, list(range(shape.layers)), shape.block, shape.page, share)
         self.slot_of: dict[str, int] = {}
-        self.free_slots = list(range(slots))[::-1]
+        # a heap: the lowest first, as steps have a row for each slot up to the highest in use
+        self.free_slots = list(range(slots))
         # slots to copy before the next pass: (from, to)
         self.copies: list[tuple[int, int]] = []
         # hashes of a request's whole blocks, in order
@@ -105,13 +107,19 @@ class TurboAllocator(CacheAllocator):
     def allocate_cache_to_request(self, request_id: str, past_length: int, query_length: int) -> None:
         """See Transformers; a new request also gets a slot."""
         if request_id not in self.slot_of:
-            self.slot_of[request_id] = self.free_slots.pop()
+            self.slot_of[request_id] = heapq.heappop(self.free_slots)
         table = self.block_table.setdefault(request_id, [])
         table += self.pool.get_free_blocks(self.index, self.needs_new_blocks(request_id, past_length, query_length))
 
     def has_slot(self, request_id: str) -> bool:
         """Whether the request has a slot, or can get one."""
         return request_id in self.slot_of or bool(self.free_slots)
+
+    def rows(self) -> int:
+        """Slots up to the highest in use, rounded up by less than an eighth, or to a power of two below 8."""
+        used = max(self.slot_of.values(), default=0) + 1
+        step = power_of_two(used) // 8 or 1
+        return min(self.slots, power_of_two(used) if used < 8 else -(-used // step) * step)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """See Transformers. The deepest block first, as the oldest ones are given up first: a prefix stays whole."""
@@ -122,13 +130,13 @@ class TurboAllocator(CacheAllocator):
         slot = self.slot_of.pop(request_id, None)
         if slot is not None:
             self.copies = [pair for pair in self.copies if pair[1] != slot]
-            self.free_slots.append(slot)
+            heapq.heappush(self.free_slots, slot)
 
     def fork_blocks(
         self, source_request_id: str, dest_request_id: str, past_length: int
     ) -> tuple[list[int], list[int]]:
         """See Transformers."""
-        slot = self.slot_of[dest_request_id] = self.free_slots.pop()
+        slot = self.slot_of[dest_request_id] = heapq.heappop(self.free_slots)
         self.copies.append((self.slot_of[source_request_id], slot))
         if source_request_id in self.chains:
             self.chains[dest_request_id] = list(self.chains[source_request_id])
@@ -171,7 +179,7 @@ class TurboAllocator(CacheAllocator):
     get_write_indices = get_read_indices
 
     def fill_block_table(self, *args: Any) -> None:
-        """Not called: `supports_block_table` is False."""
+        """Not called: `TurboPagedCache.fill_block_table` is."""
         raise NotImplementedError
 
     def update(self, *args: Any) -> Any:
@@ -193,7 +201,8 @@ class _Planner(PagedAttentionMemoryHandler):
         # queries, keys and values of a chunk in INT8 or rotated, beside what is charged anyway
         self.kv_heads_at_peak = heads + 2 * shape.heads
         most, share = self.cb_config.max_requests_per_batch, self.available_memory // SLOT_SHARE
-        self.slots = max(1, min(most or 1, share // shape.slot))
+        tokens = self.cb_config.max_batch_tokens or self._default_max_batch_tokens
+        self.slots = max(1, min(most or 1, tokens, share // shape.slot))
         self.slot_bytes = self.slots * shape.slot
 
     @property
@@ -221,7 +230,8 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
     ):
         cb, shape = continuous_batching_config, serving.shape
         self.config, self.dtype, self.device, self.serving = config, dtype, device, serving
-        self.max_blocks_per_request = 0
+        # passes in which each request brings one token are marked, however long the requests are
+        self.max_blocks_per_request, self.max_decode_fast_path_length = 1, 1 << 62
         self.bytes_per_sector, self.tokens_per_sector = shape.page * shape.layers, shape.block
         # `num_blocks` counts blocks of `page_size` tokens, as in Transformers, whatever their bytes
         counted = -(-self.bytes_per_sector * cb.page_size // shape.block)
@@ -249,18 +259,17 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         self.num_blocks = max(1, total // counted)
         # pages are read in place: what a batch reads has no limit
         self.read_cache_limit: int | None = 0
-        self.max_decode_fast_path_length = 0
         self.max_tokens_read = self.num_sectors * shape.block
         self.storage = Storage(shape, serving.config, self.cache_tensor, planner.slots, serving.orders)
         self._coming: list[Row] = []
-        self._groups: list[Group] = []
+        self.now = Pass([], [])
         if self.cache_tensor.is_cuda:
             # passes run on a stream of their own, which does not wait for the zeros
             torch.cuda.synchronize(self.cache_tensor.device)
 
     def begin_session(self) -> None:
         """Forget what an earlier session has left behind, but for the stored prefixes."""
-        self._coming, self._groups = [], []
+        self._coming, self.now = [], Pass([], [])
         self.allocator.copies = []
         self.storage.nonfinite.zero_()
 
@@ -320,12 +329,33 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         read_index: list[list[int]] | None,
         write_index: list[list[int]],
     ) -> None:
-        """Called for each request of the coming pass, in order: what the host knows of it."""
-        allocator, first = self.allocator, sum(row.new for row in self._coming)
+        """See Transformers: called for each request of the coming pass, in order."""
+        self.note(request_id, past_length, query_length)
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
+        """See Transformers: called in place of the former in passes in which each request brings one token."""
+        self.note(request_id, past_length, query_length)
+
+    def note(self, request_id: str, past_length: int, query_length: int) -> None:
+        """The next request of the coming pass: what the host knows of it."""
+        allocator, before = self.allocator, self._coming[-1:]
+        first = before[0].first + before[0].new if before else 0
         blocks = list(allocator.block_table[request_id][: (past_length + query_length) // self.serving.shape.block])
         slot = allocator.slot_of[request_id]
         self._coming.append(Row(request_id, past_length, query_length, first, slot, blocks))
         allocator.held[request_id] = past_length + query_length
+
+    def begin_pass(self) -> list[Row]:
+        """The requests of the pass that begins."""
+        rows, self._coming = self._coming, []
+        peak = self.serving.peak
+        if peak is None or self._bytes_in_use() > peak.total:
+            self.serving.peak = self.memory()
+        return rows
+
+    def mix(self, rows: list[Row]) -> None:
+        """The pass that begins holds these requests' tokens one after the other."""
+        self.now = mixed_pass(rows, self.allocator.rows(), self.serving.shape, self.cache_tensor.device)
 
     def attend(
         self,
@@ -337,13 +367,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         window: int | None,
     ) -> torch.Tensor:
         """See `PackedCache`."""
-        if self._coming:
-            # the first layer of a pass
-            self._groups, self._coming = groups_of(self._coming, self.serving.shape, query.device), []
-            peak = self.serving.peak
-            if peak is None or self._bytes_in_use() > peak.total:
-                self.serving.peak = self.memory()
-        return self.storage.attend(self._groups, layer, NewQKV(query, key, value), scoring, window)
+        return self.storage.attend(self.now, layer, NewQKV(query, key, value), scoring, window)
 
     def _blocks_in_use(self) -> int:
         """Blocks of requests and of stored prefixes."""

@@ -1,11 +1,11 @@
 """Keys and values of all requests: sealed pages in the pool that Transformers plans, open tokens in slots beside it.
 
 The pool's blocks hold one page for each layer; the bytes of a page are those of `turbo_hf.layout`, but all keys of all
-pages come first, then all values, and so on, so that the ops see ordinary `PagedHeads`. Layer i's page of block n has
-the number `n * layers + i`. A slot holds the open tokens of one request in every layer.
+pages come first, then all values, and so on, layer by layer, so that the ops see ordinary `PagedHeads`: the page of
+block n of each layer has the number n. A slot holds the open tokens of one request in every layer.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from turbo_hf.layout import (
     open_token_bytes,
     packed_bytes,
     page_bytes,
+    power_of_two,
     widths_of,
 )
 from turbo_hf.ops.decode.contract import decode
@@ -92,65 +93,129 @@ class Row(NamedTuple):
         return self.past > 0 and self.new <= DECODE_TOKENS
 
 
-class Group:
-    """Rows of a pass that are computed together: steps of equally many tokens, or one prompt. What all layers share."""
+class StepRows:
+    """Requests of a pass that bring equally many tokens, as rows of the ops: row s is the request in slot s, so that
+    open tokens are read and written where they are. A slot without such a request is a row without a token.
 
-    def __init__(self, rows: list[Row], shape: Shape, device: torch.device):
-        self.rows, self.new, block = rows, rows[0].new, shape.block
-        self.past = max(row.past for row in rows)
-        self.sealed = [row.past // block for row in rows]
-        self.opened = [row.past % block for row in rows]
-        self.whole = [(held + self.new) // block for held in self.opened]
-        self.slots = shared([row.slot for row in rows], device)
-        # tokens of the pass; a slice where they lie side by side
-        side_by_side = all(row.first == rows[0].first + n * self.new for n, row in enumerate(rows))
-        self.first = rows[0].first if side_by_side else None
-        self.tokens = None
-        if not side_by_side:
-            index = [row.first + n for row in rows for n in range(self.new)]
-            self.tokens = shared(index, device)
-        most = max(len(row.blocks) for row in rows)
-        flat = [block for row in rows for block in (*row.blocks, *[0] * (most - len(row.blocks)))]
-        blocks = shared(flat, device).view(len(rows), most)
-        self.tables = blocks * shape.layers + torch.arange(shape.layers, device=device)[:, None, None]
-        self.sealed_device = shared(self.sealed, device)
-        # each layer's kernels count in their own
-        self.open_device = send(self.opened * shape.layers, device).view(shape.layers, len(rows))
-        self.row = torch.arange(len(rows), device=device)[:, None]
-        # of the new tokens, among the open ones
-        self.place = shared(self.opened, device)[:, None] + torch.arange(self.new, device=device)
-        self.sealing = [n for n, count in enumerate(self.whole) if count]
-        self.sealing_device = shared(self.sealing, device) if self.sealing else None
-        self.after = shared([n + count for n, count in zip(self.sealed, self.whole, strict=True)], device)
+    What all layers share is in tensors that `fill` writes again for each pass: a capture may read them.
+
+    Args:
+        size: rows.
+        blocks: columns of the table.
+        new: tokens of each request.
+        shape: of the storage.
+        device: where the tensors are.
+        plans: as in `KVStore`.
+
+    Attributes:
+        table: int64 [size, blocks], the blocks of each row.
+        sealed, after: int64 [size], its sealed blocks before the pass, and after it.
+        starts: int64 [size], 0, or `new` in a row without a token.
+        token: int64 [size], the first token of each row in the pass; 0 where there is none.
+        slot: int64 [size], the slots of the requests in the order of the pass, then zeros.
+        open_len: int64 [layers, size], open tokens; each layer's kernels count in their own.
+        rows: the requests.
+        sealed_host: the numbers in `sealed`.
+    """
+
+    def __init__(
+        self, size: int, blocks: int, new: int, shape: Shape, device: torch.device, plans: dict[Any, Any] | None = None
+    ):
+        self.size, self.blocks, self.new, self.shape, self.plans = size, blocks, new, shape, plans
+        self._sizes = [size * blocks, size, size, size, size, size, size * shape.layers]
+        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        table, self.sealed, self.after, self.starts, self.token, self.slot, opened = self._flat.split(self._sizes)
+        self.table, self.open_len = table.view(size, blocks), opened.view(shape.layers, size)
+        self.arrived = torch.zeros(size, dtype=torch.int32, device=device)
+        self.rows: list[Row] = []
+        self.sealed_host: tuple[int, ...] = ()
+
+    def fill(self, rows: list[Row]) -> None:
+        """Begin a pass of these requests. Waits for nothing."""
+        block, self.rows = self.shape.block, rows
+        # torch's allocator of pinned memory knows when the copy is done
+        flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
+        table, sealed, after, starts, token, slot, opened = (x.numpy() for x in flat.split(self._sizes))
+        starts[:] = self.new
+        for n, row in enumerate(rows):
+            at = row.slot
+            table[at * self.blocks : at * self.blocks + len(row.blocks)] = row.blocks
+            sealed[at], after[at] = row.past // block, (row.past + row.new) // block
+            starts[at], token[at], slot[n] = 0, row.first, at
+            opened[at :: self.size] = row.past % block
+        self._flat.copy_(flat, non_blocking=True)
+        self.sealed_host = tuple(sealed.tolist())
+        for plan in (self.plans or {}).values():
+            plan.update(self.sealed_host)
+
+    @property
+    def sealing(self) -> list[Row]:
+        """The requests that get a sealed block."""
+        return [row for row in self.rows if row.past % self.shape.block + row.new >= self.shape.block]
+
+    @property
+    def first_blocks(self) -> list[Row]:
+        """Those of them whose first block it is."""
+        return [row for row in self.sealing if row.past < self.shape.block]
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows' tokens of x [1, H, T, D], as [B, H, new, D]."""
-        if self.tokens is None:
-            assert self.first is not None
-            own = x[0, :, self.first : self.first + len(self.rows) * self.new]
-        else:
-            own = x[0].index_select(1, self.tokens)
-        rows: torch.Tensor = own.unflatten(1, (len(self.rows), self.new)).transpose(0, 1)
+        """The rows' tokens of x [1, H, T, D], as [size, H, new, D]; any token in a row without one."""
+        own = x[0].index_select(1, self._tokens(self.token))
+        rows: torch.Tensor = own.unflatten(1, (self.size, self.new)).transpose(0, 1)
         return rows
 
     def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        """x [B, H, new, D] to the rows' tokens of out [1, H, T, D]."""
-        flat = x.transpose(0, 1).flatten(1, 2)
-        if self.tokens is None:
-            assert self.first is not None
-            out[0, :, self.first : self.first + flat.shape[1]] = flat
-        else:
-            out[0].index_copy_(1, self.tokens, flat)
+        """x [size, H, new, D] to the rows' tokens of out [1, H, T, D]."""
+        slots = self.slot[: len(self.rows)]
+        tokens = self._tokens(self.token.index_select(0, slots))
+        out[0].index_copy_(1, tokens, x.index_select(0, slots).transpose(0, 1).flatten(1, 2))
+
+    def _tokens(self, first: torch.Tensor) -> torch.Tensor:
+        return (first[:, None] + torch.arange(self.new, device=first.device)).flatten()
 
 
-def groups_of(rows: list[Row], shape: Shape, device: torch.device) -> list[Group]:
-    """Steps by their number of tokens, and each prompt by itself."""
-    steps: dict[int, list[Row]] = {}
+class Prompt:
+    """A prompt, or a chunk of one, of a pass. What all layers share."""
+
+    def __init__(self, row: Row, shape: Shape, device: torch.device):
+        self.row, block = row, shape.block
+        self.sealed, self.opened = divmod(row.past, block)
+        self.whole = (self.opened + row.new) // block
+        self.table = shared(row.blocks, device)[None]
+        self.sealed_device, self.after = shared([self.sealed], device), shared([self.sealed + self.whole], device)
+        # each layer's kernels count in their own
+        self.open_len = send([self.opened] * shape.layers, device).view(shape.layers, 1)
+
+
+class Pass(NamedTuple):
+    """What attention computes in a pass.
+
+    steps: requests that bring few tokens, by how many.
+    prompts: the others.
+    in_slots: whether the tokens of the pass are those of `steps[0]`, one for each slot.
+    """
+
+    steps: list[StepRows]
+    prompts: list[Prompt]
+    in_slots: bool = False
+
+
+def most_blocks(rows: list[Row]) -> int:
+    """Columns of a table of these rows: a power of two, which seldom changes."""
+    return power_of_two(max(8, *(len(row.blocks) for row in rows)))
+
+
+def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device) -> Pass:
+    """A pass in which the tokens of each request lie one after the other. size: slots that are in use."""
+    by_new: dict[int, list[Row]] = {}
     for row in rows:
         if row.is_step:
-            steps.setdefault(row.new, []).append(row)
-    prompts = [[row] for row in rows if not row.is_step]
-    return [Group(group, shape, device) for group in (*steps.values(), *prompts)]
+            by_new.setdefault(row.new, []).append(row)
+    steps = []
+    for new, alike in by_new.items():
+        steps.append(StepRows(size, most_blocks(alike), new, shape, device))
+        steps[-1].fill(alike)
+    return Pass(steps, [Prompt(row, shape, device) for row in rows if not row.is_step])
 
 
 class Storage:
@@ -171,22 +236,30 @@ class Storage:
         orders: list[tuple[int, ...] | None],
     ):
         self.shape, self.config, self.device = shape, config, pool.device
-        self.pages = pool.numel() // shape.page
-        self.paged = _carve(pool, self.pages, shape)
+        self.blocks = pool.numel() // shape.page // shape.layers
+        self.paged = _carve(pool, self.blocks * shape.layers, shape)
+        # of each layer
+        self._paged = [
+            tuple(
+                PagedHeads(pages.bits, *(x.unflatten(0, (-1, self.blocks))[n] for x in pages[1:]))
+                for pages in self.paged
+            )
+            for n in range(shape.layers)
+        ]
         layers, heads, dim, room = shape.layers, shape.heads, shape.dim, shape.room
         self.k_open = torch.empty(layers, slots, heads, room, dim, dtype=torch.int8, device=self.device)
         self.v_open = torch.empty(layers, slots, heads, dim, room, dtype=torch.int8, device=self.device)
         self.k_scale, self.v_scale = torch.empty(2, layers, slots, heads, room, device=self.device)
         self.nonfinite = torch.zeros(layers, dtype=torch.int32, device=self.device)
         plain = torch.arange(heads, device=self.device)
-        self._given = [plain if order is None else torch.tensor(order, device=self.device) for order in orders]
-        # whether each request's first block ranks its heads; the order then belongs to the page of that block
+        given = [plain if order is None else torch.tensor(order, device=self.device) for order in orders]
+        # of each row
+        self._given = torch.stack(given)[:, None].repeat(1, slots, 1)
+        # whether each request's first block ranks its heads; the order then belongs to that block
         self.ranks = [len(shape.groups) > 1 and order is None for order in orders]
-        self._order_of_page = plain.repeat(self.pages if any(self.ranks) else 0, 1)
+        self._order_of_block = plain.repeat(layers, self.blocks if any(self.ranks) else 0, 1)
 
-    def attend(
-        self, groups: list[Group], layer: int, qkv: NewQKV, scoring: Scoring, window: int | None
-    ) -> torch.Tensor:
+    def attend(self, now: Pass, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
         """Store the new tokens of one layer, [1, H, T, D], and attend: [1, Hq, T, D]."""
         heads, dim = self.shape.heads, self.shape.dim
         if qkv.key.shape != qkv.value.shape or (qkv.key.shape[1], qkv.key.shape[3]) != (heads, dim):
@@ -194,126 +267,157 @@ class Storage:
                 f"layer {layer}: the pool has pages for {heads} KV heads of {dim} channels, and this layer brings keys "
                 f"{list(qkv.key.shape)} and values {list(qkv.value.shape)}. Use generate, or remove the patch."
             )
-        out = torch.empty_like(qkv.query)
-        for group in groups:
-            own = NewQKV(*(group.take(x) for x in qkv))
-            attend = self._steps if group.rows[0].is_step else self._prompt
-            group.put(out, attend(group, layer, own, scoring, window))
+        if now.in_slots:
+            own = NewQKV(*(x[0].transpose(0, 1).unsqueeze(2) for x in qkv))
+            return self._steps(now.steps[0], layer, own, scoring, window).squeeze(2).transpose(0, 1)[None]
+        # zeros for tokens that only fill a pass up
+        out = torch.zeros_like(qkv.query)
+        for rows in now.steps:
+            own = NewQKV(*(rows.take(x) for x in qkv))
+            rows.put(out, self._steps(rows, layer, own, scoring, window))
+        for prompt in now.prompts:
+            place = slice(prompt.row.first, prompt.row.first + prompt.row.new)
+            own = NewQKV(*(x[:, :, place] for x in qkv))
+            out[:, :, place] = self._prompt(prompt, layer, own, scoring, window)
         return out
 
-    def _order(self, group: Group, layer: int, table: torch.Tensor) -> torch.Tensor:
+    def _order(self, layer: int, table: torch.Tensor) -> torch.Tensor:
         """int64 [B, Hkv]: the head in each slot of each row."""
         if self.ranks[layer] and table.shape[1]:
-            return self._order_of_page.index_select(0, table[:, 0])
-        return self._given[layer].expand(len(group.rows), -1)
-
-    def _store(self, group: Group, layer: int) -> KVStore:
-        """The rows' cache before the pass. The open tokens are a copy."""
-        table = group.tables[layer]
-        k, v, k_scale, v_scale = (x[layer].index_select(0, group.slots) for x in self._opened())
-        return KVStore(
-            self.paged,
-            self._order(group, layer, table),
-            table,
-            group.sealed_device,
-            k,
-            v,
-            k_scale,
-            v_scale,
-            group.open_device[layer],
-            self.shape.block,
-            tuple(group.sealed),
-        )
+            return self._order_of_block[layer].index_select(0, table[:, 0])
+        return self._given[layer, : len(table)]
 
     def _opened(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The slots: k, v, k_scale and v_scale of all layers."""
         return self.k_open, self.v_open, self.k_scale, self.v_scale
 
-    def _steps(self, group: Group, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
-        """The new tokens join the open ones, then attention reads them; blocks that have become whole are sealed."""
-        config, store = self.config, self._store(group, layer)
-        self._append(qkv, store, layer)
+    def _steps(self, rows: StepRows, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
+        """The new tokens join the open ones, then attention reads them; blocks that have become whole are sealed.
+
+        The tensors of `rows` alone determine what it does where nobody's first block ranks its heads, so that it can be
+        replayed.
+        """
+        config = self.config
+        k, v, k_scale, v_scale = (x[layer, : rows.size] for x in self._opened())
+        store = KVStore(
+            self._paged[layer],
+            self._order(layer, rows.table),
+            rows.table,
+            rows.sealed,
+            k,
+            v,
+            k_scale,
+            v_scale,
+            rows.open_len[layer],
+            self.shape.block,
+            rows.sealed_host,
+            rows.plans,
+        )
+        self._append(qkv, store, layer, rows.starts, rows.arrived)
         out = decode(
             rotate_queries(qkv.query, config.backend) if config.rotates else qkv.query,
             store,
             scoring,
+            starts=rows.starts,
             window=window,
             mode=config.decode_attention,
             backend=config.backend,
         ).out
-        if group.sealing_device is not None:
-            at = group.sealing_device
-            due = store._replace(
-                order=store.order.index_select(0, at),
-                table=store.table.index_select(0, at),
-                sealed=group.after.index_select(0, at),
-                k_open=store.k_open.index_select(0, at),
-                v_open=store.v_open.index_select(0, at),
-                k_scale=store.k_scale.index_select(0, at),
-                v_scale=store.v_scale.index_select(0, at),
-                open_len=store.open_len.index_select(0, at),
-                sealed_host=None,
-            )
-            self._seal(due, [group.sealed[n] for n in group.sealing], 1, layer)
-        # to the slots: behind a block that was sealed, tokens begin anew
-        row, place, slot = group.row, group.place, group.slots[:, None]
-        to = place % self.shape.block
-        self.k_open[layer][slot, :, to] = store.k_open[row, :, place]
-        self.v_open[layer][slot, :, :, to] = store.v_open[row, :, :, place]
-        self.k_scale[layer][slot, :, to] = store.k_scale[row, :, place]
-        self.v_scale[layer][slot, :, to] = store.v_scale[row, :, place]
+        store = store._replace(sealed=rows.after, sealed_host=None)
+        self._seal(store, [row.slot for row in rows.first_blocks], 1, layer)
+        if rows.new > 1:
+            self._move_rests(rows, layer)
         return out
 
-    def _prompt(self, group: Group, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
+    def _move_rests(self, rows: StepRows, layer: int) -> None:
+        """Behind a block that was sealed, tokens begin anew."""
+        block = self.shape.block
+        for row in rows.sealing:
+            behind = slice(block, row.past % block + row.new)
+            to = slice(0, behind.stop - block)
+            k, v, k_scale, v_scale = (x[layer, row.slot] for x in self._opened())
+            for x in (k.transpose(1, 2), v, k_scale, v_scale):
+                x[..., to] = x[..., behind]
+
+    def _prompt(self, prompt: Prompt, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
         """One prompt, or a chunk of one: attention reads the tokens as they come, then they are stored."""
-        store, (held,), (whole,), slot = self._store(group, layer), group.opened, group.whole, group.rows[0].slot
-        out = prompt_attention(self.config, qkv, store if group.past else None, None, window, scoring)
-        room = -(-(held + group.new) // 16) * 16
+        held, whole, slot, new = prompt.opened, prompt.whole, prompt.row.slot, prompt.row.new
+        k, v, k_scale, v_scale = (x[layer, slot : slot + 1] for x in self._opened())
+        # tokens are the last dimension
+        opened = (k.transpose(2, 3), v, k_scale, v_scale)
+        store = KVStore(
+            self._paged[layer],
+            self._order(layer, prompt.table),
+            prompt.table,
+            prompt.sealed_device,
+            k,
+            v,
+            k_scale,
+            v_scale,
+            prompt.open_len[layer],
+            self.shape.block,
+            (prompt.sealed,),
+        )
+        out = prompt_attention(self.config, qkv, store if prompt.row.past else None, None, window, scoring)
+        room = -(-(held + new) // 16) * 16
         heads, dim = self.shape.heads, self.shape.dim
         k = torch.empty(1, heads, room, dim, dtype=torch.int8, device=self.device)
         v = torch.empty(1, heads, dim, room, dtype=torch.int8, device=self.device)
         k_scale, v_scale = torch.empty(2, 1, heads, room, device=self.device)
-        if held:
-            k[:, :, :held], v[..., :held] = store.k_open[:, :, :held], store.v_open[..., :held]
-            k_scale[..., :held], v_scale[..., :held] = store.k_scale[..., :held], store.v_scale[..., :held]
+        joined = (k.transpose(2, 3), v, k_scale, v_scale)
+        for x, y in zip(joined, opened, strict=True):
+            x[..., :held] = y[..., :held]
         store = store._replace(k_open=k, v_open=v, k_scale=k_scale, v_scale=v_scale)
         self._append(qkv, store, layer)
         if whole:
-            self._seal(store._replace(sealed=group.after, sealed_host=None), group.sealed, whole, layer)
-        rest = slice(whole * self.shape.block, held + group.new)
-        to = slice(0, rest.stop - rest.start)
-        self.k_open[layer, slot, :, to] = k[0, :, rest]
-        self.v_open[layer, slot, :, :, to] = v[0, :, :, rest]
-        self.k_scale[layer, slot, :, to] = k_scale[0, :, rest]
-        self.v_scale[layer, slot, :, to] = v_scale[0, :, rest]
+            self._seal(
+                store._replace(sealed=prompt.after, sealed_host=None), [] if prompt.sealed else [0], whole, layer
+            )
+        rest = slice(whole * self.shape.block, held + new)
+        for x, y in zip(joined, opened, strict=True):
+            y[..., : rest.stop - rest.start] = x[..., rest]
         return out
 
-    def _append(self, qkv: NewQKV, store: KVStore, layer: int) -> None:
+    def _append(
+        self,
+        qkv: NewQKV,
+        store: KVStore,
+        layer: int,
+        starts: torch.Tensor | None = None,
+        arrived: torch.Tensor | None = None,
+    ) -> None:
         config = self.config
-        flag = self.nonfinite[layer : layer + 1]
-        append_tokens(qkv.key, qkv.value, store, nonfinite=flag, rotate=config.rotates, backend=config.backend)
+        append_tokens(
+            qkv.key,
+            qkv.value,
+            store,
+            starts=starts,
+            nonfinite=self.nonfinite[layer : layer + 1],
+            arrived=arrived,
+            rotate=config.rotates,
+            backend=config.backend,
+        )
 
-    def _seal(self, store: KVStore, before: list[int], blocks: int, layer: int) -> None:
-        """Seal the whole blocks of open tokens; rows without a sealed block before (`before`) rank their heads."""
-        new = [n for n, held in enumerate(before) if not held]
+    def _seal(self, store: KVStore, new: list[int], blocks: int, layer: int) -> None:
+        """Seal the whole blocks of open tokens; rows whose first block is among them (`new`) rank their heads."""
         if self.ranks[layer] and new:
             at = shared(new, self.device)
             k, v = store.k_open[at, :, : self.shape.block], store.v_open[at, :, :, : self.shape.block].mT
             k_scale, v_scale = (x[at, :, : self.shape.block] for x in (store.k_scale, store.v_scale))
             order = ranked_heads(Tokens(k, k_scale, v, v_scale), self.config)
             store = store._replace(order=store.order.index_copy(0, at, order))
-            self._order_of_page.index_copy_(0, store.table[at, 0], order)
+            self._order_of_block[layer].index_copy_(0, store.table[at, 0], order)
         seal_open(store, blocks, backend=self.config.backend)
 
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Blocks `target` become copies of blocks `source`, in all layers."""
-        layers = torch.arange(self.shape.layers, device=self.device)
-        old, new = ((shared(n, self.device)[:, None] * self.shape.layers + layers).flatten() for n in (source, target))
+        old, new = shared(source, self.device), shared(target, self.device)
         for pages in self.paged:
             for x in pages[1:]:
-                x.index_copy_(0, new, x.index_select(0, old))
-        if len(self._order_of_page):
-            self._order_of_page.index_copy_(0, new, self._order_of_page.index_select(0, old))
+                of_layers = x.unflatten(0, (-1, self.blocks))
+                of_layers.index_copy_(1, new, of_layers.index_select(1, old))
+        if self._order_of_block.numel():
+            self._order_of_block.index_copy_(1, new, self._order_of_block.index_select(1, old))
 
     def copy_slots(self, source: list[int], target: list[int]) -> None:
         """Slots `target` become copies of slots `source`."""

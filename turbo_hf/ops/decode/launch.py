@@ -13,7 +13,7 @@ from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel import decode_kernel
 from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
-from turbo_hf.ops.decode.stream_k import LivePlan, Plan, even_rounds, stream_k, tiles_of
+from turbo_hf.ops.decode.stream_k import LivePlan, Plan, SteadyPlans, even_rounds, stream_k, tiles_of
 from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.kernel_launch import Launch, launch
 from turbo_hf.ops.repeat import Repeat
@@ -122,12 +122,15 @@ def _schedule(
         words = _words(tiles, shape, place.device, place.stream)
         return words, plan.ctas, power_of_two(plan.parts), _workspace(place)
     if (shape, place) not in plans:
+        # as many as an output of rows that are alike has; others take longer to merge
+        alike = min(OUTPUT_PARTS, power_of_two(-(-shape.ctas // place.outputs) + 1))
         plans[shape, place] = LivePlan(
             lambda n: _plan(tuple(tiles_of(n, shape.blocks)), shape),
             sealed,
             shape.ctas,
             place.device,
             _workspace(place),
+            alike if isinstance(plans, SteadyPlans) else None,
         )
     live = plans[shape, place]
     return live.words, live.ctas, live.parts, live.workspace

@@ -117,6 +117,8 @@ class LivePlan:
         most: maximum number of CTAs of any plan.
         device: device of the words.
         workspace: other memory that the launches use; kept alive with the plan.
+        parts: parts that are merged at a time, whatever the plan: it then has `most` CTAs, and never moves. None: those
+            of the plan.
     """
 
     def __init__(
@@ -126,8 +128,9 @@ class LivePlan:
         most: int,
         device: torch.device,
         workspace: Any = None,
+        parts: int | None = None,
     ):
-        self.workspace, self.ctas, self.parts = workspace, 0, 0
+        self.workspace, self.ctas, self.parts, self._given_parts = workspace, 0, 0, parts
         self._make, self._most, self._device = make, most, device
         self._plan: Plan | None = None
         self.update(sealed)
@@ -137,14 +140,20 @@ class LivePlan:
         plan = self._make(tuple(sealed))
         if plan is self._plan:
             return
-        self._plan, parts = plan, power_of_two(plan.parts)
-        if plan.ctas > self.ctas or parts != self.parts:
-            self.ctas, self.parts = max(self.ctas, min(power_of_two(plan.ctas), self._most)), parts
+        self._plan, parts, ctas = plan, power_of_two(plan.parts), plan.ctas
+        if self._given_parts is not None:
+            parts, ctas = self._given_parts, self._most
+        if ctas > self.ctas or parts != self.parts:
+            self.ctas, self.parts = max(self.ctas, min(power_of_two(ctas), self._most)), parts
             with torch.inference_mode(False):  # written again in any mode
                 self.words = torch.empty(4 * self.ctas + 2 * plan.outputs, dtype=torch.int32, device=self._device)
         idle = plan.words.new_zeros(4 * (self.ctas - plan.ctas))
         split = 4 * plan.ctas
         self.words.copy_(torch.cat((plan.words[:split], idle, plan.words[split:])), non_blocking=True)
+
+
+class SteadyPlans(dict[Any, LivePlan]):
+    """`KVStore.plans` whose plans never move: launches that read them need not be captured again when rows grow."""
 
 
 class KeptWorkspace:

@@ -1,0 +1,177 @@
+"""Passes of continuous batching: those in which each request brings one token are captured as CUDA graphs.
+
+Imports Transformers' continuous batching as it is from 5.19 on.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.utils import stream_context
+
+from turbo_hf.errors import warn
+from turbo_hf.graphs.step_runner import CudaDevice, Device
+from turbo_hf.ops.decode.stream_k import SteadyPlans
+from turbo_hf.ops.host_device import require_finite
+from turbo_hf.serving.storage import Pass, Row, StepRows, most_blocks
+
+GRAPHS = 48
+"""Maximum number of captures that are kept: each takes megabytes outside of what is planned."""
+
+
+def capture_device(device: torch.device) -> Device | None:
+    """How passes on `device` are captured; None: they are not."""
+    return CudaDevice(device) if device.type == "cuda" else None
+
+
+class TurboModelRunner(ModelRunner):
+    """Transformers' runner, which prepares what the cache reads of a pass, and replays steps.
+
+    A pass in which each request brings one token, and holds others, is computed with a row for each slot: tokens are
+    put into the order of slots before the model sees them, and logits back. Its first time at a size it is launched,
+    the second time captured.
+
+    Args:
+        device: how steps are captured; None: they are launched.
+        demanded: whether a step that cannot be captured is an error.
+        options: of Transformers' runner.
+    """
+
+    cache: Any
+
+    def __init__(self, device: Device | None, demanded: bool, **options: Any):
+        super().__init__(**options)
+        self.pad_inputs = False
+        self._device, self._demanded = device, demanded
+        self._rows: dict[tuple[int, int], StepRows] = {}
+        # by inputs, rows and blocks; None: that was launched once
+        self._replays: dict[tuple[int, int, int], Callable[[], Any] | None] = {}
+        self.captures = 0
+        layers = len(self.cache.storage.nonfinite)
+        self._flags = torch.zeros(2, layers, dtype=torch.int32, pin_memory=self.cache.storage.nonfinite.is_cuda)
+
+    def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
+        """Tokens of the coming pass: as many as slots, if each request brings one."""
+        self.pad_inputs = use_decode_fast_path
+        return (self.cache.allocator.rows() if use_decode_fast_path else num_q_tokens), max_kv_read
+
+    def warmup(self, model: Any) -> None:
+        """Nothing: steps are captured when they are needed."""
+
+    @property
+    def _pair(self) -> int:
+        """Which of the two sets of inputs of asynchronous batching is current."""
+        return getattr(self.inputs_and_outputs, "current_pair", 0)
+
+    def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
+        """See Transformers."""
+        with stream_context(self.inputs_and_outputs.compute_stream):
+            rows = self.cache.begin_pass()
+            if self.pad_inputs and all(row.is_step and row.new == 1 for row in rows):
+                self._step(model, batch_data, rows)
+            else:
+                self.cache.mix(rows)
+                super().compute_batch(model, batch_data)
+            self._flags[self._pair].copy_(self.cache.storage.nonfinite, non_blocking=True)
+
+    def require_finite(self) -> None:
+        """ValueError, if NaN or Inf was stored by the pass that has been waited for last."""
+        require_finite(dict(enumerate(self._flags[self._pair])))
+
+    def _step(self, model: Any, batch_data: dict[str, Any], rows: list[Row]) -> None:
+        """A pass of `rows`, which bring one token each."""
+        storage, size, blocks = self.cache.storage, batch_data["input_ids"].shape[1], most_blocks(rows)
+        if (size, blocks) not in self._rows:
+            plans = None if self._device is None else SteadyPlans()
+            self._rows[size, blocks] = StepRows(size, blocks, 1, storage.shape, storage.device, plans)
+        in_slots = self._rows[size, blocks]
+        in_slots.fill(rows)
+        self.cache.now = Pass([in_slots], [], in_slots=True)
+        if self.supports_logits_to_keep(model):
+            batch_data["logits_to_keep"] = batch_data["logits_indices"]
+        forward: Any = functools.partial(_in_slots, model, in_slots)
+        step = functools.partial(
+            self._forward_process_and_sample, forward, batch_data, *self.inputs_and_outputs.get_cb_kwargs()
+        )
+        ranks = any(storage.ranks) and bool(in_slots.first_blocks)
+        if self._device is None:
+            step()
+        elif ranks:
+            # the host tells which rows rank their heads
+            self._device.warm(step)
+        else:
+            self._replay(self._device, (self._pair, size, blocks), step)
+
+    def _replay(self, device: Device, key: tuple[int, int, int], step: Callable[[], Any]) -> None:
+        """Compute a step, by its capture from the second time on."""
+        if key not in self._replays:
+            self._replays[key] = None
+            device.warm(step)
+            return
+        # the least recently used come first
+        replay = self._replays.pop(key)
+        if replay is None:
+            self._forget_oldest()
+            try:
+                replay = device.capture(step)
+            except Exception as error:
+                if self._demanded:
+                    raise
+                warn(f"turbo_hf: steps of continuous batching cannot be captured and are launched: {error}")
+                self._device = None
+                device.warm(step)
+                return
+            self.captures += 1
+        self._replays[key] = replay
+        replay()
+
+    def _forget_oldest(self) -> None:
+        captured = [key for key, replay in self._replays.items() if replay is not None]
+        if len(captured) >= GRAPHS:
+            if self.inputs_and_outputs.compute_stream is not None:
+                self.inputs_and_outputs.compute_stream.synchronize()
+            del self._replays[captured[0]]
+
+
+def _in_slots(model: Any, rows: StepRows, **inputs: Any) -> Any:
+    """The model's output for `inputs`, computed with a row for each slot."""
+    for name in ("input_ids", "position_ids"):
+        inputs[name] = inputs[name].index_select(1, rows.token)
+    keep = inputs.get("logits_to_keep")
+    if keep is not None:
+        inputs["logits_to_keep"] = rows.slot.index_select(0, keep)
+    out = model(**inputs)
+    if keep is None:
+        out.logits = out.logits.index_select(1, rows.slot)
+    return out
+
+
+class TurboBatchProcessor(ContinuousBatchProcessor):
+    """Transformers' processor with a `TurboModelRunner`, whose arguments `device` and `demanded` are."""
+
+    cache: Any
+    model_runner: Any
+
+    def __init__(self, device: Device | None, demanded: bool, **options: Any):
+        super().__init__(**options)
+        self.model_runner = TurboModelRunner(
+            device,
+            demanded,
+            logit_processor=self.logit_processor,
+            cb_config=self.cb_config,
+            cache=self.cache,
+            inputs_and_outputs=self.inputs_and_outputs,
+            do_sample=self.do_sample,
+            return_logprobs=self.return_logprobs,
+        )
+
+    def update_batch(self) -> None:
+        """See Transformers. Raises: ValueError, if NaN or Inf was stored."""
+        ios: Any = self.inputs_and_outputs
+        if self.use_async_batching:
+            ios.io_pairs[ios.current_pair].d2h_over.synchronize()
+        self.model_runner.require_finite()
+        super().update_batch()
