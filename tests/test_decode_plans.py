@@ -46,3 +46,23 @@ def test_launches_that_are_replayed_keep_their_workspace(device: torch.device) -
     assert torch.equal(got.out, want.out)
     assert list(plans.values()) == [made]
     assert launch_decode._workspace.cache_info().currsize == 0
+
+
+def test_a_steady_plan_follows_its_rows_in_place(device: torch.device) -> None:
+    """Also for rows without a token, and when one row is much longer than the rest."""
+    pytest.importorskip("triton")
+    from turbo_hf.ops.decode.stream_k import SteadyPlans  # noqa: PLC0415 - as above
+
+    plans = SteadyPlans()
+    address, k, v = set(), tokens(3, 2, 700, 64, device=device), tokens(3, 2, 700, 64, device=device)
+    for lengths in ([40, 64, 3], [90, 41, 0], [700, 42, 0]):
+        store, q = make_store(k, v, lengths, block=32), tokens(3, 4, 1, 64, device=device)
+        starts = torch.tensor([int(n == 0) for n in lengths], device=device)
+        want = decode(q, store, scaling=0.125, starts=starts, backend="triton")
+        for plan in plans.values():
+            plan.update(store.sealed.tolist())
+        got = decode(q, store._replace(plans=plans), scaling=0.125, starts=starts, backend="triton")
+        check_same(got, want, largest(v))
+        (made,) = plans.values()
+        address.add(made.words.data_ptr())
+    assert len(address) == 1

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
+from turbo_hf.graphs.step_runner import why_no_replay_of
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words
+from turbo_hf.patching.hooks import is_own
 
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
@@ -50,6 +52,7 @@ class Maker(Protocol):
     groups: HeadGroups
     dims: frozenset[int]
     why_not_served: str | None
+    why_not_captured: str | None
     serving: Any
 
 
@@ -76,7 +79,6 @@ def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: Turb
         ('buffer_scale="universal", whose scale is that of a whole prompt,', config.buffer_scale == "universal"),
         ("16-bit pages", UNQUANTIZED in dict(layers[0].groups)),
         ("SAS without a given sas_threshold", config.sas and config.sas_threshold is None),
-        ("cuda_graphs=True", config.cuda_graphs is True),
     ):
         if found:
             return f"{reason} cannot be served to requests that come and go. Choose another config, use generate"
@@ -113,8 +115,11 @@ def begin(maker: Maker, model: Any, *args: Any, **kwargs: Any) -> Any:
 
     if maker.serving is None:
         maker.serving = serving_of(maker, model)
+    launched = maker.why_not_captured or why_no_replay_of(model, is_own)
+    if launched is not None and maker.config.cuda_graphs is True:
+        raise Unsupported(f'cuda_graphs=True: {launched}. Choose TurboConfig(cuda_graphs="auto") or False.')
     with torch.no_grad():
-        return init_continuous_batching(maker.serving, model, *args, **kwargs)
+        return init_continuous_batching(maker.serving, launched, model, *args, **kwargs)
 
 
 def serving_of(maker: Maker, model: Any) -> Any:

@@ -164,6 +164,7 @@ class CacheMaker:
         uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
         groups, dims: of the compressed layers: (width, KV heads) of each width, and the head dims that occur.
         why_not_served: why continuous batching cannot run; None: it can.
+        why_not_captured: why its steps cannot be CUDA graphs, as far as the patch knows; None: they can.
         serving: what its managers have in common; None before the first one.
         prompt_tallies: by layer, what sparse prompts have read.
     """
@@ -184,6 +185,7 @@ class CacheMaker:
     groups: HeadGroups = ()
     dims: frozenset[int] = frozenset()
     why_not_served: str | None = None
+    why_not_captured: str | None = None
     serving: Any = None
     prompt_tallies: dict[int, PromptTally] = field(default_factory=dict)
 

@@ -231,6 +231,7 @@ def _plan(
         groups=layers[0].groups,
         dims=frozenset(dims),
         why_not_served=no_serving,
+        why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )
     graphs = config.cuda_graphs is not False and no_graphs is None
     hand_off = HandOff(config.cuda_graphs is True, graphs, compiled, ranks) if graphs or compiled is not None else None

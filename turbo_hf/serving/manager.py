@@ -21,7 +21,10 @@ KEPT = "_cached_continuous_batching_manager"
 
 
 class TurboBatchingManager(ContinuousBatchingManager):
-    """Transformers' manager on compressed pages. Made by `init_continuous_batching` of a patched model."""
+    """Transformers' manager on compressed pages. Made by `init_continuous_batching` of a patched model.
+
+    launched: why steps cannot be CUDA graphs; None: they can.
+    """
 
     def __init__(
         self,
@@ -30,18 +33,19 @@ class TurboBatchingManager(ContinuousBatchingManager):
         continuous_batching_config: ContinuousBatchingConfig,
         workload_hints: Any,
         serving: Serving,
+        launched: str | None,
     ):
         self.serving = serving
-        # of Transformers' own captures nothing is used; asynchronous batching pays where the host is slow beside them
         given, cuda = continuous_batching_config, model.device.type == "cuda"
-        self._graphs = _graphs(given.use_cuda_graph, cuda, serving.config.cuda_graphs is not False)
+        self._captures = _captures(given.use_cuda_graph, launched)
+        self._demanded = given.use_cuda_graph is not None or serving.config.cuda_graphs is True
+        # of Transformers' own captures nothing is used
         own = copy.copy(given)
         own.use_cuda_graph = False
         if given.use_async_batching is None:
-            own.use_async_batching = self._graphs and cuda
+            own.use_async_batching = self._captures and cuda
         super().__init__(model, generation_config, own, workload_hints)
         _check_options(self.continuous_batching_config, cuda)
-        self._demanded = given.use_cuda_graph is not None
         if self.distributed_helper.tp_size > 1:
             raise Unsupported(
                 "continuous batching on compressed pages runs on one device, and this model is spread over "
@@ -97,7 +101,7 @@ class TurboBatchingManager(ContinuousBatchingManager):
 
         scheduler.add_waiting_request = add_waiting_request
         return runner.TurboBatchProcessor(
-            device=runner.capture_device(self.model.device) if self._graphs else None,
+            device=runner.capture_device(self.model.device) if self._captures else None,
             demanded=self._demanded,
             cache=cache,
             config=config,
@@ -127,12 +131,15 @@ class TurboBatchingManager(ContinuousBatchingManager):
 
 def init_continuous_batching(
     serving: Serving,
+    launched: str | None,
     model: Any,
     generation_config: GenerationConfig | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> ContinuousBatchingManager:
-    """In place of Transformers' method of that name; arguments and result as there.
+    """In place of Transformers' method of that name; arguments and result as there, but for the first two.
+
+    launched: as in `TurboBatchingManager`.
 
     Raises:
         Unsupported: an option that compressed pages do not support.
@@ -146,6 +153,9 @@ def init_continuous_batching(
         )
     if kept is not None:
         kept.switch_to_cb_friendly_attn(model)
+        if launched is not None and kept.batch_processor is not None:
+            # hooks that came later, which a replay would not call
+            kept.batch_processor.model_runner.launch()
         manager: ContinuousBatchingManager = kept
         return manager
     require_none_running(model)
@@ -155,7 +165,7 @@ def init_continuous_batching(
         chosen = copy.deepcopy(chosen)
         chosen.eos_token_id = -1
     config = continuous_batching_config if continuous_batching_config is not None else ContinuousBatchingConfig()
-    return TurboBatchingManager(model, chosen, config, workload_hints, serving)
+    return TurboBatchingManager(model, chosen, config, workload_hints, serving, launched)
 
 
 def end_managers(serving: Serving, model: Any) -> None:
@@ -184,19 +194,20 @@ def require_none_running(model: Any) -> None:
         )
 
 
-def _graphs(given: bool | tuple[bool, bool] | None, cuda: bool, wanted: bool) -> bool:
+def _captures(given: bool | tuple[bool, bool] | None, launched: str | None) -> bool:
     """Whether steps are captured. given: Transformers' use_cuda_graph, for passes that hold prompts and for steps.
 
     Raises:
         Unsupported: it asks for what cannot be captured.
     """
     if given is None:
-        return wanted
+        return launched is None
     of_prompts, of_steps = (given, given) if isinstance(given, bool) else given
-    if of_prompts or (of_steps and not cuda):
+    reason = "passes that hold prompts are not captured" if of_prompts else launched if of_steps else None
+    if reason is not None:
         raise Unsupported(
-            "continuous batching on compressed pages captures steps alone, on a GPU; got use_cuda_graph="
-            f"{given}. Choose {'(False, True)' if cuda else 'False'} or None, or remove the patch."
+            f"use_cuda_graph={given}: {reason}. Choose {'(False, True) or ' * (launched is None)}None in the "
+            "ContinuousBatchingConfig, or remove the patch."
         )
     return of_steps
 

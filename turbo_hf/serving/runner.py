@@ -58,6 +58,10 @@ class TurboModelRunner(ModelRunner):
         self.pad_inputs = use_decode_fast_path
         return (self.cache.allocator.rows() if use_decode_fast_path else num_q_tokens), max_kv_read
 
+    def launch(self) -> None:
+        """From now on steps are launched."""
+        self._device = None
+
     def warmup(self, model: Any) -> None:
         """Nothing: steps are captured when they are needed."""
 
