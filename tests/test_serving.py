@@ -19,9 +19,11 @@ from turbo_hf.config.turbo_config import resolve_config
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
+from transformers.generation.continuous_batching import input_outputs  # noqa: E402
 from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
 
 from turbo_hf.patching import continuous_batching  # noqa: E402
+from turbo_hf.serving import manager as manager_of  # noqa: E402
 from turbo_hf.serving import runner  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator, TurboPagedCache  # noqa: E402
 from turbo_hf.serving.storage import Shape  # noqa: E402
@@ -76,6 +78,26 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[runner.TurboModelRunner]:
     if not torch.cuda.is_available():
         monkeypatch.setattr(continuous_batching, "why_no_replay_of", lambda *args: None)
     return made
+
+
+class Stream:
+    """In place of a CUDA stream or event, where everything is done at once."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Arguments are not read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+@pytest.fixture
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: batches are prepared before the one ahead of them is looked at, as if it ran meanwhile."""
+    monkeypatch.setattr(torch, "Event", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(input_outputs, "create_device_stream", Stream)
+    monkeypatch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
+    monkeypatch.setattr(manager_of, "_check_options", lambda *args: None)
 
 
 def in_static_batches(model: Any, handle: Any, prompt: list[int], edges: list[tuple[int, int]]) -> list[int]:
@@ -150,6 +172,27 @@ def test_captured_steps_give_the_same_tokens(preset: str, kind: str, passes: Any
     assert made._device.replayed > made._device.warmed
 
 
+@pytest.mark.parametrize(("blocks", "lengths", "ends"), [(40, LENGTHS, [0, 20, 40]), (4, (70, 80, 90), [-1])])
+@pytest.mark.usefixtures("asynchronous", "runners")
+def test_batches_prepared_ahead_give_the_same_tokens(
+    blocks: int, lengths: tuple[int, ...], ends: list[int], passes: Any
+) -> None:
+    """A request that ends has begun another pass; in a small pool requests start again while a pass of theirs runs."""
+    model, inputs = MODELS["llama"](), requests(lengths)
+    with turbo_hf.patch(model, "turbo-mixed") as handle:
+        config = GenerationConfig(do_sample=False, eos_token_id=ends, max_new_tokens=70)
+        outputs = model.generate_batch(
+            inputs, config, continuous_batching_config=options(blocks, use_async_batching=True)
+        )
+        for prompt, (name, output) in zip(inputs, outputs.items(), strict=True):
+            assert output.error is None, output.error
+            got = output.generated_tokens
+            assert len(got) == 70 or got[-1] in ends
+            assert got == in_static_batches(model, handle, prompt, passes[name])[: len(got)], name
+        again = any(sum(past == 0 for past, _ in edges) > 1 for edges in passes.values())
+        assert again == (blocks == 4)
+
+
 def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "capture_device", lambda device: Again(fails="no graph"))
     model, inputs = tiny_llama().double(), requests((70, 20))
@@ -189,7 +232,10 @@ def test_a_small_pool_starts_requests_again(passes: Any) -> None:
         check_same(model, handle, inputs, outputs, passes)
 
 
-def test_several_sequences_of_a_prompt_are_alike(passes: Any) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_several_sequences_of_a_prompt_are_alike(ahead: bool, request: Any) -> None:
+    if ahead:
+        request.getfixturevalue("asynchronous")
     model = tiny_llama().double()
     # so cold that sampling takes the likeliest token
     config = GenerationConfig(
@@ -198,7 +244,9 @@ def test_several_sequences_of_a_prompt_are_alike(passes: Any) -> None:
     for share in (True, False):
         with turbo_hf.patch(model, "turbo-mixed"):
             outputs = model.generate_batch(
-                requests((100, 30)), config, continuous_batching_config=options(allow_block_sharing=share)
+                requests((100, 30)),
+                config,
+                continuous_batching_config=options(allow_block_sharing=share, use_async_batching=ahead),
             )
             tokens = [output.generated_tokens for output in outputs.values()]
             assert len(tokens) == 6

@@ -116,10 +116,11 @@ class TurboAllocator(CacheAllocator):
         return request_id in self.slot_of or bool(self.free_slots)
 
     def rows(self) -> int:
-        """Slots up to the highest in use, rounded up by less than an eighth, or to a power of two below 8."""
-        used = max(self.slot_of.values(), default=0) + 1
-        step = power_of_two(used) // 8 or 1
-        return min(self.slots, power_of_two(used) if used < 8 else -(-used // step) * step)
+        """Slots up to the highest in use, rounded up by less than an eighth, or to a power of two up to 8."""
+        # two at least: what is cut from one tensor is then aligned as kernels want it
+        used = max(2, 1 + max(self.slot_of.values(), default=0))
+        step = power_of_two(used) if used < 8 else power_of_two(used) // 8
+        return min(self.slots, -(-used // step) * step)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """See Transformers. The deepest block first, as the oldest ones are given up first: a prefix stays whole."""
