@@ -1,6 +1,6 @@
 """Whether continuous batching can serve a patched model, and the method that begins it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,6 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.step_runner import why_no_replay_of
 from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words
-from turbo_hf.patching.hooks import is_own
 
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
@@ -103,8 +102,8 @@ def words(why_not: str | None) -> str:
     return "continuous batching: yes" if why_not is None else f"continuous batching: no ({why_not.rpartition('. ')[0]})"
 
 
-def begin(maker: Maker, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of `init_continuous_batching`: a manager whose cache is compressed."""
+def begin(maker: Maker, is_own: Callable[[Any], bool], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `init_continuous_batching`: a manager whose cache is compressed. is_own: as in `why_no_replay_of`."""
     # again, as it may have been moved since the patch
     reason = maker.why_not_served or unchecked(model, maker.groups)
     if reason is not None or not maker.active:

@@ -64,7 +64,7 @@ def replace_methods(
         (model, PREPARE, functools.partial(_prepare_cache, maker, bring, model.__dict__.get(PREPARE))),
         (model, INPUTS, functools.partial(_prepare_inputs, maker, strict, model.__dict__.get(INPUTS))),
         (model, CANDIDATES, functools.partial(_candidates, bring, model.__dict__.get(CANDIDATES))),
-        (model, "init_continuous_batching", functools.partial(continuous_batching.begin, maker)),
+        (model, "init_continuous_batching", functools.partial(continuous_batching.begin, maker, is_own)),
     ]
     if hand_off is not None:
         methods += [

@@ -116,7 +116,7 @@ class TurboAllocator(CacheAllocator):
         return request_id in self.slot_of or bool(self.free_slots)
 
     def rows(self) -> int:
-        """Slots up to the highest in use, rounded up by less than an eighth, or to a power of two up to 8."""
+        """Slots up to the highest in use, rounded up by less than a quarter, or to a power of two up to 8."""
         # two at least: what is cut from one tensor is then aligned as kernels want it
         used = max(2, 1 + max(self.slot_of.values(), default=0))
         step = power_of_two(used) if used < 8 else power_of_two(used) // 8
