@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 
 from turbo_hf.patching import continuous_batching  # noqa: E402
 from turbo_hf.serving import manager as manager_of  # noqa: E402
-from turbo_hf.serving import runner  # noqa: E402
+from turbo_hf.serving import runner, storage  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboAllocator, TurboPagedCache  # noqa: E402
 from turbo_hf.serving.storage import Shape  # noqa: E402
 
@@ -209,6 +209,39 @@ def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
         outputs = model.generate_batch(inputs, max_new_tokens=8, continuous_batching_config=config)
         assert any(past < 64 < past + new and new <= 16 for edges in passes.values() for past, new in edges)
         check_same(model, handle, inputs, outputs, passes)
+
+
+@pytest.mark.parametrize(("preset", "kind"), [("turbo-mixed", "llama"), ("turbo4", "sliding")])
+def test_short_prompts_are_computed_together(
+    preset: str, kind: str, passes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, begin = MODELS[kind](), requests((40, 64, 33, 100, 70, 128, 50))
+    # the second time with a past, as far as their prefixes are found
+    inputs = [*begin, *([*prompt, *range(7, 30 + n)] for n, prompt in enumerate(begin))]
+    sizes: list[tuple[int, bool]] = []
+    before = storage.Prompts.__init__
+
+    def note(self: Any, rows: Any, *rest: Any) -> None:
+        sizes.append((len(rows), rows[0].past > 0))
+        before(self, rows, *rest)
+
+    monkeypatch.setattr(storage.Prompts, "__init__", note)
+    with turbo_hf.patch(model, preset) as handle:
+        config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1)
+        cb = options(60, max_batch_tokens=512)
+        manager, outputs = model.init_continuous_batching(config, continuous_batching_config=cb), {}
+        for turn in (inputs[:7], inputs[7:]):
+            names = [manager.add_request(prompt) for prompt in turn]
+            if not manager.is_running():
+                manager.start()
+            found = [manager.get_result() for _ in names]
+            outputs |= {output.request_id: output for output in found}
+        for name, edges in passes.items():
+            if edges[0][0]:
+                passes[name] = [(0, edges[0][0]), *edges]
+        check_same(model, handle, inputs, dict(sorted(outputs.items(), key=lambda x: int(x[0][4:]))), passes)
+    assert max(size for size, past in sizes if not past) > 2
+    assert max(size for size, past in sizes if past) >= 2
 
 
 def test_kernels_give_the_same_tokens(runners: Any) -> None:

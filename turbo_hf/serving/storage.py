@@ -7,6 +7,7 @@ block n of each layer has the number n. A slot holds the open tokens of one requ
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from turbo_hf.attention.turbo_attention import NewQKV, prompt_attention
@@ -67,6 +68,13 @@ class Shape(NamedTuple):
     def slot(self) -> int:
         """Bytes of one slot: the open tokens of one request in all layers."""
         return self.layers * self.heads * self.room * open_token_bytes(self.dim)
+
+
+SHORT = 1024
+"""Prompts, and chunks of prompts, up to this length are computed together."""
+
+TOGETHER = 1 << 16
+"""Maximum number of tokens that they hold and bring, all as long as the longest: what is unpacked at a time."""
 
 
 class Row(NamedTuple):
@@ -174,29 +182,69 @@ class StepRows:
         return (first[:, None] + torch.arange(self.new, device=first.device)).flatten()
 
 
-class Prompt:
-    """A prompt, or a chunk of one, of a pass. What all layers share."""
+class Prompts:
+    """Prompts of a pass, or chunks of such, that are computed together, aligned at their ends. What all layers share.
 
-    def __init__(self, row: Row, shape: Shape, device: torch.device):
-        self.row, block = row, shape.block
-        self.sealed, self.opened = divmod(row.past, block)
-        self.whole = (self.opened + row.new) // block
-        self.table = shared(row.blocks, device)[None]
-        self.sealed_device, self.after = shared([self.sealed], device), shared([self.sealed + self.whole], device)
+    Either all of them have a past, or none.
+    """
+
+    def __init__(self, rows: list[Row], shape: Shape, device: torch.device):
+        self.rows, self.new, block = rows, max(row.new for row in rows), shape.block
+        self.past = rows[0].past > 0
+        self.sealed, self.opened = [row.past // block for row in rows], [row.past % block for row in rows]
+        self.whole = [(row.past % block + row.new) // block for row in rows]
+        most = max(len(row.blocks) for row in rows)
+        flat = [block for row in rows for block in (*row.blocks, *[0] * (most - len(row.blocks)))]
+        self.table, self.slots = shared(flat, device).view(len(rows), most), shared([row.slot for row in rows], device)
+        self.sealed_device = shared(self.sealed, device)
+        self.after = shared([n + whole for n, whole in zip(self.sealed, self.whole, strict=True)], device)
         # each layer's kernels count in their own
-        self.open_len = send([self.opened] * shape.layers, device).view(shape.layers, 1)
+        self.open_len = send(self.opened * shape.layers, device).view(shape.layers, len(rows))
+        begin = [self.new - row.new for row in rows]
+        self.starts = shared(begin, device) if any(begin) else None
+        # what is behind the blocks that are sealed
+        rest = [[n * block + i for i in range(block)] for n in self.whole]
+        self.rest = shared([n for each in rest for n in each], device)
+        if len(rows) > 1:
+            # the tokens of the pass, where padding repeats a row's first one; and those of them that are no padding
+            columns = [row.first + np.arange(row.new - self.new, row.new).clip(0) for row in rows]
+            self.tokens = shared(torch.from_numpy(np.concatenate(columns)), device)
+            real = np.concatenate([np.arange(self.new) >= start for start in begin]).nonzero()[0]
+            self.real = shared(torch.from_numpy(real), device) if any(begin) else None
+
+    @property
+    def first_blocks(self) -> list[int]:
+        """The rows whose first block is sealed."""
+        return [n for n, row in enumerate(self.rows) if self.whole[n] and not self.sealed[n]]
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows' tokens of x [1, H, T, D], as [B, H, new, D]."""
+        if len(self.rows) == 1:
+            return x[:, :, self.rows[0].first : self.rows[0].first + self.new]
+        rows: torch.Tensor = x[0].index_select(1, self.tokens).unflatten(1, (-1, self.new)).transpose(0, 1)
+        return rows
+
+    def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """x [B, H, new, D] to the rows' tokens of out [1, H, T, D]."""
+        if len(self.rows) == 1:
+            out[:, :, self.rows[0].first : self.rows[0].first + self.new] = x
+            return
+        flat, tokens = x.transpose(0, 1).flatten(1, 2), self.tokens
+        if self.real is not None:
+            flat, tokens = flat.index_select(1, self.real), tokens.index_select(0, self.real)
+        out[0].index_copy_(1, tokens, flat)
 
 
 class Pass(NamedTuple):
     """What attention computes in a pass.
 
     steps: requests that bring few tokens, by how many.
-    prompts: the others.
+    prompts: the others, by what is computed together.
     in_slots: whether the tokens of the pass are those of `steps[0]`, one for each slot.
     """
 
     steps: list[StepRows]
-    prompts: list[Prompt]
+    prompts: list[Prompts]
     in_slots: bool = False
 
 
@@ -215,7 +263,24 @@ def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device) -
     for new, alike in by_new.items():
         steps.append(StepRows(size, most_blocks(alike), new, shape, device))
         steps[-1].fill(alike)
-    return Pass(steps, [Prompt(row, shape, device) for row in rows if not row.is_step])
+    prompts = [Prompts(group, shape, device) for group in _together([row for row in rows if not row.is_step])]
+    return Pass(steps, prompts)
+
+
+def _together(rows: list[Row]) -> list[list[Row]]:
+    """Short prompts of about the same length; each long one by itself."""
+    groups: list[list[Row]] = []
+    growing: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        like = power_of_two(row.new), row.past and power_of_two(row.past)
+        group = growing.get(like, [])
+        room = (len(group) + 1) * max(each.past + each.new for each in (*group, row)) <= TOGETHER
+        if group and row.new <= SHORT and room:
+            group.append(row)
+        else:
+            growing[like] = [row]
+            groups.append(growing[like])
+    return groups
 
 
 class Storage:
@@ -275,10 +340,9 @@ class Storage:
         for rows in now.steps:
             own = NewQKV(*(rows.take(x) for x in qkv))
             rows.put(out, self._steps(rows, layer, own, scoring, window))
-        for prompt in now.prompts:
-            place = slice(prompt.row.first, prompt.row.first + prompt.row.new)
-            own = NewQKV(*(x[:, :, place] for x in qkv))
-            out[:, :, place] = self._prompt(prompt, layer, own, scoring, window)
+        for prompts in now.prompts:
+            own = NewQKV(*(prompts.take(x) for x in qkv))
+            prompts.put(out, self._prompts(prompts, layer, own, scoring, window))
         return out
 
     def _order(self, layer: int, table: torch.Tensor) -> torch.Tensor:
@@ -339,43 +403,47 @@ class Storage:
             for x in (k.transpose(1, 2), v, k_scale, v_scale):
                 x[..., to] = x[..., behind]
 
-    def _prompt(self, prompt: Prompt, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
-        """One prompt, or a chunk of one: attention reads the tokens as they come, then they are stored."""
-        held, whole, slot, new = prompt.opened, prompt.whole, prompt.row.slot, prompt.row.new
-        k, v, k_scale, v_scale = (x[layer, slot : slot + 1] for x in self._opened())
-        # tokens are the last dimension
-        opened = (k.transpose(2, 3), v, k_scale, v_scale)
+    def _prompts(self, prompts: Prompts, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
+        """Prompts, or chunks of such: attention reads the tokens as they come, then they are stored."""
+        count, held, block = len(prompts.rows), max(prompts.opened), self.shape.block
+        slots = [x[layer] for x in self._opened()]
+        k, v, k_scale, v_scale = (x.index_select(0, prompts.slots) for x in slots)
         store = KVStore(
             self._paged[layer],
-            self._order(layer, prompt.table),
-            prompt.table,
-            prompt.sealed_device,
+            self._order(layer, prompts.table),
+            prompts.table,
+            prompts.sealed_device,
             k,
             v,
             k_scale,
             v_scale,
-            prompt.open_len[layer],
-            self.shape.block,
-            (prompt.sealed,),
+            prompts.open_len[layer],
+            block,
+            tuple(prompts.sealed),
         )
-        out = prompt_attention(self.config, qkv, store if prompt.row.past else None, None, window, scoring)
-        room = -(-(held + new) // 16) * 16
+        past = store if prompts.past else None
+        out = prompt_attention(self.config, qkv, past, prompts.starts, window, scoring)
+        # also what is behind the last whole block
+        room = -(-max(held + prompts.new, (max(prompts.whole) + 1) * block) // 16) * 16
         heads, dim = self.shape.heads, self.shape.dim
-        k = torch.empty(1, heads, room, dim, dtype=torch.int8, device=self.device)
-        v = torch.empty(1, heads, dim, room, dtype=torch.int8, device=self.device)
-        k_scale, v_scale = torch.empty(2, 1, heads, room, device=self.device)
-        joined = (k.transpose(2, 3), v, k_scale, v_scale)
-        for x, y in zip(joined, opened, strict=True):
-            x[..., :held] = y[..., :held]
+        k = torch.empty(count, heads, room, dim, dtype=torch.int8, device=self.device)
+        v = torch.empty(count, heads, dim, room, dtype=torch.int8, device=self.device)
+        k_scale, v_scale = torch.empty(2, count, heads, room, device=self.device)
+        if held:
+            for x, y in zip(
+                _tokens_last(k, v, k_scale, v_scale),
+                _tokens_last(store.k_open, store.v_open, store.k_scale, store.v_scale),
+                strict=True,
+            ):
+                x[..., :held] = y[..., :held]
         store = store._replace(k_open=k, v_open=v, k_scale=k_scale, v_scale=v_scale)
-        self._append(qkv, store, layer)
-        if whole:
-            self._seal(
-                store._replace(sealed=prompt.after, sealed_host=None), [] if prompt.sealed else [0], whole, layer
-            )
-        rest = slice(whole * self.shape.block, held + new)
-        for x, y in zip(joined, opened, strict=True):
-            y[..., : rest.stop - rest.start] = x[..., rest]
+        self._append(qkv, store, layer, prompts.starts)
+        if any(prompts.whole):
+            store = store._replace(sealed=prompts.after, sealed_host=None)
+            self._seal(store, prompts.first_blocks, max(prompts.whole), layer)
+        for x, y in zip(_tokens_last(k, v, k_scale, v_scale), _tokens_last(*slots), strict=True):
+            place = prompts.rest.view(count, *[1] * (x.dim() - 2), block).expand(*x.shape[:-1], block)
+            y[..., :block].index_copy_(0, prompts.slots, x.gather(-1, place))
         return out
 
     def _append(
@@ -424,6 +492,13 @@ class Storage:
         old, new = shared(source, self.device), shared(target, self.device)
         for x in self._opened():
             x.index_copy_(1, new, x.index_select(1, old))
+
+
+def _tokens_last(
+    k: torch.Tensor, v: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Open tokens, whose last dimension is then that of tokens."""
+    return k.transpose(2, 3), v, k_scale, v_scale
 
 
 def _carve(pool: torch.Tensor, pages: int, shape: Shape) -> tuple[PagedHeads, ...]:
