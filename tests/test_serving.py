@@ -1,32 +1,27 @@
 """Continuous batching on compressed pages: the tokens of static batches, and what becomes of requests."""
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from all_pairs import in_one_test
 from graphs_support import Again
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import prompts, tiny_llama, tiny_mistral
 
 import turbo_hf
 from turbo_hf import TurboConfig, Unsupported
-from turbo_hf.config.turbo_config import resolve_config
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.generation.continuous_batching import input_outputs  # noqa: E402
-from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
 
 from turbo_hf.patching import continuous_batching  # noqa: E402
 from turbo_hf.serving import manager as manager_of  # noqa: E402
 from turbo_hf.serving import runner, storage  # noqa: E402
-from turbo_hf.serving.paged_cache import TurboAllocator, TurboPagedCache  # noqa: E402
-from turbo_hf.serving.storage import Shape  # noqa: E402
+from turbo_hf.serving.paged_cache import TurboPagedCache  # noqa: E402
 
 WINDOW = 24
 LENGTHS = (5, 70, 131, 64, 1, 90)
@@ -229,7 +224,8 @@ def test_short_prompts_are_computed_together(
     with turbo_hf.patch(model, preset) as handle:
         config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1)
         cb = options(60, max_batch_tokens=512)
-        manager, outputs = model.init_continuous_batching(config, continuous_batching_config=cb), {}
+        manager = model.init_continuous_batching(config, continuous_batching_config=cb)
+        outputs: dict[str, Any] = {}
         for turn in (inputs[:7], inputs[7:]):
             names = [manager.add_request(prompt) for prompt in turn]
             if not manager.is_running():
@@ -426,102 +422,6 @@ def test_nan_ends_the_manager_and_says_why() -> None:
             requests((9,)), max_new_tokens=4, continuous_batching_config=options()
         ).values()
         assert "layer 1: keys or values hold NaN or Inf" in output.error
-
-
-def test_the_pool_holds_what_the_plan_says() -> None:
-    """At the 8B shape, 3.3 times the tokens of FP16, slots of open tokens included."""
-    shape = Shape(32, resolve_config("turbo4").head_groups(8), 128, 64)
-    fp16 = 2 * 8 * 128 * 2 * 32
-    assert fp16 * 64 / (shape.page * 32) > 3.7
-    tokens = 8192
-    assert fp16 * tokens / (tokens // 64 * shape.page * 32 + shape.slot) > 3.6
-
-
-class Pool:
-    """A pool of blocks and what requests of it should hold, counted a second time."""
-
-    def __init__(self) -> None:
-        shape = Shape(2, ((4, 2),), 16, 64)
-        self.blocks = 12
-        self.allocator = TurboAllocator(shape, 4, True)
-        size = shape.page * 2
-        self.pool = CachePool(self.blocks, 1, num_reserved_sectors=0)
-        memory = torch.empty(size * self.blocks, dtype=torch.uint8)
-        self.allocator.register_cache_tensor(size, memory.numel(), memory, self.pool)
-        self.tokens: dict[str, list[int]] = {}
-        self.made = 0
-
-    def check(self) -> None:
-        """Each block is free, stored, or held, by as many requests as the ledger says; each slot is free or held."""
-        allocator, ledger = self.allocator, self.allocator.ledger
-        assert {*allocator.block_table} == {*self.tokens}
-        held = Counter(block for table in allocator.block_table.values() for block in table)
-        for block, count in held.items():
-            assert ledger.shared_ref_counts.get(block, 1) == count
-        free = self.pool.num_free_sectors + self.pool.count_free_blocks(0)
-        assert not {*held} & {*ledger.cached_blocks}
-        assert len(held) + len(ledger.cached_blocks) + free == self.blocks
-        assert sorted([*allocator.free_slots, *allocator.slot_of.values()]) == list(range(allocator.slots))
-        for name, tokens in self.tokens.items():
-            assert len(allocator.block_table[name]) == len(tokens) // 64
-        assert {*ledger.block_to_hash} <= {*held, *ledger.cached_blocks}
-        assert {block: code for code, block in ledger.hash_to_block.items()} == ledger.block_to_hash
-
-    def store(self, name: str, new: list[int]) -> bool:
-        """Give `new` to a request, as a pass would; False: there is no room."""
-        past, allocator = len(self.tokens[name]), self.allocator
-        sectors = allocator.needs_new_sectors(name, past, len(new))
-        if not allocator.has_slot(name) or sectors > self.pool.num_free_sectors:
-            return False
-        for _ in range(sectors):
-            self.pool.allocate_sector(0)
-        allocator.allocate_cache_to_request(name, past, len(new))
-        self.tokens[name] = self.tokens[name] + new
-        allocator.mark_complete_blocks(name, self.tokens[name], (past % 64 + len(new)) // 64)
-        return True
-
-
-acts = st.tuples(st.sampled_from(("arrive", "grow", "fork", "end", "drop", "evict")), st.integers(0, 99))
-
-
-@given(st.lists(acts, max_size=80))
-@settings(max_examples=100)
-def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]]) -> None:
-    pool = Pool()
-    allocator = pool.allocator
-    for act, number in script:
-        names = list(pool.tokens)
-        name = names[number % len(names)] if names else ""
-        if act == "arrive" and allocator.free_slots:
-            pool.made += 1
-            name, prompt = f"r{pool.made}", [number % 2] * (64 + number * 2)
-            found = allocator.match_prefix_blocks(prompt)
-            pool.tokens[name] = prompt[: 64 * len(found)]
-            if found:
-                allocator.acquire_prefix_blocks(name, 64 * len(found), found)
-            if not pool.store(name, prompt[64 * len(found) :]):
-                allocator.free_blocks(name)
-                del pool.tokens[name]
-        elif act == "grow" and name:
-            pool.store(name, [2] * number)
-        elif act == "fork" and name and allocator.free_slots:
-            pool.made += 1
-            child = f"r{pool.made}"
-            source, _ = allocator.fork_blocks(name, child, len(pool.tokens[name]))
-            assert not source, "whole blocks are shared, and the rest is in the slot"
-            pool.tokens[child] = list(pool.tokens[name])
-        elif act in ("end", "drop") and name:
-            allocator.free_blocks(name, no_cache=act == "drop")
-            del pool.tokens[name]
-        elif act == "evict":
-            allocator.evict(number % 3)
-        pool.pool.try_to_free_sectors()
-        pool.check()
-    for name in list(pool.tokens):
-        allocator.free_blocks(name)
-    allocator.evict(pool.blocks)
-    pool.pool.try_to_free_sectors()
-    assert pool.pool.num_free_sectors == pool.blocks
 
 
 class Groups:
