@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig  # noqa: E402
 from transformers.generation.continuous_batching import input_outputs  # noqa: E402
+from transformers.generation.continuous_batching.requests import RequestState  # noqa: E402
 
 from turbo_hf.patching import continuous_batching  # noqa: E402
 from turbo_hf.serving import manager as manager_of  # noqa: E402
@@ -46,15 +47,31 @@ def options(blocks: int = 24, **others: Any) -> ContinuousBatchingConfig:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
-    """Of each request: (tokens held, tokens brought) of each pass."""
+    """Of each request: (tokens held, tokens brought) of each pass whose tokens it got.
+
+    Where it starts again with a stored prefix, the passes that have computed that stand there a second time.
+    """
     seen: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    before = TurboPagedCache.note
+    prompts_of: dict[str, int] = {}
+    before, again = TurboPagedCache.note, RequestState.create_equivalent_initial_request
+
+    def start_again(state: Any) -> Any:
+        prompts_of[state.request_id] = len(state.initial_tokens) + len(state.generated_tokens)
+        return again(state)
 
     def record(self: Any, request_id: str, past: int, new: int) -> None:
-        seen[request_id].append((past, new))
+        edges = seen[request_id]
+        if edges and past < sum(edges[-1]):
+            # a pass that was prepared before it had to start again gave a token that nobody got
+            while sum(edges[-1]) >= prompts_of[request_id]:
+                edges.pop()
+            first = max(n for n, (held, _) in enumerate(edges) if n == 0 or held == 0)
+            edges += [(held, min(brought, past - held)) for held, brought in edges[first:] if held < past]
+        edges.append((past, new))
         before(self, request_id, past, new)
 
     monkeypatch.setattr(TurboPagedCache, "note", record)
+    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", start_again)
     return seen
 
 
