@@ -165,8 +165,11 @@ def test_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any)
 
 
 @pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("turbo-mixed", "llama"), ("int8", "sliding")])
-def test_captured_steps_give_the_same_tokens(preset: str, kind: str, passes: Any, runners: Any) -> None:
+def test_captured_steps_give_the_same_tokens(
+    preset: str, kind: str, passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Requests of several lengths come and go, so that rows without a request lie among the others."""
+    monkeypatch.setattr(runner, "GRAPHS", 2)
     model, inputs = MODELS[kind](), requests((5, 70, 131, 64, 1, 90, 30, 3))
     with turbo_hf.patch(model, preset) as handle:
         outputs: dict[str, Any] = {}
@@ -181,6 +184,7 @@ def test_captured_steps_give_the_same_tokens(preset: str, kind: str, passes: Any
         check_same(model, handle, inputs, {name: outputs[name] for name in names}, passes)
     (made,) = runners
     assert made.captures > 2, "several numbers of rows"
+    assert sum(replay is not None for replay in made._replays.values()) <= 2
     assert made._device.replayed > made._device.warmed
 
 
