@@ -466,7 +466,7 @@ def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(continuous_batching, "CHECKED_ON_GPUS", Groups())
 
 
-@pytest.mark.parametrize(("preset", "kind"), [("turbo-k4v3", "llama"), ("turbo2", "llama"), ("int8", "sliding")])
+@pytest.mark.parametrize(("preset", "kind"), [("turbo-k4v3", "llama"), ("int8", "sliding")])
 def test_what_has_not_been_checked_on_a_gpu_is_refused_there(
     preset: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import typer
 from rich.table import Table
 from transformers import DynamicCache
 
+from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, TurboConfig, resolve_config
 from turbo_hf.console import Device, Json, out
 from turbo_hf.eval.bench.clock import clocked
@@ -23,6 +24,7 @@ from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.bench.tables import print_notes
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.serve import Request, chosen, percentiles, read_trace
+from turbo_hf.layout import PagedHeads
 from turbo_hf.patching.continuous_batching import SINCE
 from turbo_hf.patching.patch_model import patch
 
@@ -216,8 +218,20 @@ def _copies(model: Any, handle: Any, ids: torch.Tensor, copied: bool) -> dict[st
     for part in ids[:1, :-1].split(8192, 1):
         model(part, past_key_values=cache, logits_to_keep=1)
     cache.batch_repeat_interleave(len(ids))
+    if isinstance(cache, TurboCache):
+        _unshare(cache)
     free_memory()
     return {"past_key_values": cache}
+
+
+def _unshare(cache: TurboCache) -> None:
+    """Give each row pages of its own: those that all rows share would be read from the GPU's L2 cache."""
+    for layer in cache.turbo_layers():
+        pool, sealed = layer.pool, layer.state.sealed
+        at = pool.table[:, : max(sealed)].to(pool.device)
+        index = at.flatten()
+        paged = tuple(PagedHeads(x.bits, *(part.index_select(0, index) for part in x[1:])) for x in pool.paged)
+        pool.hold(paged, torch.arange(len(index)).view(at.shape), sealed)
 
 
 def _padded(model: Any, jobs: Sequence[Job]) -> tuple[torch.Tensor, torch.Tensor]:

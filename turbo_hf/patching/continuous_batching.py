@@ -16,7 +16,7 @@ from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
 
-CHECKED_ON_GPUS = {((8,), False), ((4,), False), ((4, 2), False), ((4, 2), True), (((4, 2),), False)}
+CHECKED_ON_GPUS = {((8,), False), ((4,), False), ((2,), False), ((4, 2), False), ((4, 2), True), (((4, 2),), False)}
 """(widths of the heads, whether layers have sliding windows) whose tokens were compared with those of static batches on
 a GPU."""
 
