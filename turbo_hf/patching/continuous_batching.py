@@ -92,7 +92,7 @@ def unchecked(model: Any, groups: HeadGroups) -> str | None:
         return None
     own = f"{' and '.join(map(in_words, widths))} bit{' with sliding windows' if slides else ''}"
     return (
-        f"its answers have not been checked on a GPU at {own}. Choose int8, turbo4 or turbo-mixed (windows: "
+        f"its answers have not been checked on a GPU at {own}. Choose int8, turbo4, turbo-mixed or turbo2 (windows: "
         "turbo-mixed), use generate"
     )
 
