@@ -251,7 +251,7 @@ class TurboConfig(Options):
         sas: replace the softmax exponential by SAS (TurboAttention sec. 4).
         sas_threshold: SAS drops scores further than this below the maximum of their tile; a negative number. None: a
             default that falls with the length N: -(6 + ln(max(N, 1024) / 1024)).
-        cuda_graphs: replay decode steps, of `generate` and of continuous batching, as CUDA graphs. "auto": on a GPU, for
+        cuda_graphs: replay decode steps of `generate` and of continuous batching as CUDA graphs. "auto": on a GPU, for
             the tested families, where nothing prevents it (`report()` says what does; hooks on modules, `dense_layers`,
             hashing and random selectors, independent query heads, and generation other than greedy and sampling run
             without). True: for any family, and a step that cannot be captured is an error. False: never.
