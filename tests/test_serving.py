@@ -1,5 +1,6 @@
 """Continuous batching on compressed pages: the tokens of static batches, and what becomes of requests."""
 
+import random
 import threading
 from collections import defaultdict
 from typing import Any
@@ -215,6 +216,42 @@ def test_batches_prepared_ahead_give_the_same_tokens(
             assert got == in_static_batches(model, handle, prompt, passes[name])[: len(got)], name
         again = any(sum(past == 0 for past, _ in edges) > 1 for edges in passes.values())
         assert again == (len(lengths) == 3)
+
+
+@pytest.mark.usefixtures("asynchronous", "runners")
+def test_requests_that_come_and_go_at_random(passes: Any) -> None:
+    """Cancelled at any moment, in a pool that is too small: those that end have their own tokens, no slot is lost."""
+    model, draw = MODELS["llama"](), random.Random(4)
+    # no two alike, so that no prefix is found but a request's own
+    inputs = requests(tuple(draw.sample(range(1, 151), 12)))
+    new = [draw.randint(20, 80) for _ in inputs]
+    names: dict[str, int] = {}
+    outputs: dict[str, Any] = {}
+    gone: set[str] = set()
+    with turbo_hf.patch(model, "turbo-mixed") as handle:
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
+        with model.continuous_batching_context_manager(
+            config, continuous_batching_config=options(6, use_async_batching=True)
+        ) as manager:
+            while len(names) < len(inputs) or {*names} - {*outputs} - gone:
+                if len(names) < len(inputs):
+                    n = len(names)
+                    names[manager.add_request(inputs[n], max_new_tokens=new[n])] = n
+                elif draw.random() < 0.05:
+                    name = draw.choice(list(names))
+                    gone.add(name)
+                    manager.cancel_request(name)
+                output = manager.get_result(timeout=0.004)
+                assert manager.is_running()
+                if output is not None:
+                    outputs[output.request_id] = output
+            allocator = manager.batch_processor.cache.allocator
+        for name, output in outputs.items():
+            assert output.error is None
+            assert len(output.generated_tokens) == new[names[name]]
+            got = in_static_batches(model, handle, inputs[names[name]], passes[name])
+            assert output.generated_tokens == got[: len(output.generated_tokens)], name
+    assert sorted(allocator.free_slots) == list(range(allocator.slots))
 
 
 def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,8 @@ def test_no_block_is_lost_and_none_is_freed_twice(script: list[tuple[str, int]])
             allocator.evict(number % 3)
         pool.pool.try_to_free_sectors()
         pool.check()
+    # of a request that was cancelled while a pass of it ran
+    allocator.mark_complete_blocks("gone", [1] * 64, 1)
     for name in list(pool.tokens):
         allocator.free_blocks(name)
     allocator.evict(pool.blocks)

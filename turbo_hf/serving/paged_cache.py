@@ -151,6 +151,9 @@ class TurboAllocator(CacheAllocator):
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """Make the newest whole blocks known. A request keeps its own ones where others hold the same tokens: computed
         from other chunks, these may differ in bits."""
+        if request_id not in self.block_table:
+            # it was cancelled while the pass ran
+            return
         table, block = self.block_table[request_id], self.shape.block
         chain = self.chains.setdefault(request_id, [])
         end = min(len(chain) + new_new_blocks, len(table), len(token_ids) // block)
