@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import stream_context
 
 from turbo_hf.errors import warn
-from turbo_hf.graphs.step_runner import CudaDevice, Device
+from turbo_hf.graphs.devices import CudaDevice, Device
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite
 from turbo_hf.serving.storage import Pass, Row, StepRows, most_blocks
