@@ -28,8 +28,11 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.eval.without_cudnn_plans import without_plans
+from turbo_hf.layout import Rounding, Scoring, TileRule
 from turbo_hf.ops.host_device import require_finite, send, shared
 from turbo_hf.ops.latent.contract import latent_decode
+from turbo_hf.ops.prefill.contract import prefill
+from turbo_hf.ops.prefill.tiles import choose_tiles, dropped_mass
 from turbo_hf.ops.sparse.select import classify, visit
 from turbo_hf.ops.store.append import append_step
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
@@ -379,6 +382,10 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         for held, new, v in ((plain, k, k.clone()), (layer, latent, latent[..., :16].clone())):
             held.buffer.reserve(64, held.state.open)
             append_step(new[:, :, :1], v[:, :, :1], held.kv_store(), nonfinite=flag[0], arrived=flag[1], **KERNELS)
+        prompt, places = torch.zeros(1, 2, 300, 16, device=device), torch.arange(2, device=device)
+        kept = choose_tiles(prompt, prompt, TileRule(tail_tokens=0), 1.0, **KERNELS)
+        dropped_mass(prompt, prompt, kept, places, 1.0, **KERNELS)
+        prefill(prompt, prompt, prompt, Scoring(1.0), Rounding("fp16"), kept=kept, **KERNELS)
     assert launched == dict.fromkeys(launched, True)
     assert launched.keys() == set(all_kernels()) - {"hopper_prefill_kernel", "hopper_latent_kernel"}
 
