@@ -63,10 +63,7 @@ def test_2_bit_bytes_are_as_drawn(n: int) -> None:
 def test_3_bit_planes_are_as_drawn(n: int) -> None:
     c = random_codes(n, bits=3).tolist()
     low = [sum((c[j + i * n // 4] & 3) << 2 * i for i in range(4)) for j in range(n // 4)]
-    high = [0] * (n // 8)
-    for i in range(4):
-        for j in range(n // 4):
-            high[j // 4 * 2 + j % 2] |= (c[j + i * n // 4] >> 2) << 2 * i + j // 2 % 2
+    high = [sum((c[j + i * n // 8] >> 2) << i for i in range(8)) for j in range(n // 8)]
     assert half_split(torch.tensor(c, dtype=torch.uint8), 3).tolist() == low + high
 
 

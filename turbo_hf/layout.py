@@ -20,9 +20,7 @@ Half-split packing of n codes of w bits: byte j holds codes j, j + n/p, j + 2n/p
 
     4 bit   byte j = c[j] | c[j + n/2] << 4
     2 bit   byte j = c[j] | c[j + n/4] << 2 | c[j + n/2] << 4 | c[j + 3n/4] << 6
-    3 bit   the low bits as at 2 bit (n/4 bytes), then the high bits (n/8 bytes): those of the codes in byte j of the
-            low bits are in byte j/4*2 + j%2, at bit 2 * lane + j/2%2, so that 4 bytes of low bits and their 2 of high
-            bits belong to one thread
+    3 bit   a 2-bit plane of the low bits (n/4 bytes), then a 1-bit plane of the high bits (n/8 bytes)
     8 bit   not packed: the stage 1 code itself, int8
 
 so that a mask and a shift of whole words unpack it, without interleaving.
@@ -91,8 +89,8 @@ HEAD_DIM_MULTIPLE = 16
 VALUE_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """Stored position p of a group of 16 value tokens holds token VALUE_ORDER[p]."""
 
-HIGH_BITS = (4, -1, 2, 2)
-"""Codes of 3 bit by the place of their high bits: lane, pair of bytes, odd bit, odd byte."""
+PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
+"""Widths of the bit planes of a packed code, lowest bits first."""
 
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
@@ -405,25 +403,28 @@ def narrowed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def half_split(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack codes of `bits` bits along the last dimension. uint8 [..., n] -> uint8 [..., n*bits/8]; exact."""
-    if bits == 3:
-        high = ((codes >> 2).unflatten(-1, HIGH_BITS) << _shifts(codes)).sum((-4, -2), dtype=torch.uint8)
-        return torch.cat((half_split(codes & 3, 2), high.flatten(-2)), -1)
-    lanes = codes.unflatten(-1, (8 // bits, -1))
-    byte: torch.Tensor = lanes[..., 0, :]
-    for lane in range(1, 8 // bits):
-        byte = byte | (lanes[..., lane, :] << (lane * bits))
-    return byte
+    planes, done = [], 0
+    for width in PLANES[bits]:
+        per = 8 // width
+        lanes = ((codes >> done) & ((1 << width) - 1)).unflatten(-1, (per, codes.shape[-1] // per))
+        byte = lanes[..., 0, :]
+        for lane in range(1, per):
+            byte = byte | (lanes[..., lane, :] << (lane * width))
+        planes.append(byte)
+        done += width
+    return torch.cat(planes, -1)
 
 
 def half_merge(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack what `half_split` packed. uint8 [..., n*bits/8] -> uint8 [..., n]; exact."""
-    if bits == 3:
-        low, high = packed.split([packed.shape[-1] // 3 * 2, packed.shape[-1] // 3], -1)
-        spread: torch.Tensor = high.unflatten(-1, (-1, 2))[..., None, :, None, :] >> _shifts(packed) & 1
-        return half_merge(low, 2) | spread.flatten(-4) << 2
-    return torch.cat([(packed >> (lane * bits)) & ((1 << bits) - 1) for lane in range(8 // bits)], -1)
-
-
-def _shifts(x: torch.Tensor) -> torch.Tensor:
-    """uint8 [4, 1, 2, 1]: the bit of its byte that holds a code's high bit, by `HIGH_BITS`."""
-    return torch.arange(8, dtype=torch.uint8, device=x.device).view(4, 1, 2, 1)
+    n = packed.shape[-1] * 8 // bits
+    out, done, start = None, 0, 0
+    for width in PLANES[bits]:
+        per = 8 // width
+        byte = packed[..., start : start + n // per]
+        lanes = [(byte >> (lane * width)) & ((1 << width) - 1) for lane in range(per)]
+        plane = torch.cat(lanes, -1) << done
+        out = plane if out is None else out | plane
+        done, start = done + width, start + n // per
+    assert out is not None
+    return out

@@ -106,9 +106,8 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     codes = []
     for c in range(n):
         if bits == 3:
-            lane, j = c // (n // 4), c % (n // 4)
-            low = packed[..., j] >> 2 * lane & 3
-            high = packed[..., n // 4 + j // 4 * 2 + j % 2] >> 2 * lane + j // 2 % 2 & 1
+            low = packed[..., c % (n // 4)] >> 2 * (c // (n // 4)) & 3
+            high = packed[..., n // 4 + c % (n // 8)] >> c // (n // 8) & 1
             codes.append(low + 4 * high)
         else:
             lane = n * bits // 8

@@ -43,36 +43,30 @@ def lanes2(w, ASM: tl.constexpr):
 
 
 @triton.jit
-def odd_bits(w, ASM: tl.constexpr):
-    """w >> 1, of which bit 7 means nothing: the high bits of 3-bit codes in odd bits, where `lanes3` reads them."""
-    if ASM:
-        return tl.inline_asm_elementwise("shr.u32 $0, $1, 1;", "=r,r", [w], dtype=tl.uint8, is_pure=True, pack=4)
-    else:
-        return w >> 1
-
-
-@triton.jit
-def lanes3(w, high, ASM: tl.constexpr):
-    """The 4 codes of 3 bit whose low bits are in each byte of w, and whose high bits are in bits 0, 2, 4 and 6."""
+def lanes1(w, ASM: tl.constexpr):
+    """The 8 codes of 1 bit in each byte, as int8 of value 0 or 4: the high plane of 3-bit codes."""
     if ASM:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shl.b32 t, $5, 2; and.b32 t, t, 0x04040404; and.b32 $0, $4, 0x03030303; or.b32 $0, $0, t;"
-            "and.b32 t, $5, 0x04040404; shr.u32 $1, $4, 2; and.b32 $1, $1, 0x03030303; or.b32 $1, $1, t;"
-            "shr.u32 t, $5, 2; and.b32 t, t, 0x04040404; shr.u32 $2, $4, 4; and.b32 $2, $2, 0x03030303;"
-            "or.b32 $2, $2, t; shr.u32 t, $5, 4; and.b32 t, t, 0x04040404; shr.u32 $3, $4, 6;"
-            "and.b32 $3, $3, 0x03030303; or.b32 $3, $3, t; }",
-            "=&r,=&r,=&r,=&r,r,r",
-            [w, high],
-            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
+            "shl.b32 $0, $8, 2; and.b32 $0, $0, 0x04040404; shl.b32 $1, $8, 1; and.b32 $1, $1, 0x04040404;"
+            "and.b32 $2, $8, 0x04040404; shr.u32 $3, $8, 1; and.b32 $3, $3, 0x04040404;"
+            "shr.u32 $4, $8, 2; and.b32 $4, $4, 0x04040404; shr.u32 $5, $8, 3; and.b32 $5, $5, 0x04040404;"
+            "shr.u32 $6, $8, 4; and.b32 $6, $6, 0x04040404; shr.u32 $7, $8, 5; and.b32 $7, $7, 0x04040404;",
+            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
+            [w],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8),
             is_pure=True,
             pack=4,
         )
     else:
         return (
-            (w & 3 | (high & 1) << 2).to(tl.int8),
-            (w >> 2 & 3 | high & 4).to(tl.int8),
-            (w >> 4 & 3 | high >> 2 & 4).to(tl.int8),
-            (w >> 6 | high >> 4 & 4).to(tl.int8),
+            ((w & 1) << 2).to(tl.int8),
+            ((w >> 1 & 1) << 2).to(tl.int8),
+            (w & 4).to(tl.int8),
+            (w >> 1 & 4).to(tl.int8),
+            (w >> 2 & 4).to(tl.int8),
+            (w >> 3 & 4).to(tl.int8),
+            (w >> 4 & 4).to(tl.int8),
+            (w >> 5 & 4).to(tl.int8),
         )
 
 

@@ -143,8 +143,7 @@ def decode_tiles(
     chosen = ONE_WARP_TILES if unquantized else MANY_TILES + FEW_TILES if many else FEW_TILES
     for tiles in chosen:
         waiting = tiles.blocks * (tiles.stages - 1) * codes * sum(bits) // 8
-        # unpacked K and V pass through shared memory; at 3 bit (in triton 3.9, not in 3.6), and from 16 bit to float32,
-        # beside the loads in flight
+        # unpacked K and V pass through shared memory; at 3 bit, and from 16 bit to float32, beside the loads in flight
         unpacked = sum(tiles.blocks * codes for n in bits if n < 8)
         beside = unpacked if 3 in bits else codes * 5 if unquantized and itemsize > 2 else 0
         available = shared - RESERVED

@@ -98,7 +98,7 @@ def _attend_width(
     ahead = entry(table + begin * NB + NB + nb, begin * NB + NB + nb < blocks, ASM)
     d = tl.arange(0, DP)
     column = tl.arange(0, BLOCK)[None, None, :]
-    c = channels(D, DP, 1 if BITS >= 8 else (2 if BITS == 4 else 4))
+    c = channels(D, DP, 1 if BITS >= 8 else (8 if BITS == 3 else 8 // BITS))
     queries, units = prepared
     q = channels_of(queries, c, c < D, PLAIN, D == DP)
     code_units, plain_units = units

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import slot_of_width, to_l2
-from turbo_hf.ops.kernel_unpack import lanes2, lanes3, lanes4, odd_bits
+from turbo_hf.ops.kernel_unpack import lanes1, lanes2, lanes4
 
 
 @triton.jit
@@ -50,21 +50,12 @@ def keys_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: 
         return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
     else:
         tl.static_assert(BITS == 3)
-        c = tl.arange(0, DP // 4)[None, :, None]
-        low = packed_bytes(at + c, live, c, D // 4, DP // 4)
         c = tl.arange(0, DP // 8)[None, :, None]
-        high = packed_bytes(at + D // 4 + c, live, c, D // 8, DP // 8)
-        x, y, z, w = lanes3(low, _spread_keys(high, odd_bits(high, ASM)), ASM)
-        return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
-
-
-@triton.jit
-def _spread_keys(x, y):
-    """High bits [NB, C/8, T] of even and of odd pairs, each beside its bytes of low bits: [NB, C/4, T]."""
-    NB: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
-    T: tl.constexpr = x.shape[2]
-    return tl.join(x, y).reshape(NB, C // 2, 2, T, 2).permute(0, 1, 4, 2, 3).reshape(NB, 2 * C, T)
+        a, b, d, e = lanes2(packed_bytes(at + c, live, c, D // 8, DP // 8), ASM)
+        f, g, h, i = lanes2(packed_bytes(at + D // 8 + c, live, c, D // 8, DP // 8), ASM)
+        p, q, r, s, u, v, w, x = lanes1(packed_bytes(at + D // 4 + c, live, c, D // 8, DP // 8), ASM)
+        low = _merge_keys(_merge_keys(a + p, f + q), _merge_keys(b + r, g + s))
+        return _merge_keys(low, _merge_keys(_merge_keys(d + u, h + v), _merge_keys(e + w, i + x)))
 
 
 @triton.jit
@@ -82,19 +73,13 @@ def values_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS
         x, y, z, w = lanes2(packed_bytes(at + tl.arange(0, T // 4)[None, None, :], live, c, D, DP), ASM)
         return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
     else:
-        low = packed_bytes(at + tl.arange(0, T // 4)[None, None, :], live, c, D, DP)
-        high = packed_bytes(at + T // 4 + tl.arange(0, T // 8)[None, None, :], live, c, D, DP)
-        x, y, z, w = lanes3(low, _spread_values(high, odd_bits(high, ASM)), ASM)
-        return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
-
-
-@triton.jit
-def _spread_values(x, y):
-    """`_spread_keys` along tokens: [NB, D, T/8] twice to [NB, D, T/4]."""
-    NB: tl.constexpr = x.shape[0]
-    D: tl.constexpr = x.shape[1]
-    T: tl.constexpr = x.shape[2]
-    return tl.join(x, y).reshape(NB, D, T // 2, 2, 2).permute(0, 1, 2, 4, 3).reshape(NB, D, 2 * T)
+        t = tl.arange(0, T // 8)[None, None, :]
+        a, b, d, e = lanes2(packed_bytes(at + t, live, c, D, DP), ASM)
+        f, g, h, i = lanes2(packed_bytes(at + T // 8 + t, live, c, D, DP), ASM)
+        p, q, r, s, u, v, w, x = lanes1(packed_bytes(at + T // 4 + t, live, c, D, DP), ASM)
+        low = _merge_values(_merge_values(a + p, f + q), _merge_values(b + r, g + s))
+        high = _merge_values(_merge_values(d + u, h + v), _merge_values(e + w, i + x))
+        return _by_thread(_merge_values(low, high))
 
 
 @triton.jit

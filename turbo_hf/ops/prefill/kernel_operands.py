@@ -101,10 +101,8 @@ def _lane(packed_ptr, at, bits: tl.constexpr, codes: tl.constexpr, index):
     elif bits == 8:
         code = tl.load(packed_ptr + at + index).to(tl.int32)
     elif bits == 3:
-        lane, j = index // (codes // 4), index % (codes // 4)
-        low = tl.load(packed_ptr + at + j).to(tl.int32) >> (lane * 2) & 3
-        place = at + codes // 4 + j // 4 * 2 + j % 2
-        high = tl.load(packed_ptr + place).to(tl.int32) >> (lane * 2 + j // 2 % 2) & 1
+        low = tl.load(packed_ptr + at + index % (codes // 4)).to(tl.int32) >> (index // (codes // 4) * 2) & 3
+        high = tl.load(packed_ptr + at + codes // 4 + index % (codes // 8)).to(tl.int32) >> (index // (codes // 8)) & 1
         code = low | high << 2
     else:
         run: tl.constexpr = codes * bits // 8

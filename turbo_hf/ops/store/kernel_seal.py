@@ -66,30 +66,29 @@ def _codes(q1, step, zero, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _store_planes(
-    ptr, line, codes, there, lane: tl.constexpr, before, WIDTH: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """One lane of half-split runs joins the bytes of the lanes `before`; stores them with the last.
+def _store_planes(ptr, at, codes, inside, lane: tl.constexpr, before, width, BITS: tl.constexpr, LANES: tl.constexpr):
+    """One lane of a half-split run joins the bytes of the lanes `before`; stores them with the last.
 
-    A lane: the codes [rows, padded WIDTH] that take the same bits of their bytes. line: where each run begins, [rows,
-    1]; there: [rows, 1], whether it is stored.
+    A lane: the codes that take the same bits of their bytes. Lanes follow each other in the run. width: codes per lane.
     """
-    PADDED: tl.constexpr = codes.shape[1]
-    j = tl.arange(0, PADDED)[None, :]
-    low, high = before
     if BITS == 3:
-        low = low | (codes & 3) << (lane * 2)
-        high = high | (codes >> 2) << (lane * 2 + j // 2 % 2)
+        low, other, high = before
+        shifted = (codes & 3) << (lane // 2 * 2)
+        if lane % 2 == 0:
+            low = low | shifted
+        else:
+            other = other | shifted
+        high = high | (codes >> 2) << lane
         if lane == LANES - 1:
-            # two bytes of high bits for four of low bits
-            pairs = tl.sum(high.reshape(codes.shape[0], PADDED // 4, 2, 2), 2).reshape(codes.shape[0], PADDED // 2)
-            half = tl.arange(0, PADDED // 2)[None, :]
-            tl.store(ptr + line + WIDTH + half, pairs.to(tl.uint8), mask=there & (half < WIDTH // 2))
+            tl.store(ptr + at, low.to(tl.uint8), mask=inside)
+            tl.store(ptr + at + width, other.to(tl.uint8), mask=inside)
+            tl.store(ptr + at + 2 * width, high.to(tl.uint8), mask=inside)
     else:
+        low, other, high = before
         low = low | codes << (lane * BITS)
-    if lane == LANES - 1:
-        tl.store(ptr + line + j, low.to(tl.uint8), mask=there & (j < WIDTH))
-    return low, high
+        if lane == LANES - 1:
+            tl.store(ptr + at, low.to(tl.uint8), mask=inside)
+    return low, other, high
 
 
 @triton.jit
@@ -103,8 +102,8 @@ def seal_lines(
     n = tl.arange(0, BLOCK)
     j = tl.arange(0, LANE_WIDTH)
     none = tl.zeros((BLOCK, LANE_WIDTH), tl.int32)
-    planes = (none, none)
-    line = page * (BLOCK * D * BITS // 8) + n[:, None] * (D * BITS // 8)
+    planes = (none, none, none)
+    at = page * (BLOCK * D * BITS // 8) + n[:, None] * (D * BITS // 8) + j[None, :]
     for lane in tl.static_range(LANES):
         run = lane * WIDTH + j
         inside = (j < WIDTH)[None, :] & (n >= 0)[:, None]
@@ -116,7 +115,7 @@ def seal_lines(
             tl.store(meta_ptr + run, step.to(tl.int8), mask=j < WIDTH)
             tl.store(meta_ptr + D + run, zero.to(tl.int8), mask=j < WIDTH)
             codes = _codes(q1, step[None, :], zero[None, :], LEVELS)
-            planes = _store_planes(out_ptr, line, codes, n[:, None] >= 0, lane, planes, WIDTH, BITS, LANES)
+            planes = _store_planes(out_ptr, at, codes, inside, lane, planes, WIDTH, BITS, LANES)
 
 
 @triton.jit
@@ -152,9 +151,9 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
     TOKENS: tl.constexpr = BLOCK // LANES
     i = tl.arange(0, TOKENS)
     none = tl.zeros((DP, TOKENS), tl.int32)
-    planes = (none, none)
+    planes = (none, none, none)
     inside = (d < D)[:, None] & (i >= 0)[None, :]
-    line = page * (D * BLOCK * VALUE_BITS // 8) + d[:, None] * (BLOCK * VALUE_BITS // 8)
+    v_at = page * (D * BLOCK * VALUE_BITS // 8) + d[:, None] * (BLOCK * VALUE_BITS // 8) + i[None, :]
     for lane in tl.static_range(LANES):
         token = value_order(lane * TOKENS + i)
         share = tl.div_rn(tl.load(tokens.v_scale + token), tl.where(v_scale > 0, v_scale, 1.0))
@@ -164,7 +163,7 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
             tl.store(v_out + base + d[:, None] * BLOCK + i[None, :], q1.to(tl.int8), mask=inside)
         else:
             codes = _codes(q1, step[:, None], zero[:, None], LEVELS)
-            planes = _store_planes(v_out, line, codes, (d < D)[:, None], lane, planes, TOKENS, VALUE_BITS, LANES)
+            planes = _store_planes(v_out, v_at, codes, inside, lane, planes, TOKENS, VALUE_BITS, LANES)
 
 
 @triton.jit
