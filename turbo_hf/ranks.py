@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,8 @@ class Ranks:
     count: int = 1
     group: Any = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - a constant
+    # for messages
+    shared_by: ClassVar[str] = "this tensor parallel model"
 
     def __bool__(self) -> bool:
         """Whether there are others."""
@@ -130,7 +132,7 @@ class Ranks:
             for rank, theirs in enumerate(said):
                 if theirs[name] != said[0][name]:
                     raise ValueError(
-                        f"the ranks of this tensor parallel model must all be patched alike; {name} of rank 0: "
+                        f"the ranks of {self.shared_by} must all be patched alike; {name} of rank 0: "
                         f"{said[0][name]}; of rank {rank}: {theirs[name]}. Call patch on every rank with the same "
                         "arguments, on machines that are alike."
                     )

@@ -73,10 +73,10 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
     """One prefill of a ragged batch, which takes the general kernel."""
     q = torch.zeros(2, 300, 4, dim, dtype=dtype).transpose(1, 2)
     k, v = (torch.zeros(2, 300, 2, dim, dtype=dtype).transpose(1, 2) for _ in range(2))
-    starts, window = torch.zeros(2, dtype=torch.int64), options.pop("window", None)
+    starts, window, own = torch.zeros(2, dtype=torch.int64), options.pop("window", None), options.pop("own", True)
     scoring = taken(Scoring, {"scaling": 0.1} | options)
     rounding = taken(Rounding, {"mode": mode} | options)
-    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window)
+    launch.launch_prefill(q, k, v, scoring, rounding, past, starts, True, window, None, own)
 
 
 def sparse_prompt(dim: int, dtype: torch.dtype) -> None:
@@ -194,6 +194,8 @@ def main(everything: bool) -> None:
     prefill("fp8", 64, torch.bfloat16, pasts[64], smooth_k=True, hadamard=True, **options)
     case[0] = "sparse prompt"
     sparse_prompt(128, torch.bfloat16)
+    # the past alone, of a rank of a context group that does not hold the open tokens
+    prefill("turbo", 64, torch.bfloat16, pasts[64], own=False)
     x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
     for dim in (64, 80, 256):
         case[0] = f"rotate, d = {dim}"

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from turbo_hf.attention.context_group import decode_parts, merged, own_part
 from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
 from turbo_hf.attention.latent import latent_prompt, latent_step
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
 from turbo_hf.attention.step_operator import StepCall, step_attention
 from turbo_hf.cache.claimed_cache import ClaimedCache
+from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
@@ -301,21 +303,18 @@ def _step(
         out = attend_sparse(layer, query_info, qkv.query, new, starts, scoring).out
         layer.commit(check_later=True)
         return out
-    # of a replayed step, the launches are captured
-    key = repeat_key(q, k, v, starts, scoring) if layer.in_place and layer.replay is None else None
+    context = layer.state.context
+    # of a replayed step, the launches are captured; those over a spread context are not repeated
+    repeats = layer.in_place and layer.replay is None and context is None
+    key = repeat_key(q, k, v, starts, scoring) if repeats else None
     queries = layer.append(k, v, new, check_later=True, queries=q, key=key)
     assert queries is not None
     store, repeat = layer.to_repeat(key)
-    out = decode(
-        queries,
-        store,
-        scoring,
-        starts=starts,
-        window=layer.window,
-        mode=config.decode_attention,
-        backend=config.backend,
-        repeat=repeat,
-    ).out
+    how: dict[str, Any] = {"starts": starts, "mode": config.decode_attention, "backend": config.backend}
+    if context is None:
+        out = decode(queries, store, scoring, window=layer.window, repeat=repeat, **how).out
+    else:
+        out = decode_parts(context, queries, store, scoring, **how)
     layer.commit(check_later=True)
     return out
 
@@ -340,7 +339,7 @@ def _prompt(
     buckets = new_buckets(layer, source, qkv.key, new)
     past = layer.kv_store() if layer.seen else None
     given = (NewQKV(q, k, v), past, starts, layer.window, scoring)
-    out = prompt_attention(layer.config, *given, tally=layer.prompt_tally, seen=layer.seen)
+    out = prompt_attention(layer.config, *given, tally=layer.prompt_tally, seen=layer.seen, context=layer.state.context)
     cache.store_prompt(layer, k, v, new, buckets)
     return out
 
@@ -355,10 +354,12 @@ def prompt_attention(
     *,
     tally: PromptTally | None = None,
     seen: int = 0,
+    context: ContextRanks | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
 
-    tally: notes what sparse prompts read; None: every key is read. seen: columns that the cache holds.
+    tally: notes what sparse prompts read; None: every key is read. seen: columns that the cache holds. context:
+    the ranks over which the past is spread; without a past, each computes all of it.
     """
     q, k, v = qkv
     mode, rule, kept = prefill_mode(config.prompt_attention, q), config.sparse_prompt, None
@@ -380,7 +381,11 @@ def prompt_attention(
         smooth_k=config.smooth_k and rounds,
         hadamard=config.hadamard and rounds and not turned,
     )
-    return prefill(
+    if past is None:
+        context = None
+    elif context is not None:
+        past, scoring = own_part(context, past, scoring)
+    found = prefill(
         rotate_queries(q, config.backend) if turned else q,
         narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
         v,
@@ -390,8 +395,10 @@ def prompt_attention(
         starts=starts,
         window=window,
         kept=kept,
+        own=context is None or context.counts_open,
         backend=config.backend,
-    ).out
+    )
+    return found.out if context is None else merged(context, found, starts)
 
 
 def _is_plain(q: torch.Tensor, starts: torch.Tensor | None, window: int | None, scoring: Scoring) -> bool:

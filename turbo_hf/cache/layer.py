@@ -74,6 +74,7 @@ class TurboLayer(DequantizedLayer):
         empty = type(self)(self.config, self.window, self.index, self.head_order, self.selector, self.latent)
         empty.integrity, empty.states = self.integrity, self.states
         empty.prompt_tally = self.prompt_tally
+        empty.state = empty.state._replace(context=self.state.context)
         # in one assignment, so that an exception leaves nothing half reset
         self.__dict__ = vars(empty)
 
@@ -130,7 +131,7 @@ class TurboLayer(DequantizedLayer):
         reopened = [max(0, count - held) for count, held in zip(counts, before.open, strict=True)]
         if any(reopened):
             # the rest of a cut block goes back to the open buffer
-            tokens, starts = self.pool.reopen(before.sealed, reopened, self.order)
+            tokens, starts = self.pool.reopen(before.sealed, reopened, self.order, before.context)
             for row, sealed in enumerate(after.sealed):
                 if not sealed and not after.dropped[row]:
                     self.ranked[row] = self.preranked
@@ -158,7 +159,7 @@ class TurboLayer(DequantizedLayer):
         """As `reorder_cache`, of rows that exist."""
         self.forget_repeats()
         index = shared(rows, self.device)
-        self.pool.select_rows(self.state.sealed, rows)
+        self.pool.select_rows(self.state.pages(), rows)
         self.buffer.select_rows(index)
         self.bucket_index.select_rows(rows, index)
         self.order = self.order[index]
@@ -171,11 +172,12 @@ class TurboLayer(DequantizedLayer):
     # --- memory and copies -------------------------------------------------------------------------------------
 
     def full_precision_bytes(self) -> int:
-        """Bytes that the tokens currently held would take in the model's dtype."""
+        """Bytes that the tokens currently held here would take in the model's dtype."""
         if not self.is_initialized:
             return 0
         channels = self.dim + (self.dim if self.rotary_dim is None else self.rotary_dim)
-        return self.heads * channels * self.dtype.itemsize * sum(self.lengths())
+        tokens = self.config.block_size * sum(self.state.pages()) + sum(self.state.open)
+        return self.heads * channels * self.dtype.itemsize * tokens
 
     def nbytes(self) -> dict[str, int]:
         """Allocated bytes by kind: sealed codes, their metadata (scales, steps, table), open tokens."""

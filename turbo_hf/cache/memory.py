@@ -41,7 +41,8 @@ class Memory:
         buckets of a sparse layer's tokens), or "dense" (not compressed).
     tokens: tokens of all rows, without padding.
     full_precision: bytes that the tokens of compressed layers would take in the model's dtype.
-    ranks: of a tensor parallel model, how many ranks hold as much, each of its own heads; bytes are those of one.
+    ranks: how many ranks hold as much, each of its own heads (tensor parallel) or blocks (a context group, where others
+        may hold a block of a row less); bytes are those of one.
     """
 
     layers: tuple[dict[str, int], ...]

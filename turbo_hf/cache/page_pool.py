@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.open_buffer import Tokens
 from turbo_hf.cache.saved_files import Picked
@@ -37,7 +38,7 @@ class PagePool:
     """Pages of all rows of a layer. A page may belong to several rows (beams of one prompt).
 
     The table is on the host, where it is read and written without waiting for the device; `device_table` is its copy.
-    `RowState` counts the sealed blocks: the argument `sealed` is its list before the call.
+    `RowState` counts the sealed blocks: the argument `sealed` is its `pages` before the call.
 
     rotary_dim: of a layer of latent attention, as in `layout.page_bytes`.
     """
@@ -210,8 +211,12 @@ class PagePool:
         else:
             self._own_table, self._device_table = True, None
 
-    def reopen(self, sealed: list[int], counts: list[int], order: torch.Tensor) -> tuple[Tokens, list[int]]:
+    def reopen(
+        self, sealed: list[int], counts: list[int], order: torch.Tensor, context: ContextRanks | None = None
+    ) -> tuple[Tokens, list[int]]:
         """Drop the newest `counts[row]` tokens of each row's blocks, including whole blocks.
+
+        context: the ranks over which the blocks are spread; `sealed` and `counts` are then of the blocks of all.
 
         Returns what is left of the blocks that were cut, exact: tokens [B, Hkv, M, ...], row r's from column
         `starts[r]` on; and `starts`.
@@ -226,11 +231,15 @@ class PagePool:
         values = codes.new_zeros(*shape[:3], self.rotary_dim or self.dim)
         tokens = Tokens(codes, scale, values, scale.clone())
         for row, keep in enumerate(left):
-            if keep:
-                parts = self.block_tokens(row, sealed[row] - cut[row], order)
+            block = sealed[row] - cut[row]
+            if keep and (context is None or context.holds(block)):
+                parts = self.block_tokens(row, block if context is None else context.own(block), order)
                 for x, part in zip(tokens, parts, strict=True):
                     x[row, :, most - keep :] = part[:, :keep]
-        self.trim([held - count for held, count in zip(sealed, cut, strict=True)])
+        whole = [held - count for held, count in zip(sealed, cut, strict=True)]
+        if context is not None:
+            tokens, whole = Tokens(*map(context.summed, tokens)), [context.own(blocks) for blocks in whole]
+        self.trim(whole)
         return tokens, [most - keep for keep in left]
 
     def block_tokens(self, row: int, block: int, order: torch.Tensor) -> Tokens:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.ops.host_device import send, shared
 
@@ -23,6 +24,7 @@ class RowState(NamedTuple):
     seen: columns of all passes, padding included.
     decoded: whether the newest tokens came in a decode step.
     recording: whether blocks stay open, and tokens in the window, until a `crop` (assisted decoding).
+    context: the ranks over which the blocks are spread; None: this process holds all of them.
     """
 
     block: int
@@ -33,6 +35,7 @@ class RowState(NamedTuple):
     seen: int = 0
     decoded: bool = False
     recording: bool = False
+    context: ContextRanks | None = None
 
     def with_rows(self, rows: int) -> "RowState":
         """The state of `rows` rows without tokens."""
@@ -41,6 +44,10 @@ class RowState(NamedTuple):
     def lengths(self) -> list[int]:
         """Tokens held by each row (older ones may have left a sliding window)."""
         return [blocks * self.block + tokens for blocks, tokens in zip(self.sealed, self.open, strict=True)]
+
+    def pages(self) -> list[int]:
+        """Sealed blocks of each row that are in this process: the pages that its pool names."""
+        return self.sealed if self.context is None else [self.context.own(blocks) for blocks in self.sealed]
 
     def leaving(self, window: int | None, kept: int = 0) -> list[int]:
         """Whole blocks of each row that no later query of a layer with this window will see.
@@ -135,7 +142,7 @@ class SharedStates:
 
 
 class DeviceCounts:
-    """The device's copies of `RowState.sealed` and `RowState.open`, int64 [B] each, of one layer.
+    """The device's copies of `RowState.pages` and `RowState.open`, int64 [B] each, of one layer.
 
     A list that has been replaced is sent again. Kernels count in these tensors too: `counted` records that they did.
     """
@@ -150,7 +157,7 @@ class DeviceCounts:
         """Read-only unless `keep` was called: layers may share it."""
         known, tensor = self._sealed
         if tensor is None or known is not state.sealed:
-            tensor = shared(state.sealed, self._device)
+            tensor = shared(state.pages(), self._device)
             self._sealed = state.sealed, tensor
         return tensor
 

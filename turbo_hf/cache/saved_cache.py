@@ -31,7 +31,7 @@ NOT_OF_MODELS = ("transformers_version", "use_cache", "return_dict", "output_att
 def save(cache: Any, folder: str | Path, model: Any, input_ids: torch.Tensor | None) -> None:
     """`TurboCache.save_pretrained`, of a cache that is whole."""
     if cache.integrity.ranks:
-        raise Unsupported("the cache of a tensor parallel model is not saved: each rank holds only its own heads.")
+        raise Unsupported("a cache that ranks share is not saved: each holds only its own heads, or blocks.")
     columns = cache.get_seq_length()
     if not columns:
         raise ValueError("this TurboCache holds no tokens: there is nothing to save. Run the prompt first.")
@@ -76,9 +76,7 @@ def load(folder: str | Path, model: Any) -> Any:
     found = saved_files.read(Path(folder))
     cache = maker.make(model.config)
     if cache.integrity.ranks:
-        raise Unsupported(
-            "a saved cache is not loaded for a tensor parallel model: each rank holds only its own heads."
-        )
+        raise Unsupported("a saved cache is not loaded for ranks that share it: each holds only its heads, or blocks.")
     for name, own in _identity(cache, model).items():
         other = _difference(found.facts.get(name), own, name)
         if other is not None:
@@ -139,13 +137,18 @@ def _identity(cache: Any, model: Any) -> dict[str, Any]:
             "class": type(model).__name__,
             "config": _of_model(json.loads(model.config.to_json_string(use_diff=False))),
             "dtype": str(model.dtype),
-            "weights": _digest(dict(_tensors(model.state_dict()))),
+            "weights": weights_digest(model),
             "adapters": _adapters(model),
         },
         "layers": [_kind(layer) for layer in cache.layers],
     }
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
+
+
+def weights_digest(model: Any) -> str:
+    """Identifies the weights of a model by each byte of them, in one read from each device."""
+    return _digest(dict(_tensors(model.state_dict())))
 
 
 def _stored(config: TurboConfig) -> dict[str, Any]:

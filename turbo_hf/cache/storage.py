@@ -199,7 +199,7 @@ class LayerStorage:
         state, counts, replay = self.state, self.device_counts, self.replay
         places = (self.order, self.pool.device_table(), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
-        known, plans = (tuple(state.sealed), None) if replay is None else (replay.sealed, replay.plans)
+        known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
         return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans)
 
     def _held(self) -> tuple[Any, ...]:
@@ -441,19 +441,24 @@ class LayerStorage:
             pool.drop_front(self.state.sealed, leaving)
             self.state = self.state.without_front(leaving)
         if any(row.sealed for row in rows):
-            before = self.state.sealed
-            pool.reserve(before, [row.sealed for row in rows])
+            before, sealed = self.state, [held + row.sealed for held, row in zip(self.state.sealed, rows, strict=True)]
+            after = before._replace(sealed=sealed)
+            held = before.pages()
+            pool.reserve(held, [then - now for now, then in zip(held, after.pages(), strict=True)])
             for n, row in enumerate(rows):
                 if row.sorted:
-                    buffer.reorder(n, (row.sorted.start - before[n]) * block, index.sort(n, row.sorted))
-            sealed = [held + row.sealed for held, row in zip(before, rows, strict=True)]
-            self.state = self.state._replace(sealed=sealed)
+                    buffer.reorder(n, (row.sorted.start - before.sealed[n]) * block, index.sort(n, row.sorted))
+            self.state = after
             # the op seals every whole block among `open_len` tokens
             store = self.kv_store()
             if index.sorts or kept:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
             backend = "reference" if self.latent else self.config.backend
-            seal_open(store, max(row.whole for row in rows), backend=backend)
+            most = max(row.whole for row in rows)
+            if after.context is not None:
+                store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
+            if most:
+                seal_open(store, most, backend=backend)
         if any(row.whole for row in rows):
             state, gone = self.state, [row.whole * block for row in rows]
             opened = [held - count for held, count in zip(state.open, gone, strict=True)]

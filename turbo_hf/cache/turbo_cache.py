@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.guards import ordinary
 from turbo_hf.cache.integrity import RESET, Integrity, Pass
@@ -150,6 +151,10 @@ class TurboCache(KnowsTokens, MarkedUpdates):
         self.decompressed = False
         # the patched model that has run over it
         self.model: weakref.ref[Any] | None = None
+        # the ranks over which its blocks are spread; None: this process holds them all
+        self.context: ContextRanks | None = None
+        # a number for all selections of rows so far
+        self.selections = 0
 
     @property
     def layers(self) -> list[Any]:
@@ -312,6 +317,8 @@ class TurboCache(KnowsTokens, MarkedUpdates):
         `TurboLayer.removable`, and after a pass that broke off (`roll_back`)."""
         # assisted decoding of transformers 5.17 passes a tensor, which would become a part of lengths
         tokens_to_remove = int(tokens_to_remove)
+        if self.context is not None:
+            self.context.require_same_call(f"crop({tokens_to_remove})", self)
         self.integrity.require_whole()
         if tokens_to_remove <= 0 and self.rows() is None:
             # Transformers' own layers fail before the first pass
@@ -349,6 +356,8 @@ class TurboCache(KnowsTokens, MarkedUpdates):
         """
         self.deferred.begin()
         self.deferred.drop()
+        if self.context is not None:
+            self.context.require_same_call("roll_back", self)
         before = self.integrity.before()
         surplus = {layer: self.get_seq_length(layer) - held for (layer, kind), held in before.items() if not kind}
         columns = sum(layer.get_seq_length() for layer in self.layers if isinstance(layer, CacheLayerMixin))
@@ -423,7 +432,7 @@ class TurboCache(KnowsTokens, MarkedUpdates):
         self.integrity.forget()
 
     def _empty(self) -> None:
-        self._planned, self.decompressed = [], False
+        self._planned, self.decompressed, self.selections = [], False, 0
         self.know(None)
         self.deferred.drop()
         for layer in self.turbo_layers():
@@ -459,6 +468,7 @@ class TurboCache(KnowsTokens, MarkedUpdates):
     @_whole
     def _select_rows(self, rows: list[int]) -> None:
         self._select_known(rows)
+        self.selections = hash((self.selections, *rows))
         captured = self._captured_steps()
         if captured is not None and captured.select_rows(rows):
             return

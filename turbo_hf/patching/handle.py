@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from turbo_hf.attention.registration import register
 from turbo_hf.attention.turbo_attention import NAME
+from turbo_hf.cache.context_group import ContextRanks, spread
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.memory import SHOWN, Memory, group_layers, measure
 from turbo_hf.cache.turbo_cache import TurboCache
@@ -80,8 +81,8 @@ class Report:
         selectivity: for each sparse layer, what its steps have read since the patch was applied.
         sparse_prompts: for each layer whose prompts may be sparse, what the long ones have read and dropped.
         serving: whether continuous batching can run, and the prompt tokens that stored prefixes have saved.
-        ranks: of a tensor parallel model, how many share it and which heads each of them holds; "" for one process.
-            Heads of `layers`, and `selectivity`, are those of this rank.
+        ranks: of a tensor parallel model, how many share it and which heads each of them holds; how many share one
+            context; "" for one process. Heads of `layers`, and `selectivity`, are those of this rank.
         weights: which layers hold quantized weights, and of which library; "" if none do.
     """
 
@@ -160,7 +161,7 @@ class CacheMaker:
         measured: bytes of the latest cache when it was released.
         unmeasured: its layers, and what they were still to store, as long as nobody has asked.
         active: whether the patch is on.
-        ranks: those that share the model.
+        ranks: those that share the model, or one context.
         uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
         groups, dims: of the compressed layers: (width, KV heads) of each width, and the head dims that occur.
         why_not_served: why continuous batching cannot run; None: it can.
@@ -207,6 +208,8 @@ class CacheMaker:
         cache.integrity.ranks = self.ranks
         for layer in cache.turbo_layers():
             layer.prompt_tally = self.prompt_tallies.setdefault(layer.index, layer.prompt_tally)
+        if isinstance(self.ranks, ContextRanks):
+            spread(cache, self.ranks)
         # `memory()` leaves out drafts by the first layers alone
         if count == self.layers:
             self.made, self.unmeasured = self.made + 1, None

@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
 from turbo_hf.cache.claimed_cache import claimed
+from turbo_hf.cache.context_group import OTHER_CACHE, ContextRanks
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
@@ -195,7 +196,14 @@ def _begin_pass(depth: int, ranks: Ranks, module: Any, args: tuple[Any, ...], kw
         # of a cache that the patch has not made, too
         cache.integrity.ranks = ranks
         model = module if depth == STEP + 1 else None
-        cache.begin_pass(depth, model, kwargs.get("input_ids", args[0] if args else None))
+        given = kwargs if "input_ids" in kwargs or not args else {**kwargs, "input_ids": args[0]}
+        begin = functools.partial(cache.begin_pass, depth, model, given.get("input_ids"))
+        if isinstance(ranks, ContextRanks):
+            ranks.begin(cache, begin, given)
+        elif cache.context is not None:
+            raise ValueError(OTHER_CACHE)
+        else:
+            begin()
 
 
 @outside_of_steps(-2)

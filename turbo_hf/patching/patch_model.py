@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import register, switch_attention
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.cache.saved_cache import MAKER
+from turbo_hf.cache.context_group import ContextRanks, context_ranks, require_spread_layers, require_spreadable
+from turbo_hf.cache.saved_cache import MAKER, weights_digest
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.choice import choose_selectors, load_calibration
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, TurboConfig, resolve_config
@@ -38,9 +39,10 @@ from turbo_hf.patching.refusals import (
     text_type,
 )
 from turbo_hf.patching.selfcheck import require_agreement, unpatched_logits
-from turbo_hf.ranks import Ranks, ranks_of, split_layers
+from turbo_hf.ranks import ALONE, Ranks, ranks_of, split_layers
 from turbo_hf.sparse.prompts import describe_sparse_prompts
 
+CONTEXT = "one context over several ranks"
 LATENT_PROMPTS = "prompts: expanded to keys and values, in the model's dtype, by torch's SDPA (latent attention)"
 
 
@@ -52,6 +54,7 @@ def patch(
     revision: str | None = None,
     strict: Strict = "raise",
     check: bool = False,
+    context_group: Any = None,
 ) -> Handle:
     """Put `model.generate` on a compressed KV cache. Nothing else in the model changes, and `remove()` undoes the
     patch. Of a tensor parallel model every rank must call it, with the same arguments: they patch it alike, or all
@@ -71,6 +74,9 @@ def patch(
             that part to Hugging Face, or "fallback" to Hugging Face with only a log message. Training mode, NaN, Inf
             and continuous batching that cannot run on compressed pages are errors under each.
         check: compare the logits of a short random text before and after patching; an error removes the patch.
+        context_group: a process group of torch.distributed over whose ranks the sealed blocks of each context are
+            spread. Every rank of it holds the whole model, calls this with the same arguments, and makes the same calls
+            over the same tokens. Steps are then no CUDA graphs.
 
     Returns:
         Handle: has `remove()`, `report()`, `memory()` and `new_cache()`, and is a context manager.
@@ -83,7 +89,8 @@ def patch(
         OSError: there is no config file, or no calibration, in the named place.
         TypeError: not a Transformers model.
     """
-    ranks = ranks_of(model)
+    context = context_ranks(context_group, model)
+    ranks = ranks_of(model) if context is None else context
     with ranks.together():
         if strict not in get_args(Strict):
             raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
@@ -93,7 +100,13 @@ def patch(
         check_model(model, notices)
         continuous_batching.require_no_manager(model)
         all_layers = attention_layers(model)
-    ranks.require_same({"config": str(chosen), "strict": strict, "check": str(check)})
+        if context is not None:
+            require_spreadable(model, chosen, context)
+    alike = {"config": str(chosen), "strict": strict, "check": str(check)}
+    if context is not None:
+        alike |= {"model": type(model).__name__, "dtype": str(model.dtype), "device": _device_name(model.device)}
+        alike["weights"] = weights_digest(model)
+    ranks.require_same(alike)
     biases = bias_steps(all_layers, chosen, ranks)
     with ranks.together():
         planned = _plan(model, chosen, calibration, revision, notices, all_layers, biases, ranks)
@@ -109,6 +122,10 @@ def patch(
             handle.remove()
             raise
     return handle
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 class _Planned(NamedTuple):
@@ -145,9 +162,11 @@ def _plan(
 ) -> _Planned:
     """Decide what to do with each part of the model; nothing is changed yet. Errors as in `patch`."""
     heads = {at.index: (at.module, kv_heads(at.module.config, at.index)) for at in all_layers if not at.reason}
-    split = split_layers(model, ranks, heads)
+    # those of a context group hold all heads
+    sharing = ALONE if isinstance(ranks, ContextRanks) else ranks
+    split = split_layers(model, sharing, heads)
     layers = [
-        choose_layer(at, config, biases.get(at.index, 0.0), ranks.count if at.index in split else 1)
+        choose_layer(at, config, biases.get(at.index, 0.0), sharing.count if at.index in split else 1)
         for at in all_layers
     ]
     modules = {at.index: at.module for at in all_layers if at.module is not None}
@@ -155,7 +174,7 @@ def _plan(
     dims = {module_head_dim(module) or 0 for module in of_heads} - {0}
     family = family_of(text_type(model))
     require_layers(model, all_layers, layers, config, family)
-    refuse_latent_options(layers, config, bool(ranks))
+    refuse_latent_options(layers, config, bool(sharing))
     refuse_layers(layers, notices)
     devices = {x.device for x in model.parameters()}
     forecast(config, devices, model.dtype, dims, notices)
@@ -174,15 +193,15 @@ def _plan(
         )
         words = ""
     compressed = {at.index for at in layers if at.groups}
-    whole = sorted(compressed - split) if ranks else []
+    whole = sorted(compressed - split) if sharing else []
     if whole:
         notices.note(
-            f"the tensor parallel plan gives each of the {ranks.count} ranks all KV heads of layer"
+            f"the tensor parallel plan gives each of the {sharing.count} ranks all KV heads of layer"
             f"{'s' * (len(whole) > 1)} {', '.join(map(str, whole))}: their cache takes as much on each rank as on one "
             "GPU."
         )
     digest = loaded.found.digest() if ranks and loaded.found is not None else "none"
-    loaded = loaded.of_heads({index: ranks.heads(heads[index][1]) for index in split}, config.head_metric)
+    loaded = loaded.of_heads({index: sharing.heads(heads[index][1]) for index in split}, config.head_metric)
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(config, windowed, loaded, len(layers), notices)
     uncompressed = tuple(at.index for at in layers if not at.groups)
@@ -201,6 +220,10 @@ def _plan(
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
     compiled = _compiled_step(config, uncompressed, notices)
     no_serving = continuous_batching.why_not_served(model, layers, config, dims)
+    if sharing is not ranks:
+        require_spread_layers(layers)
+        steps, no_graphs = f"decode steps: no CUDA graphs ({CONTEXT})", CONTEXT
+        no_serving = f"{CONTEXT} is not served to requests that come and go. Use generate"
     report = Report(
         model=type(model).__name__,
         family=family.name if family else f"{text_type(model)}: generic path, no test of its own",
@@ -217,7 +240,7 @@ def _plan(
         sparse=sparse,
         serving=continuous_batching.words(no_serving),
         weights=describe_weights(model),
-        ranks=f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else "",
+        ranks=_words(ranks),
     )
     int8 = tuple(at.index for at in layers if at.kept_int8)
     maker = CacheMaker(
@@ -236,6 +259,13 @@ def _plan(
     graphs = config.cuda_graphs is not False and no_graphs is None
     hand_off = HandOff(config.cuda_graphs is True, graphs, compiled, ranks) if graphs or compiled is not None else None
     return _Planned(report, modules, family, maker, hand_off, digest)
+
+
+def _words(ranks: Ranks) -> str:
+    """For the report."""
+    if isinstance(ranks, ContextRanks):
+        return f"one context over {ranks.count} ranks: block i of a row is on rank i modulo {ranks.count}"
+    return f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else ""
 
 
 def _compiled_step(config: TurboConfig, uncompressed: Sequence[int], notices: Notices) -> CompiledStep | None:

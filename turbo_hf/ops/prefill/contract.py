@@ -29,6 +29,7 @@ def prefill(
     causal: bool = True,
     window: int | None = None,
     kept: torch.Tensor | None = None,
+    own: bool = True,
     backend: str = "auto",
 ) -> AttentionOutput:
     """Attention of M new tokens over themselves and, optionally, over a compressed past.
@@ -44,11 +45,12 @@ def prefill(
         kept: uint8 [B, Hq, T (T - 1) / 2], the key tiles that each tile of 128 queries reads beside its own
             (`ops.prefill.tiles.choose_tiles`); None: all. Heads that are computed again, because INT8 cannot represent
             them, read all.
+        own: whether queries attend to the new tokens; if not, to the past alone.
         backend: "auto", "triton" or "reference".
 
     Returns:
         out [B, Hq, M, D] in q's dtype, 0 at padding; lse float32 [B, Hq, M], natural log, including sinks, -inf at
-        padding.
+        padding and for a query that sees no key.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not agree, an unknown mode or block, a window below 1, a softcap
@@ -73,6 +75,8 @@ def prefill(
             raise ValueError(f"{name} must be {q.dtype} on {q.device} like q; got {x.dtype} on {x.device}.")
     if past is not None:
         _check_past(past, k, mode)
+    elif not own:
+        raise ValueError("own=False leaves the past to attend to; got none.")
     if kept is not None:
         if not causal or past is not None or starts is not None or window is not None:
             raise ValueError("kept is for causal prompts without a past, starts and a window. Leave it out.")
@@ -80,12 +84,12 @@ def prefill(
     if mode == "fp16" and (rounding.smooth_k or rounding.hadamard):
         raise ValueError('smooth_k and hadamard prepare keys for rounding; mode "fp16" rounds none. Leave them out.')
     if not uses_triton(backend, q.device, why_no_kernel(q, mode)):
-        return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept)
+        return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept, own)
     if torch.compiler.is_compiling():
         return traced_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept)
     from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
-    return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept)
+    return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept, own)
 
 
 def _check_past(past: KVStore, k: torch.Tensor, mode: str) -> None:

@@ -343,28 +343,29 @@ def _attend(
         k_base = _of_head(chunk.k, row, head // GROUP, start, chunk.starts is not None)
         v_base = _of_head(chunk.v, row, head // GROUP, start, chunk.starts is not None)
         query = q, row_scale
-        if FORM.window > 0:
+        if FORM.own and FORM.window > 0:
             state = _chunk(
                 state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, lowest, clear_from, count,
                 scoring, True, FORM,
             )  # fmt: skip
-        if listed is None:
+        if FORM.own:
+            if listed is None:
+                state = _chunk(
+                    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to,
+                    count, scoring, False, FORM,
+                )  # fmt: skip
+            else:
+                own, tiles = first // TILE, tl.cdiv(tokens, TILE)
+                state = _listed_tiles(
+                    state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d,
+                    listed.tiles + row_of(row_head, own, tiles), tl.load(listed.count + row_head * tiles + own), count,
+                    scoring, FORM,
+                )  # fmt: skip
+                clear_to = own * TILE
             state = _chunk(
-                state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_from, clear_to, count,
-                scoring, False, FORM,
+                state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_to, last, count,
+                scoring, True, FORM,
             )  # fmt: skip
-        else:
-            own, tiles = first // TILE, tl.cdiv(tokens, TILE)
-            state = _listed_tiles(
-                state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d,
-                listed.tiles + row_of(row_head, own, tiles), tl.load(listed.count + row_head * tiles + own), count,
-                scoring, FORM,
-            )  # fmt: skip
-            clear_to = own * TILE
-        state = _chunk(
-            state, query, bias, k_tiles, v_tiles, chunk, k_base, v_base, kv_row, m, d, clear_to, last, count,
-            scoring, True, FORM,
-        )  # fmt: skip
 
         sink = float("-inf")
         if scoring.sinks is not None:

@@ -95,6 +95,7 @@ class PrefillForm(NamedTuple):
     p_type, p_log2: type of P, and log2 of its largest value in a tile.
     wide: type of the queries, where keys are not INT8.
     k_token: whether keys have a scale per token.
+    own: whether queries attend to the chunk.
     """
 
     heads: int
@@ -111,3 +112,4 @@ class PrefillForm(NamedTuple):
     p_log2: float
     wide: Any
     k_token: bool
+    own: bool

@@ -145,6 +145,7 @@ def launch_prefill(
     causal: bool,
     window: int | None,
     kept: torch.Tensor | None = None,
+    own: bool = True,
 ) -> AttentionOutput:
     """`ops.prefill.contract.prefill`: quantize keys and values, unpack the past, and one launch for the rest."""
     batch, heads, tokens, dim = q.shape
@@ -190,7 +191,7 @@ def launch_prefill(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
             block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
             p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
-            k_token=mode.k_scale == "token",
+            k_token=mode.k_scale == "token", own=own,
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](

@@ -34,6 +34,7 @@ def reference_prefill(
     causal: bool = True,
     window: int | None = None,
     kept: torch.Tensor | None = None,
+    own: bool = True,
 ) -> AttentionOutput:
     batch, _, tokens, _ = q.shape
     column = torch.arange(tokens, device=q.device).expand(batch, tokens)
@@ -58,8 +59,9 @@ def reference_prefill(
         parts = reference_quantize_operands(k, v, rounding, starts)
         keys, values = _chunk(parts, align(v, starts), place, block)
         bias = None if parts.k_mean is None else _mean_score(queries, parts.k_mean) * scoring.scaling
-    square = None if kept is None else as_square(kept, tokens)
-    runs.append(Run(turned, keys, values, block, bias, own=True, kept=square))
+    if own:
+        square = None if kept is None else as_square(kept, tokens)
+        runs.append(Run(turned, keys, values, block, bias, own=True, kept=square))
 
     out, lse = flash(runs, FlashOptions(scoring, causal, window, mode.p_type(q.dtype)))
     too_large = ((lse.abs() > SCORE_LIMIT) & lse.isfinite()).any(-1)
@@ -70,7 +72,7 @@ def reference_prefill(
         lse = torch.gather(lse, 2, back[:, None].expand_as(lse)).masked_fill(padding, -torch.inf)
     out, lse = out.to(q.dtype), lse.float()
     if not precise and bool(too_large.any()):
-        exact = reference_prefill(q, k, v, scoring, Rounding("fp16"), past, starts, causal, window)
+        exact = reference_prefill(q, k, v, scoring, Rounding("fp16"), past, starts, causal, window, own=own)
         out = torch.where(too_large[..., None, None], exact.out, out)
         lse = torch.where(too_large[..., None], exact.lse, lse)
     return AttentionOutput(out, lse)

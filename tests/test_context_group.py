@@ -1,0 +1,209 @@
+"""One context over two ranks: their tokens are those of one process, each stores half of them, and both do the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from context_ranks import COUNT, Asked
+from prefill_support import inputs, random_past
+from stores import make_store
+from torch import Tensor
+
+from turbo_hf.cache.context_group import ContextRanks
+from turbo_hf.layout import Rounding, Scoring
+from turbo_hf.ops.prefill.contract import prefill
+
+SUPPORT = Path(__file__).resolve().parent / "support"
+SAME = "ValueError: the ranks of a context group must make the same calls over the same tokens, and "
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu2)])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What both ranks have seen; and what one process is asked, which sees the same without a group."""
+    folder = tmp_path_factory.mktemp("context")
+    paths = [str(SUPPORT), str(SUPPORT.parents[1])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(SUPPORT / "context_ranks.py")]
+    started = [
+        subprocess.Popen([*command, str(n), str(folder), request.param], env=env, stderr=subprocess.PIPE, text=True)
+        for n in range(COUNT)
+    ]
+    try:
+        errors = [process.communicate(timeout=1500)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all((folder / f"{n}.json").exists() for n in range(COUNT)), "\n".join(errors)
+    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(COUNT)]
+    for seen in found:
+        for case in seen.values():
+            assert not isinstance(case, str) or "Traceback" not in case, case
+    return found, Asked(None, request.param)
+
+
+def both(ranks: Any, case: str) -> Any:
+    """What the ranks have seen, where it is the same."""
+    first, second = (found[case] for found in ranks[0])
+    assert first == second
+    return first
+
+
+def alike(ranks: Any, seen: Any, expected: Any) -> bool:
+    """Whether the ranks' tokens are those of one process; on GPUs, in float32, the first ones of each row."""
+    exact = ranks[1].dtype == torch.float64
+    return bool(seen == expected if exact else [row[:6] for row in seen] == [row[:6] for row in expected])
+
+
+def of_cpu(ranks: Any) -> None:
+    """The rest is asked for on CPUs alone."""
+    if "refused" not in ranks[0][0]:
+        pytest.skip("asked for on CPUs")
+
+
+def test_tokens_of_ragged_prompts_whole_and_in_chunks(ranks: Any) -> None:
+    seen, report = both(ranks, "presets")
+    expected, alone = ranks[1].presets()
+    assert not alone
+    assert report == "one context over 2 ranks: block i of a row is on rank i modulo 2"
+    for name in seen:
+        for got, truth in zip(seen[name][:2], expected[name][:2], strict=True):
+            assert alike(ranks, got, truth), name
+        if name in ("int8", "16 bit"):
+            answers = [text.partition(".")[0] for text in seen[name][2]]
+            assert answers == [" 2765429", " 1999998", " 1234567"], name
+
+
+def test_each_rank_holds_half(ranks: Any) -> None:
+    whole, _, compression = ranks[1].memory()
+    for own, count, each in (found["memory"] for found in ranks[0]):
+        assert own["codes"] < whole["codes"] * 0.52
+        assert own["open"] == whole["open"]
+        assert count == COUNT
+        # of what it holds
+        assert each == pytest.approx(compression, rel=0.05)
+    assert sum(found["memory"][0]["codes"] for found in ranks[0]) == pytest.approx(whole["codes"], rel=0.05)
+
+
+def test_turns_crops_and_rows_go_on_alike(ranks: Any) -> None:
+    pairs = [(torch.tensor(x), torch.tensor(y)) for x, y in zip(both(ranks, "logits"), ranks[1].logits(), strict=True)]
+    off = [float((got - truth).abs().max() / truth.abs().max()) for got, truth in pairs]
+    # float32 of the log-sum-exps, and where a value lies between two codes, the cache then holds the other
+    assert max(off) < (2e-2 if ranks[1].dtype == torch.float64 else 5e-2), off
+    if ranks[1].dtype == torch.float64:
+        assert sum(x < 1e-5 for x in off) >= len(off) - 4, off
+
+
+def test_beams_and_drafts(ranks: Any) -> None:
+    of_cpu(ranks)
+    for got, truth in zip(both(ranks, "beams_and_drafts"), ranks[1].beams_and_drafts(), strict=True):
+        assert alike(ranks, got, truth)
+
+
+def test_layers_with_windows_stay_whole(ranks: Any) -> None:
+    of_cpu(ranks)
+    (tokens, first), (others, second) = (found["windows"] for found in ranks[0])
+    expected, whole = ranks[1].windows()
+    assert tokens == others
+    assert alike(ranks, tokens, expected)
+    assert first[0] == second[0] == whole[0]
+    assert first[1]["codes"] + second[1]["codes"] == whole[1]["codes"]
+
+
+@pytest.mark.parametrize("before", [(4, 4), (2, 0)])
+def test_three_ranks_share_out_blocks(before: tuple[int, int]) -> None:
+    opened, whole = [7 * 32 + 5, 4 * 32], [7, 4]
+    k, v = torch.randn(2, 2, 1, 300, 16).unbind(0)
+    store = make_store(k, v, opened, block=32, sealed=[0, 0])
+    held: dict[tuple[int, int], Tensor] = {}
+    for rank in range(3):
+        context = ContextRanks(rank, 3)
+        assert [n for n in range(9) if context.holds(n)] == list(range(9))[rank::3]
+        assert [context.own(n) for n in range(9)] == [len(range(n)[rank::3]) for n in range(9)]
+        own, most = context.own_blocks(store, before, whole)
+        for row, tokens in enumerate(own.open_len.tolist()):
+            assert tokens <= most * 32
+            # blocks of the row by their number
+            blocks = [n for n in range(before[row], before[row] + whole[row]) if context.holds(n)]
+            assert tokens == len(blocks) * 32
+            for place, block in enumerate(blocks):
+                here, there = slice(place * 32, place * 32 + 32), (block - before[row]) * 32
+                assert torch.equal(own.k_open[row, :, here], store.k_open[row, :, there : there + 32])
+                assert torch.equal(own.v_open[row, ..., here], store.v_open[row, ..., there : there + 32])
+                assert torch.equal(own.v_scale[row, :, here], store.v_scale[row, :, there : there + 32])
+                held[row, block] = own.k_scale[row, :, here]
+    assert len(held) == sum(whole)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("mode", ["turbo", "fp16"])
+def test_parts_of_the_keys_merge_to_the_whole(mode: str, backend: str, device: torch.device) -> None:
+    q, k, v = inputs(2, 40, device)
+    past, starts = random_past([150, 40], k), torch.tensor([3, 0], device=device)
+    scoring, rounding = Scoring(0.1, softcap=20.0, sinks=torch.ones(q.shape[1], device=device)), Rounding(mode, 64)
+
+    def attend(past: Any, scoring: Scoring, **options: Any) -> Any:
+        return prefill(q, k, v, scoring, rounding, past=past, starts=starts, backend=backend, **options)
+
+    def merge(part: Any, other: Any) -> Tensor:
+        lse = torch.stack((part.lse, other.lse))
+        out = torch.stack((part.out, other.out)) * lse.softmax(0).nan_to_num()[..., None].to(part.out.dtype)
+        return out.sum(0)
+
+    whole, own = attend(past, scoring), attend(None, scoring)
+    behind = attend(past, scoring._replace(sinks=None), own=False)
+    assert (merge(own, behind) - whole.out).abs().max() < 2e-3 * whole.out.abs().max()
+    assert torch.allclose(torch.logaddexp(own.lse, behind.lse), whole.lse, atol=1e-4)
+    empty = past._replace(sealed=past.sealed * 0, open_len=past.open_len * 0, sealed_host=None)
+    assert bool((attend(empty, scoring._replace(sinks=None), own=False).lse == -torch.inf).all())
+    assert not attend(empty, scoring._replace(sinks=None), own=False).out.any()
+    with pytest.raises(ValueError, match="leaves the past to attend to"):
+        attend(None, scoring, own=False)
+
+
+def test_what_is_refused_in_the_same_words(ranks: Any) -> None:
+    of_cpu(ranks)
+    said = both(ranks, "refused")
+    alike = "ValueError: the ranks of this context group must all be patched alike; "
+    assert said.pop("configs").startswith(f"{alike}config of rank 0: TurboConfig(bits=4")
+    assert said.pop("weights").startswith(f"{alike}weights of rank 0: ")
+    assert said.pop("group").startswith("TypeError: context_group must be a process group of torch.distributed")
+    assert said.pop("windows").startswith("Unsupported: context_group: every compressed layer has a sliding window")
+    for words in said.values():
+        assert words.startswith("Unsupported: context_group is not combined with ")
+    member, outsider = (found["outside"] for found in ranks[0])
+    # a group of one rank is none
+    assert not member
+    assert outsider.startswith("ValueError: context_group: this process is not in the group")
+
+
+def test_passes_that_differ_end_in_the_same_words(ranks: Any) -> None:
+    of_cpu(ranks)
+    said = both(ranks, "differing")
+    assert said["sampled"].startswith(f"{SAME}input_ids is not the same")
+    assert len(said["alike"]) == 2
+    assert said["tokens"].startswith(f"{SAME}input_ids is not the same")
+    assert said["shape"].startswith(f"{SAME}the shape of input_ids is not the same")
+    assert said["crop"].startswith(f"{SAME}the call is not the same")
+    assert said["rows"].startswith(f"{SAME}what the caches hold is not the same")
+    assert said["broken"].startswith("ValueError: an earlier crop() of this TurboCache broke off")
+    for case in ("whole", "other patch"):
+        assert said[case].startswith("ValueError: this TurboCache is not spread over the ranks"), case
+    for case in ("keys", "mask", "no patch"):
+        assert said[case].startswith("Unsupported: layer 0: keys and values of a cache that is spread"), case
+    assert said["save"].startswith("Unsupported: a cache that ranks share is not saved")
+    assert said["pickle"].startswith("Unsupported: a model or cache of a context group is not pickled")
+    assert "one context over several ranks is not served" in said["serving"]
+
+
+def test_a_pass_that_broke_off_is_taken_back_by_both(ranks: Any) -> None:
+    of_cpu(ranks)
+    error, columns, (after, without), other = both(ranks, "broken_off")
+    assert error.startswith("ValueError: layer 1: keys or values hold NaN or Inf")
+    assert columns == 76
+    assert torch.allclose(torch.tensor(after), torch.tensor(without), rtol=1e-4, atol=1e-4)
+    assert other.startswith(f"{SAME}what the caches hold is not the same")

@@ -1,0 +1,245 @@
+"""One context over several processes: which of them holds which blocks, and that all of them run the same passes.
+
+Every rank runs the whole model over the same tokens. Block i of a row belongs to rank i modulo their number, which
+alone keeps it. Open tokens are on all ranks, and count on the first. `RowState` counts the blocks of all ranks, so that
+its numbers are the same on each; `RowState.pages` are the rank's own.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn, Protocol
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from turbo_hf.cache.saved_files import checksum
+from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.errors import Unsupported
+from turbo_hf.layout import KVStore
+from turbo_hf.ops.host_device import shared
+from turbo_hf.ranks import Ranks, ranks_of
+
+COMPARED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+"""Arguments of a pass that must be the same on all ranks."""
+
+OTHER_CACHE = (
+    "this TurboCache is not spread over the ranks of the context group that the model was patched with (or the other "
+    "way round). Take handle.new_cache(), of this patch."
+)
+
+
+class Cache(Protocol):
+    """What is read of a TurboCache."""
+
+    integrity: Any
+    context: Any
+    selections: int
+
+    def turbo_layers(self) -> Sequence[Any]:
+        """The compressed layers."""
+
+
+@dataclass(frozen=True, eq=False)
+class ContextRanks(Ranks):
+    """The ranks over which the blocks of one context are spread; more than one."""
+
+    shared_by: ClassVar[str] = "this context group"
+
+    def __reduce__(self) -> NoReturn:
+        raise Unsupported(
+            "a model or cache of a context group is not pickled: each rank holds only its own blocks. Pickle a model "
+            "before it is patched."
+        )
+
+    @property
+    def counts_open(self) -> bool:
+        """Whether attention to the open tokens, and to a chunk's own, is this rank's part."""
+        return self.rank == 0
+
+    def own(self, blocks: int) -> int:
+        """How many of the first `blocks` blocks of a row are this rank's."""
+        return (blocks + self.count - 1 - self.rank) // self.count
+
+    def holds(self, block: int) -> bool:
+        """Whether a block of a row is this rank's."""
+        return block % self.count == self.rank
+
+    def own_blocks(self, store: KVStore, before: Sequence[int], whole: Sequence[int]) -> tuple[KVStore, int]:
+        """The store with the open tokens of this rank's blocks alone, as `seal_open` takes it; and the most of a row.
+
+        before: blocks of each row before these. whole: whole blocks of open tokens of each row.
+        """
+        first = [(self.rank - held) % self.count for held in before]
+        counts = [len(range(skip, blocks, self.count)) for skip, blocks in zip(first, whole, strict=True)]
+        most, device, block = max(counts), store.k_open.device, store.block
+        if not most:
+            return store, 0
+        place = torch.arange(most * block, device=device)
+        place = place + place // block * ((self.count - 1) * block)
+        if len(set(first)) == 1:
+            # clamped: rows may have fewer blocks than the longest one, and their places are not read
+            place = (place + first[0] * block).clamp(max=store.k_open.shape[2] - 1)
+            parts = [x.index_select(dim, place) for x, dim in _open_parts(store)]
+        else:
+            each = (place + block * shared(first, device)[:, None]).clamp(max=store.k_open.shape[2] - 1)
+            shapes = (each[:, None, :, None], each[:, None, None], each[:, None], each[:, None])
+            parts = [torch.take_along_dim(x, at, dim) for (x, dim), at in zip(_open_parts(store), shapes, strict=True)]
+        k, v, k_scale, v_scale = parts
+        length = shared([count * block for count in counts], device)
+        return store._replace(k_open=k, v_open=v, k_scale=k_scale, v_scale=v_scale, open_len=length), most
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """[ranks, ...]: x of each rank, in their order; the same bits on all of them."""
+        # one dimension, as backends differ in what they make of more
+        each = x.new_empty(self.count * x.numel())
+        # its former name warns from torch 2.13 on
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(each, x.reshape(-1), group=self.group)
+        return each.view(self.count, *x.shape)
+
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of the ranks' x, in place; at any place at most one of them is not 0."""
+        if x.numel():
+            # as bytes, which every backend adds
+            dist.all_reduce(x.view(torch.uint8), group=self.group)
+        return x
+
+    def begin(self, cache: Cache, begin: Callable[[], None], given: Mapping[str, Any]) -> None:
+        """Begin a pass by calling `begin`, if the ranks begin the same. given: the arguments of the pass, by name.
+
+        Raises:
+            ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
+        """
+        error: Exception | None = None
+        try:
+            begin()
+        except ValueError as raised:
+            error = raised
+        if error is None and len(cache.integrity.last.calls) > 1:
+            # within a pass that was compared as a whole
+            return
+        if error is None and cache.context is not self:
+            error = ValueError(OTHER_CACHE)
+        self._require_same("a pass", cache, given, error)
+
+    def require_same_call(self, call: str, cache: Cache) -> None:
+        """ValueError, the same on all ranks, unless all of them make this call over the same tokens."""
+        self._require_same(call, cache, {})
+
+    def _require_same(self, call: str, cache: Cache, given: Mapping[str, Any], error: Exception | None = None) -> None:
+        """One exchange, equally large for all calls; one read from the device."""
+        tensors = {name: x for name in COMPARED if isinstance(x := given.get(name), torch.Tensor)}
+        facts = {"the call": crc32(call.encode()), "what the caches hold": 0 if error is not None else _held(cache)}
+        for name in COMPARED:
+            facts[f"the shape of {name}"] = hash(tuple(tensors[name].shape)) if name in tensors else 0
+        own = torch.zeros(1 + len(facts) + len(COMPARED), dtype=torch.int64, device=self.device)
+        own[: 1 + len(facts)] = torch.tensor([int(error is not None), *facts.values()], device=self.device)
+        for n, name in enumerate(COMPARED, 1 + len(facts)):
+            if name in tensors:
+                own[n] = checksum(tensors[name])
+        # ~x falls as x rises: the largest of both tell whether all are equal
+        least, most = self.most(torch.stack((~own, own))).tolist()
+        if most[0]:
+            failure = self.failure(error)
+            assert failure is not None
+            raise failure from (None if failure is error else error)
+        names = [*facts, *COMPARED]
+        for name, low, high in zip(names, least[1:], most[1:], strict=True):
+            if ~low != high:
+                raise ValueError(
+                    f"the ranks of a context group must make the same calls over the same tokens, and {name} is not "
+                    "the same on all of them. Pass the same on every rank; if they sample, seed all ranks alike "
+                    "(torch.manual_seed); then reset() the caches, or take new ones."
+                )
+
+
+def _open_parts(store: KVStore) -> tuple[tuple[torch.Tensor, int], ...]:
+    """The open tokens, each part with its dimension of tokens."""
+    return (store.k_open, 2), (store.v_open, 3), (store.k_scale, 2), (store.v_scale, 2)
+
+
+def _held(cache: Cache) -> int:
+    """A number for the tokens that a cache holds: hashes of numbers are the same in every process."""
+    layers = cache.turbo_layers()
+    # what rows hold follows from the same passes, in all layers alike
+    first = layers[0].state
+    each = (*first.sealed, -1, *first.open, *(at.seen for at in layers))
+    return hash((cache.selections, cache.integrity.idle(), first.recording, *each))
+
+
+def spread(cache: Any, context: ContextRanks) -> None:
+    """Spread the blocks of an empty TurboCache over the ranks; layers with a sliding window stay whole on each."""
+    cache.context = context
+    for layer in cache.turbo_layers():
+        if layer.window is None:
+            layer.state = layer.state._replace(context=context)
+
+
+def context_ranks(group: Any, model: Any) -> ContextRanks | None:
+    """The ranks of `patch(context_group=group)`; None without a group, or where it has one rank.
+
+    Raises:
+        TypeError: it is no process group.
+        ValueError: this process is not in it.
+    """
+    if group is None:
+        return None
+    outside = dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER
+    if not outside and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            "context_group must be a process group of torch.distributed (dist.group.WORLD, or one of dist.new_group); "
+            f"got {type(group).__name__}."
+        )
+    if outside or dist.get_rank(group) < 0:
+        raise ValueError(
+            "context_group: this process is not in the group that it passes. Patch only on the ranks of the group, "
+            "each with the group that it is in."
+        )
+    count = dist.get_world_size(group)
+    if count == 1:
+        return None
+    on_gpus = "nccl" in dist.get_backend_config(group) and (
+        model.device.type == "cuda" or "gloo" not in dist.get_backend_config(group)
+    )
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
+    return ContextRanks(dist.get_rank(group), count, group, device)
+
+
+def require_spreadable(model: Any, config: TurboConfig, context: ContextRanks) -> None:
+    """Refuse, under any `strict`, what a spread context is not combined with.
+
+    Raises:
+        Unsupported: the first such option or model.
+    """
+    devices = {x.device for x in model.parameters()}
+    reasons = {
+        "a model that is split among processes (tensor parallel): load all of it on each rank": bool(ranks_of(model)),
+        "a model on several devices (device_map)": len(devices) > 1,
+        f"a model on {model.device}, which the group's backend does not serve (nccl is for GPUs, gloo for CPUs)": (
+            model.device.type != context.device.type
+        ),
+        "sparse steps (TurboConfig.sparse)": config.sparse is not None,
+        "sparse prompts (TurboConfig.sparse_prompt)": config.sparse_prompt is not None,
+        "cuda_graphs=True": config.cuda_graphs is True,
+        "compile=True": config.compile,
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise Unsupported(f"context_group is not combined with {reason}. Change that, or leave out context_group.")
+
+
+def require_spread_layers(layers: Iterable[Any]) -> None:
+    """Refuse a model of latent attention, and one none of whose layers (`LayerReport`) would be spread.
+
+    Raises:
+        Unsupported: either.
+    """
+    compressed = [at for at in layers if at.groups]
+    if any(at.latent for at in compressed):
+        raise Unsupported("context_group is not combined with latent attention (MLA). Leave it out.")
+    if all(at.window is not None for at in compressed):
+        raise Unsupported(
+            "context_group: every compressed layer has a sliding window, which each rank keeps whole, so that nothing "
+            "is spread. Leave it out."
+        )
