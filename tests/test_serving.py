@@ -452,7 +452,7 @@ def test_what_cannot_be_served_is_refused(config: TurboConfig, reason: str) -> N
             model.generate_batch(requests())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("chosen", "reason"),
     [
         ({"cpu_offload_space": 1.0}, "does not support cpu_offload_space"),
