@@ -1,5 +1,6 @@
 """Which key tiles long prompts read, attention over them, and what they drop: reference and kernels by an oracle."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from turbo_hf.eval.bench.check import judge
 from turbo_hf.eval.bench.tile_choice import dropped_mass as exact_dropped_mass
 from turbo_hf.layout import PROMPT_TILE as TILE
 from turbo_hf.layout import AttentionOutput, TileRule
+from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
 from turbo_hf.ops.prefill.reference_tiles import as_square
 from turbo_hf.ops.prefill.tiles import check_kept, choose_tiles, density, dropped_mass
 
@@ -151,6 +153,22 @@ def test_what_a_dropped_tile_holds_is_not_read(device: torch.device) -> None:
     got = prefill(q, k, v, scaling=SCALING, mode="fp16", kept=kept, backend="triton")
     assert torch.equal(got.out[:, :, 2 * TILE :], want.out[:, :, 2 * TILE :])
     assert got.out[:, :, TILE : 2 * TILE].isnan().all()
+
+
+def test_lists(device: torch.device) -> None:
+    """What the kernels walk over: the tiles of each row, the newest first, then zeros, and two more at the end."""
+    q = inputs(5 * TILE + 1, device)[0]
+    kept = random_kept(q)
+    kept[0, 0], kept[1, 1] = 0, 1
+    listed, count = launch_list_tiles(kept, 5 * TILE + 1)
+    assert listed.shape == (4 * 15 + 2,)
+    rows, square = listed[:-2].view(2, 2, 15).tolist(), as_square(kept, 5 * TILE + 1).cpu()
+    for row, head, tile in product(range(2), range(2), range(6)):
+        want = [t for t in reversed(range(tile)) if square[row, head, tile, t]]
+        assert int(count[2 * row + head, tile]) == len(want)
+        at = tile * (tile - 1) // 2
+        assert rows[row][head][at : at + tile] == want + [0] * (tile - len(want))
+    assert listed[-2:].tolist() == [0, 0]
 
 
 def test_density() -> None:

@@ -64,7 +64,9 @@ class PromptSparsity(Options):
     @property
     def rule(self) -> TileRule:
         """What chooses tiles."""
-        return TileRule(self.mass, self.peak, self.sink_tokens, self.window_tokens, self.tail_tokens)
+        # a whole number would compile kernels of its own
+        shares = float(self.mass), float(self.peak)
+        return TileRule(*shares, self.sink_tokens, self.window_tokens, self.tail_tokens)
 
     @property
     def bound(self) -> float:
