@@ -118,6 +118,8 @@ def test_attention(case: tuple[str, int, torch.dtype], backend: str, device: tor
     mode, dim, dtype = case
     if mode == "fp8" and not has_fp8(device):
         pytest.skip(NO_FP8)
+    if device.type == "cuda" and (mode, dtype) == ("fp16", torch.float32):
+        pytest.skip("prompts in float32 are dense on a GPU")
     tokens = 3 * TILE + 5
     q, k, v = (x[1:] for x in inputs(tokens, device, dim=dim, dtype=dtype))
     kept = random_kept(q, 0.4)
