@@ -1,5 +1,6 @@
 """Tensor parallel over two ranks: their tokens are those of one process, and whatever one decides, both do."""
 
+import copy
 import json
 import os
 import subprocess
@@ -199,7 +200,8 @@ def test_the_command_line_speaks_once(ranks: Any) -> None:
 def test_a_calibration_by_ranks_is_that_of_one_process(ranks: Any) -> None:
     assert both(ranks, "calibrated")[0].startswith("ValueError: out: ")
     found = Calibration.from_pretrained(ranks[2] / "learnt")
-    model, tokenizer = lab_model()
+    # other tests share the model
+    model, tokenizer = copy.deepcopy(lab_model()[0]), lab_model()[1]
     device = next(iter(ranks[1].values())).device
     exact = device.type == "cpu"
     whole = calibrate(model.to(device, torch.float64 if exact else None), tokenizer, PROSE_FILE, settings=SMALL)
