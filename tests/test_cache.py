@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 
 import turbo_hf
 import turbo_hf.cache.new_columns
-import turbo_hf.cache.turbo_cache
+import turbo_hf.cache.passes
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.memory import cache_bytes, measure
@@ -288,7 +288,7 @@ def test_a_mask_is_read_once_a_pass(llama: Any, monkeypatch: pytest.MonkeyPatch)
         plans.append(args)
         return plan(*args)
 
-    monkeypatch.setattr(turbo_hf.cache.turbo_cache, "columns_from_mask", counted)
+    monkeypatch.setattr(turbo_hf.cache.passes, "columns_from_mask", counted)
     batch = left_padded([prompts(1, n, seed=n)[0] for n in (20, 70)])
     with turbo_hf.patch(llama):
         llama.generate(**batch, max_new_tokens=5)

@@ -17,7 +17,8 @@ from stores import make_store, store_codes, tokens
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.attention.turbo_attention import _is_plain, sas_threshold
+from turbo_hf.attention.prompt import _is_plain
+from turbo_hf.attention.turbo_attention import sas_threshold
 from turbo_hf.errors import Notices
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.layout import UNQUANTIZED, Scoring, Width

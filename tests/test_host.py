@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
-from turbo_hf.attention import turbo_attention as attention
+from turbo_hf.attention import prompt as attention
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.cache.storage import DECODE_TOKENS

@@ -6,40 +6,28 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_hf.attention.context_group import decode_parts, merged, own_part
+from turbo_hf.attention.context_group import decode_parts
 from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
 from turbo_hf.attention.latent import latent_prompt, latent_step
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
-from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets, new_buckets_and_query_info
+from turbo_hf.attention.prompt import attend_prompt
+from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_query_info
 from turbo_hf.attention.step_operator import StepCall, step_attention
 from turbo_hf.cache.claimed_cache import ClaimedCache
-from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Strict, Unsupported, complain, warn
-from turbo_hf.layout import KVStore, Rotary, Rounding, Scoring, narrowed
+from turbo_hf.layout import Rotary, Scoring
 from turbo_hf.ops.decode.contract import decode
-from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.repeat import repeat_key
-from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
-from turbo_hf.ops.tuning import prefill_mode
 from turbo_hf.patches.latent import expanded, keeps_latent
-from turbo_hf.sparse.prompts import PromptTally
 
 NAME = "turbo_hf"
 """The value of `config._attn_implementation` on a patched model."""
-
-PLAN_PAYS = 1 << 27
-"""Rows times tokens squared from which cuDNN should pay off although it makes a plan for each new shape.
-
-An estimate: on an H200 a plan took about 37 ms, and FlashAttention-2, scaled down from 1 x 131k, should be slower than
-cuDNN by about as much in 32 layers of 32 heads of this size.
-"""
 
 HANDED_ON = frozenset({"tokenizer", "assistant_tokenizer"})
 """Keywords of `generate` that Transformers passes on to each forward pass, where nothing reads them."""
@@ -88,14 +76,6 @@ class TurboCall(NamedTuple):
     window: int | None
     strict: Strict
     rotary: Rotary | None = None
-
-
-class NewQKV(NamedTuple):
-    """The new tokens of one call: query [B, Hq, M, D]; key, value [B, Hkv, M, D]."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
 
 
 def turbo_attention(
@@ -281,7 +261,7 @@ def compressed(
     threshold = sas_threshold(layer.config, layer.seen + new.tokens)
     if threshold is not None:
         scoring = scoring._replace(sas_threshold=threshold)
-    attend = _step if layer.is_decoding(new.tokens) else _prompt
+    attend = _step if layer.is_decoding(new.tokens) else attend_prompt
     if layer.latent:
         attend = _latent
     if not torch.is_grad_enabled():
@@ -328,119 +308,6 @@ def _latent(
     if layer.is_decoding(new.tokens):
         return latent_step(layer, source.module, qkv, new, scoring)
     return latent_prompt(cache, layer, source.module, qkv, new, scoring)
-
-
-def _prompt(
-    cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
-) -> torch.Tensor:
-    """Attention over the new tokens, not yet rounded to the cache's widths, and over the cache; then they join it."""
-    q, k, v = (new.align(x) for x in qkv)
-    starts = new.starts_on(q.device)
-    buckets = new_buckets(layer, source, qkv.key, new)
-    past = layer.kv_store() if layer.seen else None
-    given = (NewQKV(q, k, v), past, starts, layer.window, scoring)
-    out = prompt_attention(layer.config, *given, tally=layer.prompt_tally, seen=layer.seen, context=layer.state.context)
-    cache.store_prompt(layer, k, v, new, buckets)
-    return out
-
-
-def prompt_attention(
-    config: TurboConfig,
-    qkv: NewQKV,
-    past: KVStore | None,
-    starts: torch.Tensor | None,
-    window: int | None,
-    scoring: Scoring,
-    *,
-    tally: PromptTally | None = None,
-    seen: int = 0,
-    context: ContextRanks | None = None,
-) -> torch.Tensor:
-    """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
-
-    tally: notes what sparse prompts read; None: every key is read. seen: columns that the cache holds. context:
-    the ranks over which the past is spread; without a past, each computes all of it.
-    """
-    q, k, v = qkv
-    mode, rule, kept = prefill_mode(config.prompt_attention, q), config.sparse_prompt, None
-    if tally is not None and rule is not None:
-        given = (past, starts, window, scoring)
-        kept = tally.tiles_to_read(rule, q, k, *given, seen=seen, mode=mode, backend=config.backend)
-    if kept is not None:
-        # a window as long as the prompt
-        window = None
-    elif mode == "fp16" and config.backend == "auto" and past is None and _is_plain(q, starts, window, scoring):
-        return _sdpa(q, k, v, scoring.scaling)
-    # over a past, the chunk's own keys are rotated like the stored ones
-    turned = past is not None and config.rotates
-    # "fp16" rounds nothing, so nothing needs preparing
-    rounds = mode != "fp16"
-    rounding = Rounding(
-        mode,
-        v_scale=config.v_scale,
-        smooth_k=config.smooth_k and rounds,
-        hadamard=config.hadamard and rounds and not turned,
-    )
-    if past is None:
-        context = None
-    elif context is not None:
-        past, scoring = own_part(context, past, scoring)
-    found = prefill(
-        rotate_queries(q, config.backend) if turned else q,
-        narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
-        v,
-        scoring,
-        rounding,
-        past=past,
-        starts=starts,
-        window=window,
-        kept=kept,
-        own=context is None or context.counts_open,
-        backend=config.backend,
-    )
-    return found.out if context is None else merged(context, found, starts)
-
-
-def _is_plain(q: torch.Tensor, starts: torch.Tensor | None, window: int | None, scoring: Scoring) -> bool:
-    """Whether a first prompt on a GPU is plain causal attention, for which torch has kernels."""
-    short = window is None or q.shape[2] <= window
-    return q.is_cuda and short and starts is None and scoring.is_plain
-
-
-def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention in the model's precision: by cuDNN where that pays off, else by the first kernel that can."""
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and (q.dtype == torch.float32 or q.shape[-1] > 256):
-        # no fused kernel supports grouped heads here, and the plain one holds all M x M scores
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        grouped = False
-    pays = q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS
-    if not pays and _flash_serves(q, k, v, grouped):
-        # the kernel that would be chosen below; to choose it anew takes longer than to launch it
-        flash: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
-        out: torch.Tensor = flash(q, k, v, 0.0, True, scale=scaling)[0]
-        return out
-    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if torch.backends.cuda.cudnn_sdp_enabled():
-        order.insert(0 if pays else 1, SDPBackend.CUDNN_ATTENTION)
-    with sdpa_kernel(order, set_priority=True):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
-
-
-_flash: dict[Any, bool] = {}
-"""Whether FlashAttention serves a first prompt, by what that depends on besides its rows and length."""
-
-
-def _flash_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> bool:
-    if not (q.is_cuda and q.numel() and torch.backends.cuda.flash_sdp_enabled()):
-        return False
-    key = (q.dtype, q.device, *((x.shape[1], x.shape[3], x.stride(3)) for x in (q, k, v)))
-    if key not in _flash:
-        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, grouped)
-        _flash[key] = torch.backends.cuda.can_use_flash_attention(params)
-    return _flash[key]
 
 
 def sas_threshold(config: TurboConfig, tokens: int) -> float | None:

@@ -12,6 +12,14 @@ DIFFERS = (
 )
 
 
+class NewQKV(NamedTuple):
+    """The new tokens of one call: query [B, Hq, M, D]; key, value [B, Hkv, M, D]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 class NewColumns(NamedTuple):
     """The new columns of one forward pass, [B, M].
 

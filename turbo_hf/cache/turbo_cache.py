@@ -2,38 +2,30 @@
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol
+from typing import Any, Concatenate, NoReturn, ParamSpec
 
 import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     CacheLayerMixin,
-    DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
 
-from turbo_hf.cache.context_group import ContextRanks
-from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.guards import ordinary
-from turbo_hf.cache.integrity import RESET, Integrity, Pass
-from turbo_hf.cache.known_tokens import KnowsTokens
+from turbo_hf.cache.integrity import RESET, Pass
 from turbo_hf.cache.layer import TurboLayer, deep_copied, refuse_offloading
 from turbo_hf.cache.memory import Memory, measure
-from turbo_hf.cache.new_columns import NewColumns, Planned, columns_from_mask
-from turbo_hf.cache.other_layers import MarkedUpdates, require_recorded, stop_recording
+from turbo_hf.cache.other_layers import require_recorded, stop_recording
+from turbo_hf.cache.passes import CachePasses, InPlace
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
-from turbo_hf.cache.rows import SharedStates
 from turbo_hf.cache.saved_cache import load, save
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import COMPRESSED_TYPES, LATENT_TYPES, layer_types
-from turbo_hf.ops.host_device import require_finite
-from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.selectors import Selector
 
 P = ParamSpec("P")
@@ -53,19 +45,7 @@ def _whole(method: Callable[Concatenate["TurboCache", P], None]) -> Callable[Con
     return operation
 
 
-class InPlace(Protocol):
-    """What holds on to the memory of a cache's layers, and changes them in place."""
-
-    cache: Any
-
-    def crop(self, columns: int) -> bool:
-        """As `TurboCache.crop`, of as many columns as there are. False: it cannot, and has changed nothing."""
-
-    def select_rows(self, rows: list[int]) -> bool:
-        """As `TurboCache.reorder_cache`, of rows that exist. False: it cannot, and has changed nothing."""
-
-
-class TurboCache(KnowsTokens, MarkedUpdates):
+class TurboCache(CachePasses):
     """A KV cache in INT8, 4, 3 or 2 bit. `turbo_hf.patch` makes one for each `generate`; make one yourself for your own
     loop.
 
@@ -132,121 +112,7 @@ class TurboCache(KnowsTokens, MarkedUpdates):
             else:
                 self._others[index] = functools.partial(DYNAMIC_LAYER_TYPE_MAPPING[kind], **kwargs)
                 layers.append(self._others[index]())
-        self.all_layers: list[Any] = []
-        super().__init__(layers=layers)
-        # not the dummy layers, which transformers 5.17 does not have
-        kinds = (CacheLayerMixin, LinearAttentionCacheLayerMixin)
-        storing = {i: type(layer).__name__ for i, layer in enumerate(layers) if isinstance(layer, kinds)}
-        self.integrity = Integrity(storing)
-        self.deferred, states = DeferredStores(self.integrity), SharedStates()
-        for layer in self.turbo_layers():
-            layer.integrity, layer.states, layer.given_mask = self.integrity, states, attention_mask
-        # of the pass under way: plans by mask, the first compressed layer, columns without a mask
-        self._planned: list[Planned] = []
-        self._first: TurboLayer | None = None
-        self._unmasked: tuple[int, int] | None = None
-        # the captured steps over this cache (not over a copy of it), which change it without a new capture
-        self.captured: weakref.ref[InPlace] | None = None
-        # whether some pass could not be served compressed: the next may not be, either
-        self.decompressed = False
-        # the patched model that has run over it
-        self.model: weakref.ref[Any] | None = None
-        # the ranks over which its blocks are spread; None: this process holds them all
-        self.context: ContextRanks | None = None
-        # a number for all selections of rows so far
-        self.selections = 0
-
-    @property
-    def layers(self) -> list[Any]:
-        """All layers. What a prompt's pass has left to be stored later is stored first."""
-        if self.deferred:
-            self.deferred.store()
-        return self.all_layers
-
-    @layers.setter
-    def layers(self, layers: list[Any]) -> None:
-        self.all_layers = layers
-
-    def turbo_layers(self) -> list[TurboLayer]:
-        """The compressed layers."""
-        return [layer for layer in self.layers if isinstance(layer, TurboLayer)]
-
-    def new_columns(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> NewColumns:
-        """How the new columns of this pass are aligned, planned once per mask and pass and shared by the layers.
-
-        Raises:
-            ValueError: an earlier pass was interrupted, so that layers hold different numbers of tokens.
-        """
-        if layer.replay is not None:
-            return NewColumns(tokens)
-        for each in self.all_layers:
-            if layer is each:
-                # plans of an earlier pass may be for a mask that has been changed in place since
-                self._planned, self._first, self._unmasked = [], layer, None
-                self._require_one_length(self.all_layers.index(layer), tokens)
-            if isinstance(each, TurboLayer):
-                break
-        if mask is None and layer.valid_prefix is None:
-            self._unmasked = layer.seen, tokens
-            return NewColumns(tokens)
-        columns = (layer.seen, tokens)
-        for at in self._planned:
-            if (at.seen, at.tokens) == columns and at.under(mask):
-                return at.new if mask is None else at.new.on(mask.device)
-        new = columns_from_mask(mask, *columns, layer.valid)
-        self._planned.append(Planned(mask, *columns, new))
-        return new if mask is None else new.on(mask.device)
-
-    def plain_columns(self, mask: torch.Tensor | None, layer: TurboLayer, tokens: int) -> bool:
-        """Whether this pass is known to bring `tokens` tokens to each row of a layer, and none of them padding.
-
-        The pass's first layer asks `new_columns`, which reads the mask.
-        """
-        seen, planned = layer.seen, self._planned
-        if layer is self._first:
-            return False
-        if mask is None:
-            return layer.valid_prefix is None and layer.given_mask is None and self._unmasked == (seen, tokens)
-        if not planned:
-            return False
-        at = planned[-1]
-        return at.seen == seen and at.tokens == tokens and at.new.valid is None and at.under(mask)
-
-    def _require_one_length(self, first: int, tokens: int) -> None:
-        """ValueError unless all layers held equally many tokens before this pass, which has reached layer `first`."""
-        lengths = {layer.seen for layer in self.turbo_layers()}
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, DynamicLayer) and layer.is_initialized:
-                # layers before `first` have already stored this pass's tokens
-                lengths.add(int(layer.get_seq_length()) - (tokens if index < first else 0))
-        if len(lengths) > 1:
-            raise ValueError(
-                f"layers of this TurboCache hold {' and '.join(map(str, sorted(lengths)))} tokens: an earlier pass "
-                "ended in an error midway. reset() it, or take a new one."
-            )
-
-    def begin_pass(self, depth: int, model: Any = None, ids: Any = None) -> None:
-        """A module that calls all layers begins (`Integrity.enter`); `integrity.leave` ends it.
-
-        model: the module, if it is the model itself. ids: the tokens that it was given.
-
-        Raises:
-            ValueError: an earlier pass or call broke off, for NaN or anything else; or another thread uses the cache.
-        """
-        # what the last pass has left is stored
-        self.deferred.begin()
-        try:
-            self.integrity.enter(depth)
-        except ValueError:
-            # the better reason, if it is one; where other ranks go on, none of them is asked
-            self._require_finite(ALONE)
-            raise
-        # what a pass has left that broke off is dropped
-        self.deferred.begin()
-        if model is not None and (self.model is None or self.model() is not model):
-            self.model = weakref.ref(model)
-        if model is not None and isinstance(ids, torch.Tensor) and not self.get_seq_length():
-            self.know(ids.detach().clone())
+        super().__init__(layers, attention_mask)
 
     def save_pretrained(self, folder: str | Path, *, model: Any = None, input_ids: torch.Tensor | None = None) -> None:
         """Write the cache into a folder, for `from_pretrained`: a JSON file, and a safetensors file that it names.
@@ -286,29 +152,6 @@ class TurboCache(KnowsTokens, MarkedUpdates):
         """
         loaded: TurboCache = load(folder, model)
         return loaded
-
-    def store_prompt(
-        self, layer: TurboLayer, k: torch.Tensor, v: torch.Tensor, new: NewColumns, buckets: torch.Tensor | None
-    ) -> None:
-        """Store what a prompt's pass brings to a layer, as `TurboLayer.append` does; or after the pass (`deferred`)."""
-        if not self.deferred.take(layer, k, v, new, buckets, len(self.integrity.layers)):
-            layer.append(k, v, new, buckets, check_later=True)
-            layer.commit(check_later=True)
-
-    def require_finite(self) -> None:
-        """ValueError if NaN or Inf has been stored since the last reset; after a pass, one read per device.
-
-        Of a tensor parallel model every rank must call it, and all raise the error if one of them has cause to.
-        """
-        self._require_finite(self.integrity.ranks)
-
-    def _require_finite(self, ranks: Ranks) -> None:
-        self.deferred.require_finite(ranks)
-        layers = [layer for layer in self.all_layers if isinstance(layer, TurboLayer) and layer.unchecked]
-        if layers:
-            require_finite({layer.index: layer.nonfinite for layer in layers}, ranks)
-        for layer in layers:
-            layer.unchecked = False
 
     # --- what changes layers ---------------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ import torch
 
 from turbo_hf.attention.sparse_step import Source
 from turbo_hf.attention.step_operator import Kind, StepView, attending, nothing
-from turbo_hf.attention.turbo_attention import HANDED_ON, NewQKV, compressed
+from turbo_hf.attention.turbo_attention import HANDED_ON, compressed
 from turbo_hf.cache.integrity import STEP
+from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import warn
 from turbo_hf.layout import Rotary, Scoring

@@ -19,8 +19,9 @@ from turbo_hf.graphs.devices import CudaDevice, cuda_device
 from turbo_hf.graphs.step_runner import HandOff, StepRunner, is_compiled, is_dispatched, why_no_replay_of
 from turbo_hf.patches.families import Family
 from turbo_hf.patching import continuous_batching
+from turbo_hf.patching.cache_hooks import by_name, say_replaced, uses_turbo
 from turbo_hf.patching.handle import CacheMaker
-from turbo_hf.patching.hooks import by_name, is_own, say_replaced, uses_turbo
+from turbo_hf.patching.hooks import is_own
 
 PREPARE, INPUTS = "_prepare_cache_for_generation", "prepare_inputs_for_generation"
 CANDIDATES = "_get_candidate_generator"

@@ -1,16 +1,15 @@
-"""Hooks of a patched model: a call that needs a cache gets a compressed one, each attention module its layer of it.
+"""Hooks of a patched model: each attention module gets its layer of the compressed cache, and each pass is announced.
 
-A pass that has stored NaN or Inf, or has replaced the compressed cache by another one, is reported at its end.
+A pass that has stored NaN or Inf is reported at its end.
 """
 
 import functools
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from turbo_hf.attention.step_operator import outside_of_steps, step_view
 from turbo_hf.attention.turbo_attention import NAME, TurboCall, left_alone
@@ -20,9 +19,10 @@ from turbo_hf.cache.guards import untraced
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.errors import Strict, Unsupported, complain, warn
+from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.models.model_layers import CACHE_KEYWORDS, given_cache
 from turbo_hf.patches.generic import chooses_attention
+from turbo_hf.patching.cache_hooks import CACHE_HOOKS, add_cache_hooks
 from turbo_hf.patching.handle import CacheMaker, LayerReport
 from turbo_hf.ranks import Ranks
 
@@ -58,17 +58,8 @@ def add_hooks(
 
     modules: attention modules by layer, at least one. layers: what is done with each layer of the model.
     """
-    hooks = [
-        model.register_forward_pre_hook(functools.partial(_bring_cache, maker), with_kwargs=True),
-        model.register_forward_hook(functools.partial(_watch_cache, maker, strict), with_kwargs=True),
-    ]
     around = _around(model, modules.values())
-    for module in around:
-        # a model inside the model (model.model) can be called directly, too
-        if isinstance(module, PreTrainedModel):
-            tell, remember = (functools.partial(hook, maker) for hook in (_tell_uncompressed, _remember_uncompressed))
-            hooks.append(module.register_forward_pre_hook(tell, with_kwargs=True))
-            hooks.append(module.register_forward_hook(remember, with_kwargs=True))
+    hooks = add_cache_hooks(model, around, maker, strict)
     for depth, module in enumerate(around, start=STEP + 1):
         # behind the hook that may bring the cache
         begin = functools.partial(_begin_pass, depth, maker.ranks)
@@ -89,87 +80,6 @@ def add_hooks(
         if named and other not in hooked and chooses_attention(type(other)):
             hooks.append(other.register_forward_pre_hook(left_alone))
     return hooks
-
-
-def uses_turbo(model: PreTrainedModel) -> bool:
-    """Whether the attention of this model is still the one that the patch has chosen."""
-    return bool(model.config.get_text_config(decoder=True)._attn_implementation == NAME)
-
-
-@functools.cache
-def _names(method: Any) -> tuple[str, ...]:
-    """The parameters of a method, but for `self`."""
-    return tuple(inspect.signature(method).parameters)[1:]
-
-
-def by_name(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a method's call, all as keywords."""
-    return {**dict(zip(_names(method), args, strict=False)), **kwargs}
-
-
-def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: CacheMaker, strict: Strict) -> None:
-    """Report, as `strict` says, that the model continues with another cache than the one it was given."""
-    maker.forget(cache)
-    complain(
-        strict,
-        f"{type(model).__name__} has put a {type(other).__name__} in the place of its TurboCache: from here on nothing "
-        'is compressed. Run it without the patch, or patch with strict="warn".',
-    )
-
-
-@outside_of_steps(-1)
-def _bring_cache(
-    maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Forward pre-hook of the model: a call with use_cache=True that passes no cache gets a compressed one."""
-    given = by_name(type(model).forward, args, kwargs)
-    if given.get("past_key_values") is not None or not given.get("use_cache") or model.training:
-        return None
-    if "past_key_values" not in _names(type(model).forward) or not uses_turbo(model):
-        return None
-    return (), {**given, "past_key_values": maker.make(model.config)}
-
-
-@outside_of_steps(-1)
-def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Forward pre-hook of the model and of models in it: warn, once per cache, where one is not compressed."""
-    cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
-    if isinstance(cache, Cache) and cache in maker.uncompressed and uses_turbo(model):
-        maker.uncompressed.discard(cache)
-        warn(
-            f"turbo_hf: this {type(cache).__name__} was made by a plain call of the model, and is not compressed. "
-            "For a compressed one, begin with model(..., use_cache=True) or past_key_values=handle.new_cache()."
-        )
-
-
-def _uncompressed(model: Any, output: Any) -> Cache | None:
-    """The cache of Transformers' own that a patched model returns; None: a compressed one, or none."""
-    values = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
-    cache = next((value for value in values if isinstance(value, Cache)), None)
-    return None if isinstance(cache, TurboCache) or not uses_turbo(model) else cache
-
-
-@outside_of_steps(-2)
-def _remember_uncompressed(
-    maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    """Forward hook of the model and of models in it: remember a cache that the call itself has made."""
-    made = _uncompressed(model, output)
-    if made is not None and by_name(type(model).forward, args, kwargs).get("past_key_values") is None:
-        maker.uncompressed.add(made)
-
-
-@outside_of_steps(-2)
-def _watch_cache(
-    maker: CacheMaker, strict: Strict, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    """Forward hook of the model: it must return the compressed cache that it was given."""
-    other = _uncompressed(model, output)
-    if other is None:
-        return
-    cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
-    if isinstance(cache, TurboCache):
-        say_replaced(model, cache, other, maker, strict)
 
 
 def _around(model: torch.nn.Module, modules: Collection[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -301,10 +211,7 @@ def _report_nonfinite(module: Any, args: Any, kwargs: dict[str, Any], output: An
 def is_own(hook: Any) -> bool:
     """Whether a hook is one that `add_hooks` has added."""
     return getattr(hook, "func", hook) in (
-        _bring_cache,
-        _watch_cache,
-        _tell_uncompressed,
-        _remember_uncompressed,
+        *CACHE_HOOKS,
         _begin_pass,
         _finish_pass,
         _abandon_pass,

@@ -18,8 +18,8 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 )
 
 from turbo_hf.attention.packed import PackedCache
-from turbo_hf.attention.turbo_attention import NewQKV
 from turbo_hf.cache.memory import Memory
+from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import Scoring, open_token_bytes, power_of_two
 from turbo_hf.serving.storage import Pass, Row, Shape, Storage, mixed_pass

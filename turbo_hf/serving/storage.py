@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from turbo_hf.attention.turbo_attention import NewQKV, prompt_attention
+from turbo_hf.attention.prompt import prompt_attention
+from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.open_buffer import Tokens, ranked_heads
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.config.turbo_config import TurboConfig
