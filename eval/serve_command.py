@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from turbo_hf.config.whole_files import append_line, read_lines, read_object, write_whole
-from turbo_hf.console import err, load
+from turbo_hf.console import counting, err, load
 from turbo_hf.eval.bench.options import as_json, find_device
 from turbo_hf.eval.bench.random_models import KINDS, random_model
 from turbo_hf.eval.bench.timing import free_memory
@@ -160,12 +159,8 @@ def _replay(model: Any, label: str, method: str, taken: list[Request], batch: in
     """The summary; {} if a batch does not fit. Every request's times are stored beside it."""
     kept = folder / f"replay_{folder_of(label)}.json"
     if not kept.is_file():
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=err, transient=True) as progress:
-            task = progress.add_task(f"replay: {label}", total=len(taken))
-            found = replay(
-                model, method_named(method), taken, batch, SEED, lambda done: progress.update(task, advance=done)
-            )
+        with counting(f"replay: {label}", len(taken)) as advance:
+            found = replay(model, method_named(method), taken, batch, SEED, advance)
         free_memory()
         own = {} if found is None else summary(*found)
         requests = [] if found is None else [asdict(one) for one in found[0]]

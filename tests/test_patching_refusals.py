@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from accelerate import cpu_offload  # type: ignore[import-untyped] # it has no types
 from models import prompts, tiny_llama, tiny_mistral
 from patching_support import EXACT, SMALL, WINDOW, Doubling, changes, generate, logits, padded, snapshot, tiny
@@ -141,7 +140,7 @@ def test_a_model_without_layers_is_refused() -> None:
 
 
 def test_continuous_batching_of_older_versions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.18.1")
+    monkeypatch.setattr("turbo_hf.patching.continuous_batching.transformers.__version__", "5.18.1")
     model: Any = tiny_llama()
     with turbo_hf.patch(model) as handle:
         message = r"needs transformers 5.19 or newer, and 5.18.1 is installed.*use generate, or remove the patch"

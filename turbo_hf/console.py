@@ -7,11 +7,16 @@ import atexit
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -66,6 +71,44 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
+@contextmanager
+def mistakes_end_the_command() -> Iterator[None]:
+    """A ValueError or OSError inside is printed as one sentence, and the command ends with status 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        # the reader of stdout has closed it (`| head`); click ends the command silently
+        raise
+    except (ValueError, OSError) as mistake:
+        raise fail(str(mistake)) from mistake
+
+
+def show_table(
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, words: int = 1, box: Box = HEAVY_HEAD
+) -> None:
+    """Print a table. words: how many columns hold words, before those of figures, which stand at the right."""
+    table = Table(title=title, box=box)
+    for n, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if n < words else "right", overflow="fold", no_wrap=not n)
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def remark(text: str) -> None:
+    """Print a remark below a table."""
+    out.print(text, style="dim", markup=False, highlight=False)
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[..., None]]:
+    """A progress bar on stderr. Inside, the function that it gives takes what was done, and what comes next."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda done, word=None: progress.update(task, advance=done, description=word)
+
+
 def choose_device(device: str) -> str:
     """`device`; for "auto" the first GPU, or the CPU if there is none."""
     import torch  # noqa: PLC0415
@@ -88,10 +131,8 @@ def load_config(model: str, revision: str | None = None) -> "PreTrainedConfig":
     from turbo_hf.patching.meta_model import read_config  # noqa: PLC0415
 
     require_folder(model)
-    try:
+    with mistakes_end_the_command():
         return read_config(model, revision)
-    except ValueError as error:
-        raise fail(str(error)) from error
 
 
 def load_model(model: str, device: str, revision: str | None = None, dtype: str = "auto") -> Any:

@@ -14,7 +14,7 @@ import torch
 import typer
 
 from turbo_hf.config.turbo_config import BACKENDS
-from turbo_hf.console import Device, Json, out
+from turbo_hf.console import Device, Json, mistakes_end_the_command, out
 from turbo_hf.eval.bench.check import Check, judge, poisoned
 from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, timed
 from turbo_hf.eval.bench.decode_cases import DECODE_SHAPES, LATENT_SHAPES, WIDTHS, Case, choose_cases, groups_of
@@ -24,7 +24,7 @@ from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
-from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
+from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import tokens_label
 from turbo_hf.eval.bench.tables import print_rows, untimed
 from turbo_hf.eval.bench.timing import Call, Stopwatch, ceilings, side_by_side

@@ -7,13 +7,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 
 from turbo_hf.config.prompt_sparsity import PromptSparsity
-from turbo_hf.console import Device, Json, err, load, out
+from turbo_hf.console import Device, Json, err, load, mistakes_end_the_command, show_table
 from turbo_hf.eval.bench.captured_layers import Captured, capture, token_ids
 from turbo_hf.eval.bench.options import Folder, Seed, prepare_folder
-from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
+from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.bench.tile_choice import density, dropped_mass
 from turbo_hf.layout import PROMPT_TILE as TILE
@@ -124,12 +123,10 @@ def _of_model(model: Any, ids: torch.Tensor, rules: list[PromptSparsity], seed: 
 def _print(rows: list[DensityRow]) -> None:
     for tokens, mass in dict.fromkeys((row.tokens, row.mass) for row in rows):
         own = [row for row in rows if (row.tokens, row.mass) == (tokens, mass)]
-        table = Table(title=f"{tokens} tokens, mass {mass}, peak {own[0].peak}")
-        for heading in ("layer", "density %", "dropped %: mean", "p95", "max", "heads over", "density, these dense"):
-            table.add_column(heading, justify="right", overflow="fold")
+        cells = []
         for row in own:
-            shares = (row.density, row.dropped_mean, row.dropped_p95, row.dropped_max)
-            figures = [f"{100 * share:.3g}" for share in shares]
-            over = f"{row.heads_over} of {row.heads}"
-            table.add_row(str(row.layer), *figures, over, f"{100 * row.density_repaired:.3g}")
-        out.print(table)
+            shares = (row.density, row.dropped_mean, row.dropped_p95, row.dropped_max, row.density_repaired)
+            *figures, repaired = (f"{100 * share:.3g}" for share in shares)
+            cells.append([str(row.layer), *figures, f"{row.heads_over} of {row.heads}", repaired])
+        headings = ("layer", "density %", "dropped %: mean", "p95", "max", "heads over", "density, these dense")
+        show_table(f"{tokens} tokens, mass {mass}, peak {own[0].peak}", headings, cells)

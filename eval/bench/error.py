@@ -12,10 +12,9 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.table import Table
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS
-from turbo_hf.console import Device, Json, err, load, out
+from turbo_hf.console import Device, Json, err, load, mistakes_end_the_command, remark, show_table
 from turbo_hf.eval.bench.captured_layers import Captured, capture, token_ids
 from turbo_hf.eval.bench.options import (
     DTYPES,
@@ -33,7 +32,7 @@ from turbo_hf.eval.bench.options import (
 )
 from turbo_hf.eval.bench.oracle import Errors, attend, errors, fp8_attention
 from turbo_hf.eval.bench.prefill import options_of
-from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
+from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.ops.prefill import contract as op
@@ -248,7 +247,7 @@ def _print_errors(rows: list[ErrorRow], means: list[ErrorRow], given: dict[str, 
             cells = [(row.method, tokens_label(row.tokens), getattr(row, metric)) for row in own]
             _print_table(f"{title}: {metric}, %", cells)
     for metric, meaning in METRICS.items():
-        out.print(f"{metric}: {meaning}", style="dim", markup=False, highlight=False)
+        remark(f"{metric}: {meaning}")
 
 
 def _print_table(title: str, cells: list[tuple[str, str, float]]) -> None:
@@ -256,10 +255,5 @@ def _print_table(title: str, cells: list[tuple[str, str, float]]) -> None:
     lines: dict[str, list[str]] = {}
     for line, _, share in cells:
         lines.setdefault(line, []).append(f"{100 * share:.3g}")
-    table = Table(title=title)
-    table.add_column("", no_wrap=True)
-    for column in dict.fromkeys(column for _, column, _ in cells):
-        table.add_column(column, justify="right", overflow="fold")
-    for line, figures in lines.items():
-        table.add_row(line, *figures)
-    out.print(table)
+    columns = dict.fromkeys(column for _, column, _ in cells)
+    show_table(title, ["", *columns], ([line, *figures] for line, figures in lines.items()))

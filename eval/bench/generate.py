@@ -14,14 +14,13 @@ from typing import Annotated, Any, cast
 
 import torch
 import typer
-from rich.table import Table
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, DEFAULT_PRESET, TurboConfig, resolve_config
-from turbo_hf.console import Device, Json, err, out, processes
+from turbo_hf.console import Device, Json, err, mistakes_end_the_command, processes, remark, show_table
 from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, speed
 from turbo_hf.eval.bench.options import Folder, Seed, Tiny, figure, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.random_models import KINDS, random_drafter, random_model, shared_out
-from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
+from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.tables import print_notes
 from turbo_hf.eval.bench.timing import free_memory
@@ -411,11 +410,8 @@ def generate_command(
         prepare_folder(folder)
     bench = BenchRun[GenerateRow]("generate", where, folder)
     given: dict[str, Any] = {"layers": layers, "chunk": chunk, "rounds": rounds, "most": most, "seed": seed}
-    given |= {
-        "cuda_graphs": cuda_graphs,
-        "ranks": together[1],
-        "configs": {name: config.to_dict() for name, config in configs.items()},
-    }
+    shown = {name: config.to_dict() for name, config in configs.items()}
+    given |= {"cuda_graphs": cuda_graphs, "ranks": together[1], "configs": shown}
     for name in shapes:
         with err.status(f"making {name}"):
             model = random_model(name, layers, where, tiny=tiny)
@@ -462,25 +458,16 @@ def _parse_batch(text: str) -> int | None:
 def _print(layers: int, case: object, rows: Sequence[GenerateRow]) -> None:
     first = rows[0]
     title = f"{first.shape}, {layers} layers, {tokens_label(first.context)} tokens and {first.new} new"
-    table = Table(title=title + (", largest batch each" if first.largest else ""))
-    for heading in ("", "batch", "tokens/s", "x SDPA", "x best", "first ms", "x best", "step ms", "x best", "peak GB"):
-        table.add_column(heading, justify="right" if heading else "left")
+    cells = []
     for row in rows:
-        ratio = {name: figure(row.best.get(name), ".2f") for name in ("tokens_s", "first_ms", "step_ms")}
-        table.add_row(
-            row.method,
-            str(row.batch or "-"),
-            figure(row.tokens_s, ".1f"),
-            figure(row.speedup, ".2f"),
-            ratio["tokens_s"],
-            figure(row.first_ms, ".1f"),
-            ratio["first_ms"],
-            figure(row.step_ms, ".2f"),
-            ratio["step_ms"],
-            figure(None if row.peak_bytes is None else row.peak_bytes / 1e9, ".2f"),
-        )
-    out.print(table)
+        rate = figure(row.tokens_s, ".1f"), figure(row.speedup, ".2f"), figure(row.best.get("tokens_s"), ".2f")
+        first_ms = figure(row.first_ms, ".1f"), figure(row.best.get("first_ms"), ".2f")
+        step_ms = figure(row.step_ms, ".2f"), figure(row.best.get("step_ms"), ".2f")
+        peak = figure(row.peak_bytes and row.peak_bytes / 1e9, ".2f")
+        cells.append([row.method, str(row.batch or "-"), *rate, *first_ms, *step_ms, peak])
+    headings = ("", "batch", "tokens/s", "x SDPA", "x best", "first ms", "x best", "step ms", "x best", "peak GB")
+    show_table(title + (", largest batch each" if first.largest else ""), headings, cells)
     spreads = [row.first_spread for row in rows if row.first_spread is not None]
     spread = f"; rounds of the first token lie up to {max(spreads):.1%} apart" if spreads else ""
-    out.print(f"x best: times as fast as the best unpatched row that decodes the same way{spread}.", style="dim")
+    remark(f"x best: times as fast as the best unpatched row that decodes the same way{spread}.")
     print_notes((row.method, row.note) for row in rows)

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES, BACKENDS, V_SCALES
-from turbo_hf.console import Device, Json, out
+from turbo_hf.console import Device, Json, mistakes_end_the_command, out
 from turbo_hf.eval.bench.check import Check, Sample, poisoned, verify
 from turbo_hf.eval.bench.checked_rows import CheckedRow, checked, timed
 from turbo_hf.eval.bench.options import (
@@ -31,7 +31,7 @@ from turbo_hf.eval.bench.options import (
     require_choice,
 )
 from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
-from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
+from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
 from turbo_hf.eval.bench.tables import print_rows, untimed
 from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, ceilings, side_by_side

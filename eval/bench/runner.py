@@ -1,7 +1,6 @@
 """What all benches share around their measurement: errors, the headline, the result file, the exit status."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -10,22 +9,13 @@ import torch
 import typer
 
 from turbo_hf.config.whole_files import write_whole
-from turbo_hf.console import err, fail, out, print_error
+from turbo_hf.console import err, out, print_error
 from turbo_hf.eval.bench.environment import facts, headline
 from turbo_hf.eval.bench.options import as_json
 from turbo_hf.eval.bench.timing import free_memory
 
 AnyCase = TypeVar("AnyCase")
 AnyRow = TypeVar("AnyRow")
-
-
-@contextmanager
-def mistakes_end_the_command() -> Iterator[None]:
-    """A ValueError or OSError inside is printed as one sentence, and the command ends with status 1."""
-    try:
-        yield
-    except (ValueError, OSError) as mistake:
-        raise fail(str(mistake)) from mistake
 
 
 class BenchRun(Generic[AnyRow]):

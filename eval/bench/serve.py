@@ -10,16 +10,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.table import Table
 from transformers import DynamicCache
 
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, TurboConfig, resolve_config
-from turbo_hf.console import Device, Json, out
+from turbo_hf.console import Device, Json, mistakes_end_the_command, remark, show_table
 from turbo_hf.eval.bench.clock import clocked
 from turbo_hf.eval.bench.options import Folder, Seed, Tiny, figure, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.random_models import KINDS, random_model
-from turbo_hf.eval.bench.runner import BenchRun, mistakes_end_the_command
+from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.bench.tables import print_notes
 from turbo_hf.eval.bench.timing import free_memory
@@ -336,16 +335,12 @@ def serve_command(
         return rows
 
     given = {"shape": shape, "layers": model.config.num_hidden_layers, "context": context, "prefix": prefix, "new": new}
+    given |= {"requests": requests, "speedup": speedup, "gap": gap, "batch": batch, "pool": pool, "tiny": tiny}
     given |= {
-        "requests": requests,
-        "speedup": speedup,
-        "gap": gap,
-        "batch": batch,
-        "pool": pool,
-        "tiny": tiny,
         "seed": seed,
+        "batch_tokens": batch_tokens,
+        "configs": {name: config.to_dict() for name, config in configs.items()},
     }
-    given |= {"batch_tokens": batch_tokens, "configs": {name: config.to_dict() for name, config in configs.items()}}
     bench.each(workloads, measure, _print, options=given)
     bench.finish(json_line, [f"{row.method}, {row.workload}: {row.note}" for row in bench.rows if row.note])
 
@@ -372,19 +367,13 @@ def _requests(
 
 
 def _print(workload: str, rows: Sequence[ServeRow]) -> None:
-    table = Table(title=f"{workload}, {rows[0].requests} requests")
-    for heading in ("", "tokens/s", "first ms", "p99", "between", "p99", "rows", "hits", "GB"):
-        table.add_column(heading, justify="right" if heading else "left")
+    cells = []
     for row in rows:
         waits = [figure(of.get(name), ".1f") for of in (row.first_ms, row.between_ms) for name in ("p50", "p99")]
-        table.add_row(
-            row.method,
-            figure(row.tokens_s, ".1f"),
-            *waits,
-            figure(row.rows, ".1f"),
-            figure(row.hits, ".0%"),
-            figure(None if row.peak_bytes is None else row.peak_bytes / 1e9, ".1f"),
-        )
-    out.print(table)
-    out.print("first, between: ms to the first token and from one to the next, medians and p99.", style="dim")
+        peak = figure(row.peak_bytes and row.peak_bytes / 1e9, ".1f")
+        own = figure(row.rows, ".1f"), figure(row.hits, ".0%"), peak
+        cells.append([row.method, figure(row.tokens_s, ".1f"), *waits, *own])
+    headings = ("", "tokens/s", "first ms", "p99", "between", "p99", "rows", "hits", "GB")
+    show_table(f"{workload}, {rows[0].requests} requests", headings, cells)
+    remark("first, between: ms to the first token and from one to the next, medians and p99.")
     print_notes((row.method, row.note) for row in rows)

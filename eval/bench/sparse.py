@@ -12,7 +12,7 @@ import torch
 import typer
 
 from turbo_hf.config.turbo_config import BACKENDS
-from turbo_hf.console import Device, Json, out
+from turbo_hf.console import Device, Json, mistakes_end_the_command, out
 from turbo_hf.eval.bench.check import Check, poisoned
 from turbo_hf.eval.bench.checked_rows import checked
 from turbo_hf.eval.bench.decode import (
@@ -31,7 +31,6 @@ from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
-from turbo_hf.eval.bench.runner import mistakes_end_the_command
 from turbo_hf.eval.bench.timing import Call, Stopwatch
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, widths_of
 from turbo_hf.ops.sparse.decode import sparse_decode

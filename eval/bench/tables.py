@@ -2,9 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from rich.table import Table
-
-from turbo_hf.console import out
+from turbo_hf.console import remark, show_table
 from turbo_hf.eval.bench.checked_rows import CheckedRow
 from turbo_hf.eval.bench.options import figure
 from turbo_hf.eval.bench.rivals import BASELINES
@@ -18,27 +16,24 @@ def print_rows(title: str, first: str, rows: Sequence[CheckedRow], columns: dict
         columns: by heading, the field of a row and its format.
     """
     baselines = [name for name in BASELINES if any(row.method == name for row in rows)]
-    table = Table(title=title)
-    table.add_column(first)
-    for heading in [*columns, *(f"x {name}" for name in baselines), "error"]:
-        table.add_column(heading, justify="right")
+    cells = []
     for row in rows:
-        cells = [figure(getattr(row, field), form) for field, form in columns.values()]
+        own = [figure(getattr(row, field), form) for field, form in columns.values()]
         ratios = [figure((row.speedup or {}).get(name), ".2f") for name in baselines]
-        table.add_row(row.method, *cells, *ratios, figure(row.error, ".2%"))
-    out.print(table)
+        cells.append([row.method, *own, *ratios, figure(row.error, ".2%")])
+    show_table(title, [first, *columns, *(f"x {name}" for name in baselines), "error"], cells)
     print_notes((row.method, row.note) for row in rows)
     spreads = [row.spread for row in rows if row.spread is not None]
     if spreads:
         rounds = max(row.rounds for row in rows)
-        out.print(f"Medians of {rounds} rounds; quartiles lie up to {max(spreads):.1%} apart.", style="dim")
+        remark(f"Medians of {rounds} rounds; quartiles lie up to {max(spreads):.1%} apart.")
 
 
 def print_notes(notes: Iterable[tuple[str, str]]) -> None:
     """A line for each method that has something to say: (method, note)."""
-    for method, note in notes:
-        if note:
-            out.print(f"{method}: {note}", style="dim", markup=False, highlight=False)
+    for method, text in notes:
+        if text:
+            remark(f"{method}: {text}")
 
 
 def untimed(rows: Sequence[CheckedRow]) -> list[str]:

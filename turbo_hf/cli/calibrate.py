@@ -11,7 +11,6 @@ import torch
 import typer
 from rich.box import SIMPLE
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from turbo_hf.calibration.artifacts import Calibration
 from turbo_hf.calibration.checkpoint import checkpoint_of
@@ -19,7 +18,7 @@ from turbo_hf.calibration.quality import SELECTIVITY, WAYS, mean_recall
 from turbo_hf.calibration.run import CalibrationPlan, calibrate, estimate, make_plan, read_windows
 from turbo_hf.calibration.settings import PRESETS, Settings, resolve_settings
 from turbo_hf.calibration.unfinished import Unfinished, finished_groups
-from turbo_hf.console import Device, Json, err, fail, load, out, processes
+from turbo_hf.console import Device, Json, err, load, mistakes_end_the_command, out, processes, remark, show_table
 from turbo_hf.ops.host_device import input_device
 
 TRIAL = {"cuda": 8192}
@@ -71,7 +70,7 @@ def calibrate_command(
     """Learn from a model's own keys and queries which heads need their bits, and build an index for sparse decoding."""
     own = {"window": window, "windows": windows, "seed": seed}
     of_index = {"clusters": clusters, "steps": steps, "local": local, "far": far}
-    try:
+    with mistakes_end_the_command():
         chosen = _settings(preset, own, of_index, heads_only)
         if not dry_run:
             # refuses what the run would refuse, before the model is loaded
@@ -82,8 +81,6 @@ def calibrate_command(
             facts = _dry_run(loaded, tokenizer, plan, texts, revision)
         else:
             facts = _run(loaded, tokenizer, plan, texts, out_folder, resume, overwrite, revision)
-    except (ValueError, OSError) as error:
-        raise fail(str(error)) from error
     if json_line:
         print(json.dumps(facts))  # noqa: T201
 
@@ -162,13 +159,7 @@ def _run(
 
 
 def _print(found: Calibration, seconds: float, folder: Path) -> None:
-    judged = [layer for layer in found.layers if layer.quality]
-    table = Table(title=f"{found.fingerprint['model']}: {found.tokens:,} tokens in {seconds:.0f} s", box=SIMPLE)
-    table.add_column("layer", justify="right")
-    table.add_column("heads by need of bits")
-    for heading in ("C", "saap", "each", "kmeans", "rotated", "random"):
-        table.add_column(heading, justify="right")
-    orders = found.head_orders("priority")
+    orders, cells = found.head_orders("priority"), []
     for layer in found.layers:
         order = " ".join(map(str, orders.get(layer.index, ()))) or "-"
         figures = ["-"] * (1 + len(WAYS))
@@ -176,12 +167,15 @@ def _print(found: Calibration, seconds: float, folder: Path) -> None:
             at = SELECTIVITY.index(0.04)
             rows = [mean_recall([dict(layer.quality)], way) for way in WAYS]
             figures = [str(layer.centroids.shape[1]), *(f"{row[at]:.1%}" if row else "-" for row in rows)]
-        table.add_row(str(layer.index), order, *figures)
-    out.print(table)
-    if judged:
-        note = "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
-        note += "them: the selectors saap, the same with independent=True (each), kmeans, kmeans-rotated and random."
-        out.print(note, style="dim", highlight=False)
+        cells.append((str(layer.index), order, *figures))
+    title = f"{found.fingerprint['model']}: {found.tokens:,} tokens in {seconds:.0f} s"
+    headings = ("layer", "heads by need of bits", "C", "saap", "each", "kmeans", "rotated", "random")
+    show_table(title, headings, cells, words=2, box=SIMPLE)
+    if any(layer.quality for layer in found.layers):
+        remark(
+            "Of C buckets; recall: long-range attention mass in 4 % of the keys, on text held out, by what chooses "
+            "them: the selectors saap, the same with independent=True (each), kmeans, kmeans-rotated and random."
+        )
     for layer in found.layers:
         if layer.note:
             out.print(f"Layer {layer.index}: {layer.note}", markup=False, highlight=False)

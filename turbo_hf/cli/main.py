@@ -10,13 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
 from turbo_hf._version import __version__
 from turbo_hf.cli.generate import generate_command
-from turbo_hf.console import Device, Json, err, fail, leave_to_the_first, load, load_config, load_model, out
+from turbo_hf.console import (
+    Device,
+    Json,
+    counting,
+    fail,
+    leave_to_the_first,
+    load,
+    load_config,
+    load_model,
+    mistakes_end_the_command,
+    out,
+    remark,
+    show_table,
+)
 
 if TYPE_CHECKING:
     from turbo_hf.cli.plan import MemoryPlan
@@ -142,22 +154,18 @@ def demo_command(
             f"unknown method {', '.join(unknown)}; presets are {', '.join(PRESETS)}, and files of options end in "
             f"{', '.join(SUFFIXES)}."
         )
-    try:
+    with mistakes_end_the_command():
         for name in methods:
             resolve_config(name)
-    except (OSError, ValueError) as error:
-        raise fail(str(error)) from error
     least = min(256, longest) if shortest is None else shortest
     if least > longest:
         raise fail(f"--shortest {least} is above --longest {longest}.")
     folder = model or str(CARRIED)
     loaded, tokenizer = load(folder, device)
-    try:
+    with mistakes_end_the_command():
         count = prompts or (40 if loaded.device.type == "cuda" else 16)
         asked = needles(tokenizer, count, least, longest, seed)
         rows, example = _run_demo(loaded, tokenizer, asked, methods, batch)
-    except ValueError as error:
-        raise fail(str(error)) from error
     _print_example(asked[0], example)
     _print_demo(rows, Path(folder).name, asked)
     if json_line:
@@ -170,18 +178,9 @@ def _run_demo(
 ) -> "tuple[list[DemoRow], dict[str, str]]":
     from turbo_hf.eval.demo import demo  # noqa: PLC0415
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     rows, example = [], {}
-    with Progress(*columns, console=err, transient=True) as progress:
-        task = progress.add_task("prompts", total=len(asked) * (1 + len(methods)))
-        runs = demo(
-            model,
-            tokenizer,
-            asked,
-            methods,
-            batch=batch,
-            advance=lambda name, done: progress.update(task, advance=done, description=name),
-        )
+    with counting("prompts", len(asked) * (1 + len(methods))) as advance:
+        runs = demo(model, tokenizer, asked, methods, batch=batch, advance=lambda name, done: advance(done, name))
         for row, replies in runs:
             rows.append(row)
             example[row.method] = replies[0]
@@ -201,21 +200,17 @@ def _print_example(needle: "Needle", replies: dict[str, str]) -> None:
 
 def _print_demo(rows: "list[DemoRow]", name: str, asked: "list[Needle]") -> None:
     lengths = [needle.tokens for needle in asked]
-    table = Table(title=f"{name}: {len(asked)} needles in {min(lengths)} to {max(lengths)} tokens")
-    for heading in ("method", "right", "tokens equal", "KV bytes/token", "ratio", "tokens/s"):
-        table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=heading == "method")
+    title = f"{name}: {len(asked)} needles in {min(lengths)} to {max(lengths)} tokens"
+    cells = []
     for row in rows:
-        table.add_row(
-            row.method,
-            f"{row.needle_right}/{row.needle_total}",
-            f"{row.tokens_equal_pct:.1f} %",
-            f"{row.kv_bytes_per_token:.0f}",
-            f"{row.compression:.2f} x",
-            f"{row.tokens_per_s:.1f}",
-        )
-    out.print(table)
-    note = "Bytes are read off the caches; padding is not held against the baseline. Time includes the prompts"
-    out.print(f"{note}; on a GPU not what is compiled at first use, and SDPA runs without cuDNN.", style="dim")
+        right, equal = f"{row.needle_right}/{row.needle_total}", f"{row.tokens_equal_pct:.1f} %"
+        of_cache = f"{row.kv_bytes_per_token:.0f}", f"{row.compression:.2f} x"
+        cells.append((row.method, right, equal, *of_cache, f"{row.tokens_per_s:.1f}"))
+    show_table(title, ("method", "right", "tokens equal", "KV bytes/token", "ratio", "tokens/s"), cells)
+    remark(
+        "Bytes are read off the caches; padding is not held against the baseline. Time includes the prompts; on a GPU "
+        "not what is compiled at first use, and SDPA runs without cuDNN."
+    )
 
 
 @app.command("plan")
@@ -236,14 +231,12 @@ def plan_command(
     from turbo_hf.patching.meta_model import meta_model  # noqa: PLC0415
 
     config = load_config(model)
-    try:
+    with mistakes_end_the_command():
         gpu_bytes, tokens = parse_bytes(gpu_memory), parse_tokens(context)
         unloaded = meta_model(config)
         weights = weigh(unloaded, model)
         of_gpu: dict[str, Any] = {"gpu_bytes": gpu_bytes, "weights": weights.nbytes, "ranks": tensor_parallel}
         found = plan(unloaded, context=tokens, batch=batch, **of_gpu)
-    except ValueError as error:
-        raise fail(str(error)) from error
     gpus = f"each of {tensor_parallel} GPUs of {gpu_memory}" if tensor_parallel > 1 else gpu_memory
     own = round(weights.nbytes * share_of_weights(unloaded, tensor_parallel))
     _print_plan(found, f"{Path(model).name}: {tokens} tokens x {batch} on {gpus}", tokens, batch, own, weights.note)
@@ -253,27 +246,16 @@ def plan_command(
 
 
 def _print_plan(found: "MemoryPlan", title: str, context: int, batch: int, weights: int, weight_note: str) -> None:
-    table = Table(title=title)
-    headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
-    for heading in headings:
-        first = heading == "method"
-        table.add_column(heading, justify="left" if first else "right", overflow="fold", no_wrap=first)
+    cells = []
     for row in found.rows:
+        sizes = f"{row.bytes_per_token:,.0f}", f"{row.compression:.2f} x", f"{row.cache_bytes / 1e9:.2f} GB"
         longest = "no limit" if row.longest_context < 0 else f"{row.longest_context:,}"
-        table.add_row(
-            row.method,
-            f"{row.bytes_per_token:,.0f}",
-            f"{row.compression:.2f} x",
-            f"{row.cache_bytes / 1e9:.2f} GB",
-            "yes" if row.fits else "no",
-            longest,
-            f"{row.largest_batch:,}",
-        )
-    out.print(table)
-    out.print(f"Weights take {weights / 1e9:.2f} GB; a tenth of the GPU is left for activations.", style="dim")
-    for note in (weight_note, *found.notes):
-        if note:
-            out.print(note, style="dim", markup=False, highlight=False)
+        cells.append((row.method, *sizes, "yes" if row.fits else "no", longest, f"{row.largest_batch:,}"))
+    headings = ("method", "bytes/token", "ratio", "cache", "fits", f"longest, {batch} rows", f"rows at {context}")
+    show_table(title, headings, cells)
+    remark(f"Weights take {weights / 1e9:.2f} GB; a tenth of the GPU is left for activations.")
+    for text in filter(None, (weight_note, *found.notes)):
+        remark(text)
 
 
 @app.command("doctor")
@@ -314,11 +296,9 @@ def _diagnose(model: str, device: str) -> "Diagnosis":
     from turbo_hf.patching.doctor import diagnose, diagnose_config  # noqa: PLC0415
 
     of_config = diagnose_config(load_config(model))
-    try:
+    with mistakes_end_the_command():
         if of_config.refusal is not None or not has_weights(model):
             return of_config
-    except ValueError as error:
-        raise fail(str(error)) from error
     return diagnose(load_model(model, device))
 
 
@@ -350,12 +330,10 @@ def _print_diagnosis(diagnosis: "Diagnosis") -> None:
         out.print(unknown, style="bold", markup=False, highlight=False)
     if not diagnosis.checks:
         return
-    table = Table(title="self-check: logits against the unpatched model")
-    for heading in ("preset", "relative error", "same first choice", "verdict"):
-        table.add_column(heading, justify="left" if heading == "preset" else "right")
+    cells = []
     for preset, check in diagnosis.checks.items():
         verdict = "ok" if check.passed else "too coarse for this model"
-        table.add_row(preset, f"{check.error:.1%}", f"{check.agreement:.0%} of {check.tokens}", verdict)
-    out.print(table)
-    note = "On random tokens, of which a model is least sure; accuracy is measured on your tasks, not here."
-    out.print(note, style="dim")
+        cells.append((preset, f"{check.error:.1%}", f"{check.agreement:.0%} of {check.tokens}", verdict))
+    headings = ("preset", "relative error", "same first choice", "verdict")
+    show_table("self-check: logits against the unpatched model", headings, cells)
+    remark("On random tokens, of which a model is least sure; accuracy is measured on your tasks, not here.")
