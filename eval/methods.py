@@ -231,10 +231,17 @@ def method_named(name: str) -> Method:
     return Method(name, config=_patched(name))
 
 
+def installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package around it
+        return False
+
+
 def _need(name: str) -> None:
     package = next(package for backend, (package, _, _) in BACKENDS.items() if name.startswith(backend))
-    root = package.split(".", maxsplit=1)[0]
-    if importlib.util.find_spec(root) is None or importlib.util.find_spec(package) is None:
+    if not installed(package):
         raise ValueError(f"{name} needs {package}, which is not installed: pip install {package.replace('.', '-')}.")
 
 

@@ -10,7 +10,7 @@ import torch
 
 from turbo_hf.config.whole_files import append_line, read_lines, read_object, write_whole
 from turbo_hf.console import counting, err, load
-from turbo_hf.eval.bench.options import as_json, find_device
+from turbo_hf.eval.bench.options import as_json, figure, find_device
 from turbo_hf.eval.bench.random_models import KINDS, random_model
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import (
@@ -178,10 +178,10 @@ def tables(result: dict[str, Any]) -> list[Table]:
         [
             row["method"],
             f"{row['context']:,} x {row['batch']}",
-            _form(row["tokens_s"], "{:.1f}"),
+            figure(row["tokens_s"], ".1f"),
             _ratio(row["tokens_s"], bases[row["context"]]),
-            *(_form(row[name], "{:.1f}") for name in ("first_ms", "step_ms")),
-            *(_form(row[name] and row[name] / 1e6, "{:,.1f}") for name in ("peak_bytes", "steady_bytes", "kv_bytes")),
+            *(figure(row[name], ".1f") for name in ("first_ms", "step_ms")),
+            *(figure(row[name] and row[name] / 1e6, ",.1f") for name in ("peak_bytes", "steady_bytes", "kv_bytes")),
         ]
         for row in result["levels"]
     ]
@@ -196,9 +196,9 @@ def tables(result: dict[str, Any]) -> list[Table]:
                 [
                     [
                         label,
-                        _form(own.get("tokens_s"), "{:.1f}"),
+                        figure(own.get("tokens_s"), ".1f"),
                         _ratio(own.get("tokens_s"), base),
-                        _form(own.get("requests_s"), "{:.2f}"),
+                        figure(own.get("requests_s"), ".2f"),
                         *(_percents(own.get(name)) for name in ("first_ms", "done_ms", "latency_ms")),
                     ]
                     for label, own in result["replay"].items()
@@ -206,10 +206,6 @@ def tables(result: dict[str, Any]) -> list[Table]:
             )
         )
     return shown
-
-
-def _form(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 def _ratio(value: float | None, base: float | None) -> str:

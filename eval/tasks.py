@@ -1,7 +1,7 @@
 """Tasks made here, as task configs for the harness: needles by depth, prose, AQuA with chain of thought, lab sets."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,31 +35,37 @@ def evenly(items: Sequence[Any], limit: int | None) -> list[Any]:
     return [items[i * len(items) // limit] for i in range(limit)]
 
 
-def _own_task(name: str, docs: list[dict[str, Any]], judge: Any, until: list[str], new_tokens: int) -> dict[str, Any]:
-    """A generate_until task over `docs`, which have "prompt" and "answer"; `judge(doc, reply)` says what is right."""
+def _task(
+    name: str, docs: list[dict[str, Any]], kind: str, metrics: list[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    """A task of the harness over `docs`."""
 
     def rows(**_: Any) -> dict[str, Any]:
         from datasets import Dataset  # noqa: PLC0415  an extra: only evaluations need it
 
         return {"test": Dataset.from_list(docs)}
 
+    about = {"task": name, "custom_dataset": rows, "test_split": "test", "output_type": kind, "num_fewshot": 0}
+    return {**about, "metric_list": metrics, "metadata": {"version": 1.0}, **more}
+
+
+def _own_task(name: str, docs: list[dict[str, Any]], judge: Any, until: list[str], new_tokens: int) -> dict[str, Any]:
+    """A generate_until task over `docs`, which have "prompt" and "answer"; `judge(doc, reply)` says what is right."""
+
     def verdict(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
         return {"right": float(judge(doc, results[0]))}
 
-    return {
-        "task": name,
-        "custom_dataset": rows,
-        "test_split": "test",
-        "output_type": "generate_until",
-        "doc_to_text": "prompt",
-        "doc_to_target": "answer",
-        "target_delimiter": "",
-        "num_fewshot": 0,
-        "generation_kwargs": {"until": until, "max_gen_toks": new_tokens, "do_sample": False},
-        "process_results": verdict,
-        "metric_list": [{"metric": "right", "aggregation": "mean", "higher_is_better": True}],
-        "metadata": {"version": 1.0},
-    }
+    return _task(
+        name,
+        docs,
+        "generate_until",
+        [{"metric": "right", "aggregation": "mean", "higher_is_better": True}],
+        doc_to_text="prompt",
+        doc_to_target="answer",
+        target_delimiter="",
+        generation_kwargs={"until": until, "max_gen_toks": new_tokens, "do_sample": False},
+        process_results=verdict,
+    )
 
 
 def needle_task(
@@ -73,47 +79,52 @@ def needle_task(
     return Spec("needle", _own_task("needle", docs, lambda doc, reply: doc["answer"] in reply, [], REPLY), OWN)
 
 
-def _question_docs(found: list[ruler.Question]) -> list[dict[str, Any]]:
-    return [
+def _questions_task(
+    name: str,
+    lengths: Sequence[int],
+    count: int,
+    limit: int | None,
+    make: Callable[[int, int], list[ruler.Question]],
+    judge: Callable[[dict[str, Any], str], bool],
+    new_tokens: int,
+    scorers: tuple[Scorer, ...],
+) -> tuple[Spec | None, list[str]]:
+    """A task of what `make` gives for (length, items of it), and a note for each length that has no room for it."""
+    found: list[ruler.Question] = []
+    notes = []
+    for length in lengths:
+        try:
+            # of `limit` over all lengths: each item takes time to make
+            found += make(length, count if limit is None else min(count, -(-limit // len(lengths))))
+        except ValueError as small:
+            notes.append(f"{name}: {small} Left out.")
+    docs = [
         {"prompt": q.prompt, "answer": ", ".join(q.answers), "answers": q.answers, "length": q.length, "depth": q.depth}
-        for q in found
+        for q in evenly(found, limit)
     ]
-
-
-def _share(count: int, lengths: Sequence[int], limit: int | None) -> int:
-    """Items of one length, of `limit` over all of them: each takes time to make."""
-    return count if limit is None else min(count, -(-limit // len(lengths)))
+    return (Spec(name, _own_task(name, docs, judge, [], new_tokens), scorers) if docs else None), notes
 
 
 def ruler_task(
     task: str, tokenizer: Any, lengths: Sequence[int], count: int, text: ruler.Sources, limit: int | None = None
 ) -> tuple[Spec | None, list[str]]:
-    """One of RULER's tasks with `count` items per length, and a note for each length that has no room for it."""
-    name, found, notes = f"ruler_{task}", [], []
-    for length in lengths:
-        try:
-            found += ruler.questions(task, tokenizer, length, _share(count, lengths, limit), text)
-        except ValueError as small:
-            notes.append(f"{name}: {small} Left out.")
-    docs = _question_docs(evenly(found, limit))
-    judge = lambda doc, reply: all(a.casefold() in reply.casefold() for a in doc["answers"])  # noqa: E731
-    return (Spec(name, _own_task(name, docs, judge, [], ruler.REPLIES[task]), RULER) if docs else None), notes
+    """One of RULER's tasks with `count` items per length, and notes as in `_questions_task`."""
+
+    def judge(doc: dict[str, Any], reply: str) -> bool:
+        return all(answer.casefold() in reply.casefold() for answer in doc["answers"])
+
+    make = lambda length, items: ruler.questions(task, tokenizer, length, items, text)  # noqa: E731
+    return _questions_task(f"ruler_{task}", lengths, count, limit, make, judge, ruler.REPLIES[task], RULER)
 
 
 def infinite_task(
     task: str, tokenizer: Any, lengths: Sequence[int], count: int, limit: int | None = None
 ) -> tuple[Spec | None, list[str]]:
-    """One of InfiniteBench's retrieval tasks with `count` items per length, and notes as in `ruler_task`."""
-    name, found, notes = f"infinite_{task}", [], []
-    for length in lengths:
-        try:
-            found += infinitebench.questions(task, tokenizer, length, _share(count, lengths, limit))
-        except ValueError as small:
-            notes.append(f"{name}: {small} Left out.")
-    docs = _question_docs(evenly(found, limit))
+    """One of InfiniteBench's retrieval tasks with `count` items per length, and notes as in `_questions_task`."""
+    make = lambda length, items: infinitebench.questions(task, tokenizer, length, items)  # noqa: E731
     judge = lambda doc, reply: infinitebench.right(task, doc["answer"], reply)  # noqa: E731
     room = infinitebench.reply_tokens(task, tokenizer)
-    return (Spec(name, _own_task(name, docs, judge, [], room), OWN) if docs else None), notes
+    return _questions_task(f"infinite_{task}", lengths, count, limit, make, judge, room, OWN)
 
 
 def lab_task(name: str, items: list[Item], limit: int | None = None) -> Spec:
@@ -149,30 +160,12 @@ def lab_families(folder: Path, tokenizer: Any, longest: int, shortest: int = 0) 
 
 def prose_task(name: str, texts: list[str]) -> Spec:
     """Perplexity of texts, each read in windows of the model's whole context."""
-
-    def rows(**_: Any) -> dict[str, Any]:
-        from datasets import Dataset  # noqa: PLC0415  as above
-
-        return {"test": Dataset.from_list([{"text": text} for text in texts])}
-
     metrics = [
-        {"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
-        {"metric": "byte_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False},
+        {"metric": f"{unit}_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
+        for unit in ("word", "byte")
     ]
-    return Spec(
-        name,
-        {
-            "task": name,
-            "custom_dataset": rows,
-            "test_split": "test",
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "text",
-            "num_fewshot": 0,
-            "metric_list": metrics,
-            "metadata": {"version": 1.0},
-        },
-    )
+    docs = [{"text": text} for text in texts]
+    return Spec(name, _task(name, docs, "loglikelihood_rolling", metrics, doc_to_text="", doc_to_target="text"))
 
 
 def carried_prose(texts: int, sentences: int) -> list[str]:

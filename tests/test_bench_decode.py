@@ -20,7 +20,7 @@ from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import one_head, packed_stores
 from turbo_hf.eval.bench.rivals import Rival
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
-from turbo_hf.eval.bench.timing import Stopwatch
+from turbo_hf.eval.bench.timing import Conditions, Stopwatch
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring
 from turbo_hf.ops.decode import contract as op
 from turbo_hf.ops.store.quantize import dequantize
@@ -53,7 +53,7 @@ def test_the_default_cases() -> None:
 
 def test_latents_are_timed_beside_torch_and_our_own_16_bit() -> None:
     case = make_case("deepseek-v2-lite", "1x130", False, 0)
-    rows = bench.run_case(case, ["4", "3"], backend="auto", seed=0, seconds=0, stopwatch=Stopwatch(CPU), copy=1.0)
+    rows = bench.run_case(case, ["4", "3"], Conditions(Stopwatch(CPU), "auto", 0, 0), 1.0)
     assert [row.method for row in rows if row.ours] == ["latent 16 bit", "latent 4 bit", "latent 3 bit"]
     assert all(row.us for row in rows[:-1])
     assert all(row.check is not None and not row.check.problem for row in rows[:-1] if row.ours)
@@ -240,10 +240,10 @@ def test_decode_prints_tables_json_and_files(tmp_path: Path) -> None:
 
 
 def test_fp16_that_does_not_fit_is_left_out_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(bench, "_draw", full)
+    monkeypatch.setattr(bench, "sdpa_rivals", full)
     theirs, ours = last_json(run(*TOY, "--json"))["rows"]
     assert theirs["us"] is None
     assert "do not fit beside the rest" in theirs["note"]
@@ -252,7 +252,7 @@ def test_fp16_that_does_not_fit_is_left_out_and_said_so(monkeypatch: pytest.Monk
 
 
 def test_a_rival_that_cannot_run_has_a_note_and_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, fails = Rival("FA2", lambda: None, (16, 16)), Rival("FA2", None, (16, 16), "cannot run: no kernel")
+    runs, fails = Rival("FA2", lambda: None), Rival("FA2", None, "cannot run: no kernel")
     assert bench._rotation([fails, fails], CPU) == (None, "cannot run: no kernel")
     rotation, note = bench._rotation([runs, runs], CPU)
     assert rotation is not None

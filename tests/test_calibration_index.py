@@ -16,7 +16,7 @@ from turbo_hf.calibration.query_model import (
     divergence,
     train,
 )
-from turbo_hf.calibration.samples import LARGEST, Samples, bucket_sums, true_mass
+from turbo_hf.calibration.samples import LARGEST, Samples, bucket_sums, long_range
 
 # --- centroids ---------------------------------------------------------------------------------------------------
 
@@ -57,7 +57,7 @@ def test_the_number_of_clusters_follows_the_data() -> None:
 def test_true_mass_is_that_of_a_loop() -> None:
     query, key = torch.randn(2, 5, 8), torch.randn(2, 40, 8)
     position, buckets = torch.randint(20, 40, (2, 5)), torch.randint(0, 6, (2, 40))
-    mass, sizes = true_mass(query, position, key, buckets, 6, 11, 0.3, 5.0)
+    mass, sizes = bucket_sums(long_range(query, position, key, 11, 0.3, 5.0), buckets, 6)
     for n in range(2):
         for r in range(5):
             last = int(position[n, r]) - 12

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -22,12 +22,12 @@ from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.latent import LATENT_WIDTHS, latent_bytes, latent_call, latent_name, torch_calls
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.random_cache import one_head, packed_stores
+from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
 from turbo_hf.eval.bench.rivals import CUDNN, FLASH, MATH, Rival, sdpa_rivals
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import tokens_label
 from turbo_hf.eval.bench.tables import print_rows, untimed
-from turbo_hf.eval.bench.timing import Call, Stopwatch, ceilings, side_by_side
+from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch, ceilings, side_by_side
 from turbo_hf.eval.output import write_png
 from turbo_hf.layout import AttentionOutput, KVStore, Scoring, in_words
 from turbo_hf.ops.decode import contract as op
@@ -68,106 +68,59 @@ Found = tuple[DecodeRow, Rotation | None]
 """A method's row, and what to time for it."""
 
 
-def run_case(
-    case: Case,
-    widths: list[str],
-    *,
-    backend: str,
-    seed: int,
-    seconds: float,
-    stopwatch: Stopwatch,
-    copy: float,
-    tell: Callable[[str], None] = lambda step: None,
-) -> list[DecodeRow]:
-    """Check, then time decode at every width and every rival on one case.
+def run_case(case: Case, widths: list[str], how: Conditions, copy: float) -> list[DecodeRow]:
+    """Check, then time decode at every width and every rival on one case, over tokens that are N(0, 1).
 
-    Args:
-        widths: of WIDTHS. backend: which one runs.
-        seed: of the tokens, N(0, 1).
-        seconds: approximate timing duration.
-        copy: measured bandwidth, 10^12 bytes per second.
-        tell: called at each step.
-
-    Returns:
-        The rivals' rows, then one row per width. A method that is wrong, cannot run or does not fit has a note and no
-        time.
+    widths: of WIDTHS. copy: measured bandwidth, 10^12 bytes per second. Returns the rivals' rows, then one row per
+    width. A method that is wrong, cannot run or does not fit has a note and no time.
     """
-    device = stopwatch.device
     if case.shape in LATENT_SHAPES:
-        found = _latent_steps(case, widths, backend, device, seed, tell)
-        return _time_all(case, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
-    generator = torch.Generator(device).manual_seed(seed)
-    shape = (len(case.lengths), case.heads.query, 1, case.heads.dim)
-    q = torch.randn(shape, generator=generator, device=device, dtype=torch.float16)
+        return _time_all(case, _latent_steps(case, widths, how), how, copy)
+    generator = torch.Generator(how.device).manual_seed(how.seed)
+    q = draw(generator, len(case.lengths), case.heads.query, 1, case.heads.dim)
     found = []
     for width in widths:
-        tell(f"{case}: {width} bit")
-        found.append(dense_step(case, width, q, backend, seed))
-    return beside_fp16(case, q, generator, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
+        how.tell(f"{case}: {width} bit")
+        found.append(dense_step(case, width, q, how))
+    return beside_fp16(case, q, generator, found, how, copy)
 
 
 def beside_fp16(
-    case: Case,
-    q: torch.Tensor,
-    generator: torch.Generator,
-    ours: list[Found],
-    *,
-    seconds: float,
-    stopwatch: Stopwatch,
-    copy: float,
-    tell: Callable[[str], None],
+    case: Case, q: torch.Tensor, generator: torch.Generator, ours: list[Found], how: Conditions, copy: float
 ) -> list[DecodeRow]:
     """The rows of FP16, whose keys and values `generator` draws, then `ours`; all timed in the same rounds."""
-    tell(f"{case}: FP16")
-    found = _theirs(case, q, generator) + ours
-    return _time_all(case, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
+    how.tell(f"{case}: FP16")
+    return _time_all(case, _theirs(case, q, generator) + ours, how, copy)
 
 
-def _latent_steps(
-    case: Case, widths: list[str], backend: str, device: torch.device, seed: int, tell: Callable[[str], None]
-) -> list[Found]:
+def _latent_steps(case: Case, widths: list[str], how: Conditions) -> list[Found]:
     """Torch over 16-bit latents and over what they expand to; our kernel at 16 bit, then at the other widths."""
     found: list[Found] = []
     sixteen = latent_bytes(case, "16")
-    for name, ready in torch_calls(case, device, seed).items():
-        tell(f"{case}: {name}")
+    for name, ready in torch_calls(case, how.device, how.seed).items():
+        how.tell(f"{case}: {name}")
         row = new_row(case, name, False, sixteen)
         try:
             found.append((row, ready()))
         except RuntimeError as error:
             found.append((replace(row, note=f"cannot run: {str(error).splitlines()[0]}"), None))
     for width in dict.fromkeys(("16", *widths)):
-        tell(f"{case}: {width} bit")
+        how.tell(f"{case}: {width} bit")
         row = new_row(case, latent_name(width), True, latent_bytes(case, width))
         if width not in LATENT_WIDTHS:
             found.append((replace(row, note=f"a latent has 16, 8 or 4 bit here; not {width}"), None))
             continue
-        found.append(checked(row, partial(_latent_call, case, width, backend, device, seed + 1)))
+        found.append(checked(row, partial(latent_call, case, width, how.backend, how.device, how.seed + 1)))
     return found
 
 
-def _latent_call(
-    case: Case, width: str, backend: str, device: torch.device, seed: int
-) -> tuple[Check, Callable[[], Rotation]]:
-    check, rotation = latent_call(case, width, backend, device, seed)
-    return check, lambda: rotation
-
-
-def _time_all(
-    case: Case,
-    found: list[Found],
-    *,
-    seconds: float,
-    stopwatch: Stopwatch,
-    copy: float,
-    tell: Callable[[str], None],
-) -> list[DecodeRow]:
+def _time_all(case: Case, found: list[Found], how: Conditions, copy: float) -> list[DecodeRow]:
     """The rows, with the times of all methods, taken in the same rounds."""
     calls = {row.method: rotation for row, rotation in found if rotation is not None}
-    tell(f"{case}: timing")
+    how.tell(f"{case}: timing")
     eager = {name: rotation.eager_us() for name, rotation in calls.items()}
     watched: dict[str, Call] = dict(calls)
-    times = side_by_side(watched, stopwatch, seconds) if calls else {}
+    times = side_by_side(watched, how.stopwatch, how.seconds) if calls else {}
     each = {name: [1e3 * ms / calls[name].launches for ms in own] for name, own in times.items()}
     return [_timed(row, each, eager, copy) for row, _ in found]
 
@@ -226,7 +179,7 @@ def new_row(case: Case, method: str, ours: bool, size: int, note: str = "") -> D
     )
 
 
-def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, seed: int) -> Found:
+def dense_step(case: Case, width: str, q: torch.Tensor, how: Conditions) -> Found:
     """The row of one width with its check, and what to time if the result is right."""
     groups = groups_of(width, case.heads.kv)
     size = case.packed_bytes(groups)
@@ -235,11 +188,11 @@ def dense_step(case: Case, width: str, q: torch.Tensor, backend: str, seed: int)
         name += " " + "/".join(in_words(each) for each, _ in groups)
 
     def step(store: KVStore) -> AttentionOutput:
-        return op.decode(q, store, Scoring(case.heads.dim**-0.5), backend=backend)
+        return op.decode(q, store, Scoring(case.heads.dim**-0.5), backend=how.backend)
 
     def prepare() -> tuple[Check, Callable[[], Rotation]]:
         # another seed: keys that begin like the query would be the only ones that it sees
-        stores = packed_stores(case, groups, cold_copies(size, q.device), q.device, seed + 1)
+        stores = packed_stores(case, groups, cold_copies(size, q.device), q.device, how.seed + 1)
         with poisoned():
             got = step(stores[0])
         check = check_decode(case, q, stores[0], got)
@@ -256,7 +209,7 @@ def _theirs(case: Case, q: torch.Tensor, generator: torch.Generator) -> list[Fou
     names = (CUDNN, FLASH) if device.type == "cuda" else (MATH,)
     theirs: list[Found] = []
     try:
-        copies = [_draw(shape, generator) for _ in range(cold_copies(size, device))]
+        copies = [draw(generator, *shape) for _ in range(cold_copies(size, device))]
         found = [sdpa_rivals(q, k, v, scaling=case.heads.dim**-0.5, causal=False) for k, v in copies]
         for each in zip(*found, strict=True):
             rotation, problem = _rotation(each, device)
@@ -280,10 +233,6 @@ def _rotation(copies: Sequence[Rival], device: torch.device) -> tuple[Rotation |
         raise
     except RuntimeError as error:
         return None, f"cannot run in a graph: {error}"
-
-
-def _draw(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float16)
 
 
 def _timed(row: DecodeRow, times: dict[str, list[float]], eager: dict[str, float], copy: float) -> DecodeRow:
@@ -324,12 +273,12 @@ def decode_command(
         require_choice(stopwatch.device, bool(size), "--size 1x1k, or less")
         prepare_folder(folder, plot=True)
     bench, copy = begin_decode("decode", stopwatch, folder)
-    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
+    how = Conditions(stopwatch, backend, seed, seconds)
     bench.each(
         cases,
-        lambda case, tell: run_case(case, widths, stopwatch=stopwatch, copy=copy, tell=tell, **chosen),
+        lambda case, tell: run_case(case, widths, how._replace(tell=tell), copy),
         print_case,
-        options={**chosen, "widths": widths},
+        options={**how.given, "widths": widths},
         copy_tb_s=copy,
     )
     if folder is not None:  # once: a plot takes longer than a case

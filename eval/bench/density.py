@@ -90,7 +90,8 @@ def density_command(
     `TurboConfig.sparse_prompt` would read and drop of this model, before a head that dropped too much is made dense.
     """
     with mistakes_end_the_command():
-        rules = [_rule(each, peak, tail) for each in mass or MASSES]
+        shape: dict[str, Any] = {"peak": peak, "tail_tokens": tail, "from_tokens": max(16384, tail + 1024)}
+        rules = [PromptSparsity(mass=each, **shape) for each in mass or MASSES]
         lengths = [parse_tokens(word) for word in length or ("4k",)]
         if min(lengths) < tail + 2 * TILE:
             raise ValueError(f"--length must be at least --tail + {2 * TILE} = {tail + 2 * TILE}; got {min(lengths)}.")
@@ -106,11 +107,6 @@ def density_command(
     given = {"model": Path(model).name, "text": text and text.name, "tail": tail, "seed": seed}
     bench.keep(rows, options=given)
     bench.finish(json_line)
-
-
-def _rule(mass: float, peak: float, tail: int) -> PromptSparsity:
-    """ValueError for a share or a tail out of range."""
-    return PromptSparsity(mass=mass, peak=peak, tail_tokens=tail, from_tokens=max(16384, tail + 1024))
 
 
 def _of_model(model: Any, ids: torch.Tensor, rules: list[PromptSparsity], seed: int) -> Iterator[DensityRow]:

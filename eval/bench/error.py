@@ -114,12 +114,6 @@ def random_errors(
     return _rows(distribution, layer, methods, causal, options)
 
 
-def model_errors(layers: list[Captured], methods: list[ErrorMethod], *, options: dict[str, Any]) -> Iterator[ErrorRow]:
-    """Errors on what a model's attention layers were given, layer by layer and method by method."""
-    for layer in layers:
-        yield from _rows(f"layer {layer.index}", layer, methods, True, options)
-
-
 def mean(rows: list[ErrorRow]) -> list[ErrorRow]:
     """One row per method and length: the mean over the sources."""
     groups: dict[tuple[int, str], list[ErrorRow]] = {}
@@ -216,7 +210,9 @@ def error_command(
 def _of_model(
     model: Any, tokenizer: Any, text: Path | None, tokens: int, methods: list[ErrorMethod], options: dict[str, Any]
 ) -> Iterator[ErrorRow]:
-    return model_errors(capture(model, token_ids(tokenizer, text, tokens)), methods, options=options)
+    """Errors on what a model's attention layers were given, layer by layer and method by method."""
+    for layer in capture(model, token_ids(tokenizer, text, tokens)):
+        yield from _rows(f"layer {layer.index}", layer, methods, True, options)
 
 
 def _collect(runs: Iterator[Iterator[ErrorRow]]) -> list[ErrorRow]:

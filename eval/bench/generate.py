@@ -5,7 +5,6 @@ which `generate` compiles, and its quantized caches. Beams, assisted and prompt-
 same, unpatched.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +23,7 @@ from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
 from turbo_hf.eval.bench.tables import print_notes
 from turbo_hf.eval.bench.timing import free_memory
-from turbo_hf.eval.methods import BACKENDS
+from turbo_hf.eval.methods import BACKENDS, installed
 from turbo_hf.patching.patch_model import patch
 from turbo_hf.patching.selfcheck import compare as compare_logits
 from turbo_hf.ranks import ranks_of
@@ -133,7 +132,7 @@ def methods(
         GenerateMethod(
             f"{name} 4 bit",
             options={"cache_implementation": "quantized", "cache_config": {"backend": name, "nbits": 4, **axes}},
-            missing="" if _installed(package) else f"{package} is not installed",
+            missing="" if installed(package) else f"{package} is not installed",
         )
         for name, (package, _, axes) in BACKENDS.items()
     ]
@@ -151,13 +150,6 @@ def methods(
         others = ([static], quantized) if decoding == DECODINGS[0] else ([], [])
         found += [GenerateMethod(SDPA + name, None, options, decoding), *others[0], *ours, *others[1]]
     return found
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package around it
-        return False
 
 
 def compare(

@@ -14,6 +14,7 @@ from turbo_hf.eval.bench.check import Check, judge, poisoned
 from turbo_hf.eval.bench.decode_cases import BLOCK, Case
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.oracle import attend
+from turbo_hf.eval.bench.random_cache import draw
 from turbo_hf.eval.bench.rivals import LATENT_16, PRODUCTS
 from turbo_hf.layout import AttentionOutput, KVStore, page_bytes
 from turbo_hf.ops.latent.contract import latent_decode
@@ -28,6 +29,8 @@ EXPANDED = (192, 128)
 
 SCALING = EXPANDED[0] ** -0.5
 
+_draw = partial(draw, dtype=torch.bfloat16)
+
 LATENT_WIDTHS = ("16", "8", "4")
 
 
@@ -41,8 +44,10 @@ def latent_name(width: str) -> str:
     return LATENT_16 if width == "16" else f"latent {width} bit"
 
 
-def latent_call(case: Case, width: str, backend: str, device: torch.device, seed: int) -> tuple[Check, Rotation]:
-    """The check of a step over latents of one width, and the rotation to time."""
+def latent_call(
+    case: Case, width: str, backend: str, device: torch.device, seed: int
+) -> tuple[Check, Callable[[], Rotation]]:
+    """The check of a step over latents of one width, and what makes the rotation to time."""
     generator = torch.Generator(device).manual_seed(seed)
     batch, tokens = len(case.lengths), max(case.lengths)
     q, q_rotary = (_draw(generator, batch, case.heads.query, 1, n) for n in (case.heads.dim, ROTARY))
@@ -60,7 +65,7 @@ def latent_call(case: Case, width: str, backend: str, device: torch.device, seed
     stores = [store() for _ in range(cold_copies(latent_bytes(case, width), device))]
     with poisoned():
         got = step(stores[0])
-    return _check(q, q_rotary, stores[0], got), Rotation([partial(step, own) for own in stores], device)
+    return _check(q, q_rotary, stores[0], got), lambda: Rotation([partial(step, own) for own in stores], device)
 
 
 def _check(q: torch.Tensor, q_rotary: torch.Tensor, store: KVStore, got: AttentionOutput) -> Check:
@@ -110,7 +115,3 @@ def torch_calls(case: Case, device: torch.device, seed: int) -> dict[str, Callab
         "SDPA, latents": partial(over_latents, sdpa),
         "SDPA, expanded": expanded,
     }
-
-
-def _draw(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.bfloat16)

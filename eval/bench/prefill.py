@@ -30,11 +30,12 @@ from turbo_hf.eval.bench.options import (
     prepare_folder,
     require_choice,
 )
+from turbo_hf.eval.bench.random_cache import draw
 from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
 from turbo_hf.eval.bench.tables import print_rows, untimed
-from turbo_hf.eval.bench.timing import Call, Ceilings, Stopwatch, ceilings, side_by_side
+from turbo_hf.eval.bench.timing import Call, Ceilings, Conditions, Stopwatch, ceilings, side_by_side
 from turbo_hf.eval.output import write_png
 from turbo_hf.layout import (
     MODES,
@@ -88,31 +89,26 @@ def run_case(
     case: PromptCase,
     modes: list[str],
     options: dict[str, Any],
+    how: Conditions,
     *,
-    backend: str,
     dtype: torch.dtype,
-    seed: int,
-    seconds: float,
-    stopwatch: Stopwatch,
     limits: Ceilings,
     densities: Sequence[float] = (),
-    tell: Callable[[str], None] = lambda step: None,
 ) -> list[PrefillRow]:
     """Check, then time every mode and every rival on one case.
 
     Args:
-        modes: of `ops.prefill`. options: its block, v_scale, smooth_k and hadamard. backend: which one runs.
-        seed: of the inputs, N(0, 1), and of the sample that is checked.
-        seconds: approximate timing duration.
+        modes: of `ops.prefill`. options: its block, v_scale, smooth_k and hadamard.
+        how: its seed is that of the inputs, N(0, 1), and of the sample that is checked.
         densities: of sparse prompts, each in every mode on causal cases; which earlier key tiles are read is random.
-        tell: called at each step.
 
     Returns:
         The rivals' rows, then the modes'. A method that is wrong or cannot run has a note and no time.
     """
-    q, k, v = inputs(case, dtype, stopwatch.device, seed)
+    backend, seed = how.backend, how.seed
+    q, k, v = inputs(case, dtype, how.device, seed)
     scaling = case.heads.dim**-0.5
-    tell(f"{case}: oracle")
+    how.tell(f"{case}: oracle")
     sample = Sample(q, k, v, scaling=scaling, causal=case.causal, seed=seed)
     rows: list[PrefillRow] = []
     calls: dict[str, Call] = {}
@@ -122,7 +118,7 @@ def run_case(
             row, calls[rival.name] = replace(row, error=_error(rival, sample)), rival.call
         rows.append(row)
     for mode in modes:
-        tell(f"{case}: checking {mode}")
+        how.tell(f"{case}: checking {mode}")
         rounding = Rounding(mode, **options_of(mode, options))
         given = {"scoring": Scoring(scaling), "rounding": rounding, "causal": case.causal}
         row, call = _checked(_row(case, mode), q, k, v, sample, given, backend)
@@ -142,8 +138,8 @@ def run_case(
                 calls[name] = call
     if any(row.density is not None for row in rows):
         calls[CHOICE] = partial(_choose, q, k, scaling, backend)
-    tell(f"{case}: timing")
-    times = side_by_side(calls, stopwatch, seconds) if calls else {}
+    how.tell(f"{case}: timing")
+    times = side_by_side(calls, how.stopwatch, how.seconds) if calls else {}
     return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]
 
 
@@ -171,12 +167,9 @@ def inputs(
     case: PromptCase, dtype: torch.dtype, device: torch.device, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Seeded N(0, 1): q [B, Hq, N, D]; k, v [B, Hkv, N, D]."""
-    generator = torch.Generator(device).manual_seed(seed)
-    heads = case.heads
-    q, k, v = (
-        torch.randn(case.batch, count, case.tokens, heads.dim, generator=generator, device=device, dtype=dtype)
-        for count in (heads.query, heads.kv, heads.kv)
-    )
+    generator, heads = torch.Generator(device).manual_seed(seed), case.heads
+    counts = (heads.query, heads.kv, heads.kv)
+    q, k, v = (draw(generator, case.batch, count, case.tokens, heads.dim, dtype=dtype) for count in counts)
     return q, k, v
 
 
@@ -288,9 +281,12 @@ def prefill_command(
     cases = [PromptCase(name, heads[name], *at, mask) for name in heads for mask in masks for at in sizes]
     bench = BenchRun[PrefillRow]("prefill", stopwatch.device, folder)
     limits = ceilings(stopwatch)
-    _print_ceilings(limits)
+    rates = {"bf16": limits.bf16, "int8": limits.int8, "fp8": limits.fp8}
+    shown = [f"{name} {'none' if rate is None else f'{rate:.4g}'}" for name, rate in rates.items()]
+    products = f"products of {limits.size} cubed, {', '.join(shown)} TFLOP/s"
+    out.print(f"Ceilings measured now: {products}; copy {limits.copy:.3g} TB/s.", highlight=False)
     options = {"block": block, "v_scale": v_scale, "smooth_k": smooth_k, "hadamard": hadamard}
-    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds, "densities": density or []}
+    how, densities = Conditions(stopwatch, backend, seed, seconds), density or []
 
     def show(case: PromptCase, rows: Sequence[PrefillRow]) -> None:
         _print_case(case, rows, stopwatch.device)
@@ -300,20 +296,13 @@ def prefill_command(
     bench.each(
         cases,
         lambda case, tell: run_case(
-            case, modes, options, dtype=DTYPES[dtype], stopwatch=stopwatch, limits=limits, tell=tell, **chosen
+            case, modes, options, how._replace(tell=tell), dtype=DTYPES[dtype], limits=limits, densities=densities
         ),
         show,
-        options={**options, **chosen, "dtype": dtype},
+        options={**options, **how.given, "densities": densities, "dtype": dtype},
         ceilings=asdict(limits),
     )
     bench.finish(json_line, untimed(bench.rows))
-
-
-def _print_ceilings(limits: Ceilings) -> None:
-    rates = {"bf16": limits.bf16, "int8": limits.int8, "fp8": limits.fp8}
-    shown = [f"{name} {'none' if rate is None else f'{rate:.4g}'}" for name, rate in rates.items()]
-    products = f"products of {limits.size} cubed, {', '.join(shown)} TFLOP/s"
-    out.print(f"Ceilings measured now: {products}; copy {limits.copy:.3g} TB/s.", highlight=False)
 
 
 def _print_case(case: PromptCase, rows: Sequence[PrefillRow], device: torch.device) -> None:

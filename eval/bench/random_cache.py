@@ -79,12 +79,13 @@ def one_head(store: KVStore, row: int, head: int) -> KVStore:
     )
 
 
-def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator, device=generator.device, dtype=torch.float16)
+def draw(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """N(0, 1), on the generator's device."""
+    return torch.randn(*shape, generator=generator, device=generator.device, dtype=dtype)
 
 
 def _tokens(generator: torch.Generator, shape: tuple[int, ...], dtype: torch.dtype) -> Tokens:
-    return to_open(_random(generator, *shape), _random(generator, *shape), dtype, "auto")
+    return to_open(draw(generator, *shape), draw(generator, *shape), dtype, "auto")
 
 
 def _pages(width: Width, pages: int, slots: int, dim: int, generator: torch.Generator) -> PagedHeads:

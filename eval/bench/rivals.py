@@ -22,14 +22,10 @@ BASELINES = (CUDNN, FLASH, MATH, LATENT_16, PRODUCTS)
 
 
 class Rival(NamedTuple):
-    """Another implementation, ready to be called; `call` None where it cannot run, and `note` says why.
-
-    bits: width of the operands of Q K^T and of P V.
-    """
+    """Another implementation, ready to be called; `call` None where it cannot run, and `note` says why."""
 
     name: str
     call: Call | None
-    bits: tuple[int, int]
     note: str = ""
 
 
@@ -61,13 +57,13 @@ def _sdpa(
     grouped = with_keys(k, v, True)
     problem = _problem(grouped)
     if problem is None:
-        return Rival(name, grouped, (16, 16))
+        return Rival(name, grouped)
     group = q.shape[1] // k.shape[1]
     # expanded outside the clock: the rival is not charged for the copies
     expanded = with_keys(k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), False)
     if _problem(expanded) is None:
-        return Rival(name, expanded, (16, 16), f"K and V expanded beforehand; with grouped heads: {problem}")
-    return Rival(name, None, (16, 16), f"cannot run: {problem}")
+        return Rival(name, expanded, f"K and V expanded beforehand; with grouped heads: {problem}")
+    return Rival(name, None, f"cannot run: {problem}")
 
 
 def _sage(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, causal: bool) -> Rival:
@@ -75,14 +71,14 @@ def _sage(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, cau
         sageattn: Any = importlib.import_module("sageattention").sageattn
         name = f"{SAGE} {version('sageattention')}"
     except (ImportError, PackageNotFoundError):
-        return Rival(SAGE, None, (8, 16), "not installed")
+        return Rival(SAGE, None, "not installed")
     own_k = k.clone()  # 1.0.6 subtracts the mean of the keys in place
 
     def call() -> object:
         return sageattn(q, own_k, v, is_causal=causal, sm_scale=scaling)
 
     problem = _problem(call)
-    return Rival(name, call, (8, 16)) if problem is None else Rival(name, None, (8, 16), f"cannot run: {problem}")
+    return Rival(name, call) if problem is None else Rival(name, None, f"cannot run: {problem}")
 
 
 def _problem(call: Call) -> str | None:

@@ -30,8 +30,8 @@ from turbo_hf.eval.bench.decode_cases import BLOCK, DECODE_SHAPES, LATENT_SHAPES
 from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.eval.bench.random_cache import one_head, packed_stores
-from turbo_hf.eval.bench.timing import Call, Stopwatch
+from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
+from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, widths_of
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.sparse.reference import reference_sparse_decode
@@ -200,34 +200,24 @@ def run_case(
     width: str,
     shares: list[float],
     choice: Choice,
-    *,
-    backend: str,
-    seed: int,
-    seconds: float,
-    stopwatch: Stopwatch,
+    how: Conditions,
     copy: float,
-    tell: Callable[[str], None] = lambda step: None,
 ) -> list[DecodeRow]:
     """Check, then time a sparse step at each share of the buckets, the dense step and FP16 on one case.
 
-    Args:
-        width: of `decode_cases.WIDTHS`. shares: of the buckets that are visited.
-        backend, seed, seconds, stopwatch, copy, tell: as in `decode.run_case`.
-
-    Returns:
-        FP16, the dense step over the same width, a sparse step for each share, with the index of its token and without.
+    width: of `decode_cases.WIDTHS`. shares: of the buckets that are visited. copy: as in `decode.run_case`. Returns
+    FP16, the dense step over the same width, a sparse step for each share, with the index of its token and without.
     """
-    device = stopwatch.device
-    generator = torch.Generator(device).manual_seed(seed)
-    heads = case.heads
-    q = torch.randn(len(case.lengths), heads.query, 1, heads.dim, generator=generator, device=device).half()
-    k = torch.randn(len(case.lengths), heads.kv, 1, heads.dim, generator=generator, device=device).half()
-    tell(f"{case}: {width} bit, all keys")
-    found = [dense_step(case, width, q, backend, seed)]
+    device, backend, heads = how.device, how.backend, case.heads
+    generator = torch.Generator(device).manual_seed(how.seed)
+    # in float32, then rounded: other numbers than those drawn in float16
+    q, k = (draw(generator, len(case.lengths), n, 1, heads.dim, dtype=torch.float32).half() for n in heads[:2])
+    how.tell(f"{case}: {width} bit, all keys")
+    found = [dense_step(case, width, q, how)]
     sizes = {share: sparse_bytes(case, width, share, choice) for share in shares}
-    layers = make_layers(case, width, choice, cold_copies(min(sizes.values()), device), device, seed + 1)
+    layers = make_layers(case, width, choice, cold_copies(min(sizes.values()), device), device, how.seed + 1)
     for share in shares:
-        tell(f"{case}: {width} bit, {share:.2%} of the buckets")
+        how.tell(f"{case}: {width} bit, {share:.2%} of the buckets")
         row, rotation = _sparse(case, width, share, layers, q, k, choice, backend, sizes[share])
         found.append((row, rotation))
         if rotation is not None:
@@ -235,7 +225,7 @@ def run_case(
                 partial(step, each, q, None, _probes(share, choice), choice, backend) for each in layers
             ]
             found.append((replace(row, method=row.method + NO_INDEX, note=""), Rotation(calls, device)))
-    return beside_fp16(case, q, generator, found, seconds=seconds, stopwatch=stopwatch, copy=copy, tell=tell)
+    return beside_fp16(case, q, generator, found, how, copy)
 
 
 def sparse_bytes(case: Case, width: str, share: float, choice: Choice) -> int:
@@ -326,7 +316,7 @@ def sparse_command(
         prepare_folder(folder)
     choice = Choice(buckets, hidden, 1, window, selector)
     bench, copy = begin_decode("sparse", stopwatch, folder)
-    chosen: dict[str, Any] = {"backend": backend, "seed": seed, "seconds": seconds}
+    how = Conditions(stopwatch, backend, seed, seconds)
 
     def show(case: Case, rows: Sequence[DecodeRow]) -> None:
         print_case(case, rows)
@@ -335,9 +325,9 @@ def sparse_command(
 
     bench.each(
         cases,
-        lambda case, tell: run_case(case, width, shares, choice, stopwatch=stopwatch, copy=copy, tell=tell, **chosen),
+        lambda case, tell: run_case(case, width, shares, choice, how._replace(tell=tell), copy),
         show,
-        options={**chosen, "width": width, "shares": shares, **asdict(choice)},
+        options={**how.given, "width": width, "shares": shares, **asdict(choice)},
         copy_tb_s=copy,
     )
     end_decode(bench, stopwatch, json_line)

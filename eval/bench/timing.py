@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,6 +61,31 @@ class Stopwatch:
                 end.record()
             pairs[-1][1].synchronize()
         return statistics.median(float(begin.elapsed_time(end)) for begin, end in pairs)
+
+
+class Conditions(NamedTuple):
+    """How each case of a bench runs.
+
+    backend: which one of ours. seed: of random inputs.
+    seconds: approximate timing duration.
+    tell: called with a line at each step.
+    """
+
+    stopwatch: Stopwatch
+    backend: str
+    seed: int
+    seconds: float
+    tell: Callable[[str], None] = lambda step: None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.stopwatch.device
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """For the result."""
+        return {"backend": self.backend, "seed": self.seed, "seconds": self.seconds}
 
 
 def side_by_side(calls: dict[str, Call], stopwatch: Stopwatch, seconds: float) -> dict[str, list[float]]:

@@ -94,7 +94,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _only_cell(function: Callable[..., Any]) -> Any:
     """The only value that a function closes over; None if there are none or several."""
-    cells = function.__closure__ or ()
+    cells: Any = getattr(function, "__closure__", None) or ()
     return cells[0].cell_contents if len(cells) == 1 else None
 
 
@@ -129,16 +129,11 @@ def _is_causal(mask_function: Callable[..., Any]) -> bool:
     """Causal, or causal and sliding window. A chunked mask has the same outer shape, so its parts are looked at."""
     if mask_function is causal_mask_function:
         return True
-    cells = getattr(mask_function, "__closure__", None) or ()
-    parts = [cell.cell_contents for cell in cells]
-    if len(parts) != 1 or not isinstance(parts[0], tuple) or len(parts[0]) != 2:
+    joined = _only_cell(mask_function)
+    if _name(mask_function) != AND or not isinstance(joined, tuple) or len(joined) != 2:
         return False
-    overlay, causal = parts[0]
-    return (
-        _name(mask_function) == AND
-        and causal is causal_mask_function
-        and getattr(overlay, "__qualname__", "") == SLIDING_OVERLAY
-    )
+    overlay, causal = joined
+    return causal is causal_mask_function and _name(overlay) == SLIDING_OVERLAY
 
 
 def mask_4d(

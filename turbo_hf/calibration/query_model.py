@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from turbo_hf.calibration.samples import Samples, true_mass
+from turbo_hf.calibration.samples import Samples, bucket_sums, long_range
 from turbo_hf.calibration.settings import Settings
 
 EPSILON = 1e-5
@@ -125,16 +125,11 @@ def train(
             )
         )
         with torch.no_grad():
-            target, sizes = true_mass(
-                query,
-                layers[0].positions[window].repeat(layers[0].queries[window].shape[1])[pick].to(device),
-                _together([layer.keys[window] for layer in layers], device),
-                _together([each[window] for each in buckets], device),
-                centroids[0].shape[1],
-                settings.local,
-                layers[0].scaling,
-                layers[0].softcap,
-            )
+            places = layers[0].positions[window].repeat(layers[0].queries[window].shape[1])[pick].to(device)
+            keys = _together([layer.keys[window] for layer in layers], device)
+            pairs = long_range(query, places, keys, settings.local, layers[0].scaling, layers[0].softcap)
+            found = _together([each[window] for each in buckets], device)
+            target, sizes = bucket_sums(pairs, found, centroids[0].shape[1])
         loss = divergence(target, models(plain), sizes).mean(1)
         optimizer.zero_grad()
         # heads share no weights: the sum trains each one independently

@@ -73,29 +73,6 @@ def _kept(x: torch.Tensor) -> torch.Tensor:
     return x.to("cpu", non_blocking=x.is_cuda)
 
 
-def true_mass(
-    query: torch.Tensor,
-    position: torch.Tensor,
-    key: torch.Tensor,
-    buckets: torch.Tensor,
-    clusters: int,
-    local: int,
-    scaling: float,
-    softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the attention of long-range pairs lies (SAAP eq. 1, A H_k).
-
-    Args:
-        buckets: int64 [N, L]. clusters: C. The others as in `long_range`.
-
-    Returns:
-        float32 [N, R, C], rows that sum to 1 (on a GPU to 11 bits), and the number of keys that count by bucket,
-        float32 [N, R, C].
-    """
-    mass, sizes = bucket_sums(long_range(query, position, key, local, scaling, softcap), buckets, clusters)
-    return mass, sizes
-
-
 def long_range(
     query: torch.Tensor,
     position: torch.Tensor,
@@ -104,7 +81,7 @@ def long_range(
     scaling: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention of long-range pairs alone.
+    """The attention of long-range pairs alone (SAAP eq. 1, A); `bucket_sums` makes the mass by bucket of it, A H_k.
 
     Args:
         query: [N, R, D] after rotary embedding, of N KV heads; position: int64 [N, R].

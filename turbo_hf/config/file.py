@@ -33,7 +33,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"there is no config file {path}.")
     try:
         text = path.read_text("utf-8-sig")
-        read = _read_json(text) if path.suffix.lower() == ".json" else yaml.load(text, _Loader)
+        is_json = path.suffix.lower() == ".json"
+        read = json.loads(text, object_pairs_hook=_without_doubles) if is_json else yaml.load(text, _Loader)
     except OSError as error:
         raise type(error)(f"cannot read the config file {path}: {error.strerror or error}.") from error
     except (ValueError, yaml.YAMLError, RecursionError) as error:
@@ -43,10 +44,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
         what = "nothing" if read is None else f"a {type(read).__name__}"
         raise ValueError(f"the config file {path} holds {what}; expected options of TurboConfig by name.")
     return read
-
-
-def _read_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_without_doubles)
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

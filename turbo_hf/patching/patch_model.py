@@ -104,7 +104,8 @@ def patch(
             require_spreadable(model, chosen, context)
     alike = {"config": str(chosen), "strict": strict, "check": str(check)}
     if context is not None:
-        alike |= {"model": type(model).__name__, "dtype": str(model.dtype), "device": _device_name(model.device)}
+        gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
+        alike |= {"model": type(model).__name__, "dtype": str(model.dtype), "device": gpu}
         alike["weights"] = weights_digest(model)
     ranks.require_same(alike)
     biases = bias_steps(all_layers, chosen, ranks)
@@ -122,10 +123,6 @@ def patch(
             handle.remove()
             raise
     return handle
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
 class _Planned(NamedTuple):
