@@ -1,12 +1,16 @@
 """One context over two ranks: their tokens are those of one process, each stores half of them, and both do the same."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from context_ranks import Asked
+from context_ranks import COUNT, Asked
 from prefill_support import inputs, random_past
-from rank_processes import COUNT, run_ranks
 from stores import make_store
 from torch import Tensor
 
@@ -14,6 +18,7 @@ from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.ops.prefill.contract import prefill
 
+SUPPORT = Path(__file__).resolve().parent / "support"
 SAME = "ValueError: the ranks of a context group must make the same calls over the same tokens, and "
 
 
@@ -21,7 +26,24 @@ SAME = "ValueError: the ranks of a context group must make the same calls over t
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What both ranks have seen; and what one process is asked, which sees the same without a group."""
     folder = tmp_path_factory.mktemp("context")
-    return run_ranks("context_ranks.py", folder, request.param), Asked(None, request.param)
+    paths = [str(SUPPORT), str(SUPPORT.parents[1])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(SUPPORT / "context_ranks.py")]
+    started = [
+        subprocess.Popen([*command, str(n), str(folder), request.param], env=env, stderr=subprocess.PIPE, text=True)
+        for n in range(COUNT)
+    ]
+    try:
+        errors = [process.communicate(timeout=1500)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert all((folder / f"{n}.json").exists() for n in range(COUNT)), "\n".join(errors)
+    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(COUNT)]
+    for seen in found:
+        for case in seen.values():
+            assert not isinstance(case, str) or "Traceback" not in case, case
+    return found, Asked(None, request.param)
 
 
 def both(ranks: Any, case: str) -> Any:

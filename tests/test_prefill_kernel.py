@@ -13,7 +13,7 @@ from prefill_support import Inputs, check_prefill, random_past
 from stores import tokens
 
 from turbo_hf.eval.bench.oracle import attend
-from turbo_hf.layout import BITS, Rounding, Scoring, Width, half_type
+from turbo_hf.layout import BITS, Width, half_type
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -201,22 +201,3 @@ def test_sas_is_the_references(mode: str, device: torch.device) -> None:
     # a score on the threshold may fall on either side, and a code on the edge between two
     assert float((got.out - want.out).norm() / want.out.norm()) < 2e-3
     assert float((got.lse - want.lse).abs().mean()) < 1e-3
-
-
-def test_is_one_operator_under_compile(device: torch.device) -> None:
-    q, k, v = inputs(70, device, "turbo")
-    past = random_past([70, 40], k)
-
-    def call(q: torch.Tensor) -> torch.Tensor:
-        return prefill(q * 2, k, v, scaling=0.2, past=past, backend="triton").out + 1
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q), call(q))
-
-
-def test_operator_is_well_formed(device: torch.device) -> None:
-    q, k, v = inputs(33, device, "turbo")
-    scoring, rounding = Scoring(0.2), Rounding("turbo", 64)
-    for kept in (None, torch.ones(2, 4, 0, dtype=torch.uint8, device=device)):
-        arguments: tuple[Any, ...] = (q, k, v, *scoring, *rounding, [], [], None, True, None, kept)
-        torch.library.opcheck(torch.ops.turbo_hf.prefill.default, arguments)

@@ -6,16 +6,21 @@ What the rank has seen goes to FOLDER/RANK.json. Without a group, the same calls
 """
 
 import copy
+import json
+import os
 import pickle
+import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from models import LAB_MODEL, prompts, tiny_llama, tiny_mistral
-from rank_processes import tell
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,6 +33,7 @@ import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.integrity import Pass
 
+COUNT = 2
 NEW = 16
 KEYS = [f"{one}-{other}" for one in ("wild", "calm", "icy") for other in ("fox", "lake", "moss")]
 SMALL = TurboConfig(block_size=32)
@@ -252,10 +258,29 @@ def cases(of: type) -> list[str]:
     return [*inherited, *(name for name in own if name not in ("patch", "rows"))]
 
 
-def asked_on(device: str) -> list[str]:
-    """The cases for a device: on GPUs each costs the compilation of its kernels."""
-    return cases(Ranks) if device == "cpu" else ["presets", "memory", "logits"]
+def main() -> None:
+    rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(COUNT)}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store: Any = vars(dist)["FileStore"](str(folder / "store"), COUNT)
+    # a rank that waits for one that does not come ends in an error; on a GPU the other may be compiling kernels
+    wait = timedelta(seconds=30 if device == "cpu" else 300)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=COUNT, timeout=wait
+    )
+    asked = Ranks(rank, device)
+    found = {}
+    # on GPUs each case costs the compilation of its kernels
+    for case in cases(Ranks) if device == "cpu" else ("presets", "memory", "logits"):
+        try:
+            found[case] = getattr(asked, case)()
+        except Exception:
+            found[case] = traceback.format_exc()
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    tell(lambda rank, folder, device: Ranks(rank, device), asked_on)
+    main()

@@ -7,18 +7,23 @@ FOLDER holds checkpoints by name; what the rank has seen of these cases, or of a
 
 import copy
 import functools
+import json
+import os
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from calibration_support import PROSE_FILE, SMALL
 from graphs_support import Again
 from models import LAB_MODEL, SHAPE, prompts, tiny_llama
-from rank_processes import COUNT, tell
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,6 +42,7 @@ from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.graphs.devices import CudaDevice
 from turbo_hf.patching import generate_methods as generation
 
+COUNT = 2
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
 CONFIGS = {
     "int8": TurboConfig(bits=8, block_size=32),
@@ -287,5 +293,28 @@ def _place(model: Any, captured: bool) -> str | None:
     return None if captured else "its weights are shared among processes, whose sums are not compiled"
 
 
+def main() -> None:
+    rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(COUNT)}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store: Any = vars(dist)["FileStore"](str(folder / "store"), COUNT)
+    backend = "gloo" if device == "cpu" else "nccl"
+    # a rank that waits for one that does not come ends in an error; on a GPU the other may be compiling kernels
+    wait = timedelta(seconds=30 if device == "cpu" else 300)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=COUNT, timeout=wait)
+    asked = Rank(rank, folder, device)
+    cases = sys.argv[4:] or [name for name in vars(Rank) if not name.startswith("_") and name != "load"]
+    found = {}
+    for case in cases:
+        try:
+            found[case] = getattr(asked, case)()
+        except Exception:
+            found[case] = traceback.format_exc()
+            break
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    tell(Rank, lambda device: [name for name in vars(Rank) if not name.startswith("_") and name != "load"])
+    main()

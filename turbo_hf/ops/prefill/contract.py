@@ -10,7 +10,6 @@ from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.prefill.operands import check_rounding
 from turbo_hf.ops.prefill.reference import reference_prefill
 from turbo_hf.ops.prefill.tiles import check_kept
-from turbo_hf.ops.prefill.torch_op import traced_prefill
 from turbo_hf.ops.store.quantize import check_float
 
 TURBO = Rounding()
@@ -85,8 +84,6 @@ def prefill(
         raise ValueError('smooth_k and hadamard prepare keys for rounding; mode "fp16" rounds none. Leave them out.')
     if not uses_triton(backend, q.device, why_no_kernel(q, mode)):
         return reference_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept, own)
-    if torch.compiler.is_compiling():
-        return traced_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept)
     from turbo_hf.ops.prefill.launch import launch_prefill  # noqa: PLC0415 - needs Triton
 
     return launch_prefill(q, k, v, scoring, rounding, past, starts, causal, window, kept, own)
