@@ -41,9 +41,9 @@ def old(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(gpu, "TRITON_FOUND", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="Tesla T4"))
-    gpu._why_no_kernels_on.cache_clear()
+    gpu.why_no_kernels_on.cache_clear()
     yield
-    gpu._why_no_kernels_on.cache_clear()
+    gpu.why_no_kernels_on.cache_clear()
 
 
 TOO_OLD = "Tesla T4 has compute capability 7.5, and the kernels need 8.0"

@@ -43,14 +43,14 @@ def test_the_kernel_for_hopper_runs_where_it_was_tried(
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("triton.__version__", triton)
-    gpu._hopper.cache_clear()
-    gpu._why_no_kernels_on.cache_clear()
+    gpu.hopper.cache_clear()
+    gpu.why_no_kernels_on.cache_clear()
     assert gpu.hopper(torch.device("cuda")) == faster
     assert mode("auto", 1 << 17, 128) == ("turbo" if faster else "fp16")
     said = describe_prefill("auto", torch.device("cuda"), {128})
     assert ("needs triton 3.6.x" in said) == (capability == (9, 0) and not faster)
-    gpu._hopper.cache_clear()
-    gpu._why_no_kernels_on.cache_clear()
+    gpu.hopper.cache_clear()
+    gpu.why_no_kernels_on.cache_clear()
 
 
 def test_a_named_mode_is_itself_and_auto_without_a_gpu_is_turbo() -> None:

@@ -13,7 +13,6 @@ WIDE_HALF = 150 << 10
 """Bytes of shared memory that mode "half" takes for values in float32 of more than 128 channels."""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _interpreted() -> bool:
     """Whether Triton's interpreter is on: its kernels then run on CPU tensors, slowly, for tests."""
     if not gpu.TRITON_FOUND:

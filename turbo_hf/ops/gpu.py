@@ -52,26 +52,16 @@ def _stream_number() -> Callable[[int], int]:
     return number
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@lru_cache(maxsize=8)
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory available to one program; without a GPU those of an H200, for which tiles are chosen."""
-    return _shared_memory(device)
-
-
-@lru_cache(maxsize=8)
-def _shared_memory(device: torch.device) -> int:
     return int(_properties(device).shared_memory_per_block_optin) if device.type == "cuda" else H200_SHARED
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@lru_cache(maxsize=8)
 def hopper(device: torch.device) -> bool:
     """Whether the prompt kernel for Hopper runs. Gluon is new: only tested versions count."""
-    return _hopper(device)
-
-
-@lru_cache(maxsize=8)
-def _hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or _why_no_kernels_on(device) is not None:
+    if device.type != "cuda" or why_no_kernels_on(device) is not None:
         return False
     import triton  # noqa: PLC0415 - may be missing
 
@@ -85,14 +75,9 @@ def pdl(device: torch.device) -> dict[str, Any]:
     return {"PDL": True, "launch_pdl": True} if able else {"PDL": False}
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@lru_cache(maxsize=8)
 def why_no_kernels_on(device: torch.device) -> str | None:
     """Why no kernel runs on this device, as the end of a sentence; None if they do, or if it is not a GPU."""
-    return _why_no_kernels_on(device)
-
-
-@lru_cache(maxsize=8)
-def _why_no_kernels_on(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if not TRITON_FOUND:
