@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from turbo_hf.eval.bench.shapes import largest
 from turbo_hf.eval.needle import carried_sentences
 from turbo_hf.eval.token_cache import TOGETHER
 
@@ -122,18 +123,11 @@ def questions(task: str, tokenizer: Any, length: int, count: int, text: Sources,
     least = HOPS + 1 if task == "vt" else 10 if task == "cwe" else 4
     if tokens(least, 0) > room:
         raise ValueError(f"{task} has no room in {length} tokens: the smallest question takes {tokens(least, 0)}.")
-    low, high = least, 2 * least
-    limit = len(text.words) if task == "cwe" else length
-    while high <= limit and tokens(high, 0) <= room:
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > max(1, low // 128):
-        middle = (low + high) // 2
-        low, high = (middle, high) if tokens(middle, 0) <= room else (low, middle)
+    most = len(text.words) if task == "cwe" else length
+    units = largest(lambda units: tokens(units, 0) <= room, most, least, fineness=128)
     # names and numbers take more tokens in some questions
-    return within(
-        lambda units, at: make(units, random.Random(f"{seed} {task} {length} {at}")), tokenizer, room, low, least, count
-    )
+    named = lambda units, at: make(units, random.Random(f"{seed} {task} {length} {at}"))  # noqa: E731
+    return within(named, tokenizer, room, units, least, count)
 
 
 def within(

@@ -14,8 +14,9 @@ from bench_support import CPU, check_refused, complaint, last_json, run
 from turbo_hf import TurboConfig
 from turbo_hf.eval.bench import clock, generate
 from turbo_hf.eval.bench.clock import attempt
-from turbo_hf.eval.bench.generate import GenerateMethod, GenerateRow, Work, compare, largest
+from turbo_hf.eval.bench.generate import FINENESS, GenerateMethod, GenerateRow, Work, compare
 from turbo_hf.eval.bench.random_models import KINDS, random_model
+from turbo_hf.eval.bench.shapes import largest
 
 TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
 
@@ -94,7 +95,7 @@ def test_the_paper_s_setting_at_toy_size(monkeypatch: pytest.MonkeyPatch) -> Non
 @in_one_test("limit", [0, 1, 2, 3, 15, 16, 17, 100, 1000])
 def test_the_largest_is_found_to_a_sixteenth(limit: int) -> None:
     tried: list[int] = []
-    found = largest(lambda n: tried.append(n) or n <= limit, 4096)  # type: ignore[func-returns-value]
+    found = largest(lambda n: tried.append(n) or n <= limit, 4096, fineness=FINENESS)  # type: ignore[func-returns-value]
     assert limit - limit // 16 <= found <= limit
     assert len(tried) <= 2 + limit.bit_length() + 4
     assert largest(lambda _: True, 7) == 7

@@ -20,7 +20,7 @@ from turbo_hf.eval.bench.clock import Clock, attempt, clocked, random_prompts, s
 from turbo_hf.eval.bench.options import Folder, Seed, Tiny, figure, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.random_models import KINDS, random_drafter, random_model, shared_out
 from turbo_hf.eval.bench.runner import BenchRun
-from turbo_hf.eval.bench.shapes import parse_tokens, tokens_label
+from turbo_hf.eval.bench.shapes import largest, parse_tokens, tokens_label
 from turbo_hf.eval.bench.tables import print_notes
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.methods import BACKENDS, installed
@@ -211,7 +211,7 @@ def _measured(model: Any, row: GenerateRow, method: GenerateMethod, work: Work, 
         # as long a prompt as the rows will be at the end: two passes show what all of them would
         whole = replace(work, context=work.context + max(0, work.new - 2), new=2, rounds=1)
         guess = _guess(model, method, whole, most) if model.device.type == "cuda" else None
-        batch = largest(_holds(model, method, whole), most) if guess is None else guess
+        batch = largest(_holds(model, method, whole), most, fineness=FINENESS) if guess is None else guess
     while batch:
         found = attempt(partial(_timed, model, replace(row, batch=batch), method, work))
         if found is not None:
@@ -241,18 +241,6 @@ def _guess(model: Any, method: GenerateMethod, work: Work, most: int) -> int | N
     free, _ = torch.cuda.mem_get_info(model.device)
     room = free + torch.cuda.memory_allocated(model.device) - (peaks[1] - few * each)
     return max(1, min(most, int(room / each * (1 - 1 / FINENESS))))
-
-
-def largest(holds: Callable[[int], bool], most: int) -> int:
-    """The largest batch up to `most` that fits, by doubling, then bisection to 1 / FINENESS; 0: none fits."""
-    low, high = 0, 1
-    while high <= most and holds(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > max(1, low // FINENESS):
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """What is measured: head shapes of real models, batch and length, and the amount of work in their attention."""
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,6 +78,18 @@ def parse_tokens(text: str) -> int:
         return number << 20 if found[2] else number
     power = 1 << (number * 1000).bit_length()
     return power if power // 1000 == number else number * 1024
+
+
+def largest(holds: Callable[[int], bool], most: float, least: int = 0, fineness: float = math.inf) -> int:
+    """The largest number up to `most` that holds, else `least`: by doubling, then bisection to 1 / fineness of it."""
+    low, high = least, max(1, 2 * least)
+    while high <= most and holds(high):
+        low, high = high, 2 * high
+    high = int(min(high, most + 1))
+    while high - low > max(1, low // fineness):
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def tokens_label(tokens: int) -> str:

@@ -117,13 +117,16 @@ def _commit(name: str, revision: str | None) -> str | None:
 
 def _in_cache(name: str, file: str, revision: str | None) -> str | None:
     """None also for a name that no repository can have."""
-    if names_a_folder(name):
-        return None
+    return None if names_a_folder(name) else hub_file(name, file, revision)
+
+
+def hub_file(name: str, file: str, revision: str | None = None, *, fetch: bool = False) -> str | None:
+    """The path of a file of a Hub repository; None: there is none. fetch: it may be downloaded."""
     found: str | None = cached_file(
         name,
         file,
         revision=revision,
-        local_files_only=True,
+        local_files_only=not fetch,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,

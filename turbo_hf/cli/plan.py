@@ -1,5 +1,6 @@
 """Memory before and after, from the config alone: bytes per token, the longest context, the largest batch."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.cache.memory import LayerCost, cache_bytes, turbo_cost
 from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig
+from turbo_hf.eval.bench.shapes import largest
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.meta_model import UncompressedLayer, key_bias_note, patch_report, uncompressed_layers
@@ -182,13 +184,7 @@ def longest_context(costs: list[LayerCost], room: float) -> int:
         widest = max((cost.window or 0) for cost in costs)
         if cache_bytes(costs, widest) <= room:
             return -1
-    low, high = 0, 1
-    while cache_bytes(costs, high) <= room:
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cache_bytes(costs, middle) <= room else (low, middle)
-    return low
+    return largest(lambda tokens: cache_bytes(costs, tokens) <= room, math.inf)
 
 
 UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}

@@ -10,9 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.quantizers_utils import should_convert_module
-from transformers.utils.hub import cached_file
 
-from turbo_hf.calibration.checkpoint import WEIGHTS
+from turbo_hf.calibration.checkpoint import WEIGHTS, hub_file
 from turbo_hf.patching.meta_model import ADAPTER
 
 INDEX, SINGLE, PICKLED = "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
@@ -213,12 +212,5 @@ def _file(name: str, file: str, *, fetch: bool) -> Path | None:
     if place.exists():
         beside = (place.parent if place.is_file() else place) / file
         return beside if beside.is_file() else None
-    found = cached_file(
-        name,
-        file,
-        local_files_only=not fetch,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
+    found = hub_file(name, file, fetch=fetch)
     return None if found is None else Path(found)
