@@ -126,10 +126,13 @@ def train(
         )
         with torch.no_grad():
             places = layers[0].positions[window].repeat(layers[0].queries[window].shape[1])[pick].to(device)
-            keys = _together([layer.keys[window] for layer in layers], device)
-            pairs = long_range(query, places, keys, settings.local, layers[0].scaling, layers[0].softcap)
-            found = _together([each[window] for each in buckets], device)
-            target, sizes = bucket_sums(pairs, found, centroids[0].shape[1])
+            of_layer = (settings.local, layers[0].scaling, layers[0].softcap)
+            # what is large has no name: it is gone before the backward pass
+            target, sizes = bucket_sums(
+                long_range(query, places, _together([layer.keys[window] for layer in layers], device), *of_layer),
+                _together([each[window] for each in buckets], device),
+                centroids[0].shape[1],
+            )
         loss = divergence(target, models(plain), sizes).mean(1)
         optimizer.zero_grad()
         # heads share no weights: the sum trains each one independently
