@@ -161,14 +161,6 @@ def test_size() -> None:
     assert not too_long
 
 
-def test_a_decode_step_is_read_in_few_files() -> None:
-    """The files that `docs/architecture.md` lists for it."""
-    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Files that a decode step needs")[2]
-    files = re.findall(r"^\| `(\S+\.py)` \|", text.partition("\n## ")[0], re.MULTILINE)
-    assert 10 < len(files) <= 20
-    assert sum(len((ROOT / "turbo_hf" / file).read_text().splitlines()) for file in files) <= 4500
-
-
 def test_reference_imports_torch_and_layout_only() -> None:
     files = list((ROOT / "turbo_hf" / "ops").rglob("reference*.py"))
     assert len(files) > 8

@@ -98,6 +98,7 @@ def test_the_files_of_a_decode_step_are_those_listed() -> None:
     assert len(files) == int(stated[1]) <= 20
     lines = sum(len((ROOT / "turbo_hf" / name).read_text().splitlines()) for name in files)
     assert lines == pytest.approx(int(stated[2].replace(",", "")), rel=0.1)
+    assert lines <= 4500
 
 
 def test_links_lead_somewhere() -> None:
