@@ -1,16 +1,12 @@
 """One context over two ranks: their tokens are those of one process, each stores half of them, and both do the same."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from context_ranks import COUNT, Asked
+from context_ranks import Asked
 from prefill_support import inputs, random_past
+from ranks_support import COUNT, seen_by_ranks
 from stores import make_store
 from torch import Tensor
 
@@ -18,7 +14,6 @@ from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.layout import Rounding, Scoring
 from turbo_hf.ops.prefill.contract import prefill
 
-SUPPORT = Path(__file__).resolve().parent / "support"
 SAME = "ValueError: the ranks of a context group must make the same calls over the same tokens, and "
 
 
@@ -26,24 +21,7 @@ SAME = "ValueError: the ranks of a context group must make the same calls over t
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What both ranks have seen; and what one process is asked, which sees the same without a group."""
     folder = tmp_path_factory.mktemp("context")
-    paths = [str(SUPPORT), str(SUPPORT.parents[1])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(SUPPORT / "context_ranks.py")]
-    started = [
-        subprocess.Popen([*command, str(n), str(folder), request.param], env=env, stderr=subprocess.PIPE, text=True)
-        for n in range(COUNT)
-    ]
-    try:
-        errors = [process.communicate(timeout=1500)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert all((folder / f"{n}.json").exists() for n in range(COUNT)), "\n".join(errors)
-    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(COUNT)]
-    for seen in found:
-        for case in seen.values():
-            assert not isinstance(case, str) or "Traceback" not in case, case
-    return found, Asked(None, request.param)
+    return seen_by_ranks("context_ranks.py", folder, request.param), Asked(None, None, request.param)
 
 
 def both(ranks: Any, case: str) -> Any:
@@ -102,6 +80,27 @@ def test_beams_and_drafts(ranks: Any) -> None:
     of_cpu(ranks)
     for got, truth in zip(both(ranks, "beams_and_drafts"), ranks[1].beams_and_drafts(), strict=True):
         assert alike(ranks, got, truth)
+
+
+def test_captured_steps_are_those_that_are_launched(ranks: Any) -> None:
+    seen = both(ranks, "graphs")
+    assert seen["failed"] == seen["greedy"][0]
+    assert seen.pop("sampled").startswith(f"{SAME}input_ids is not the same")
+    del seen["failed"]
+    for kind, (launched, captured, steps, captures) in seen.items():
+        assert captured == launched, kind
+        assert steps.startswith("decode steps: CUDA graphs")
+        # of beams and drafts, pages were reserved once
+        assert sum(captures) > (kind == "greedy"), kind
+
+
+def test_no_rank_waits_for_ever(ranks: Any) -> None:
+    of_cpu(ranks)
+    first, second = (found["groups"] for found in ranks[0])
+    assert first["other"] == second["other"]
+    assert first["other"].startswith("ValueError: the ranks of this context group must all call patch with the same gr")
+    assert first["absent"].startswith("ValueError: rank 1 has not called patch with group ")
+    assert first["alone"].startswith("ValueError: a rank of this context group has not made this call in time ")
 
 
 def test_layers_with_windows_stay_whole(ranks: Any) -> None:

@@ -2,16 +2,13 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from calibration_support import PROSE_FILE, SMALL
 from models import SHAPE, lab_model, tiny_llama
+from ranks_support import COUNT, seen_by_ranks
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -22,12 +19,10 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from two_ranks import CONFIGS, COUNT, HEADS, answer
+from two_ranks import CONFIGS, HEADS, answer
 
 from turbo_hf import Calibration
 from turbo_hf.calibration.run import calibrate
-
-SUPPORT = Path(__file__).resolve().parent / "support"
 
 
 def models() -> dict[str, Any]:
@@ -58,23 +53,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     whole = models()
     for name, model in whole.items():
         model.save_pretrained(folder / name)
-    paths = [str(SUPPORT), str(SUPPORT.parents[1])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(SUPPORT / "two_ranks.py")]
-    started = [
-        subprocess.Popen([*command, str(n), str(folder), request.param], env=env, stderr=subprocess.PIPE, text=True)
-        for n in range(COUNT)
-    ]
-    try:
-        errors = [process.communicate(timeout=1500)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert all((folder / f"{n}.json").exists() for n in range(COUNT)), "\n".join(errors)
-    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(COUNT)]
-    for seen in found:
-        for case in seen.values():
-            assert not isinstance(case, str), case
+    found = seen_by_ranks("two_ranks.py", folder, request.param)
     for model in whole.values():
         model.to(request.param, torch.float64 if request.param == "cpu" else torch.float32)
     return found, whole, folder

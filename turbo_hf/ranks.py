@@ -7,9 +7,12 @@ the model's next sum over ranks, so that whatever one rank might decide by itsel
 
 import json
 import re
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +32,15 @@ WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "sequence_parallel",
 _KINDS = (Unsupported, ValueError, TypeError, FileNotFoundError, OSError, RuntimeError)
 ERRORS = {kind.__name__: kind for kind in _KINDS}
 """Kinds of errors that one rank raises for another, by their names; derived ones first."""
+
+PATIENCE = 0.9
+"""The share of a group's timeout after which a wait ends in an error: at its end NCCL aborts the process."""
+
+SPIN = 2e-3
+"""Seconds for which a wait for a GPU asks without a pause."""
+
+_meetings: Counter[int] = Counter()
+"""How often this process has met each other one (`Ranks.meet`), by its number in the default group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +85,81 @@ class Ranks:
         # no backend has to know bools
         kind = torch.int32 if numbers.dtype == torch.bool else numbers.dtype
         largest = numbers.to(self.device, kind, copy=True)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        try:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+            self._await_device()
+        except (RuntimeError, TimeoutError) as error:
+            raise ValueError(
+                f"a rank of {self.shared_by} has not made this call in time ({error}). All ranks must make the same "
+                "calls, in the same order. Start the processes anew."
+            ) from error
         return largest.to(numbers.device)
+
+    @property
+    def _patience(self) -> timedelta:
+        """How long to wait for other ranks."""
+        backend: Any = self.group._get_backend(self.device)
+        # backends need not have options
+        options = getattr(backend, "options", None)
+        return PATIENCE * getattr(options, "_timeout", timedelta(minutes=5))
+
+    def _await_device(self) -> None:
+        """Wait for what has been launched, an exchange last: TimeoutError where torch would wait for ever."""
+        if self.device.type != "cuda":
+            return
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
+        begin = time.monotonic()
+        while not done.query():
+            waited = time.monotonic() - begin
+            if waited > self._patience.total_seconds():
+                raise TimeoutError(f"waited {waited:.0f} s")
+            if waited > SPIN:
+                time.sleep(SPIN / 20)
+
+    def meet(self) -> None:
+        """Find out, before the first exchange, that all ranks are here with the same group: over different groups, or
+        with a rank that does not come, an exchange never ends. Each tells each other one by the store of torch's
+        default group.
+
+        Raises:
+            ValueError: a rank has not come, or with another group; on all ranks that wait for it.
+        """
+        if not self:
+            return
+        store: Any = dist.distributed_c10d._get_default_store()
+        members, me, wait = dist.get_process_group_ranks(self.group), dist.get_rank(), self._patience
+        own = f"group {self.group.group_name} of ranks {members}"
+        said, keys = {me: own}, {}
+        for peer in members:
+            if peer != me:
+                keys[peer] = f"turbo_hf/{me}/{peer}/{_meetings[peer]}"
+                store.set(keys[peer], own)
+        for peer in keys:
+            theirs = f"turbo_hf/{peer}/{me}/{_meetings[peer]}"
+            try:
+                store.wait([theirs], wait)
+            except RuntimeError as error:
+                for key in keys.values():
+                    # a later call begins anew
+                    with suppress(RuntimeError):
+                        store.delete_key(key)
+                raise ValueError(
+                    f"rank {peer} has not called patch with {own} within {wait.total_seconds():.0f} s, and others wait "
+                    "for it. Call patch on every rank, with the same group and arguments."
+                ) from error
+            said[peer] = store.get(theirs).decode()
+        for peer in keys:
+            # the other one has read what came before
+            with suppress(RuntimeError):
+                store.delete_key(f"turbo_hf/{me}/{peer}/{_meetings[peer] - 1}")
+            _meetings[peer] += 1
+        if len({*said.values()}) > 1:
+            each = "; ".join(f"rank {rank}: {said[rank]}" for rank in sorted(said))
+            raise ValueError(
+                f"the ranks of {self.shared_by} must all call patch with the same group; {each}. Pass one group on all "
+                "of them, made by the same call of torch.distributed."
+            )
 
     def joined(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The tensors of all ranks, of one shape, one after another in `dim`: of their heads, those of all."""

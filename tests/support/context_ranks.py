@@ -6,13 +6,8 @@ What the rank has seen goes to FOLDER/RANK.json. Without a group, the same calls
 """
 
 import copy
-import json
-import os
 import pickle
-import sys
-import traceback
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import LAB_MODEL, prompts, tiny_llama, tiny_mistral
+from ranks_support import error_of, run_rank, stand_ins
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,8 +28,8 @@ from transformers import (
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.integrity import Pass
+from turbo_hf.graphs import replayable_steps
 
-COUNT = 2
 NEW = 16
 KEYS = [f"{one}-{other}" for one in ("wild", "calm", "icy") for other in ("fox", "lake", "moss")]
 SMALL = TurboConfig(block_size=32)
@@ -52,19 +48,10 @@ def question(count: int, asked: int) -> str:
     return "\n".join([*said[:count], f"What is the {about}? The {about} is"])
 
 
-def error_of(act: Callable[[], Any]) -> str:
-    """What `act` raises, with the name of its class; "" if nothing."""
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 class Asked:
     """What one process is asked. Every method that is public is a case; both ranks run them in the same order."""
 
-    def __init__(self, rank: int | None, device: str):
+    def __init__(self, rank: int | None, folder: Path | None, device: str):
         self.rank, self.device = rank, device
         self.group = None if rank is None else dist.group.WORLD
         self.dtype = torch.float64 if device == "cpu" else torch.float32
@@ -158,6 +145,37 @@ class Asked:
 class Ranks(Asked):
     """And what only ranks are asked."""
 
+    def graphs(self) -> Any:
+        """Captured steps beside those that are launched: over ragged rows, of beams and of drafts."""
+        # no kernel serves float64
+        model, graphs = copy.deepcopy(self.lab).float(), replace(SMALL, cuda_graphs=True)
+        given, most = self.rows(question(3, 1), question(1, 0)), 100
+        lookup = {"prompt_lookup_num_tokens": 8, "max_new_tokens": 30}
+        kinds = {"greedy": {"max_new_tokens": most, "min_new_tokens": most}}
+        if self.device == "cpu":
+            kinds |= {"beams": {"max_new_tokens": 50, "num_beams": 3}, "lookup": lookup}
+
+        def tokens(kind: str, config: TurboConfig, **more: Any) -> Any:
+            rows = given if kind != "lookup" else {name: x[:1] for name, x in given.items()}
+            with self.patch(model, config) as handle:
+                found = model.generate(**rows, **{"do_sample": False, **kinds[kind], **more})
+                return found[:, rows["input_ids"].shape[1] :].tolist(), handle.report().steps
+
+        found: dict[str, Any] = {}
+        for kind in kinds:
+            found[kind] = [tokens(kind, replace(SMALL, cuda_graphs=False))[0]]
+            with stand_ins(self.device) as made:
+                # pages are reserved, and steps captured, several times
+                replayable_steps.AHEAD, before = 1, replayable_steps.AHEAD
+                found[kind] += [*tokens(kind, graphs), [x.captures for x in made]]
+                replayable_steps.AHEAD = before
+        with stand_ins(self.device, "out of something" if self.rank == 1 else ""):
+            found["failed"] = tokens("greedy", SMALL)[0]
+        with stand_ins(self.device):
+            torch.manual_seed(5 + (self.rank or 0))
+            found["sampled"] = error_of(lambda: tokens("greedy", graphs, do_sample=True))
+        return found
+
     def refused(self) -> Any:
         """Sentences, which must be the same on both ranks."""
         one, model = self.rank == 1, tiny_llama()
@@ -177,11 +195,24 @@ class Ranks(Asked):
             "weights": error_of(lambda: self.patch(other)),
             "group": error_of(lambda: turbo_hf.patch(model, SMALL, context_group="world")),
             "sparse": error_of(lambda: self.patch(model, sparse)),
-            "graphs": error_of(lambda: self.patch(model, replace(SMALL, cuda_graphs=True))),
             "compile": error_of(lambda: self.patch(model, replace(SMALL, compile=True))),
             "latent": error_of(lambda: self.patch(latent.eval())),
             "windows": error_of(lambda: self.patch(tiny_mistral(40))),
         }
+
+    def groups(self) -> Any:
+        """Groups that differ, a rank that does not patch, and one that does not run the model."""
+        one, model, wait = self.rank == 1, tiny_llama(), timedelta(seconds=3)
+        groups = [dist.new_group([0, 1], timeout=wait) for _ in range(3)]
+        found = {"other": error_of(lambda: turbo_hf.patch(model, SMALL, context_group=groups[one]))}
+        if not one:
+            found["absent"] = error_of(lambda: turbo_hf.patch(model, SMALL, context_group=groups[0]))
+        dist.barrier()
+        with turbo_hf.patch(model, SMALL, context_group=groups[2]) as handle:
+            if not one:
+                found["alone"] = error_of(lambda: model(prompts(1, 40), past_key_values=handle.new_cache()))
+            dist.barrier()
+        return found
 
     def outside(self) -> Any:
         """A group that one rank is not in."""
@@ -259,27 +290,9 @@ def cases(of: type) -> list[str]:
 
 
 def main() -> None:
-    rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(COUNT)}
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    store: Any = vars(dist)["FileStore"](str(folder / "store"), COUNT)
-    # a rank that waits for one that does not come ends in an error; on a GPU the other may be compiling kernels
-    wait = timedelta(seconds=30 if device == "cpu" else 300)
-    dist.init_process_group(
-        "gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=COUNT, timeout=wait
-    )
-    asked = Ranks(rank, device)
-    found = {}
     # on GPUs each case costs the compilation of its kernels
-    for case in cases(Ranks) if device == "cpu" else ("presets", "memory", "logits"):
-        try:
-            found[case] = getattr(asked, case)()
-        except Exception:
-            found[case] = traceback.format_exc()
-            break
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    os._exit(0)
+    on_gpu = ("presets", "memory", "logits", "graphs")
+    run_rank(Ranks, lambda device: cases(Ranks) if device == "cpu" else on_gpu)
 
 
 if __name__ == "__main__":

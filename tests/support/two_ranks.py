@@ -7,23 +7,16 @@ FOLDER holds checkpoints by name; what the rank has seen of these cases, or of a
 
 import copy
 import functools
-import json
-import os
-import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from calibration_support import PROSE_FILE, SMALL
-from graphs_support import Again
 from models import LAB_MODEL, SHAPE, prompts, tiny_llama
+from ranks_support import COUNT, error_of, run_rank, stand_ins
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,17 +25,12 @@ from typer.testing import CliRunner
 
 import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboConfig
-from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS
-from turbo_hf.graphs import step_runner as graphs
-from turbo_hf.graphs.devices import CudaDevice
-from turbo_hf.patching import generate_methods as generation
 
-COUNT = 2
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
 CONFIGS = {
     "int8": TurboConfig(bits=8, block_size=32),
@@ -80,15 +68,6 @@ def answer(model: Any, config: TurboConfig, **options: Any) -> tuple[list[Any], 
     with turbo_hf.patch(model, config, calibration=calibration, **options) as handle:
         tokens = model.generate(ids, max_new_tokens=NEW, do_sample=False)[:, 70:]
         return tokens.tolist(), handle.report(), handle.memory()
-
-
-def error_of(act: Callable[[], Any]) -> str:
-    """What `act` raises, with the name of its class; "" if nothing."""
-    try:
-        act()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 class Rank:
@@ -255,65 +234,8 @@ class Rank:
         return [[result.exit_code, result.stdout, result.stderr, repr(result.exception)] for result in ran]
 
 
-@contextmanager
-def stand_ins(device: str, fails: str = "") -> Iterator[list[Any]]:
-    """The runners of `generate` inside; on a CPU over a device that runs again what it has captured."""
-    made: list[Any] = []
-
-    def make(*args: Any) -> Any:
-        made.append(graphs.StepRunner(*args))
-        return made[-1]
-
-    def fail(device: Any, step: Any) -> Any:
-        raise RuntimeError(fails)
-
-    held = (
-        (generation, "StepRunner", make),
-        *(
-            (((CudaDevice, "capture", fail),) if fails else ())
-            if device != "cpu"
-            else (
-                (generation, "cuda_device", lambda device: Again(device, fails)),
-                (graphs, "_why_no_replay_there", _place),
-                (TurboLayer, "appends_in_place", lambda layer: True),
-            )
-        ),
-    )
-    before = [getattr(owner, name) for owner, name, _ in held]
-    for owner, name, value in held:
-        setattr(owner, name, value)
-    try:
-        yield made
-    finally:
-        for (owner, name, _), value in zip(held, before, strict=True):
-            setattr(owner, name, value)
-
-
-def _place(model: Any, captured: bool) -> str | None:
-    return None if captured else "its weights are shared among processes, whose sums are not compiled"
-
-
 def main() -> None:
-    rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(COUNT)}
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    store: Any = vars(dist)["FileStore"](str(folder / "store"), COUNT)
-    backend = "gloo" if device == "cpu" else "nccl"
-    # a rank that waits for one that does not come ends in an error; on a GPU the other may be compiling kernels
-    wait = timedelta(seconds=30 if device == "cpu" else 300)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=COUNT, timeout=wait)
-    asked = Rank(rank, folder, device)
-    cases = sys.argv[4:] or [name for name in vars(Rank) if not name.startswith("_") and name != "load"]
-    found = {}
-    for case in cases:
-        try:
-            found[case] = getattr(asked, case)()
-        except Exception:
-            found[case] = traceback.format_exc()
-            break
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    os._exit(0)
+    run_rank(Rank, lambda device: [name for name in vars(Rank) if not name.startswith("_") and name != "load"])
 
 
 if __name__ == "__main__":

@@ -75,6 +75,9 @@ class ContextRanks(Ranks):
         most, device, block = max(counts), store.k_open.device, store.block
         if not most:
             return store, 0
+        if max(whole) == 1:
+            # as in steps: what is sealed lies in front
+            return store._replace(open_len=shared([count * block for count in counts], device)), most
         place = torch.arange(most * block, device=device)
         place = place + place // block * ((self.count - 1) * block)
         if len(set(first)) == 1:
@@ -111,6 +114,10 @@ class ContextRanks(Ranks):
         Raises:
             ValueError: another pass on some rank, or one that cannot begin; the same error on all of them.
         """
+        if cache.turbo_layers()[0].replay is not None:
+            # compared before the step (`StepRunner`)
+            begin()
+            return
         error: Exception | None = None
         try:
             begin()
@@ -221,7 +228,6 @@ def require_spreadable(model: Any, config: TurboConfig, context: ContextRanks) -
         ),
         "sparse steps (TurboConfig.sparse)": config.sparse is not None,
         "sparse prompts (TurboConfig.sparse_prompt)": config.sparse_prompt is not None,
-        "cuda_graphs=True": config.cuda_graphs is True,
         "compile=True": config.compile,
     }
     for reason, found in reasons.items():

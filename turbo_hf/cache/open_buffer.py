@@ -131,6 +131,8 @@ class OpenBuffer:
 
     def drop_front_in_place(self, counts: list[int], left: list[int]) -> None:
         """As `drop_front`; the memory stays where it is, and all of it is kept."""
+        if not any(count and rest for count, rest in zip(counts, left, strict=True)):
+            return
         held = self.tensors()
         self.drop_front(counts, left)
         for old, new, dim in zip(held, self.tensors(), (2, 3, 2, 2), strict=True):

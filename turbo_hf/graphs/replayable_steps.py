@@ -25,6 +25,7 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.ops.decode.contract import why_no_step_kernel
+from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite, shared
 from turbo_hf.ops.store.append import seal_open
 from turbo_hf.ops.store.select_rows import select_rows
@@ -47,7 +48,8 @@ STEPS = "a decode step"
 class _Group:
     """Layers of one window and device with equal row states, which they share as `state`.
 
-    reserved: as in their `PagePool`.
+    reserved: blocks of each row, sealed or to come, for which there are pages; of a spread context, of all ranks: they
+        must capture anew together.
     arrived: as in `ReplayState`.
     plans: as in `KVStore`, for each number of tokens per row that a step stores.
     sealed, open: the device's counts of each layer, int64 [layers, B].
@@ -62,12 +64,17 @@ class _Group:
     sealed: torch.Tensor = field(default_factory=torch.Tensor)
     open: torch.Tensor = field(default_factory=torch.Tensor)
 
+    @property
+    def seals_in_step(self) -> bool:
+        """Whether a step itself seals the blocks that are due. Of a spread context each rank seals its own before."""
+        return not self.state.recording and self.state.context is None
+
     def keep_counts(self) -> None:
         """Give all layers counts that are changed together."""
         device, shape = self.layers[0].device, (len(self.layers), len(self.state.open))
         self.sealed = torch.empty(shape, dtype=torch.int64, device=device)
         self.open = torch.empty_like(self.sealed)
-        self.sealed.copy_(shared(self.state.sealed, device))
+        self.sealed.copy_(shared(self.state.pages(), device))
         self.open.copy_(shared(self.state.open, device))
         for layer, sealed, opened in zip(self.layers, self.sealed, self.open, strict=True):
             layer.device_counts.keep(self.state, sealed, opened)
@@ -229,21 +236,25 @@ class ReplayableSteps:
         ahead, after = self._ahead(group), before.without_front(leaving)
         # captures of the current pages are of no more use: they must not keep them in memory
         self.used.clear()
+        group.reserved = [held + more for held, more in zip(after.sealed, ahead, strict=True)]
+        held = after.pages()
+        more = [pages - now for pages, now in zip(after._replace(sealed=group.reserved).pages(), held, strict=True)]
         for layer in group.layers:
             if any(leaving):
                 layer.pool.drop_front(before.sealed, leaving, shrink=False)
-            layer.pool.reserve(after.sealed, ahead)
+            layer.pool.reserve(held, more)
             layer.buffer.reserve(block * (BLOCKS if before.recording else 1), before.open)
         if group.sealed.numel() and any(leaving):
             group.sealed.copy_(shared(after.sealed, group.sealed.device))
         group.become(after)
-        group.reserved = group.layers[0].pool.reserved
         for layer in group.layers:
             # capacity for the tokens of all reserved blocks, and of one open block after them
             layer.bucket_index.reserve((max(group.reserved) + 1) * block)
 
     def _ahead(self, group: _Group) -> list[int]:
-        pages, rows = group.layers[0].pool.pages, len(group.state.open)
+        state, rows = group.state, len(group.state.open)
+        # the same number on all ranks
+        pages = group.layers[0].pool.pages if state.context is None else sum(state.sealed)
         most = min(AHEAD, max(1, SLACK // rows, pages // (20 * rows)))
         left = 0 if self._limit is None else self._limit - group.state.seen
         ahead = [most] * rows
@@ -278,8 +289,10 @@ class ReplayableSteps:
                     layer.buffer.reserve(max(group.state.open) + tokens, group.state.open)
             if group.needs_pages():
                 self._reserve(group)
-            if group.seals():
+            if group.seals() and group.seals_in_step:
                 group.plan(group.state.sealed_by_step())
+            elif group.seals():
+                self._seal(group)
 
     def mark_unfinished(self) -> None:
         """Mark the cache as broken until `finish`.
@@ -296,9 +309,11 @@ class ReplayableSteps:
         """Inside, a pass over the cache is the step: layers do not count its tokens."""
         self.integrity.again(self._depth)
         for group in self._groups:
-            seals = not group.state.recording
-            sealed = group.state.sealed_by_step() if seals else group.state.sealed
-            replay = ReplayState(tuple(sealed), group.plans.setdefault(tokens, {}), group.arrived, seals)
+            seals, spread = group.seals_in_step, group.state.context is not None
+            sealed = group.state.sealed_by_step() if seals else group.state.pages()
+            # plans that move would move on one rank and not on another
+            plans = group.plans.setdefault(tokens, SteadyPlans() if spread else {})
+            replay = ReplayState(tuple(sealed), plans, group.arrived, seals)
             for layer in group.layers:
                 layer.replay = replay
         try:
@@ -315,7 +330,10 @@ class ReplayableSteps:
         """After a step that broke off: read from the device what each layer holds. No step may follow."""
         for layer in self.layers:
             before, counts = layer.state, layer.device_counts
-            after = before._replace(sealed=counts.sealed(before).tolist(), open=counts.open(before).tolist())
+            after = before._replace(open=counts.open(before).tolist())
+            if before.context is None:
+                # else no step seals
+                after = after._replace(sealed=counts.sealed(before).tolist())
             stored = after.lengths()[0] - before.lengths()[0]
             layer.state = after._replace(seen=before.seen + stored, decoded=before.decoded or stored > 0)
             counts.counted(before, layer.state)
@@ -343,13 +361,13 @@ class ReplayableSteps:
             for layer in self.layers:
                 # NaN in the block is reported at the next use of the cache
                 layer.commit(check_later=True)
-                layer.pool.trim(layer.state.sealed)
+                layer.pool.trim(layer.state.pages())
                 layer.bucket_index.trim(max(layer.lengths()))
 
     def finish(self, tokens: int = 1, surplus: int = 0) -> None:
         """Count what the step has stored: `tokens` per row, of which the newest `surplus` are taken back."""
         for group in self._groups:
-            if not group.state.recording:
+            if group.seals_in_step:
                 group.become(group.state.after_step())
             else:
                 group.become(group.state.stored(tokens - surplus, None, decoding=True))
@@ -398,15 +416,20 @@ class ReplayableSteps:
             self._reserve(group, cropped=True)
         before, after = group.state, group.state.with_sealed(whole)
         gone, device = [count * before.block for count in whole], group.open.device
-        group.sealed.add_(shared(whole, device))
+        own = [then - now for now, then in zip(before.pages(), after.pages(), strict=True)]
+        group.sealed.add_(shared(own, device))
         # the op seals the whole blocks among open tokens, and counts them as sealed already
         group.become(before._replace(sealed=after.sealed))
         for layer in group.layers:
-            seal_open(layer.kv_store(), max(whole), backend="reference" if layer.latent else layer.config.backend)
+            store, most = layer.kv_store(), max(whole)
+            if before.context is not None:
+                store, most = before.context.own_blocks(store, before.sealed, whole)
+            if most:
+                seal_open(store, most, backend="reference" if layer.latent else layer.config.backend)
             layer.buffer.drop_front_in_place(gone, after.open)
         group.open.sub_(shared(gone, device))
         group.become(after)
-        group.plan(after.sealed)
+        group.plan(after.pages())
 
     @storing
     def select_rows(self, rows: list[int]) -> bool:
@@ -420,7 +443,7 @@ class ReplayableSteps:
         # each mask with what becomes of it: layers may share one
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:
-            layer.pool.select_rows_in_place(layer.state.sealed, rows)
+            layer.pool.select_rows_in_place(layer.state.pages(), rows)
             mask = layer.valid_prefix
             if mask is not None:
                 if id(mask) not in masks:

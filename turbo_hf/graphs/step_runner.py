@@ -19,6 +19,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from turbo_hf.attention.turbo_attention import HANDED_ON, NAME
+from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
@@ -115,25 +116,16 @@ class StepRunner:
         if self._device is None:
             return self._launch(kwargs) if tokens == 1 else self._pass(**kwargs)
         cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
-        if self._steps is None or self._steps.cache is not cache or not self._steps.intact():
-            self._forget()
-            lasting = why_never_replayed(cache) if self._demanded else None
-            if lasting is not None:
-                raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
-            if why_no_replay(cache) is not None:
-                return self._pass(**kwargs)
-            self._steps = ReplayableSteps(cache, self._limit, self._depth)
-            self._restarts += 1
-        if not self._confirmed(self._steps, mask):
+        steps = self._steps_over(cache, kwargs)
+        if steps is None or not self._confirmed(steps, mask):
             return self._pass(**kwargs)
         size = power_of_two(tokens)
         capture = self._take(kwargs, size)
-        if self._steps.needs_pages():
+        if steps.needs_pages():
             # captures use the current pages
             self._drop()
         if capture.replay is None and self._compiled is not None and size == 1:
             capture.fused = self._compiled.ready(self._model, capture.inputs, self._device.warm)
-        steps = self._steps
         steps.mark_unfinished()
         steps.begin(size)
         try:
@@ -151,6 +143,31 @@ class StepRunner:
             kept = min(kwargs.get("logits_to_keep") or tokens, tokens)
             out["logits"] = out["logits"][:, tokens - kept : tokens]
         return out
+
+    def _steps_over(self, cache: TurboCache, kwargs: dict[str, Any]) -> ReplayableSteps | None:
+        """What prepares the steps over this cache; None: as it is now, none can be replayed. kwargs: of the pass.
+
+        Raises:
+            Unsupported: they never can be, and must be.
+            ValueError: the ranks that share this context bring other passes.
+        """
+        known, ranks = self._steps, cache.integrity.ranks
+        if known is not None and not (known.cache is cache and known.intact()):
+            known = None
+        if known is None:
+            self._forget()
+            lasting = why_never_replayed(cache) if self._demanded else None
+            if lasting is not None:
+                raise Unsupported(f'cuda_graphs=True: {lasting}. Choose TurboConfig(cuda_graphs="auto") or False.')
+            if why_no_replay(cache) is not None:
+                return None
+        if isinstance(ranks, ContextRanks) and self._depth == STEP:
+            # a step within the model's call has been compared by the hooks of that call
+            ranks.begin(cache, cache.integrity.require_whole, kwargs)
+        if known is None:
+            known = self._steps = ReplayableSteps(cache, self._limit, self._depth)
+            self._restarts += 1
+        return known
 
     def __del__(self) -> None:
         # the only sign that `generate` has ended

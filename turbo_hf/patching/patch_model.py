@@ -76,7 +76,7 @@ def patch(
         check: compare the logits of a short random text before and after patching; an error removes the patch.
         context_group: a process group of torch.distributed over whose ranks the sealed blocks of each context are
             spread. Every rank of it holds the whole model, calls this with the same arguments, and makes the same calls
-            over the same tokens. Steps are then no CUDA graphs.
+            over the same tokens.
 
     Returns:
         Handle: has `remove()`, `report()`, `memory()` and `new_cache()`, and is a context manager.
@@ -91,6 +91,7 @@ def patch(
     """
     context = context_ranks(context_group, model)
     ranks = ranks_of(model) if context is None else context
+    ranks.meet()
     with ranks.together():
         if strict not in get_args(Strict):
             raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
@@ -219,7 +220,6 @@ def _plan(
     no_serving = continuous_batching.why_not_served(model, layers, config, dims)
     if sharing is not ranks:
         require_spread_layers(layers)
-        steps, no_graphs = f"decode steps: no CUDA graphs ({CONTEXT})", CONTEXT
         no_serving = f"{CONTEXT} is not served to requests that come and go. Use generate"
     report = Report(
         model=type(model).__name__,
