@@ -7,6 +7,7 @@ its numbers are the same on each; `RowState.pages` are the rank's own.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar, NoReturn, Protocol
 from zlib import crc32
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from turbo_hf.cache.saved_files import checksum
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import KVStore
+from turbo_hf.layout import KVStore, power_of_two
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ranks import Ranks, ranks_of
 
@@ -140,11 +141,10 @@ class ContextRanks(Ranks):
         facts = {"the call": crc32(call.encode()), "what the caches hold": 0 if error is not None else _held(cache)}
         for name in COMPARED:
             facts[f"the shape of {name}"] = hash(tuple(tensors[name].shape)) if name in tensors else 0
-        own = torch.zeros(1 + len(facts) + len(COMPARED), dtype=torch.int64, device=self.device)
-        own[: 1 + len(facts)] = torch.tensor([int(error is not None), *facts.values()], device=self.device)
-        for n, name in enumerate(COMPARED, 1 + len(facts)):
-            if name in tensors:
-                own[n] = checksum(tensors[name])
+        nothing = torch.zeros((), dtype=torch.int64, device=self.device)
+        sums = [_checksum(tensors[name]).to(self.device) if name in tensors else nothing for name in COMPARED]
+        known = torch.tensor([int(error is not None), *facts.values()], device=self.device)
+        own = torch.cat((known, torch.stack(sums)))
         # ~x falls as x rises: the largest of both tell whether all are equal
         least, most = self.most(torch.stack((~own, own))).tolist()
         if most[0]:
@@ -159,6 +159,20 @@ class ContextRanks(Ranks):
                     "the same on all of them. Pass the same on every rank; if they sample, seed all ranks alike "
                     "(torch.manual_seed); then reset() the caches, or take new ones."
                 )
+
+
+def _checksum(x: torch.Tensor) -> torch.Tensor:
+    """int64 [] on x's device, which tells tensors of one shape apart."""
+    if x.is_floating_point():
+        return checksum(x)
+    # a step is short: no more launches than need be
+    return (x.reshape(-1) * _odd(power_of_two(max(1, x.numel())), x.device)[: x.numel()]).sum()
+
+
+@lru_cache(maxsize=4)
+def _odd(count: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(1, 2 * count, 2, device=device)
 
 
 def _open_parts(store: KVStore) -> tuple[tuple[torch.Tensor, int], ...]:
