@@ -167,6 +167,7 @@ def test_parts_of_the_keys_merge_to_the_whole(mode: str, backend: str, device: t
 def test_what_is_refused_in_the_same_words(ranks: Any) -> None:
     of_cpu(ranks)
     said = both(ranks, "refused")
+    assert not said.pop("checked")
     alike = "ValueError: the ranks of this context group must all be patched alike; "
     assert said.pop("configs").startswith(f"{alike}config of rank 0: TurboConfig(bits=4")
     assert said.pop("weights").startswith(f"{alike}weights of rank 0: ")

@@ -149,11 +149,11 @@ class Ranks(Asked):
         """Captured steps beside those that are launched: over ragged rows, of beams and of drafts."""
         # no kernel serves float64
         model, graphs = copy.deepcopy(self.lab).float(), replace(SMALL, cuda_graphs=True)
-        given, most = self.rows(question(3, 1), question(1, 0)), 100
-        lookup = {"prompt_lookup_num_tokens": 8, "max_new_tokens": 30}
-        kinds = {"greedy": {"max_new_tokens": most, "min_new_tokens": most}}
+        given = self.rows(question(3, 1), question(1, 0))
+        kinds = {"greedy": {"max_new_tokens": 75, "min_new_tokens": 75}}
         if self.device == "cpu":
-            kinds |= {"beams": {"max_new_tokens": 50, "num_beams": 3}, "lookup": lookup}
+            most = {"max_new_tokens": 36, "min_new_tokens": 36}
+            kinds |= {"beams": {"num_beams": 3, **most}, "lookup": {"prompt_lookup_num_tokens": 8, **most}}
 
         def tokens(kind: str, config: TurboConfig, **more: Any) -> Any:
             rows = given if kind != "lookup" else {name: x[:1] for name, x in given.items()}
@@ -191,6 +191,7 @@ class Ranks(Asked):
         )  # fmt: skip
         sparse = replace(SMALL, sparse=SparseConfig(sink_tokens=4, window_tokens=16, probes=2))
         return {
+            "checked": error_of(lambda: self.patch(model, check=True).remove()),
             "configs": error_of(lambda: self.patch(model, CONFIGS["int8" if one else "turbo4"])),
             "weights": error_of(lambda: self.patch(other)),
             "group": error_of(lambda: turbo_hf.patch(model, SMALL, context_group="world")),

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from turbo_hf.cache.context_group import spread
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
@@ -209,6 +210,8 @@ def require_agreement(
     """
     exact = TurboConfig(bits=16, attention="fp16", block_size=config.block_size, backend=config.backend)
     unrounded = TurboCache(model.config, exact, dense_layers=uncompressed)
+    if cache.context is not None:
+        spread(unrounded, cache.context)
     for case, got, want, rounding in (
         ("without a cache", probe(model), unpatched.plain, unpatched.rounding),
         ("over a cache that quantizes nothing", probe(model, unrounded), unpatched.cached, unpatched.half),
