@@ -1,14 +1,19 @@
 """One context over two ranks: their tokens are those of one process, each stores half of them, and both do the same."""
 
+import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from context_ranks import Asked
+from models import tiny_llama
 from prefill_support import inputs, random_past
 from ranks_support import COUNT, seen_by_ranks
 from stores import make_store
 from torch import Tensor
+from transformers.distributed.configuration_utils import DistributedConfig
+from two_ranks import CONFIGS, HEADS, answer
 
 from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.layout import Rounding, Scoring
@@ -111,6 +116,30 @@ def test_layers_with_windows_stay_whole(ranks: Any) -> None:
     assert alike(ranks, tokens, expected)
     assert first[0] == second[0] == whole[0]
     assert first[1]["codes"] + second[1]["codes"] == whole[1]["codes"]
+
+
+def test_pairs_that_share_a_model_share_a_context(tmp_path: Path) -> None:
+    if "dp_replicate_size" not in inspect.signature(DistributedConfig).parameters:
+        pytest.skip("this version of Transformers splits a model among all processes")
+    model = tiny_llama(**HEADS)
+    model.save_pretrained(tmp_path / "llama")
+    seen = seen_by_ranks("grid_ranks.py", tmp_path, "cpu", 4)
+    for name, (tokens, said, *_, processes) in seen[0]["answers"].items():
+        expected, _, memory = answer(model.double(), CONFIGS[name])
+        assert [found["answers"][name][0] for found in seen] == [tokens] * 4
+        assert tokens == expected
+        assert said.startswith("one context over 2 ranks")
+        assert "; tensor parallel over 2 ranks" in said
+        assert sum(found["answers"][name][3]["codes"] for found in seen) == memory.by_kind["codes"]
+        assert processes == 4
+    same, _, weights = seen[0]["refused"]
+    # two ranks that wait for two others
+    for rank, found in enumerate(seen[:2]):
+        assert found["refused"][1].startswith(f"ValueError: rank {rank + 2} has not called patch with group ")
+    assert not seen[2]["refused"][1]
+    assert all(found["refused"][2] == weights for found in seen)
+    assert same.startswith("ValueError: context_group: its ranks [0, 1] share the heads of this model")
+    assert weights.startswith("ValueError: the ranks of this context group must all be patched alike; weights of")
 
 
 @pytest.mark.parametrize("before", [(4, 4), (2, 0)])

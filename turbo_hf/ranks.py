@@ -65,6 +65,16 @@ class Ranks:
         """Whether there are others."""
         return self.count > 1
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this one issues warnings, of all that decide together."""
+        return self.rank == 0
+
+    @property
+    def processes(self) -> int:
+        """How many processes hold a part of each cache."""
+        return self.count
+
     def __deepcopy__(self, memo: Any) -> "Ranks":
         # of the same processes
         return self
@@ -117,10 +127,10 @@ class Ranks:
             if waited > SPIN:
                 time.sleep(SPIN / 20)
 
-    def meet(self) -> None:
+    def meet(self, note: str = "") -> None:
         """Find out, before the first exchange, that all ranks are here with the same group: over different groups, or
         with a rank that does not come, an exchange never ends. Each tells each other one by the store of torch's
-        default group.
+        default group. note: what else all of them must say.
 
         Raises:
             ValueError: a rank has not come, or with another group; on all ranks that wait for it.
@@ -129,7 +139,7 @@ class Ranks:
             return
         store: Any = dist.distributed_c10d._get_default_store()
         members, me, wait = dist.get_process_group_ranks(self.group), dist.get_rank(), self._patience
-        own = f"group {self.group.group_name} of ranks {members}"
+        own = f"group {self.group.group_name} of ranks {members}{note}"
         said, keys = {me: own}, {}
         for peer in members:
             if peer != me:

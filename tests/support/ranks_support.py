@@ -24,22 +24,23 @@ SUPPORT = Path(__file__).resolve().parent
 COUNT = 2
 
 
-def seen_by_ranks(script: str, folder: Path, device: str) -> list[dict[str, Any]]:
+def seen_by_ranks(script: str, folder: Path, device: str, count: int = COUNT) -> list[dict[str, Any]]:
     """What each rank of a script of this folder has seen (`run_rank`)."""
     paths = [str(SUPPORT), str(SUPPORT.parents[1])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env["WORLD_SIZE"] = str(count)
     command = [sys.executable, str(SUPPORT / script)]
     started = [
         subprocess.Popen([*command, str(n), str(folder), device], env=env, stderr=subprocess.PIPE, text=True)
-        for n in range(COUNT)
+        for n in range(count)
     ]
     try:
         errors = [process.communicate(timeout=1500)[1] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert all((folder / f"{n}.json").exists() for n in range(COUNT)), "\n".join(errors)
-    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(COUNT)]
+    assert all((folder / f"{n}.json").exists() for n in range(count)), "\n".join(errors)
+    found = [json.loads((folder / f"{n}.json").read_text()) for n in range(count)]
     for seen in found:
         for case in seen.values():
             assert not (isinstance(case, str) and "Traceback" in case), case
@@ -52,14 +53,15 @@ def run_rank(asks: Callable[[int, Path, str], Any], cases: Callable[[str], Seque
     What the cases return goes to FOLDER/RANK.json. cases: all of them, on a device.
     """
     rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(COUNT)}
+    count = int(os.environ.setdefault("WORLD_SIZE", str(COUNT)))
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     if device == "cuda":
         torch.cuda.set_device(rank)
-    store: Any = vars(dist)["FileStore"](str(folder / "store"), COUNT)
+    store: Any = vars(dist)["FileStore"](str(folder / "store"), count)
     backend = "gloo" if device == "cpu" else "nccl"
     # a rank that waits for one that does not come ends in an error; on a GPU the other may be compiling kernels
     wait = timedelta(seconds=30 if device == "cpu" else 300)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=COUNT, timeout=wait)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=wait)
     asked = asks(rank, folder, device)
     found = {}
     for case in sys.argv[4:] or cases(device):

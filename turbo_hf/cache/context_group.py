@@ -5,8 +5,9 @@ alone keeps it. Open tokens are on all ranks, and count on the first. `RowState`
 its numbers are the same on each; `RowState.pages` are the rank's own.
 """
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NoReturn, Protocol
 from zlib import crc32
@@ -19,7 +20,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import KVStore, power_of_two
 from turbo_hf.ops.host_device import shared
-from turbo_hf.ranks import Ranks, ranks_of
+from turbo_hf.ranks import ALONE, Ranks, ranks_of
 
 COMPARED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments of a pass that must be the same on all ranks."""
@@ -43,9 +44,51 @@ class Cache(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ContextRanks(Ranks):
-    """The ranks over which the blocks of one context are spread; more than one."""
+    """The ranks over which the blocks of one context are spread; more than one.
 
+    sharing: of a tensor parallel model, the ranks that share its heads with this one. Each of them is in a context
+        group of its own, and what one group decides, all do.
+    """
+
+    sharing: Ranks = ALONE
     shared_by: ClassVar[str] = "this context group"
+
+    @property
+    def speaks(self) -> bool:
+        """As in `Ranks`."""
+        return self.rank == 0 and self.sharing.speaks
+
+    @property
+    def processes(self) -> int:
+        """As in `Ranks`."""
+        return self.count * self.sharing.count
+
+    def most(self, numbers: torch.Tensor) -> torch.Tensor:
+        """As in `Ranks`, also of those that share the model."""
+        return self.sharing.most(super().most(numbers))
+
+    def texts(self, text: str) -> list[str]:
+        """As in `Ranks`, also of those that share the model."""
+        own = super().texts(text)
+        return [text for each in self.sharing.texts(json.dumps(own)) for text in json.loads(each)]
+
+    def meet(self, note: str = "") -> None:
+        """As in `Ranks`, also with those that share the model."""
+        self.sharing.meet(", with a context_group")
+        super().meet(note)
+
+    def require_same_parts(self, weights: str) -> None:
+        """ValueError unless the ranks of the group hold the same weights, and those that share the model the same
+        blocks. weights: identifies this rank's."""
+        together = dist.get_process_group_ranks(self.group)
+        shared = dist.get_process_group_ranks(self.sharing.group) if self.sharing else []
+        if len({*together} & {*shared}) > 1:
+            raise ValueError(
+                f"context_group: its ranks {together} share the heads of this model ({shared}). Pass a group of the "
+                "ranks that hold the same heads."
+            )
+        self.sharing.require_same({"place in context_group": f"{self.rank} of {self.count}"})
+        replace(self, sharing=ALONE).require_same({"weights": weights})
 
     def __reduce__(self) -> NoReturn:
         raise Unsupported(
@@ -224,7 +267,7 @@ def context_ranks(group: Any, model: Any) -> ContextRanks | None:
         model.device.type == "cuda" or "gloo" not in dist.get_backend_config(group)
     )
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpus else torch.device("cpu")
-    return ContextRanks(dist.get_rank(group), count, group, device)
+    return ContextRanks(dist.get_rank(group), count, group, device, ranks_of(model))
 
 
 def require_spreadable(model: Any, config: TurboConfig, context: ContextRanks) -> None:
@@ -235,7 +278,6 @@ def require_spreadable(model: Any, config: TurboConfig, context: ContextRanks) -
     """
     devices = {x.device for x in model.parameters()}
     reasons = {
-        "a model that is split among processes (tensor parallel): load all of it on each rank": bool(ranks_of(model)),
         "a model on several devices (device_map)": len(devices) > 1,
         f"a model on {model.device}, which the group's backend does not serve (nccl is for GPUs, gloo for CPUs)": (
             model.device.type != context.device.type

@@ -245,7 +245,7 @@ class TurboCache(CachePasses):
 
     def memory(self) -> Memory:
         """Bytes by layer and kind, as currently allocated."""
-        return measure(self.layers, self.integrity.ranks.count)
+        return measure(self.layers, self.integrity.ranks.processes)
 
     @property
     def max_cache_len(self) -> int:

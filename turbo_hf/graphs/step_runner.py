@@ -287,7 +287,7 @@ class StepRunner:
                 message = f"turbo_hf: this model's decode step cannot be captured in a CUDA graph ({error})"
                 if self._demanded:
                     raise Unsupported(f'{message}. Choose TurboConfig(cuda_graphs="auto") or False.') from error
-                if steps.integrity.ranks.rank == 0:
+                if steps.integrity.ranks.speaks:
                     warnings.warn(
                         f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.", stacklevel=4
                     )

@@ -226,7 +226,7 @@ class CacheMaker:
             deferred.hollow()
             self.unmeasured = layers, deferred
         else:
-            self.measured = measure(layers, self.ranks.count)
+            self.measured = measure(layers, self.ranks.processes)
 
     def forget(self, cache: TurboCache) -> None:
         """The model has replaced `cache` by another one, so `memory` no longer reports it."""
@@ -246,8 +246,8 @@ class CacheMaker:
             layers, deferred = self.unmeasured
             with suppress(ValueError):
                 deferred.store()
-            self.measured, self.unmeasured = measure(layers, self.ranks.count), None
-        return self.measured or Memory((), 0, 0, self.ranks.count)
+            self.measured, self.unmeasured = measure(layers, self.ranks.processes), None
+        return self.measured or Memory((), 0, 0, self.ranks.processes)
 
     def __reduce__(self) -> Any:
         # a copied or pickled model makes its own caches, and needs the names in its config to be registered

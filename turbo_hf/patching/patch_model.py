@@ -39,7 +39,7 @@ from turbo_hf.patching.refusals import (
     text_type,
 )
 from turbo_hf.patching.selfcheck import require_agreement, unpatched_logits
-from turbo_hf.ranks import ALONE, Ranks, ranks_of, split_layers
+from turbo_hf.ranks import Ranks, ranks_of, split_layers
 from turbo_hf.sparse.prompts import describe_sparse_prompts
 
 CONTEXT = "one context over several ranks"
@@ -97,7 +97,7 @@ def patch(
             raise ValueError(f"strict must be one of {', '.join(get_args(Strict))}; got {strict!r}.")
         chosen = resolve_config(config)
         require_model(model)
-        notices = Notices(strict, speaks=ranks.rank == 0)
+        notices = Notices(strict, speaks=ranks.speaks)
         check_model(model, notices)
         continuous_batching.require_no_manager(model)
         all_layers = attention_layers(model)
@@ -107,8 +107,10 @@ def patch(
     if context is not None:
         gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device)
         alike |= {"model": type(model).__name__, "dtype": str(model.dtype), "device": gpu}
-        alike["weights"] = weights_digest(model)
     ranks.require_same(alike)
+    if context is not None:
+        with ranks.together():
+            context.require_same_parts(weights_digest(model))
     biases = bias_steps(all_layers, chosen, ranks)
     with ranks.together():
         planned = _plan(model, chosen, calibration, revision, notices, all_layers, biases, ranks)
@@ -160,8 +162,8 @@ def _plan(
 ) -> _Planned:
     """Decide what to do with each part of the model; nothing is changed yet. Errors as in `patch`."""
     heads = {at.index: (at.module, kv_heads(at.module.config, at.index)) for at in all_layers if not at.reason}
-    # those of a context group hold all heads
-    sharing = ALONE if isinstance(ranks, ContextRanks) else ranks
+    # those of a context group hold the same heads
+    sharing = ranks.sharing if isinstance(ranks, ContextRanks) else ranks
     split = split_layers(model, sharing, heads)
     layers = [
         choose_layer(at, config, biases.get(at.index, 0.0), sharing.count if at.index in split else 1)
@@ -261,7 +263,8 @@ def _plan(
 def _words(ranks: Ranks) -> str:
     """For the report."""
     if isinstance(ranks, ContextRanks):
-        return f"one context over {ranks.count} ranks: block i of a row is on rank i modulo {ranks.count}"
+        said = f"one context over {ranks.count} ranks: block i of a row is on rank i modulo {ranks.count}"
+        return "; ".join(filter(None, (said, _words(ranks.sharing))))
     return f"tensor parallel over {ranks.count} ranks; KV heads of one of them:" if ranks else ""
 
 
