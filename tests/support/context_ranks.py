@@ -150,7 +150,7 @@ class Ranks(Asked):
         # no kernel serves float64
         model, graphs = copy.deepcopy(self.lab).float(), replace(SMALL, cuda_graphs=True)
         given = self.rows(question(3, 1), question(1, 0))
-        kinds = {"greedy": {"max_new_tokens": 75, "min_new_tokens": 75}}
+        kinds = {"greedy": {"max_new_tokens": 60, "min_new_tokens": 60}}
         if self.device == "cpu":
             most = {"max_new_tokens": 36, "min_new_tokens": 36}
             kinds |= {"beams": {"num_beams": 3, **most}, "lookup": {"prompt_lookup_num_tokens": 8, **most}}

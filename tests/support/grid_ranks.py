@@ -36,7 +36,7 @@ class Grid:
 
     def answers(self) -> Any:
         found = {}
-        for name in ("turbo4", "turbo-mixed"):
+        for name in ("turbo-mixed",):
             tokens, report, memory = answer(self.llama, CONFIGS[name], context_group=self.group)
             found[name] = [tokens, report.ranks, report.steps, memory.by_kind, memory.ranks]
         return found

@@ -25,6 +25,9 @@ from turbo_hf.ranks import ALONE, Ranks, ranks_of
 COMPARED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 """Arguments of a pass that must be the same on all ranks."""
 
+GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+"""2^64 over the golden ratio, as an int64, which mixes bits when multiplied (Fibonacci hashing)."""
+
 OTHER_CACHE = (
     "this TurboCache is not spread over the ranks of the context group that the model was patched with (or the other "
     "way round). Take handle.new_cache(), of this patch."
@@ -209,13 +212,15 @@ def _checksum(x: torch.Tensor) -> torch.Tensor:
     if x.is_floating_point():
         return checksum(x)
     # a step is short: no more launches than need be
-    return (x.reshape(-1) * _odd(power_of_two(max(1, x.numel())), x.device)[: x.numel()]).sum()
+    return (x.reshape(-1) * _weights(power_of_two(max(1, x.numel())), x.device)[: x.numel()]).sum()
 
 
 @lru_cache(maxsize=4)
-def _odd(count: int, device: torch.device) -> torch.Tensor:
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """int64 [count], odd, and without a pattern by which differences would cancel each other."""
     with torch.inference_mode(False):
-        return torch.arange(1, 2 * count, 2, device=device)
+        mixed = torch.arange(1, count + 1, device=device) * GOLDEN
+        return (mixed ^ (mixed >> 31)) * GOLDEN | 1
 
 
 def _open_parts(store: KVStore) -> tuple[tuple[torch.Tensor, int], ...]:
