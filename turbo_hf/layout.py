@@ -127,6 +127,19 @@ class PagedHeads(NamedTuple):
         return self.bits if self.bits == self.value_bits else (self.bits, self.value_bits)
 
 
+class PageMeans(NamedTuple):
+    """The mean key of each page: mean * scale, of the INT8 keys that the page was packed from (of 16-bit keys as such).
+
+    Slots of all widths stand in the order of `KVStore.order`.
+
+    mean: int8 [P, Hkv, D].
+    scale: float32 [P, Hkv].
+    """
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+
+
 class KVStore(NamedTuple):
     """One layer's compressed cache, as ops see it.
 
@@ -143,6 +156,7 @@ class KVStore(NamedTuple):
     sealed_host: the numbers in `sealed`, where the host knows them: a launch then need not wait for the device.
     plans: work splits of launches that will be replayed (`ops.decode.stream_k.LivePlan`, `KeptWorkspace`), made by the
         first launch and kept up to date by `ReplayableSteps`; None: nothing is replayed.
+    means: the mean key of each page, written when it is sealed; None: not kept.
     """
 
     paged: tuple[PagedHeads, ...]
@@ -157,6 +171,7 @@ class KVStore(NamedTuple):
     block: int
     sealed_host: tuple[int, ...] | None = None
     plans: dict[Any, Any] | None = None
+    means: PageMeans | None = None
 
 
 class Operands(NamedTuple):
@@ -281,6 +296,21 @@ class Visits(NamedTuple):
     min_collisions: int = 1
 
 
+NOTED_UNIT = 1 << 20
+"""Shares that kernels add up are whole numbers of this part of 1: sums in any order are then the same."""
+
+
+class ByMeans(NamedTuple):
+    """The rule of a sparse decode that chooses whole blocks by the mean keys of their pages (`KVStore.means`).
+
+    left: share of the estimated softmax that may fall on sealed blocks which are not read; above 0 and below 1.
+    noted: int64 [2], to which each query head adds the share so left, times `NOTED_UNIT`, and 1; None: not noted.
+    """
+
+    left: float
+    noted: torch.Tensor | None = None
+
+
 class AlwaysRead(NamedTuple):
     """The tokens that every query of a sparse decode reads.
 
@@ -339,6 +369,12 @@ def page_bytes(head_dim: int, width: Width, block: int = 64, rotary_dim: int | N
 def open_token_bytes(head_dim: int, *, unquantized: bool = False) -> int:
     """Bytes of one open token of one KV head: codes or 16-bit numbers, and a float32 scale, for K and V."""
     return 2 * (head_dim * (2 if unquantized else 1) + 4)
+
+
+def empty_means(pages: int, slots: int, head_dim: int, device: torch.device) -> PageMeans:
+    """Uninitialized means for `slots` heads of all widths (shapes: `PageMeans`)."""
+    mean = torch.empty(pages, slots, head_dim, dtype=torch.int8, device=device)
+    return PageMeans(mean, torch.empty(pages, slots, dtype=torch.float32, device=device))
 
 
 def empty_pages(

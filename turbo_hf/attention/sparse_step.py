@@ -6,7 +6,7 @@ import torch
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
-from turbo_hf.layout import AlwaysRead, AttentionOutput, Rotary, Scoring, Visits
+from turbo_hf.layout import AlwaysRead, AttentionOutput, ByMeans, Rotary, Scoring, Visits
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.store.rotate import rotate_queries
 from turbo_hf.sparse.undo_rotary import turns_by_halves, undo_rotary
@@ -98,17 +98,21 @@ def attend_sparse(
         selector.count(layer.lengths(), counts, layer.heads)
     q = new.align(query)
     q = rotate_queries(q, layer.config.backend) if layer.config.rotates else q
-    # nothing may come between it and attention: their launches overlap
-    visited = None if query_info is None else _visited(layer, query_info, new.tokens, query.shape[1] // layer.heads)
+    read, noted = selector.tally.counters(query.device)
+    visits: Visits | ByMeans | None = ByMeans(selector.config.left, noted) if selector.by_means else None
+    if query_info is not None:
+        # nothing may come between it and attention: their launches overlap
+        visited = _visited(layer, query_info, new.tokens, query.shape[1] // layer.heads)
+        visits = None if visited is None else Visits(index.buckets, visited, index.spans, selector.min_collisions)
     return sparse_decode(
         q,
         layer.kv_store(),
         scoring,
-        None if visited is None else Visits(index.buckets, visited, index.spans, selector.min_collisions),
+        visits,
         AlwaysRead(selector.config.sink_tokens, selector.window),
         starts=starts,
         mode=layer.config.decode_attention,
-        read=selector.tally.counter(query.device),
+        read=read,
         backend=layer.config.backend,
     )
 

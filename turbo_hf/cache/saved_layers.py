@@ -8,7 +8,7 @@ import torch
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.open_buffer import OpenBuffer
 from turbo_hf.cache.rows import RowState
-from turbo_hf.layout import PagedHeads, empty_pages, widths_of
+from turbo_hf.layout import PagedHeads, PageMeans, empty_means, empty_pages, widths_of
 
 LATER = frozenset({"dtype", "device", "indexer_dtype", "indexer_device"})
 """Attributes that Transformers' own layers have once they hold something."""
@@ -20,7 +20,7 @@ def held_by(layer: Any) -> Any:
         return dict(vars(layer))
     if not layer.is_initialized:
         return None
-    state, (pages, table) = layer.state, layer.pool.kept(layer.state.sealed)
+    state, (pages, means, table) = layer.state, layer.pool.kept(layer.state.sealed)
     like = OpenBuffer(layer.rows, 1, 1, torch.device("meta"), tokens=max(state.open))
     # without the room for tokens to come
     opened = [x.narrow(d, 0, like.capacity) for x, d in zip(layer.buffer.tensors(), (2, 3, 2, 2), strict=True)]
@@ -33,6 +33,7 @@ def held_by(layer: Any) -> Any:
         "valid": layer.valid_prefix,
         "universal": layer.universal,
         "pages": pages,
+        "means": means,
         "table": table,
         "open": opened,
         "index": layer.bucket_index.kept(max(layer.lengths())),
@@ -66,14 +67,18 @@ def _hold(layer: TurboLayer, held: dict[str, Any], device: torch.device) -> None
     pages = tuple(PagedHeads(widths_of(width)[0], *own) for (width, _), own in zip(groups, held["pages"], strict=True))
     count = len(pages[0].k)
     shape = (dim, block, meta, pool.dtype_16bit, rotary)
+    # of a layer that keeps them
+    means = held.get("means", [])
     like: dict[str, Iterable[torch.Tensor]] = {
         "pages": [x for width, n in groups for x in empty_pages(width, count, n, *shape)[1:]],
+        "means": [] if pool.means is None else empty_means(count, heads, dim, meta),
         "open": OpenBuffer(rows, heads, dim, meta, layer.buffer.k.dtype, max(state.open), rotary).tensors(),
         "order": [layer.order],
         "universal": [] if layer.universal is None else [layer.universal],
     }
     own = {
         "pages": [x for each in pages for x in each[1:]],
+        "means": means,
         "open": held["open"],
         "order": [held["order"]],
         "universal": [] if held["universal"] is None else [held["universal"]],
@@ -89,5 +94,5 @@ def _hold(layer: TurboLayer, held: dict[str, Any], device: torch.device) -> None
     layer.state, layer.ranked, layer.valid_prefix = state, held["ranked"], valid
     layer.order, layer.universal = held["order"], held["universal"]
     layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = held["open"]
-    pool.hold(pages, table, state.sealed)
+    pool.hold(pages, PageMeans(*means) if means else None, table, state.sealed)
     layer.bucket_index.hold(held["index"], max(layer.lengths()))

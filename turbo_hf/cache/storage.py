@@ -142,7 +142,8 @@ class LayerStorage:
             )
         groups = self.config.head_groups(self.heads)
         block, dtype_16bit = self.config.block_size, type_16bit(self.dtype)
-        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim)
+        means = self.selector is not None and self.selector.by_means
+        self.pool = PagePool(rows, groups, self.dim, block, self.device, dtype_16bit, self.rotary_dim, means)
         self.bucket_index = BucketIndex(rows, self.heads, block, self.selector, self.device)
         opened = dtype_16bit if UNQUANTIZED in dict(groups) else torch.int8
         buffer = (opened, key_states.shape[2], self.rotary_dim)
@@ -200,7 +201,7 @@ class LayerStorage:
         places = (self.order, self.pool.device_table(), counts.sealed(state))
         opened = (*self.buffer.tensors(), counts.open(state))
         known, plans = (tuple(state.pages()), None) if replay is None else (replay.sealed, replay.plans)
-        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans)
+        return KVStore(self.pool.paged, *places, *opened, self.pool.block, known, plans, self.pool.means)
 
     def _held(self) -> tuple[Any, ...]:
         """What launches have the addresses of, and the lengths that they are planned for."""

@@ -20,18 +20,20 @@ V_SCALES = ("block", "channel", "tensor")
 BUFFER_SCALES = ("token", "universal")
 CALIBRATED = ("saap", "kmeans", "kmeans-rotated")
 """Selectors that need a calibration."""
-SELECTORS = (*CALIBRATED, "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full")
+SELECTORS = (*CALIBRATED, "means", "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full")
 MOST_BUCKETS = 1 << 15
 """Maximum number of buckets per KV head: a token's bucket is stored in 16 bits."""
 MOST_TOKENS = 1 << 30
 """Maximum number of tokens that are always read: no row holds more, and places are counted in 32 bits."""
 LARGEST_SEED = (1 << 32) - 1
 """Seeds are multiplied by constants, with layers and windows added, and torch accepts 64 bits."""
-NO_BUCKETS = ("window", "full")
+NO_BUCKETS = ("means", "window", "full")
 """Selectors that choose no buckets."""
 USED_BY = {
     "buckets": ("lsh-reformer", "lsh-gray", "lsh-tables", "random"),
     "tables": ("lsh-tables",),
+    "mass": ("saap", "means"),
+    "most_probes": ("saap",),
     "probes": tuple(name for name in SELECTORS if name not in ("lsh-tables", *NO_BUCKETS)),
     "independent": tuple(name for name in SELECTORS if name not in NO_BUCKETS),
 }
@@ -73,15 +75,18 @@ class SparseConfig(Options):
         selector: how keys are assigned to buckets, and how the buckets that a query visits are chosen. "saap": buckets
             by centroids of keys before rotary embedding, visits by the query classifier. "kmeans": visits by the inner
             product of the un-rotated query and the centroids. "kmeans-rotated": centroids of keys after rotary
-            embedding. These three need a calibration. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants
+            embedding. These three need a calibration. "means": the blocks that hold the mass of the attention, as
+            estimated by the mean key of each; it needs none. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants
             of SAAP appendix B. "random": random buckets. "window": the always-read tokens alone (StreamingLLM). "full":
-            every key. `probes`, `buckets`, `tables` and `independent` are refused for selectors that do not use them,
-            unless left at their defaults.
+            every key. Options are refused for selectors that do not use them, unless left at their defaults.
         probes: how many buckets a step visits for each KV head; None: 32 (SAAP: l = 32). Not for "lsh-tables", whose
-            queries visit one bucket of each table, nor for "window" and "full", which have no buckets.
-        mass: instead of visiting a fixed number of buckets, visit them until the classifier leaves less than this share
-            of the attention beyond the always-read tokens to the remaining ones. Between 0 and 1, only for selector
-            "saap", and not together with `probes`. Each step then counts the buckets of all keys, in plain torch.
+            queries visit one bucket of each table, nor for "means", "window" and "full", which have no buckets.
+        mass: share of the attention that may be left out, between 0 and 1. Selector "saap": instead of a fixed number of
+            buckets, visit them until the classifier leaves less than this share of the attention beyond the always-read
+            tokens to the remaining ones; not together with `probes`; each step then counts the buckets of all keys, in
+            plain torch. Selector "means": each query head reads the fewest sealed blocks, the always-read ones among
+            them, that leave no more than this share of its estimated attention to others; None: 0.05. A block that one
+            head of a KV head needs is read for all.
         most_probes: the maximum number of buckets visited under `mass`; None: no limit.
         buckets: number of buckets per KV head, for the selectors without a calibration; for "lsh-tables", per hash
             table.
@@ -90,7 +95,7 @@ class SparseConfig(Options):
         independent: True: each query head visits `probes` buckets (or those of `mass`) by its own scores, and attends
             only to keys of those (SAAP appendix E.3); a key that several heads read is counted once for their KV head.
             Runs in plain torch, without CUDA graphs. False: the query heads of a KV head choose together, by the sum of
-            their scores, and read the same keys. Not for "window" and "full", which choose nothing.
+            their scores, and read the same keys. Not for "means", "window" and "full".
         sink_tokens, window_tokens: how many of the first and of the newest tokens of a row are always read (SAAP: 1 +
             2047), from 0 and 1 to 2^30. A row of no more tokens than these is read in full.
         read_all_layers: layers whose steps read every key (SAAP: the first). They remain compressed.
@@ -100,7 +105,16 @@ class SparseConfig(Options):
     """
 
     selector: Literal[
-        "saap", "kmeans", "kmeans-rotated", "lsh-reformer", "lsh-gray", "lsh-tables", "random", "window", "full"
+        "saap",
+        "kmeans",
+        "kmeans-rotated",
+        "means",
+        "lsh-reformer",
+        "lsh-gray",
+        "lsh-tables",
+        "random",
+        "window",
+        "full",
     ] = "saap"
     probes: int | None = None
     mass: float | None = None
@@ -139,8 +153,6 @@ class SparseConfig(Options):
         share = self.mass
         if share is not None and (not isinstance(share, float) or not 0 < share < 1):
             raise ValueError(f"SparseConfig.mass must be a number between 0 and 1; got {share!r}.")
-        if share is not None and self.selector != "saap":
-            raise ValueError(f'SparseConfig.mass needs selector "saap", whose scores are shares; got {self.selector}.')
         if self.most_probes is not None and share is None:
             raise ValueError("SparseConfig.most_probes has no effect without mass.")
         one_of("independent", self.independent, (True, False), "SparseConfig")
@@ -179,6 +191,11 @@ class SparseConfig(Options):
     def count(self) -> int | None:
         """Number of buckets visited, for `ops.sparse.select.visit`: `probes`, 32 by default; None under `mass`."""
         return None if self.mass is not None else (self.probes or 32)
+
+    @property
+    def left(self) -> float:
+        """`mass` of selector "means", 0.05 by default."""
+        return 0.05 if self.mass is None else self.mass
 
     @property
     def index_bytes(self) -> int:
@@ -337,6 +354,11 @@ class TurboConfig(Options):
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
         self._check_sparse_prompt()
+        if self.sas and self.sparse is not None and self.sparse.selector == "means":
+            raise ValueError(
+                'SparseConfig.selector "means" does not go with sas=True: what it leaves out is estimated by the softmax. '
+                "Leave one of them out."
+            )
         reason = self.sparse.why_no_kernel if self.sparse is not None else None
         if reason is not None and self.backend == "triton":
             raise ValueError(f'TurboConfig.backend "triton" cannot run here: {reason}. Choose "auto" or "reference".')

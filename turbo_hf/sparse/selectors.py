@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from turbo_hf.config.turbo_config import USED_BY, SparseConfig
-from turbo_hf.layout import Rotary
+from turbo_hf.layout import NOTED_UNIT, Rotary
 from turbo_hf.ops.sparse.select import assign, assign_and_score, visit
 
 
@@ -22,12 +22,15 @@ class Selectivity:
     there: keys that the cache held, which full attention would read.
     dense: those of them that are always read (the first and the newest ones).
     read: all keys that were read; a key that several query heads of a KV head read counts once.
+    left: of selector "means", the share of the softmax that fell on unread blocks, as estimated: the mean over query
+        heads and steps. None: not estimated.
     """
 
     layer: int
     there: int
     dense: int
     read: int
+    left: float | None = None
 
     @property
     def share(self) -> float:
@@ -42,7 +45,8 @@ class Selectivity:
     def __str__(self) -> str:
         if self.there == self.dense:
             return "every key read: all are always read"
-        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those not always read"
+        left = "" if self.left is None else f"; {self.left:.2%} of the attention left out, by estimate"
+        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those not always read{left}"
 
 
 @dataclass(slots=True)
@@ -51,19 +55,20 @@ class Tally:
 
     there: int = 0
     dense: int = 0
-    read: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    # int64 [3] of each device: keys read, and what `ByMeans.noted` sums up
+    counts: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:
         # a cache that was unpickled belongs to no patch, so nothing is counted
         return Tally, ()
 
-    def counter(self, device: torch.device) -> torch.Tensor:
-        """int64 [1] for `ops.sparse.decode.sparse_decode(read=...)`."""
-        if device not in self.read:
+    def counters(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 [1] for `ops.sparse.decode.sparse_decode(read=...)`, and int64 [2] for `ByMeans.noted`."""
+        if device not in self.counts:
             # a cache may be used in inference mode first, and outside it later
             with torch.inference_mode(False):
-                self.read[device] = torch.zeros(1, dtype=torch.int64, device=device)
-        return self.read[device]
+                self.counts[device] = torch.zeros(3, dtype=torch.int64, device=device)
+        return self.counts[device][:1], self.counts[device][1:]
 
     def add(self, lengths: list[int], tokens: list[int], heads: int, always: int) -> None:
         """Note a step: row r holds `lengths[r]` tokens, the newest `tokens[r]` of which ask."""
@@ -74,7 +79,9 @@ class Tally:
 
     def selectivity(self, layer: int) -> Selectivity:
         """Read from the device."""
-        return Selectivity(layer, self.there, self.dense, sum(int(x) for x in self.read.values()))
+        counts = [x.tolist() for x in self.counts.values()]
+        read, left, times = (sum(each[i] for each in counts) for i in range(3))
+        return Selectivity(layer, self.there, self.dense, read, left / times / NOTED_UNIT if times else None)
 
 
 class Selector:
@@ -87,12 +94,13 @@ class Selector:
     weighs: number of buckets of which it needs the number of keys; 0: it needs none.
     choices: buckets per head among which it chooses `probes`; 0: it does not choose by number.
     draws: whether each step draws random numbers on the host, which a replay of the step would not do.
+    by_means: whether it chooses blocks by the mean keys of their pages, which the cache then keeps.
     """
 
     pre_rotary = False
     tables = weighs = 0
     min_collisions = 1
-    draws = False
+    draws = by_means = False
 
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         self.config, self.layer, self.backend = config, layer, backend
@@ -176,6 +184,15 @@ class Full(Selector):
     def __init__(self, config: SparseConfig, layer: int, backend: str = "auto"):
         super().__init__(config, layer, backend)
         self.window = 1 << 30
+
+
+class Means(Selector):
+    """Reads the blocks that hold the mass of the attention, as estimated by the mean key of each ("means")."""
+
+    by_means = True
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, blocks of all but {self.config.left:g} of the mass"
 
 
 class Centroids(Selector):
@@ -355,6 +372,7 @@ UNTRAINED = {
     "lsh-gray": Hash,
     "lsh-tables": Hash,
     "random": Chance,
+    "means": Means,
     "window": Selector,
     "full": Full,
 }

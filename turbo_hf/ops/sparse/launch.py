@@ -8,7 +8,17 @@ from typing import NamedTuple
 import torch
 import triton
 
-from turbo_hf.layout import CLASSIFIER, AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, power_of_two
+from turbo_hf.layout import (
+    CLASSIFIER,
+    AlwaysRead,
+    AttentionOutput,
+    ByMeans,
+    KVStore,
+    Rotary,
+    Scoring,
+    Visits,
+    power_of_two,
+)
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode.kernel_arguments import DecodeForm, DecodeQueries, DecodeResult, Workspace
 from turbo_hf.ops.decode.kernel_merge import STATS
@@ -18,6 +28,7 @@ from turbo_hf.ops.kernel_arguments import Rows, cache_of
 from turbo_hf.ops.sparse.kernel_arguments import Index, Lists, Sharing
 from turbo_hf.ops.sparse.kernel_decode import sparse_decode_kernel
 from turbo_hf.ops.sparse.kernel_lists import list_kernel
+from turbo_hf.ops.sparse.kernel_means import list_by_means_kernel, score_means_kernel
 from turbo_hf.ops.sparse.kernel_select import assign_kernel, layer_kernel, logits_kernel, rank_kernel, visit_kernel
 from turbo_hf.ops.store.launch import pairs_of
 
@@ -26,6 +37,9 @@ SCAN = 2048
 
 SHARES = 4
 """Shares per CTA where there are many outputs: enough that most CTAs end at about the same time."""
+
+SCORED = 64
+"""Blocks whose means a program scores."""
 
 EVERY = 1 << 30
 """More tokens than a row has."""
@@ -208,9 +222,18 @@ def launch_visit(
 
 @lru_cache(maxsize=16)
 def _workspace(
-    device: torch.device, stream: int, thread: int, lists: int, capacity: int, outputs: int, shares: int, floats: int
+    device: torch.device,
+    stream: int,
+    thread: int,
+    lists: int,
+    capacity: int,
+    outputs: int,
+    shares: int,
+    floats: int,
+    scores: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Listed blocks, their counts, arrival counters of outputs (zeros, as each launch leaves them), partial results.
+    """Listed blocks, their counts, arrival counters of outputs (zeros, as each launch leaves them), partial results, and
+    scores of blocks.
 
     Two launches use it one after the other, so threads that share a stream have one each.
     """
@@ -219,6 +242,7 @@ def _workspace(
         torch.empty(lists, dtype=torch.int32, device=device),
         torch.zeros(outputs, dtype=torch.int32, device=device),
         torch.empty(shares * floats, dtype=torch.float32, device=device),
+        torch.empty(scores, dtype=torch.float32, device=device),
     )
 
 
@@ -226,7 +250,7 @@ def launch_sparse_decode(
     q: torch.Tensor,
     store: KVStore,
     scoring: Scoring,
-    visits: Visits | None,
+    visits: Visits | ByMeans | None,
     always: AlwaysRead,
     starts: torch.Tensor | None = None,
     mode: str = "turbo",
@@ -251,7 +275,8 @@ def launch_sparse_decode(
     # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
     capacity = power_of_two(max(1, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
-    shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats)
+    scores = lists * group * capacity if isinstance(visits, ByMeans) else 0
+    shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats, scores)
     if store.plans is None:
         workspace = _workspace(*shape)
     else:
@@ -259,24 +284,29 @@ def launch_sparse_decode(
         if shape not in store.plans:
             store.plans[shape] = KeptWorkspace(_workspace(*shape))
         workspace = store.plans[shape].words
-    listed, listed_count, arrived, parts = workspace
-    index, flags = None, listed_count
-    if visits is not None:
+    listed, listed_count, arrived, parts, scored = workspace
+    index, flags, spans = None, listed_count, None
+    if isinstance(visits, Visits):
+        spans = visits.spans
         flags = visits.visited.contiguous().view(torch.uint8)
         index = Index(visits.buckets.contiguous(), flags, flags.shape[-1])
-    spans = None if visits is None else visits.spans
     rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
     lists_held = Lists(listed, listed_count)
     sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     pdl = gpu.pdl(q.device)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
-        list_kernel[(lists,)](
-            spanned, flags, rows_held, store.table, lists_held,
-            store.table.stride(0), capacity, 0 if spans is None else spans.shape[2], window, queries, flags.shape[-1],
-            sink, KV=kv_heads, BLOCK=store.block, SCAN=SCAN, INDEX=index is not None,
-            BUCKETS=1 if index is None else power_of_two(index.clusters), **pdl, num_warps=8, **gpu.FMA,
-        )  # fmt: skip
+        if isinstance(visits, ByMeans):
+            _list_by_means(q, store, scoring, visits, AlwaysRead(sink, window), rows_held, lists_held, scored, capacity)
+            # listed blocks are read whole
+            sink = window = EVERY
+        else:
+            list_kernel[(lists,)](
+                spanned, flags, rows_held, store.table, lists_held, store.table.stride(0), capacity,
+                0 if spans is None else spans.shape[2], window, queries, flags.shape[-1], sink, KV=kv_heads,
+                BLOCK=store.block, SCAN=SCAN, INDEX=index is not None,
+                BUCKETS=1 if index is None else power_of_two(index.clusters), **pdl, num_warps=8, **gpu.FMA,
+            )  # fmt: skip
         form = DecodeForm(
             slots=tuple(pages.k.shape[1] for pages in store.paged), bits=tuple(pages.bits for pages in store.paged),
             value_bits=tuple(pages.value_bits for pages in store.paged),
@@ -286,8 +316,36 @@ def launch_sparse_decode(
         sparse_decode_kernel[(ctas,)](
             DecodeQueries(q, q.stride()), DecodeResult(out, lse), cache_of(store), rows_held,
             index, lists_held, Workspace(parts, arrived), scoring, read,
-            capacity, 0 if visits is None else visits.buckets.shape[-1], lists * row_parts, window, queries, sink,
+            capacity, 0 if index is None else index.buckets.shape[-1], lists * row_parts, window, queries, sink,
             alone, FORM=form, SHARING=Sharing(power_of_two(lists * row_parts), FILLED, SHARES), **pdl, ASM=q.is_cuda,
             num_warps=tune.blocks, **gpu.FMA,
         )  # fmt: skip
     return AttentionOutput(out, lse)
+
+
+def _list_by_means(
+    q: torch.Tensor,
+    store: KVStore,
+    scoring: Scoring,
+    rule: ByMeans,
+    always: AlwaysRead,
+    rows: Rows,
+    lists: Lists,
+    scores: torch.Tensor,
+    capacity: int,
+) -> None:
+    """What `list_kernel` does for buckets, by mean keys. scores: room for float32 [lists, group, capacity]."""
+    batch, heads, queries, dim = q.shape
+    kv_heads, blocks, pdl = store.k_open.shape[1], max(1, store.table.shape[1]), gpu.pdl(q.device)
+    group, asked = heads // kv_heads, batch * kv_heads * queries
+    score_means_kernel[(triton.cdiv(blocks, SCORED), asked)](
+        DecodeQueries(q, q.stride()), store.means, rows, store.table, scores, scoring, store.table.stride(0), capacity,
+        queries, KV=kv_heads, GROUP=group, G=max(16, power_of_two(group)), D=dim, DP=max(16, power_of_two(dim)),
+        BLOCK=store.block, TILE=SCORED, **pdl, num_warps=4, **gpu.FMA,
+    )  # fmt: skip
+    padded, looked = power_of_two(group), max(16, power_of_two(blocks))
+    list_by_means_kernel[(asked,)](
+        scores, rows, store.table, lists, rule.noted, rule.left, store.table.stride(0), capacity, always.window_tokens,
+        queries, always.sink_tokens, KV=kv_heads, BLOCK=store.block, GROUP=group, G=padded, BLOCKS=looked, **pdl,
+        num_warps=min(16, max(4, padded * looked // 1024)), **gpu.FMA,
+    )  # fmt: skip

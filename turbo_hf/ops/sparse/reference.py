@@ -2,16 +2,17 @@
 
 import torch
 
-from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Scoring, Visits
+from turbo_hf.layout import AlwaysRead, AttentionOutput, ByMeans, KVStore, Scoring, Visits
 from turbo_hf.ops.decode.reference import attend
 from turbo_hf.ops.reference_flash import FlashOptions
+from turbo_hf.ops.sparse.reference_means import reference_read_blocks
 
 
 def reference_sparse_decode(
     q: torch.Tensor,
     store: KVStore,
     scoring: Scoring,
-    visits: Visits | None,
+    visits: Visits | ByMeans | None,
     always: AlwaysRead,
     starts: torch.Tensor | None = None,
     mode: str = "turbo",
@@ -29,10 +30,16 @@ def reference_sparse_decode(
     place = place.masked_fill(padding, -1)[..., None]
 
     causal = key <= place
-    choices = heads if visits is None else visits.visited.shape[1]
+    choices = visits.visited.shape[1] if isinstance(visits, Visits) else heads
     first, newest = key < always.sink_tokens, key > place - always.window_tokens
     kept = (causal & (first | newest))[:, None].expand(-1, choices, -1, -1)
-    if visits is not None:
+    if isinstance(visits, ByMeans):
+        read_blocks = reference_read_blocks(q, store, scoring, visits, always, place[..., 0])
+        # the tokens of a block that is read, and all open ones
+        own = read_blocks.repeat_interleave(store.block, -1)
+        own = torch.nn.functional.pad(own, (0, places - own.shape[-1]))
+        kept = causal[:, None] & (own | (key >= (store.sealed * store.block)[:, None])[:, None, None])
+    elif visits is not None:
         own = visits.buckets.repeat_interleave(choices // heads, 1)
         kept = kept | (causal[:, None] & _collides(own, visits.visited, places, visits.min_collisions))
     if read is not None:

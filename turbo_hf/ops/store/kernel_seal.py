@@ -167,6 +167,42 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
+def store_mean(keys, scale, means, place, FORM: tl.constexpr):
+    """The mean of a block's keys [BLOCK, DP], in units of `scale`, to `PageMeans`. place: page * heads + slot, int64.
+
+    Of INT8 codes the sum is exact, whatever its order.
+    """
+    D: tl.constexpr = FORM.dim
+    mean_ptr, scale_ptr = means
+    mean = tl.sum(keys, 0) * (1.0 / FORM.block)
+    unit = tl.div_rn(tl.max(tl.abs(mean), 0), CODE_MAX)
+    codes = as_int8(tl.div_rn(mean, tl.broadcast_to(tl.where(unit > 0, unit, 1.0), mean.shape)))
+    d = tl.arange(0, FORM.padded_dim)
+    tl.store(mean_ptr + place * D + d, codes, mask=d < D)
+    tl.store(scale_ptr + place, unit * scale)
+
+
+@triton.jit
+def seal_mean(tokens, means, place, FORM: tl.constexpr):
+    """`store_mean` of the INT8 keys of a `Block`, under the scale that `seal_block` gives them."""
+    n = tl.arange(0, FORM.block)
+    d = tl.arange(0, FORM.padded_dim)
+    scale, ratio = ratios(tokens.k_scale, 0, n)
+    inside = (d < FORM.dim)[None, :] & (n >= 0)[:, None]
+    store_mean(stage1(tokens.k, n[:, None] * FORM.dim + d[None, :], inside, ratio[:, None]), scale, means, place, FORM)
+
+
+@triton.jit
+def copy_mean(tokens, means, place, FORM: tl.constexpr):
+    """`store_mean` of unquantized keys."""
+    n = tl.arange(0, FORM.block)
+    d = tl.arange(0, FORM.padded_dim)
+    inside = (d < FORM.dim)[None, :] & (n >= 0)[:, None]
+    keys = tl.load(tokens.k + n[:, None] * FORM.dim + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    store_mean(keys, 1.0, means, place, FORM)
+
+
+@triton.jit
 def copy_block(tokens, pages, page, FORM: tl.constexpr):
     """Copy one block of one head, unquantized, to a page of 16 bit."""
     k_out, v_out, _, scale_out = pages

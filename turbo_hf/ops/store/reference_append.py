@@ -3,7 +3,11 @@
 import torch
 
 from turbo_hf.layout import UNQUANTIZED, KVStore, PagedHeads
-from turbo_hf.ops.store.reference_quantize import reference_quantize_tokens, reference_seal_blocks
+from turbo_hf.ops.store.reference_quantize import (
+    reference_means,
+    reference_quantize_tokens,
+    reference_seal_blocks,
+)
 
 SEAL_ELEMENTS = 1 << 22
 """INT8 elements sealed at a time: bounds the float temporaries of sealing a long prompt."""
@@ -87,17 +91,24 @@ def reference_seal_open(store: KVStore, blocks: int) -> None:
         part, slot = slice(begin, begin + step), 0
         for pages in store.paged:
             own = store.order[row[part], slot : slot + pages.k.shape[1]]
-            sealed = _sealed(store, pages, row[part], own, token[part])
+            tokens = _open_tokens(store, pages, row[part], own, token[part])
+            sealed = reference_seal_blocks(*tokens, pages.width)
             for target, source in zip(pages[1:], sealed[1:], strict=True):
                 target[page[part]] = source
+            if store.means is not None:
+                for target, source in zip(store.means, reference_means(*tokens[:2]), strict=True):
+                    target[page[part], slot : slot + own.shape[1]] = source
             slot += own.shape[1]
 
 
-def _sealed(store: KVStore, like: PagedHeads, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> PagedHeads:
-    """P pages, like `like`, of the open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S]."""
+def _open_tokens(
+    store: KVStore, like: PagedHeads, row: torch.Tensor, head: torch.Tensor, token: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The open tokens `token` [P, b] of rows `row` [P] and heads `head` [P, S], as pages like `like` are sealed from:
+    k, k_scale, v and v_scale."""
     at = (row[:, None, None], head[:, :, None], token[:, None])
     k, k_scale, v, v_scale = store.k_open[at], store.k_scale[at], store.v_open.mT[at], store.v_scale[at]
     if k.is_floating_point() and like.bits != UNQUANTIZED:
         # a narrower head of a layer whose open tokens are in 16 bit
         (k, k_scale), (v, v_scale) = reference_quantize_tokens(k), reference_quantize_tokens(v)
-    return reference_seal_blocks(k, k_scale, v, v_scale, like.width)
+    return k, k_scale, v, v_scale

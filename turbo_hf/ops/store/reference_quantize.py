@@ -9,6 +9,7 @@ from turbo_hf.layout import (
     UNQUANTIZED,
     KVStore,
     PagedHeads,
+    PageMeans,
     Width,
     half_split,
     narrowed,
@@ -51,6 +52,14 @@ def reference_seal_blocks(
     lines = [*k_lines, *v_lines]
     meta = torch.stack(lines, -2) if lines else k1.new_empty(*k1.shape[:-2], 0, k1.shape[-1])
     return PagedHeads(bits, codes_k, codes_v, meta, scale)
+
+
+def reference_means(k: torch.Tensor, k_scale: torch.Tensor) -> PageMeans:
+    """The mean keys of blocks k [P, S, b, D] with scales [P, S, b], as `PageMeans` holds them."""
+    keys, scale = (k.float(), torch.ones_like(k_scale[..., 0])) if k.is_floating_point() else _stage1(k, k_scale)
+    # of codes the sum is exact
+    codes, unit = reference_quantize_tokens(keys.float().sum(-2) * (1 / k.shape[-2]))
+    return PageMeans(codes, unit * scale)
 
 
 def _packed(

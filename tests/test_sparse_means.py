@@ -1,0 +1,233 @@
+"""Sparse steps that choose blocks by the mean keys of pages: the means, the choice, and attention over it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from all_pairs import all_pairs, in_one_test
+from append_support import GROUPS, full_store, snapshot
+from sparse_attention_support import sparse_store
+from stores import make_store, page_codes, tokens
+from torch import Tensor
+
+from turbo_hf import SparseConfig, TurboConfig
+from turbo_hf.layout import (
+    NOTED_UNIT,
+    UNQUANTIZED,
+    AlwaysRead,
+    ByMeans,
+    HeadGroups,
+    KVStore,
+    PageMeans,
+    Scoring,
+    Visits,
+    empty_means,
+    page_bytes,
+)
+from turbo_hf.ops.sparse.decode import sparse_decode
+from turbo_hf.ops.sparse.reference_means import reference_read_blocks
+from turbo_hf.ops.store.append import append_step, seal_open
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+# --- means ----------------------------------------------------------------------------------------------------------
+
+
+def with_means(store: KVStore) -> KVStore:
+    """The store, with room for means that nobody has written."""
+    pages, slots = store.paged[0].k.shape[0], store.order.shape[1]
+    return store._replace(means=empty_means(pages, slots, store.k_open.shape[3], store.order.device))
+
+
+def expected_means(store: KVStore, k: Tensor, k_scale: Tensor) -> PageMeans:
+    """Of blocks k [P, S, b, D]: the mean of the keys, to half a step of 119 of its largest number."""
+    mean = (k.double() * k_scale.double()[..., None]).mean(-2)
+    return PageMeans(mean, mean.abs().amax(-1) / 119)
+
+
+@all_pairs(groups=GROUPS, dim=[16, 80, 128])
+def test_a_step_writes_the_mean_of_the_block_that_it_seals(
+    groups: HeadGroups, dim: int, backend: str, device: torch.device
+) -> None:
+    store = with_means(full_store(dim, groups, device))
+    before = snapshot(store)
+    other = snapshot(store)._replace(means=with_means(store).means)
+    k, v = (tokens(4, 2, 1, dim, device=device) for _ in range(2))
+    for each, how in ((store, backend), (other, "reference")):
+        flags = [torch.zeros(n, dtype=torch.int32, device=device) for n in (1, 4)]
+        append_step(k, v, each, nonfinite=flags[0], arrived=flags[1], backend=how)
+    assert store.means is not None
+    assert other.means is not None
+    for row, page in ((0, 0), (2, 3)):
+        assert torch.equal(store.means.mean[page], other.means.mean[page])
+        assert torch.equal(store.means.scale[page], other.means.scale[page])
+        for slot, head in enumerate(store.order[row].tolist()):
+            keys = before.k_open[row, head, :64].double() * before.k_scale[row, head, :64].double()[:, None]
+            got = store.means.mean[page, slot].double() * store.means.scale[page, slot].double()
+            # a step of the mean's own scale, and the keys' step under the block's scale
+            step = keys.mean(0).abs().amax() / 119 + before.k_scale[row, head, :64].amax()
+            assert (got - keys.mean(0)).abs().amax() <= 0.51 * step
+    # pages that another row has are as they were
+
+
+@pytest.mark.parametrize("groups", [((4, 2),), ((16, 1), (4, 1)), ((16, 2),)], ids=str)
+def test_sealing_a_prompt_writes_means(groups: HeadGroups, backend: str, device: torch.device) -> None:
+    k, v = (tokens(2, 2, 130, 48, dtype=torch.float16, device=device) for _ in range(2))
+    store = make_store(k, v, [130, 70], groups=groups, sealed=[0, 0])
+    table = torch.tensor([[1, 0], [2, 0]], device=device)
+    paged = tuple(pages._replace(**{n: x.repeat(2, *[1] * (x.dim() - 1)) for n, x in pages._asdict().items() if n != "bits"}) for pages in store.paged)
+    sealed = torch.tensor([2, 1], device=device)
+    found = []
+    for how in (backend, "reference"):
+        each = with_means(store._replace(paged=paged, table=table, sealed=sealed.clone()))
+        seal_open(each, 2, backend=how)
+        assert each.means is not None
+        found.append(each.means)
+    for row, page, first in ((0, 1, 0), (0, 0, 64), (1, 2, 0)):
+        exact = k[row, :, first : first + 64].double().mean(1)
+        for means in found:
+            got = means.mean[page].double() * means.scale[page].double()[:, None]
+            assert (got - exact).norm() < 0.02 * exact.norm()
+        if dict(groups).get(UNQUANTIZED) is None:
+            assert torch.equal(found[0].mean[page], found[1].mean[page])
+            assert torch.equal(found[0].scale[page], found[1].scale[page])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_means_take_at_most_a_sixtieth_of_a_page_of_4_bit(dim: int) -> None:
+    means = empty_means(1, 1, dim, torch.device("cpu"))
+    assert means.mean.nbytes + means.scale.nbytes <= 0.016 * page_bytes(dim, 4)
+
+
+# --- the choice -----------------------------------------------------------------------------------------------------
+
+
+def store_with(lengths: Sequence[int], heads: int, dim: int, device: torch.device, **how: Any) -> KVStore:
+    """A cache whose pages have the means of random other keys of the same sizes: some blocks matter more."""
+    store = with_means(sparse_store(lengths, heads, dim, device, **how))
+    assert store.means is not None
+    store.means.mean.copy_(torch.randint(-119, 120, store.means.mean.shape))
+    store.means.scale.copy_(torch.rand(store.means.scale.shape) * 0.05)
+    return store
+
+
+def places(store: KVStore, queries: int, starts: Sequence[int] | None = None) -> Tensor:
+    length = (store.sealed * store.block + store.open_len)[:, None]
+    place = length - queries + torch.arange(queries, device=length.device)
+    first = torch.tensor(starts or [0] * len(length), device=length.device)[:, None]
+    return place.masked_fill(torch.arange(queries, device=length.device) < first, -1).clamp(min=-1)
+
+
+def check_choice(q: Tensor, store: KVStore, scoring: Scoring, left: float, always: AlwaysRead, place: Tensor) -> None:
+    """Assert that the blocks read are the fewest that leave `left` of the softmax over mean keys, in float64."""
+    assert store.means is not None
+    noted = torch.zeros(2, dtype=torch.int64, device=q.device)
+    read = reference_read_blocks(q, store, scoring, ByMeans(left, noted), always, place)
+    rest, block, group = 0.0, store.block, q.shape[1] // store.order.shape[1]
+    for row, slot, column in [(r, s, m) for r in range(len(q)) for s in range(read.shape[1]) for m in range(q.shape[2])]:
+        head, at = int(store.order[row, slot]), int(place[row, column])
+        closed = min(int(store.sealed[row]) * block, at + 1)
+        new = max(0, at + 1 - always.window_tokens)
+        forced = {n for n in range(-(-closed // block)) if n * block < min(always.sink_tokens, new) or (n + 1) * block > new}
+        got = {n for n, taken in enumerate(read[row, head, column].tolist()) if taken}
+        assert forced <= got <= set(range(-(-closed // block)))
+        whole, need = closed // block, set[int]()
+        page = store.table[row, :whole]
+        keys = store.means.mean[page, slot].double() * store.means.scale[page, slot].double()[:, None]
+        allowed = set(forced)
+        for one in range(head * group, head * group + group):
+            x = keys @ q[row, one, column].double() * scoring.scaling
+            if scoring.softcap is not None:
+                x = scoring.softcap * torch.tanh(x / scoring.softcap)
+            p = x.softmax(0)
+            taken = [n for n in forced if n < whole]
+            covered = float(p[taken].sum())
+            for n in p.argsort(descending=True).tolist():
+                if n in forced:
+                    continue
+                if covered >= 1 - left - 1e-5:
+                    # what is next to the cut may be read
+                    allowed |= {m for m in range(whole) if x[m] >= x[n] - 1e-4} if covered < 1 - left + 1e-5 else set()
+                    break
+                covered += float(p[n])
+                need.add(n)
+                allowed |= {m for m in range(whole) if x[m] >= x[n] - 0.0035 * math.log(2)}
+            if at >= 0 and whole:
+                rest += 1 - float(p[[n for n in got if n < whole]].sum())
+        assert need <= got <= allowed | forced
+    assert int(noted[1]) == int((place >= 0).sum()) * q.shape[1]
+    assert abs(int(noted[0]) / NOTED_UNIT - rest) < 1e-4 * max(1, int(noted[1]))
+
+
+CASES: dict[str, Any] = {
+    "ragged": {"lengths": [700, 64, 63, 200, 5], "heads": 2, "dim": 64, "queries": 1, "query_heads": 8},
+    "several": {"lengths": [900, 300], "heads": 3, "dim": 80, "queries": 3, "query_heads": 9, "starts": [0, 2]},
+    "mixed": {
+        "lengths": [900, 130], "heads": 3, "dim": 32, "queries": 2, "query_heads": 3, "groups": ((4, 2), (2, 1)),
+        "block": 32,
+    },
+    "wide": {"lengths": [1000], "heads": 1, "dim": 128, "queries": 1, "query_heads": 20, "groups": (((8, 4), 1),)},
+    "long-blocks": {"lengths": [1500, 400], "heads": 2, "dim": 16, "queries": 2, "query_heads": 2, "block": 128},
+}  # fmt: skip
+RULES: dict[str, Any] = {
+    "usual": {"left": 0.05, "always": AlwaysRead(1, 100)},
+    "much": {"left": 0.7, "always": AlwaysRead(0, 1)},
+    "little": {"left": 1e-4, "always": AlwaysRead(100, 64)},
+    "all-new": {"left": 0.2, "always": AlwaysRead(3, 1 << 40)},
+    "capped": {"left": 0.3, "always": AlwaysRead(1, 1), "softcap": 1.5},
+    "sinks": {"left": 0.3, "always": AlwaysRead(70, 10), "sinks": True},
+}
+
+
+@all_pairs(case=CASES, rule=RULES)
+def test_the_choice_and_attention_over_it(case: str, rule: str, backend: str, device: torch.device) -> None:
+    """The fewest blocks; and as if they were buckets that are visited, bit for bit."""
+    given, how = dict(CASES[case]), RULES[rule]
+    queries, query_heads, starts = given.pop("queries"), given.pop("query_heads"), given.pop("starts", None)
+    store = store_with(device=device, **given)
+    q = tokens(len(store.order), query_heads, queries, given["dim"], device=device)
+    sinks = torch.randn(query_heads, device=device) if how.get("sinks") else None
+    scoring = Scoring(0.3 / given["dim"] ** 0.5, how.get("softcap"), sinks)
+    place = places(store, queries, starts)
+    check_choice(q, store, scoring, how["left"], how["always"], place)
+    counts = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    read = reference_read_blocks(q, store, scoring, ByMeans(how["left"], counts[0, 1:]), how["always"], place)
+    blocks = store.table.shape[1]
+    bucket = torch.arange(blocks + 1, dtype=torch.int16, device=device)
+    index = bucket.repeat_interleave(store.block).expand(*store.order.shape, 1, -1).contiguous()
+    spans = bucket[:, None].expand(*store.order.shape, -1, 2).contiguous()
+    opened = torch.arange(blocks + 1, device=device) >= store.sealed[:, None]
+    visited = torch.nn.functional.pad(read, (0, 1)) | opened[:, None, None]
+    first = None if starts is None else torch.tensor(starts, device=device)
+    options: dict[str, Any] = {"starts": first, "mode": "turbo", "backend": backend}
+    visits = Visits(index, visited[:, :, :, None], spans)
+    want = sparse_decode(q, store, scoring, visits, AlwaysRead(0, 1), read=counts[0, :1], **options)
+    got = sparse_decode(
+        q, store, scoring, ByMeans(how["left"], counts[1, 1:]), how["always"], read=counts[1, :1], **options
+    )
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+    assert counts[0, ::2].tolist() == counts[1, ::2].tolist()
+    assert abs(int(counts[0, 1] - counts[1, 1])) <= 1e-5 * NOTED_UNIT * int(counts[0, 2]) + 4
+
+
+@in_one_test(
+    ("changed", "message"),
+    [
+        ({"means": None}, "got no means, 0.05 and None"),
+        ({"left": 0.0}, "got its means, 0.0 and None"),
+        ({"sas_threshold": -6.0}, "got its means, 0.05 and -6.0"),
+        ({"noted": torch.zeros(2)}, r"noted must be torch.int64 \[2\]; got torch.float32 \[2\]"),
+    ],
+)
+def test_refusals(changed: dict[str, Any], message: str) -> None:
+    store = store_with([200], 2, 16, torch.device("cpu"))
+    store = store._replace(means=changed.get("means", store.means))
+    rule = ByMeans(changed.get("left", 0.05), changed.get("noted"))
+    scoring = Scoring(1.0, sas_threshold=changed.get("sas_threshold"))
+    with pytest.raises(ValueError, match=message):
+        sparse_decode(tokens(1, 2, 1, 16), store, scoring, rule, AlwaysRead(1, 64))

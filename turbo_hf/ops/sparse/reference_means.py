@@ -1,0 +1,70 @@
+"""Which sealed blocks a sparse step reads by the mean keys of their pages, in plain torch."""
+
+import math
+
+import torch
+
+from turbo_hf.layout import NOTED_UNIT, AlwaysRead, ByMeans, KVStore, Scoring
+
+DEEPEST = 24.0
+"""Blocks of less than 2^-24 of the largest block's mass count as nothing."""
+
+HALVINGS = 13
+"""Steps by which the cut is found: to 0.003 in log2. What is that little below the exact cut is read, too."""
+
+
+def reference_read_blocks(
+    q: torch.Tensor, store: KVStore, scoring: Scoring, rule: ByMeans, always: AlwaysRead, place: torch.Tensor
+) -> torch.Tensor:
+    """bool [B, Hkv, M, blocks]: the sealed blocks that the queries of each KV head read.
+
+    q: [B, Hq, M, D]. place: int64 [B, M], of each query in its row; -1: padding. The rest as in
+    `ops.sparse.decode.sparse_decode`. Past a row's end nothing is read.
+
+    A query's score of a block is that of its mean key, by Jensen at most the logarithm of the mean of its exponentials.
+    The softmax runs over the sealed blocks that the query sees whole.
+    """
+    assert store.means is not None
+    block, blocks = store.block, store.table.shape[1]
+    seen = place[:, None, :, None] + 1
+    closed = (store.sealed * block)[:, None, None, None].expand_as(seen)
+    sealed = torch.minimum(closed, seen)
+    recent = torch.minimum(seen - always.window_tokens, sealed).clamp(min=0)
+    begin = -(-recent.clamp(max=always.sink_tokens) // block)
+    n = torch.arange(blocks, device=q.device)
+    forced = (n < begin) | (n >= torch.maximum(recent // block, begin))
+    there, whole = n * block < sealed, n < sealed // block
+    x = _scores(q, store, scoring).masked_fill(~whole[:, :, None], -torch.inf)
+    # [B, Hkv, G, M, blocks], in log2
+    x = x - x.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    p = torch.where(x > -DEEPEST, torch.exp2(x), 0.0)
+    total = p.sum(-1, keepdim=True)
+    low, high = torch.full_like(total, -DEEPEST), torch.ones_like(total)
+    for _ in range(HALVINGS):
+        middle = (low + high) * 0.5
+        covered = torch.where(forced[:, :, None] | (x >= middle), p, 0.0).sum(-1, keepdim=True)
+        enough = covered >= total * (1 - rule.left)
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    # what is not a number is read
+    read = (forced | (~(x < low) & whole[:, :, None]).any(2)) & there
+    if rule.noted is not None:
+        share = 1 - torch.where(read[:, :, None], p, 0.0).sum(-1) / total[..., 0].clamp(min=1e-30)
+        share = share.nan_to_num(0.0).clamp(min=0).masked_fill((total[..., 0] == 0) | (seen[:, :, None, :, 0] == 0), 0)
+        rule.noted[0] += (share * NOTED_UNIT + 0.5).long().sum()
+        rule.noted[1] += (seen > 0).sum() * q.shape[1]
+    return read
+
+
+def _scores(q: torch.Tensor, store: KVStore, scoring: Scoring) -> torch.Tensor:
+    """[B, Hkv, G, M, blocks], in log2: of the mean key of each entry of the table."""
+    assert store.means is not None
+    wide = torch.promote_types(q.dtype, torch.float32)
+    page, heads = store.table.flatten(), store.order.shape[1]
+    mean, scale = (x.index_select(0, page).unflatten(0, store.table.shape).transpose(1, 2) for x in store.means)
+    slot = store.order.argsort(-1)
+    mean = torch.take_along_dim(mean, slot[..., None, None], 1).to(wide)
+    scale = torch.take_along_dim(scale, slot[..., None], 1)[:, :, None, None].to(wide)
+    x = q.to(wide).unflatten(1, (heads, -1)) @ mean[:, :, None].mT * (scale * scoring.scaling)
+    if scoring.softcap is not None:
+        x = scoring.softcap * torch.tanh(x / scoring.softcap)
+    return x * math.log2(math.e)
