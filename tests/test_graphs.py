@@ -133,11 +133,12 @@ def test_tokens_with_windows(runners: list[StepRunner], device: torch.device) ->
         pytest.param({"selector": "saap", "probes": 3, "dense_layers": (0,)}, id="saap-dense-layer"),
         pytest.param({"selector": "kmeans", "probes": 3}, id="kmeans"),
         pytest.param({"selector": "kmeans-rotated", "probes": 3}, id="kmeans-rotated"),
+        pytest.param({"selector": "means", "mass": 0.4}, id="means"),
         pytest.param({"selector": "window"}, id="window"),
         pytest.param({"selector": "full"}, id="full"),
         pytest.param({"selector": "saap", "probes": 3}, id="saap"),
     ],
-    lengths=[*[RAGGED] * 7, ONE_ROW],
+    lengths=[*[RAGGED] * 8, ONE_ROW],
 )
 def test_tokens_and_counts_of_sparse_layers(
     choice: dict[str, Any],

@@ -1,5 +1,6 @@
 """Sparse steps that choose blocks by the mean keys of pages: the means, the choice, and attention over it."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,10 +10,13 @@ import pytest
 import torch
 from all_pairs import all_pairs, in_one_test
 from append_support import GROUPS, full_store, snapshot
+from models import prompts, tiny_llama
 from sparse_attention_support import sparse_store
+from sparse_cache_support import ragged, sparse
 from stores import make_store, page_codes, tokens
 from torch import Tensor
 
+import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.layout import (
     NOTED_UNIT,
@@ -21,7 +25,6 @@ from turbo_hf.layout import (
     ByMeans,
     HeadGroups,
     KVStore,
-    PageMeans,
     Scoring,
     Visits,
     empty_means,
@@ -41,12 +44,6 @@ def with_means(store: KVStore) -> KVStore:
     """The store, with room for means that nobody has written."""
     pages, slots = store.paged[0].k.shape[0], store.order.shape[1]
     return store._replace(means=empty_means(pages, slots, store.k_open.shape[3], store.order.device))
-
-
-def expected_means(store: KVStore, k: Tensor, k_scale: Tensor) -> PageMeans:
-    """Of blocks k [P, S, b, D]: the mean of the keys, to half a step of 119 of its largest number."""
-    mean = (k.double() * k_scale.double()[..., None]).mean(-2)
-    return PageMeans(mean, mean.abs().amax(-1) / 119)
 
 
 @all_pairs(groups=GROUPS, dim=[16, 80, 128])
@@ -71,7 +68,6 @@ def test_a_step_writes_the_mean_of_the_block_that_it_seals(
             # a step of the mean's own scale, and the keys' step under the block's scale
             step = keys.mean(0).abs().amax() / 119 + before.k_scale[row, head, :64].amax()
             assert (got - keys.mean(0)).abs().amax() <= 0.51 * step
-    # pages that another row has are as they were
 
 
 @pytest.mark.parametrize("groups", [((4, 2),), ((16, 1), (4, 1)), ((16, 2),)], ids=str)
@@ -101,6 +97,73 @@ def test_sealing_a_prompt_writes_means(groups: HeadGroups, backend: str, device:
 def test_means_take_at_most_a_sixtieth_of_a_page_of_4_bit(dim: int) -> None:
     means = empty_means(1, 1, dim, torch.device("cpu"))
     assert means.mean.nbytes + means.scale.nbytes <= 0.016 * page_bytes(dim, 4)
+
+
+def require_means(layer: Any) -> None:
+    """Assert that each page in use has the mean of the keys that it holds, as far as its bits go."""
+    pool = layer.pool
+    for row, sealed in enumerate(layer.state.sealed):
+        for page in pool.table[row, :sealed].tolist():
+            slot = 0
+            for pages in pool.paged:
+                for own in range(pages.k.shape[1]):
+                    keys = page_codes(pages, page, own)[0].double() * pages.scale[page, own, 0].double()
+                    got = pool.means.mean[page, slot].double() * pool.means.scale[page, slot].double()
+                    # the mean of what the page was packed from: its bits move each key by a share of its size
+                    bound = 0.25 if pages.bits == 2 else 0.05
+                    assert (got - keys.mean(0)).norm() < bound * keys.norm() / len(keys) ** 0.5
+                    slot += 1
+
+
+@pytest.mark.parametrize("options", [{}, {"low_bits": 2, "low_heads": 0.5}, {"bits": 16}, {"backend": "triton"}], ids=str)
+def test_means_stay_with_their_pages(options: dict[str, Any]) -> None:
+    """Through new blocks, a crop into a block, beams, copies, and pages that move as others leave."""
+    model = tiny_llama(num_hidden_layers=2)
+    config = replace(sparse("means", mass=0.5, window_tokens=20, dense_layers=(1,)), **options)
+    with turbo_hf.patch(model, config) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(prompts(3, 150), past_key_values=cache)
+        layer = cache.turbo_layers()[0]
+        assert cache.turbo_layers()[1].pool.means is None
+
+        def step(count: int = 1) -> Tensor:
+            return torch.as_tensor(model(prompts(layer.rows, count, count), past_key_values=cache).logits)
+
+        for act in (
+            lambda: [step() for _ in range(5)],
+            lambda: cache.crop(-41),
+            lambda: step(40),
+            lambda: cache.reorder_cache(torch.tensor([0, 2, 0])),
+            lambda: step(16),
+            lambda: cache.batch_select_indices(torch.tensor([1, 2])),
+        ):
+            act()
+            require_means(layer)
+        copied = copy.deepcopy(cache)
+        require_means(copied.turbo_layers()[0])
+        assert torch.equal(model(prompts(2, 1, 1), past_key_values=copied).logits, step())
+        cache.reset()
+        model(prompts(1, 64, 1), past_key_values=cache)
+        require_means(layer)
+
+
+def test_the_report_tells_of_density_and_estimate() -> None:
+    model = tiny_llama(num_hidden_layers=2)
+    with turbo_hf.patch(model, sparse("means", mass=0.3, window_tokens=20, dense_layers=())) as handle:
+        assert handle.report().selectivity[0].left is None
+        model.generate(**ragged((150, 170)), max_new_tokens=6, do_sample=False)
+        report = handle.report()
+    assert "means, blocks of all but 0.3 of the mass" in str(report)
+    for read in report.selectivity:
+        assert read.dense < read.read < read.there
+        assert read.left is not None
+        assert 0 < read.left <= 0.3
+        assert f"{read.left:.2%} of the attention left out, by estimate" in str(read)
+
+
+def test_means_do_not_go_with_sas() -> None:
+    with pytest.raises(ValueError, match='selector "means" does not go with sas=True'):
+        TurboConfig(sas=True, sparse=SparseConfig(selector="means"))
 
 
 # --- the choice -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.config.turbo_config import PRESETS, TurboConfig
-from turbo_hf.layout import AlwaysRead, HeadGroups, Rounding, Scoring, TileRule, Visits
+from turbo_hf.layout import AlwaysRead, ByMeans, HeadGroups, Rounding, Scoring, TileRule, Visits, empty_means
 from turbo_hf.ops import gpu
 from turbo_hf.ops.decode import launch as launch_decode
 from turbo_hf.ops.latent.launch import launch_latent_decode
@@ -124,6 +124,20 @@ def sparse(groups: HeadGroups, dim: int, dtype: torch.dtype, heads: int, **optio
     visits = Visits(index[:, :, None], visited, torch.zeros(2, 2, 2, 2, dtype=torch.int16))
     scoring = taken(Scoring, options := {"scaling": 0.1} | options)
     launch_sparse.launch_sparse_decode(q, store, scoring, visits, AlwaysRead(1, 2047), **options)
+
+
+def by_means(groups: HeadGroups, dim: int, blocks: int = 3, heads: int = 8) -> None:
+    """Sealing with means, and one sparse decode that chooses by them."""
+    k = torch.zeros(2, 2, 150, dim)
+    store = make_store(k, k, [150, 70], groups=groups)
+    store = store._replace(means=empty_means(4, 2, dim, k.device), table=torch.zeros(2, blocks, dtype=torch.int64))
+    launch_store.launch_seal_open(store, 1)
+    q, noted = torch.zeros(2, heads, 1, dim, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
+    if (16, 2) not in groups:
+        k, flags = torch.zeros(2, 2, 1, dim, dtype=torch.bfloat16), [torch.zeros(n, dtype=torch.int32) for n in (1, 2)]
+        launch_store.launch_append_step(k, k, store, None, None, flags[0], flags[1], rotate=True, queries=q)
+    rule = ByMeans(0.05, noted[1:])
+    launch_sparse.launch_sparse_decode(q, store, Scoring(0.1), rule, AlwaysRead(1, 2047), read=noted[:1])
 
 
 def latents() -> list[Any]:
@@ -251,6 +265,9 @@ def main(everything: bool) -> None:
     every = {"starts": torch.zeros(2, dtype=torch.int64), "softcap": 5.0, "sinks": torch.zeros(24), "read": read}
     case[0] = "sparse with every option"
     sparse(((4, 2),), 128, torch.float16, 24, **every)
+    case[0] = "sparse by means"
+    by_means(((4, 2),), 128)
+    by_means(((16, 1), (4, 1)), 80, 8192, 16)
     for store in kept:
         for heads in (16, 32):
             case[0] = f"latent, {store.paged[0].bits} bit, {heads} heads"
