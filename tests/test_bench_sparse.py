@@ -12,6 +12,7 @@ from bench_support import CPU, check_refused, last_json, run
 
 from turbo_hf.eval.bench import sparse as bench
 from turbo_hf.eval.bench.decode_cases import Case, make_case
+from turbo_hf.eval.bench.random_cache import packed_stores
 from turbo_hf.eval.bench.sparse import (
     NO_INDEX,
     SELECTORS,
@@ -22,7 +23,8 @@ from turbo_hf.eval.bench.sparse import (
     make_layers,
     select,
 )
-from turbo_hf.layout import AttentionOutput
+from turbo_hf.eval.bench.sparse_means import check_means, step, with_means
+from turbo_hf.layout import AlwaysRead, AttentionOutput
 from turbo_hf.ops.store.quantize import dequantize
 
 SMALL = Choice(buckets=16, hidden=8, sink=1, window=20)
@@ -81,6 +83,29 @@ def test_the_table_the_json_and_the_file(tmp_path: Path) -> None:
     assert rows["4 bit, 25.00%"]["bytes"] < rows["4 bit, 50.00%"]["bytes"]
     assert "4 bit, 25.00%: indexing the new token is" in result.stdout
     assert "On a CPU" in result.stdout
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_blocks_by_means(backend: str) -> None:
+    always = AlwaysRead(1, 20)
+    case = make_case("qwen2.5-0.5b", "2x700", False, 0)
+    (store,) = packed_stores(case, ((4, 2),), 1, CPU, 0)
+    q, drawn = torch.randn(2, 14, 1, 64).half(), torch.Generator().manual_seed(0)
+    layer, other = (with_means(store, q, 0.3, drawn) for _ in range(2))
+    read = torch.zeros(1, dtype=torch.int64)
+    got = step(layer, q, always, backend, read)
+    assert not check_means(case, q, layer, always, got).problem
+    assert "a query is off by" in check_means(case, q, other, always, got).problem
+    # of 10 blocks 3 and the first one, which may be among them, and the open tokens
+    assert 4 * (3 * 64 + 60) <= int(read) <= 4 * (4 * 64 + 60)
+
+
+def test_the_table_of_means() -> None:
+    options = ["--selector", "means", "--size", "1x700", "--share", "0.5", "--json"]
+    rows = {row["method"]: row for row in last_json(run(*TOY, *options))["rows"]}
+    assert list(rows) == ["SDPA math", "4 bit", "4 bit, 25.00%", "4 bit, 50.00%"]
+    assert rows["4 bit, 25.00%"]["bytes"] < rows["4 bit, 50.00%"]["bytes"] < rows["4 bit"]["bytes"]
+    assert "of the keys, always-read blocks included" in rows["4 bit, 25.00%"]["note"]
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,8 +108,14 @@ def test_a_copied_model_keeps_its_selectors(indexed: Calibration) -> None:
         ({"mass": 1.0}, r"SparseConfig.mass must be a number between 0 and 1; got 1\.0"),
         ({"mass": 1}, "SparseConfig.mass must be a number between 0 and 1; got 1"),
         ({"mass": 0.1, "probes": 4}, "SparseConfig takes probes or mass, not both"),
-        ({"mass": 0.1, "selector": "kmeans"}, 'no effect with selector "kmeans". Leave it out, or take one of saap, means'),
-        ({"mass": 0.1, "most_probes": 9, "selector": "means"}, 'SparseConfig.most_probes has no effect with selector "mea'),
+        (
+            {"mass": 0.1, "selector": "kmeans"},
+            'no effect with selector "kmeans". Leave it out, or take one of saap, means',
+        ),
+        (
+            {"mass": 0.1, "most_probes": 9, "selector": "means"},
+            'SparseConfig.most_probes has no effect with selector "mea',
+        ),
         ({"probes": 3, "selector": "means"}, 'SparseConfig.probes has no effect with selector "means"'),
         ({"independent": True, "selector": "means"}, 'SparseConfig.independent has no effect with selector "means"'),
         ({"most_probes": 4}, "SparseConfig.most_probes has no effect without mass"),

@@ -75,7 +75,10 @@ def test_sealing_a_prompt_writes_means(groups: HeadGroups, backend: str, device:
     k, v = (tokens(2, 2, 130, 48, dtype=torch.float16, device=device) for _ in range(2))
     store = make_store(k, v, [130, 70], groups=groups, sealed=[0, 0])
     table = torch.tensor([[1, 0], [2, 0]], device=device)
-    paged = tuple(pages._replace(**{n: x.repeat(2, *[1] * (x.dim() - 1)) for n, x in pages._asdict().items() if n != "bits"}) for pages in store.paged)
+    paged = tuple(
+        pages._replace(**{name: torch.cat((x, x)) for name, x in pages._asdict().items() if name != "bits"})
+        for pages in store.paged
+    )
     sealed = torch.tensor([2, 1], device=device)
     found = []
     for how in (backend, "reference"):
@@ -115,7 +118,9 @@ def require_means(layer: Any) -> None:
                     slot += 1
 
 
-@pytest.mark.parametrize("options", [{}, {"low_bits": 2, "low_heads": 0.5}, {"bits": 16}, {"backend": "triton"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"low_bits": 2, "low_heads": 0.5}, {"bits": 16}, {"backend": "triton"}], ids=str
+)
 def test_means_stay_with_their_pages(options: dict[str, Any]) -> None:
     """Through new blocks, a crop into a block, beams, copies, and pages that move as others leave."""
     model = tiny_llama(num_hidden_layers=2)
@@ -191,11 +196,15 @@ def check_choice(q: Tensor, store: KVStore, scoring: Scoring, left: float, alway
     noted = torch.zeros(2, dtype=torch.int64, device=q.device)
     read = reference_read_blocks(q, store, scoring, ByMeans(left, noted), always, place)
     rest, block, group = 0.0, store.block, q.shape[1] // store.order.shape[1]
-    for row, slot, column in [(r, s, m) for r in range(len(q)) for s in range(read.shape[1]) for m in range(q.shape[2])]:
+    for row, slot, column in [
+        (r, s, m) for r in range(len(q)) for s in range(read.shape[1]) for m in range(q.shape[2])
+    ]:
         head, at = int(store.order[row, slot]), int(place[row, column])
         closed = min(int(store.sealed[row]) * block, at + 1)
         new = max(0, at + 1 - always.window_tokens)
-        forced = {n for n in range(-(-closed // block)) if n * block < min(always.sink_tokens, new) or (n + 1) * block > new}
+        forced = {
+            n for n in range(-(-closed // block)) if n * block < min(always.sink_tokens, new) or (n + 1) * block > new
+        }
         got = {n for n, taken in enumerate(read[row, head, column].tolist()) if taken}
         assert forced <= got <= set(range(-(-closed // block)))
         whole, need = closed // block, set[int]()

@@ -31,6 +31,7 @@ from turbo_hf.eval.bench.graph_rotation import Rotation, cold_copies
 from turbo_hf.eval.bench.options import Backend, Folder, Seed, find_device, one_of, prepare_folder, require_choice
 from turbo_hf.eval.bench.oracle import attend
 from turbo_hf.eval.bench.random_cache import draw, one_head, packed_stores
+from turbo_hf.eval.bench.sparse_means import means_steps
 from turbo_hf.eval.bench.timing import Call, Conditions, Stopwatch
 from turbo_hf.layout import AlwaysRead, AttentionOutput, KVStore, Rotary, Scoring, Visits, widths_of
 from turbo_hf.ops.sparse.decode import sparse_decode
@@ -41,6 +42,9 @@ from turbo_hf.sparse.bucket_index import SPARE
 
 SELECTORS = ("saap", "kmeans", "kmeans-rotated")
 """What chooses the buckets: the query classifier, or centroids, of keys before or after rotary embedding."""
+
+MEANS = "means"
+"""The selector that chooses whole blocks by their mean keys (`turbo_hf.eval.bench.sparse_means`)."""
 
 SPARSE_SHAPES = tuple(shape for shape in DECODE_SHAPES if shape not in LATENT_SHAPES)
 
@@ -58,7 +62,7 @@ class Choice:
     buckets: of each KV head.
     hidden: units of the classifier.
     sink, window: tokens that are always read.
-    selector: of SELECTORS.
+    selector: of SELECTORS, or MEANS.
     """
 
     buckets: int = 1024
@@ -214,6 +218,9 @@ def run_case(
     q, k = (draw(generator, len(case.lengths), n, 1, heads.dim, dtype=torch.float32).half() for n in heads[:2])
     how.tell(f"{case}: {width} bit, all keys")
     found = [dense_step(case, width, q, how)]
+    if choice.selector == MEANS:
+        found += means_steps(case, width, shares, q, AlwaysRead(choice.sink, choice.window), how)
+        return beside_fp16(case, q, generator, found, how, copy)
     sizes = {share: sparse_bytes(case, width, share, choice) for share in shares}
     layers = make_layers(case, width, choice, cold_copies(min(sizes.values()), device), device, how.seed + 1)
     for share in shares:
@@ -284,9 +291,9 @@ def sparse_command(
     size: Annotated[list[str] | None, typer.Option(help="Rows x tokens, such as 1x131k; may be repeated.")] = None,
     width: Annotated[str, typer.Option(help=f"Bits: {', '.join(WIDTHS)}.")] = "4",
     share: Annotated[
-        list[float] | None, typer.Option(help="Share of the buckets that are visited, 0 to 1; may be repeated.")
+        list[float] | None, typer.Option(help="Share of the buckets or blocks that are read, 0 to 1; may be repeated.")
     ] = None,
-    selector: Annotated[str, typer.Option(help=f"One of {', '.join(SELECTORS)}.")] = "saap",
+    selector: Annotated[str, typer.Option(help=f"One of {', '.join((*SELECTORS, MEANS))}.")] = "saap",
     buckets: Annotated[int, typer.Option(min=2, max=8192, help="Buckets per KV head.")] = 1024,
     hidden: Annotated[int, typer.Option(min=1, help="Units of the query classifier.")] = 1024,
     window: Annotated[int, typer.Option(min=1, help="Newest tokens, which are always read.")] = 2047,
@@ -299,13 +306,13 @@ def sparse_command(
 ) -> None:
     """One sparse decode step against a dense one and FP16: index, selection and attention, checked first, then timed.
 
-    Keys are assigned to buckets at random, and stored in bucket order as those of a prompt are. Exits with 1 if a
-    result is wrong, which is then not timed.
+    Keys are assigned to buckets at random, and stored in bucket order as those of a prompt are; with selector "means",
+    means are such that the blocks chosen lie at random. Exits with 1 if a result is wrong, which is then not timed.
     """
     with mistakes_end_the_command():
         one_of("shape", shape, SPARSE_SHAPES)
         one_of("width", width, WIDTHS)
-        one_of("selector", selector, SELECTORS)
+        one_of("selector", selector, (*SELECTORS, MEANS))
         one_of("backend", backend, BACKENDS)
         shares = share or list(SHARES)
         if not all(0 < x <= 1 for x in shares):

@@ -141,7 +141,7 @@ class PagePool:
         return pages, means, torch.from_numpy(table)
 
     def hold(
-        self, paged: tuple[PagedHeads, ...], means: PageMeans | None, table: torch.Tensor, sealed: list[int]
+        self, paged: tuple[PagedHeads, ...], table: torch.Tensor, sealed: list[int], means: PageMeans | None = None
     ) -> None:
         """Take these pages, all in use, and this table of them, in place of those of a new pool."""
         self.means = means

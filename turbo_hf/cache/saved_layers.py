@@ -94,5 +94,5 @@ def _hold(layer: TurboLayer, held: dict[str, Any], device: torch.device) -> None
     layer.state, layer.ranked, layer.valid_prefix = state, held["ranked"], valid
     layer.order, layer.universal = held["order"], held["universal"]
     layer.buffer.k, layer.buffer.v, layer.buffer.k_scale, layer.buffer.v_scale = held["open"]
-    pool.hold(pages, PageMeans(*means) if means else None, table, state.sealed)
+    pool.hold(pages, table, state.sealed, PageMeans(*means) if means else None)
     layer.bucket_index.hold(held["index"], max(layer.lengths()))

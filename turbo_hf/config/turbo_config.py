@@ -76,17 +76,18 @@ class SparseConfig(Options):
             by centroids of keys before rotary embedding, visits by the query classifier. "kmeans": visits by the inner
             product of the un-rotated query and the centroids. "kmeans-rotated": centroids of keys after rotary
             embedding. These three need a calibration. "means": the blocks that hold the mass of the attention, as
-            estimated by the mean key of each; it needs none. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the variants
-            of SAAP appendix B. "random": random buckets. "window": the always-read tokens alone (StreamingLLM). "full":
-            every key. Options are refused for selectors that do not use them, unless left at their defaults.
+            estimated by the mean key of each; it needs none. "lsh-reformer", "lsh-gray", "lsh-tables": hashing, the
+            variants of SAAP appendix B. "random": random buckets. "window": the always-read tokens alone
+            (StreamingLLM). "full": every key. Options are refused for selectors that do not use them, unless left at
+            their defaults.
         probes: how many buckets a step visits for each KV head; None: 32 (SAAP: l = 32). Not for "lsh-tables", whose
             queries visit one bucket of each table, nor for "means", "window" and "full", which have no buckets.
-        mass: share of the attention that may be left out, between 0 and 1. Selector "saap": instead of a fixed number of
-            buckets, visit them until the classifier leaves less than this share of the attention beyond the always-read
-            tokens to the remaining ones; not together with `probes`; each step then counts the buckets of all keys, in
-            plain torch. Selector "means": each query head reads the fewest sealed blocks, the always-read ones among
-            them, that leave no more than this share of its estimated attention to others; None: 0.05. A block that one
-            head of a KV head needs is read for all.
+        mass: share of the attention that may be left out, between 0 and 1. Selector "saap": instead of a fixed number
+            of buckets, visit them until the classifier leaves less than this share of the attention beyond the
+            always-read tokens to the remaining ones; not together with `probes`; each step then counts the buckets of
+            all keys, in plain torch. Selector "means": each query head reads the fewest sealed blocks, the always-read
+            ones among them, that leave no more than this share of its estimated attention to others; None: 0.05. A
+            block that one head of a KV head needs is read for all.
         most_probes: the maximum number of buckets visited under `mass`; None: no limit.
         buckets: number of buckets per KV head, for the selectors without a calibration; for "lsh-tables", per hash
             table.
@@ -354,11 +355,6 @@ class TurboConfig(Options):
         if self.sparse is not None and not isinstance(self.sparse, SparseConfig):
             raise ValueError(f"TurboConfig.sparse must be a SparseConfig or None; got {self.sparse!r}.")
         self._check_sparse_prompt()
-        if self.sas and self.sparse is not None and self.sparse.selector == "means":
-            raise ValueError(
-                'SparseConfig.selector "means" does not go with sas=True: what it leaves out is estimated by the softmax. '
-                "Leave one of them out."
-            )
         reason = self.sparse.why_no_kernel if self.sparse is not None else None
         if reason is not None and self.backend == "triton":
             raise ValueError(f'TurboConfig.backend "triton" cannot run here: {reason}. Choose "auto" or "reference".')
@@ -384,12 +380,17 @@ class TurboConfig(Options):
         return replace(base, **given)
 
     def _check_sparse_prompt(self) -> None:
-        """ValueError unless prompts may be sparse as asked for."""
+        """ValueError unless prompts, and steps by means, may be sparse as asked for."""
         if self.sparse_prompt is not None and not isinstance(self.sparse_prompt, PromptSparsity):
             raise ValueError(f"TurboConfig.sparse_prompt must be a PromptSparsity or None; got {self.sparse_prompt!r}.")
         if self.sparse_prompt is not None and self.sas:
             raise ValueError(
                 "TurboConfig.sparse_prompt does not go with sas=True: what it drops is chosen and audited by the "
+                "softmax. Leave one of them out."
+            )
+        if self.sparse is not None and self.sparse.selector == "means" and self.sas:
+            raise ValueError(
+                'SparseConfig.selector "means" does not go with sas=True: what it leaves out is estimated by the '
                 "softmax. Leave one of them out."
             )
 

@@ -48,8 +48,8 @@ def sparse_decode(
 
     Raises:
         ValueError: shapes, lengths, dtypes or devices that do not agree, an unknown mode, a softcap or sas_threshold of
-            the wrong sign, an `always` without any token; `ByMeans` without means, with SAS, or with a share outside its
-            range.
+            the wrong sign, an `always` without any token; `ByMeans` without means, with SAS, or with a share outside
+            its range.
 
     Source: SAAP sec. 4, appendix F. Blocks by their mean keys: ours, after the block scores of FlashPrefill (arXiv
     2603.06199), with the mass rule of FlexPrefill (2502.20766).
@@ -122,7 +122,9 @@ def _why_no_kernel(q: torch.Tensor, store: KVStore, visits: Visits | ByMeans | N
     if isinstance(visits, ByMeans):
         group, blocks = q.shape[1] // store.k_open.shape[1], store.table.shape[1]
         if power_of_two(group) * power_of_two(blocks) > MOST_SCORES:
-            return f"{group} query heads of a KV head over {blocks} blocks are more than the {MOST_SCORES} scores by means"
+            return (
+                f"{group} query heads of a KV head over {blocks} blocks are more than the {MOST_SCORES} scores by means"
+            )
     elif visits is not None and visits.visited.shape[1] != store.k_open.shape[1]:
         return "visits of each query head have no kernel"
     if isinstance(visits, Visits) and visits.buckets.shape[2] > 1:

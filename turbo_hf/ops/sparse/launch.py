@@ -232,7 +232,7 @@ def _workspace(
     floats: int,
     scores: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Listed blocks, their counts, arrival counters of outputs (zeros, as each launch leaves them), partial results, and
+    """Listed blocks, their counts, arrival counters of outputs (zeros, as each launch leaves them), partial results,
     scores of blocks.
 
     Two launches use it one after the other, so threads that share a stream have one each.

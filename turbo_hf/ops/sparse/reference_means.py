@@ -67,4 +67,5 @@ def _scores(q: torch.Tensor, store: KVStore, scoring: Scoring) -> torch.Tensor:
     x = q.to(wide).unflatten(1, (heads, -1)) @ mean[:, :, None].mT * (scale * scoring.scaling)
     if scoring.softcap is not None:
         x = scoring.softcap * torch.tanh(x / scoring.softcap)
-    return x * math.log2(math.e)
+    scores: torch.Tensor = x * math.log2(math.e)
+    return scores
