@@ -25,6 +25,7 @@ from turbo_hf.layout import (
     ByMeans,
     HeadGroups,
     KVStore,
+    PagedHeads,
     Scoring,
     Visits,
     empty_means,
@@ -75,10 +76,7 @@ def test_sealing_a_prompt_writes_means(groups: HeadGroups, backend: str, device:
     k, v = (tokens(2, 2, 130, 48, dtype=torch.float16, device=device) for _ in range(2))
     store = make_store(k, v, [130, 70], groups=groups, sealed=[0, 0])
     table = torch.tensor([[1, 0], [2, 0]], device=device)
-    paged = tuple(
-        pages._replace(**{name: torch.cat((x, x)) for name, x in pages._asdict().items() if name != "bits"})
-        for pages in store.paged
-    )
+    paged = tuple(PagedHeads(pages.bits, *(torch.cat((x, x)) for x in pages[1:])) for pages in store.paged)
     sealed = torch.tensor([2, 1], device=device)
     found = []
     for how in (backend, "reference"):
