@@ -128,12 +128,14 @@ class PagedHeads(NamedTuple):
 
 
 class PageMeans(NamedTuple):
-    """The mean key of each page: mean * scale, of the INT8 keys that the page was packed from (of 16-bit keys as such).
+    """The mean key of each page, and how far its keys lie from it: of the INT8 keys that the page was packed from (of
+    16-bit keys as such).
 
     Slots of all widths stand in the order of `KVStore.order`.
 
-    mean: int8 [P, Hkv, D].
-    scale: float32 [P, Hkv].
+    mean: int8 [P, Hkv, D], in units of scale[..., 0].
+    scale: float16 [P, Hkv, 2]: the unit; the spread, the root of the mean square of a key's difference to the mean,
+        over tokens and channels.
     """
 
     mean: torch.Tensor
@@ -374,7 +376,7 @@ def open_token_bytes(head_dim: int, *, unquantized: bool = False) -> int:
 def empty_means(pages: int, slots: int, head_dim: int, device: torch.device) -> PageMeans:
     """Uninitialized means for `slots` heads of all widths (shapes: `PageMeans`)."""
     mean = torch.empty(pages, slots, head_dim, dtype=torch.int8, device=device)
-    return PageMeans(mean, torch.empty(pages, slots, dtype=torch.float32, device=device))
+    return PageMeans(mean, torch.empty(pages, slots, 2, dtype=torch.float16, device=device))
 
 
 def empty_pages(

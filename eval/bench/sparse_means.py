@@ -32,12 +32,13 @@ def with_means(store: KVStore, q: torch.Tensor, share: float, generator: torch.G
     means.scale.zero_()
     # a mean key with this score for every query of a KV head
     mean = torch.linalg.pinv(q[:, :, 0].float().unflatten(1, (heads, -1))).sum(-1) * LOUD * q.shape[3] ** 0.5
-    codes, scale = quantize_tokens(mean[:, :, None])
+    codes, unit = quantize_tokens(mean[:, :, None])
+    scale = torch.cat((unit, torch.zeros_like(unit)), -1).half()
     for row in range(rows):
         for slot, head in enumerate(store.order[row].tolist()):
             drawn = torch.rand(blocks, generator=generator, device=device).argsort()[: max(1, round(share * blocks))]
             page = store.table[row, drawn]
-            means.mean[page, slot], means.scale[page, slot] = codes[row, head, 0], scale[row, head, 0]
+            means.mean[page, slot], means.scale[page, slot] = codes[row, head, 0], scale[row, head]
     return store._replace(means=means)
 
 

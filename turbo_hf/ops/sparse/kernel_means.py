@@ -25,9 +25,12 @@ def score_means_kernel(
     scoring,  # `Scoring`
     table_stride, capacity, tokens,  # of the table's rows; of a list; M
     KV: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, FROZEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores of TILE blocks for the query heads of one [row, slot, query]. G: GROUP, padded. PDL: `pdl_wait`."""
+    """Scores of TILE blocks for the query heads of one [row, slot, query]. G: GROUP, padded. PDL: `pdl_wait`.
+
+    FROZEN: the root of 2 ln BLOCK.
+    """
     pdl_wait(PDL)
     own = tl.program_id(1).to(tl.int64)
     query, slot = own % tokens, own // tokens
@@ -44,13 +47,17 @@ def score_means_kernel(
         at = page * KV + slot % KV
         inside = (n < whole)[:, None] & (d < D)[None, :]
         mean = tl.load(means.mean + at[:, None] * D + d[None, :], mask=inside, other=0)
-        scale = tl.load(means.scale + at, mask=n < whole, other=0.0)
+        unit = tl.load(means.scale + 2 * at, mask=n < whole, other=0.0).to(tl.float32)
+        spread = tl.load(means.scale + 2 * at + 1, mask=n < whole, other=0.0).to(tl.float32)
         strides = queries.strides
         q_at = queries.data + row * strides[0] + (head * GROUP + g) * strides[1] + query * strides[2]
         shown = (g < GROUP)[:, None] & (d < D)[None, :]
         q = tl.load(q_at[:, None] + d[None, :] * strides[3], mask=shown, other=0.0)
         # codes are exact in every type of q
-        x = tl.dot(q, tl.trans(mean.to(q.dtype)), input_precision="ieee") * (scale * scoring.scaling)[None, :]
+        x = tl.dot(q, tl.trans(mean.to(q.dtype)), input_precision="ieee") * (unit * scoring.scaling)[None, :]
+        wide = q.to(tl.float32)
+        deviation = tl.sqrt(tl.sum(wide * wide, 1))[:, None] * (spread * scoring.scaling)[None, :]
+        x += tl.where(deviation < FROZEN, deviation * deviation * 0.5, deviation * FROZEN - FROZEN * FROZEN * 0.5)
         if scoring.softcap is not None:
             x = tanh(x / scoring.softcap) * scoring.softcap
         to = scores_ptr + (own * GROUP + g)[:, None] * capacity + n[None, :]

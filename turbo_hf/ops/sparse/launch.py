@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache, lru_cache
+from math import log
 from threading import get_ident
 from typing import NamedTuple
 
@@ -341,7 +342,7 @@ def _list_by_means(
     score_means_kernel[(triton.cdiv(blocks, SCORED), asked)](
         DecodeQueries(q, q.stride()), store.means, rows, store.table, scores, scoring, store.table.stride(0), capacity,
         queries, KV=kv_heads, GROUP=group, G=max(16, power_of_two(group)), D=dim, DP=max(16, power_of_two(dim)),
-        BLOCK=store.block, TILE=SCORED, **pdl, num_warps=4, **gpu.FMA,
+        BLOCK=store.block, TILE=SCORED, FROZEN=(2 * log(store.block)) ** 0.5, **pdl, num_warps=4, **gpu.FMA,
     )  # fmt: skip
     padded, looked = power_of_two(group), max(16, power_of_two(blocks))
     list_by_means_kernel[(asked,)](

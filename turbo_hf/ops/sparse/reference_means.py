@@ -21,8 +21,9 @@ def reference_read_blocks(
     q: [B, Hq, M, D]. place: int64 [B, M], of each query in its row; -1: padding. The rest as in
     `ops.sparse.decode.sparse_decode`. Past a row's end nothing is read.
 
-    A query's score of a block is that of its mean key, by Jensen at most the logarithm of the mean of its exponentials.
-    The softmax runs over the sealed blocks that the query sees whole.
+    A query's score of a block estimates the logarithm of the mean of the exponentials of its keys' scores: as if these
+    were normally distributed around that of the mean key, with the spread of the page in every direction. The softmax
+    runs over the sealed blocks that the query sees whole.
     """
     assert store.means is not None
     block, blocks = store.block, store.table.shape[1]
@@ -56,15 +57,21 @@ def reference_read_blocks(
 
 
 def _scores(q: torch.Tensor, store: KVStore, scoring: Scoring) -> torch.Tensor:
-    """[B, Hkv, G, M, blocks], in log2: of the mean key of each entry of the table."""
+    """[B, Hkv, G, M, blocks], in log2: of each entry of the table."""
     assert store.means is not None
     wide = torch.promote_types(q.dtype, torch.float32)
     page, heads = store.table.flatten(), store.order.shape[1]
     mean, scale = (x.index_select(0, page).unflatten(0, store.table.shape).transpose(1, 2) for x in store.means)
     slot = store.order.argsort(-1)
     mean = torch.take_along_dim(mean, slot[..., None, None], 1).to(wide)
-    scale = torch.take_along_dim(scale, slot[..., None], 1)[:, :, None, None].to(wide)
-    x = q.to(wide).unflatten(1, (heads, -1)) @ mean[:, :, None].mT * (scale * scoring.scaling)
+    unit, spread = torch.take_along_dim(scale, slot[..., None, None], 1)[:, :, None, None].to(wide).unbind(-1)
+    grouped = q.to(wide).unflatten(1, (heads, -1))
+    x = grouped @ mean[:, :, None].mT * (unit * scoring.scaling)
+    # the mean of exponentials of b normal scores: beyond the root of 2 ln b, by the largest of them alone
+    deviation, most = grouped.norm(dim=-1, keepdim=True) * (spread * scoring.scaling), math.log(store.block)
+    x = x + torch.where(
+        deviation < (2 * most) ** 0.5, deviation * deviation * 0.5, deviation * (2 * most) ** 0.5 - most
+    )
     if scoring.softcap is not None:
         x = scoring.softcap * torch.tanh(x / scoring.softcap)
     scores: torch.Tensor = x * math.log2(math.e)

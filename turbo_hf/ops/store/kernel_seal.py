@@ -6,6 +6,9 @@ import triton.language as tl
 from turbo_hf.ops.kernel_common import CODE_MAX, ROUND, as_int8, value_order
 from turbo_hf.ops.store.kernel_arguments import Block
 
+LARGEST_HALF = tl.constexpr(65504.0)
+"""The largest number of float16."""
+
 
 @triton.jit
 def _rounded(x):
@@ -168,10 +171,7 @@ def seal_block(tokens, pages, page, G: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def store_mean(keys, scale, means, place, FORM: tl.constexpr):
-    """The mean of a block's keys [BLOCK, DP], in units of `scale`, to `PageMeans`. place: page * heads + slot, int64.
-
-    Of INT8 codes the sum is exact, whatever its order.
-    """
+    """Mean and spread of keys [BLOCK, DP], in units of `scale`, to `PageMeans`. place: page * heads + slot."""
     D: tl.constexpr = FORM.dim
     mean_ptr, scale_ptr = means
     mean = tl.sum(keys, 0) * (1.0 / FORM.block)
@@ -179,7 +179,11 @@ def store_mean(keys, scale, means, place, FORM: tl.constexpr):
     codes = as_int8(tl.div_rn(mean, tl.broadcast_to(tl.where(unit > 0, unit, 1.0), mean.shape)))
     d = tl.arange(0, FORM.padded_dim)
     tl.store(mean_ptr + place * D + d, codes, mask=d < D)
-    tl.store(scale_ptr + place, unit * scale)
+    # channels beyond D are 0
+    square = tl.sum(tl.sum(keys * keys, 0) * (1.0 / FORM.block) - mean * mean, 0) * (1.0 / D)
+    spread = tl.sqrt_rn(tl.maximum(square, 0.0))
+    tl.store(scale_ptr + 2 * place, tl.minimum(unit * scale, LARGEST_HALF).to(tl.float16))
+    tl.store(scale_ptr + 2 * place + 1, tl.minimum(spread * scale, LARGEST_HALF).to(tl.float16))
 
 
 @triton.jit

@@ -55,11 +55,13 @@ def reference_seal_blocks(
 
 
 def reference_means(k: torch.Tensor, k_scale: torch.Tensor) -> PageMeans:
-    """The mean keys of blocks k [P, S, b, D] with scales [P, S, b], as `PageMeans` holds them."""
+    """Mean and spread of blocks k [P, S, b, D] with scales [P, S, b], as `PageMeans` holds them."""
     keys, scale = (k.float(), torch.ones_like(k_scale[..., 0])) if k.is_floating_point() else _stage1(k, k_scale)
-    # of codes the sum is exact
-    codes, unit = reference_quantize_tokens(keys.float().sum(-2) * (1 / k.shape[-2]))
-    return PageMeans(codes, unit * scale)
+    # of codes the sums over tokens are exact
+    mean, square = (x.sum(-2) * (1 / k.shape[-2]) for x in (keys.float(), keys.float() ** 2))
+    codes, unit = reference_quantize_tokens(mean)
+    spread = (square - mean * mean).mean(-1).clamp(min=0).sqrt()
+    return PageMeans(codes, narrowed(torch.stack((unit, spread), -1) * scale[..., None], torch.float16))
 
 
 def _packed(
