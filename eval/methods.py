@@ -82,9 +82,9 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
         for independent in ("", ":independent=True")
         for n in (8, 16, 32)
     ),
-    # SAAP sec. 5 and appendix B: what else could choose keys, 32 buckets of as many as there are
+    # SAAP sec. 5 and appendix B: what else could choose keys, 32 buckets of as many as there are; blocks by mass
     "ablation-selectors": (
-        *(f"turbo4@{chosen}" for chosen in ("full", "window", "saap", "kmeans", "kmeans-rotated", "random")),
+        *(f"turbo4@{chosen}" for chosen in ("full", "window", "saap", "kmeans", "kmeans-rotated", "means", "random")),
         *(f"turbo4@lsh-{kind}" for kind in ("reformer", "gray", "tables")),
     ),
     # the always-read tokens, alone and together with buckets

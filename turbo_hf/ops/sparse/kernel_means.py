@@ -32,12 +32,12 @@ def score_means_kernel(
     FROZEN: the root of 2 ln BLOCK.
     """
     pdl_wait(PDL)
-    own = tl.program_id(1).to(tl.int64)
+    own = tl.program_id(0).to(tl.int64)
     query, slot = own % tokens, own // tokens
     row = slot // KV
     place, closed = place_of(query, row, tokens, True, rows, BLOCK)
     whole = tl.minimum(closed, place + 1) // BLOCK
-    first = tl.program_id(0) * TILE
+    first = tl.program_id(1) * TILE
     if first < whole:
         n = first + tl.arange(0, TILE)
         d = tl.arange(0, DP)

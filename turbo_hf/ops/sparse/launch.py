@@ -339,7 +339,7 @@ def _list_by_means(
     batch, heads, queries, dim = q.shape
     kv_heads, blocks, pdl = store.k_open.shape[1], max(1, store.table.shape[1]), gpu.pdl(q.device)
     group, asked = heads // kv_heads, batch * kv_heads * queries
-    score_means_kernel[(triton.cdiv(blocks, SCORED), asked)](
+    score_means_kernel[(asked, triton.cdiv(blocks, SCORED))](
         DecodeQueries(q, q.stride()), store.means, rows, store.table, scores, scoring, store.table.stride(0), capacity,
         queries, KV=kv_heads, GROUP=group, G=max(16, power_of_two(group)), D=dim, DP=max(16, power_of_two(dim)),
         BLOCK=store.block, TILE=SCORED, FROZEN=(2 * log(store.block)) ** 0.5, **pdl, num_warps=4, **gpu.FMA,
