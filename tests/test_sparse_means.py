@@ -149,6 +149,8 @@ def test_means_stay_with_their_pages(options: dict[str, Any]) -> None:
             require_means(layer)
         copied = copy.deepcopy(cache)
         require_means(copied.turbo_layers()[0])
+        # 2 KV heads of 16 channels
+        assert layer.nbytes()["index"] == layer.pool.pages * 2 * (16 + 4)
         assert torch.equal(model(prompts(2, 1, 1), past_key_values=copied).logits, step())
         cache.reset()
         model(prompts(1, 64, 1), past_key_values=cache)

@@ -180,7 +180,7 @@ class TurboLayer(DequantizedLayer):
         return self.heads * channels * self.dtype.itemsize * tokens
 
     def nbytes(self) -> dict[str, int]:
-        """Allocated bytes by kind: sealed codes, their metadata (scales, steps, table), open tokens."""
+        """Allocated bytes by kind: sealed codes, their metadata (scales, steps, table), open tokens, index."""
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
@@ -188,6 +188,8 @@ class TurboLayer(DequantizedLayer):
         # and the open tokens of each row, int64
         scales += sum(x.nbytes for x in explain if x is not None) + 8 * self.rows
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.tables else {}
+        if self.pool.means is not None:
+            index = {"index": sum(x.nbytes for x in self.pool.means)}
         return {"codes": codes, "scales": scales, "open": self.buffer.nbytes(), **index}
 
     def offload(self) -> NoReturn:

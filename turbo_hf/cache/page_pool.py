@@ -94,8 +94,7 @@ class PagePool:
         """Bytes of codes, and of their metadata: steps, zeros, scales, table."""
         codes = sum(h.k.nbytes + h.v.nbytes for h in self.paged)
         places = 8 * len(self.reserved) * (1 + max(self.reserved, default=0))
-        means = sum(x.nbytes for x in self.means or ())
-        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.paged) + means + places
+        return codes, sum(h.meta.nbytes + h.scale.nbytes for h in self.paged) + places
 
     def reserve(self, sealed: list[int], ahead: Sequence[int]) -> None:
         """Pages for the next `ahead[row]` blocks of each row, in the table before blocks are sealed to them."""
