@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import UNQUANTIZED, AlwaysRead, AttentionOutput, ByMeans, KVStore, Scoring, Visits, power_of_two
+from turbo_hf.layout import UNQUANTIZED, AlwaysRead, AttentionOutput, ByMeans, KVStore, Scoring, Visits
 from turbo_hf.ops.backend import uses_triton
 from turbo_hf.ops.decode.contract import DECODE_MODES, check_lengths, why_no_step_kernel
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
@@ -113,18 +113,16 @@ def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) 
         )
 
 
-MOST_SCORES = 1 << 16
-"""Scores of blocks that one program holds: those of the query heads of a KV head."""
+MOST_SCORED = 1 << 15
+"""Blocks of a row of which a program holds the scores at once."""
 
 
 def _why_no_kernel(q: torch.Tensor, store: KVStore, visits: Visits | ByMeans | None, mode: str) -> str | None:
     """Why the kernel cannot serve this call."""
     if isinstance(visits, ByMeans):
-        group, blocks = q.shape[1] // store.k_open.shape[1], store.table.shape[1]
-        if power_of_two(group) * power_of_two(blocks) > MOST_SCORES:
-            return (
-                f"{group} query heads of a KV head over {blocks} blocks are more than the {MOST_SCORES} scores by means"
-            )
+        blocks = store.table.shape[1]
+        if blocks > MOST_SCORED:
+            return f"{blocks} blocks per row are more than the {MOST_SCORED} that are chosen by means"
     elif visits is not None and visits.visited.shape[1] != store.k_open.shape[1]:
         return "visits of each query head have no kernel"
     if isinstance(visits, Visits) and visits.buckets.shape[2] > 1:

@@ -15,7 +15,7 @@ HALVINGS = tl.constexpr(TIMES)
 NOTED_UNIT = tl.constexpr(float(SHARE_UNIT))
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@triton.jit(do_not_specialize=["table_stride", "blocks", "capacity"])
 def score_means_kernel(
     queries,  # `DecodeQueries`
     means,  # `PageMeans`
@@ -23,7 +23,7 @@ def score_means_kernel(
     table_ptr,  # int64 [B, blocks]
     scores_ptr,  # float32 [lists, GROUP, capacity], in log2
     scoring,  # `Scoring`
-    table_stride, capacity, tokens,  # of the table's rows; of a list; M
+    table_stride, blocks, capacity, tokens,  # of the table's rows, and their blocks; of a list; M
     KV: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, FROZEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -35,15 +35,16 @@ def score_means_kernel(
     own = tl.program_id(0).to(tl.int64)
     query, slot = own % tokens, own // tokens
     row = slot // KV
+    first = tl.program_id(1) * TILE
+    n = first + tl.arange(0, TILE)
+    # any page will do where the row has none: loads should not wait for its length
+    page = tl.load(table_ptr + row * table_stride + n, mask=n < blocks, other=0)
     place, closed = place_of(query, row, tokens, True, rows, BLOCK)
     whole = tl.minimum(closed, place + 1) // BLOCK
-    first = tl.program_id(1) * TILE
     if first < whole:
-        n = first + tl.arange(0, TILE)
         d = tl.arange(0, DP)
         g = tl.arange(0, G)
         head = tl.load(rows.order + slot, cache_modifier=".cg")
-        page = tl.load(table_ptr + row * table_stride + n, mask=n < whole, other=0)
         at = page * KV + slot % KV
         inside = (n < whole)[:, None] & (d < D)[None, :]
         mean = tl.load(means.mean + at[:, None] * D + d[None, :], mask=inside, other=0)
@@ -64,55 +65,105 @@ def score_means_kernel(
         tl.store(to, x * LOG2_E, mask=(g < GROUP)[:, None] & (n < whole)[None, :])
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity", "window"])
+@triton.jit
+def _shares(x, top):
+    """Masses of blocks relative to that of the largest score."""
+    x -= tl.where(top == -float("inf"), 0.0, top)
+    return tl.where(x > -DEEPEST, tl.exp2(x), 0.0)
+
+
+@triton.jit
+def _list(
+    scores, capacity, cuts, seen, table, listed, BLOCK: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr,
+    SCAN: tl.constexpr,
+):  # fmt: skip
+    """List the blocks above the cut of any head, and those that are always read.
+
+    seen: tokens of sealed blocks that the query sees, their whole blocks, and the first and last block by choice.
+    Returns how many blocks are listed, their tokens, and the share that is left of each head's mass, [G].
+    """
+    sealed, whole, begin, end = seen
+    blocks = tl.cdiv(sealed, BLOCK)
+    g = tl.arange(0, G)
+    tops = tl.load(cuts + 2 * g, mask=g < GROUP, other=0.0, cache_modifier=".cg")
+    lowest = tl.load(cuts + 2 * g + 1, mask=g < GROUP, other=1.0, cache_modifier=".cg")
+    total = tl.zeros([G], tl.float32)
+    covered = tl.zeros([G], tl.float32)
+    count, read = blocks * 0, blocks * 0
+    for start in tl.range(0, blocks, SCAN, num_stages=1):
+        n = start + tl.arange(0, SCAN)
+        page = tl.load(table + n, mask=n < blocks, other=0)
+        live = (g < GROUP)[:, None] & (n < whole)[None, :]
+        x = tl.load(scores + g[:, None] * capacity + n[None, :], mask=live, other=-float("inf"), cache_modifier=".cg")
+        p = _shares(x, tops[:, None])
+        # what is not a number is read
+        wanted = tl.max((live & ((p < lowest[:, None]) == 0)).to(tl.int32), 0)
+        kept = ((wanted != 0) | (n < begin) | (n >= end)) & (n < blocks)
+        total += tl.sum(p, 1)
+        covered += tl.sum(tl.where(kept[None, :], p, 0.0), 1)
+        read += tl.sum(tl.where(kept, tl.minimum(sealed - n * BLOCK, BLOCK), 0), 0)
+        ones = kept.to(tl.int32)
+        tl.store(listed + count + tl.cumsum(ones, 0) - 1, (page << 32) + n, mask=kept)
+        count += tl.sum(ones, 0)
+    share = 1 - covered / tl.where(total > 0, total, 1.0)
+    return count, read, tl.where((total > 0) & (share > 0), share, 0.0)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "capacity", "window"],
+    do_not_specialize_on_alignment=["cuts_ptr", "arrived_ptr", "read_ptr", "noted_ptr"],
+)
 def list_by_means_kernel(
     scores_ptr,  # as above
     rows,  # `Rows`
     table_ptr,  # int64 [B, blocks]
     lists,  # `Lists`
-    noted_ptr,  # int64 [2] as in `ByMeans`, or None
+    cuts_ptr, arrived_ptr,  # float32 [lists, GROUP, 2], int32 [lists]: zeros before and after
+    read_ptr, noted_ptr,  # int64 [1], to which the number of tokens read is added, or None; as in `ByMeans`, or None
     left,  # as in `ByMeans`
     table_stride, capacity, window,  # of the table's rows, of a list; newest tokens always read
     tokens, sink,  # M; first tokens always read
     KV: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
+    SCAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """List the sealed blocks that one [row, slot, query] reads, and count them. BLOCKS: of the table, padded."""
+    """The cut of one query head of one [row, slot, query]; the last of its heads to arrive lists and counts the blocks.
+
+    BLOCKS: of the table, padded. SCAN: blocks that are listed at a time.
+    """
     pdl_wait(PDL)
     own = tl.program_id(0)
     query, slot = own % tokens, own // tokens
     row = slot // KV
     place, closed = place_of(query, row, tokens, True, rows, BLOCK)
-    first, recent, sealed, _ = extent(place, closed, sink, window)
+    first, recent, sealed, opened = extent(place, closed, sink, window)
     blocks, whole, begin = tl.cdiv(sealed, BLOCK), sealed // BLOCK, tl.cdiv(first, BLOCK)
     end = tl.maximum(recent // BLOCK, begin)
     n = tl.arange(0, BLOCKS)
-    g = tl.arange(0, G)
-    live = (g < GROUP)[:, None] & (n < whole)[None, :]
-    at = scores_ptr + (own.to(tl.int64) * GROUP + g)[:, None] * capacity + n[None, :]
-    x = tl.load(at, mask=live, other=-float("inf"), cache_modifier=".cg")
-    page = tl.load(table_ptr + row * table_stride + n, mask=n < blocks, other=0)
+    scores = scores_ptr + own.to(tl.int64) * GROUP * capacity
+    head = tl.program_id(1)
+    x = tl.load(scores + head * capacity + n, mask=n < whole, other=-float("inf"), cache_modifier=".cg")
+    top = tl.max(x, 0)
+    p = _shares(x, top)
+    need = tl.sum(p, 0) * (1 - left)
     forced = (n < begin) | (n >= end)
-    top = tl.max(x, 1)
-    x -= tl.where(top == -float("inf"), 0.0, top)[:, None]
-    p = tl.where(x > -DEEPEST, tl.exp2(x), 0.0)
-    total = tl.sum(p, 1)
-    need = total * (1 - left)
-    low = tl.full([G], 0.0, tl.float32) - DEEPEST
-    high = tl.full([G], 1.0, tl.float32)
+    low = need * 0 - DEEPEST
+    high = need * 0 + 1
     for _ in tl.range(0, HALVINGS, num_stages=1):
         middle = (low + high) * 0.5
-        enough = tl.sum(tl.where(forced[None, :] | (x >= middle[:, None]), p, 0.0), 1) >= need
+        enough = tl.sum(tl.where(forced | (p >= tl.exp2(middle)), p, 0.0), 0) >= need
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-    # what is not a number is read
-    wanted = tl.max((live & ((x < low[:, None]) == 0)).to(tl.int32), 0)
-    kept = ((wanted != 0) | forced) & (n < blocks)
-    if noted_ptr is not None:
-        share = 1 - tl.sum(tl.where(kept[None, :], p, 0.0), 1) / tl.where(total > 0, total, 1.0)
-        share = tl.where((total > 0) & (share > 0), share, 0.0)
-        tl.atomic_add(noted_ptr, tl.sum((share * NOTED_UNIT + 0.5).to(tl.int64), 0), sem="relaxed")
-        tl.atomic_add(noted_ptr + 1, tl.where(place >= 0, GROUP, 0).to(tl.int64), sem="relaxed")
-    kept = kept.to(tl.int32)
-    listed = lists.blocks + own.to(tl.int64) * capacity
-    tl.store(listed + tl.cumsum(kept, 0) - 1, (page << 32) + n, mask=kept != 0)
-    tl.store(lists.counts + own, tl.sum(kept, 0))
+    cuts = cuts_ptr + own * (2 * GROUP)
+    tl.store(cuts + 2 * head, top)
+    tl.store(cuts + 2 * head + 1, tl.exp2(low))
+    tl.debug_barrier()
+    if tl.atomic_add(arrived_ptr + own, 1, sem="acq_rel") == GROUP - 1:
+        tl.store(arrived_ptr + own, 0)
+        seen = sealed, whole, begin, end
+        listed, table = lists.blocks + own.to(tl.int64) * capacity, table_ptr + row * table_stride
+        listed_count, read, share = _list(scores, capacity, cuts, seen, table, listed, BLOCK, GROUP, G, SCAN)
+        tl.store(lists.counts + own, listed_count)
+        if read_ptr is not None:
+            tl.atomic_add(read_ptr, (read + opened).to(tl.int64), sem="relaxed")
+        if noted_ptr is not None:
+            tl.atomic_add(noted_ptr, tl.sum((share * NOTED_UNIT + 0.5).to(tl.int64), 0), sem="relaxed")
+            tl.atomic_add(noted_ptr + 1, tl.where(place >= 0, GROUP, 0).to(tl.int64), sem="relaxed")

@@ -42,6 +42,9 @@ SHARES = 4
 SCORED = 64
 """Blocks whose means a program scores."""
 
+LISTED = 8192
+"""Scores by which a program lists blocks at a time."""
+
 EVERY = 1 << 30
 """More tokens than a row has."""
 
@@ -233,15 +236,15 @@ def _workspace(
     floats: int,
     scores: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Listed blocks, their counts, arrival counters of outputs (zeros, as each launch leaves them), partial results,
-    scores of blocks.
+    """Listed blocks, their counts, arrival counters of outputs and of lists (zeros, as each launch leaves them), partial
+    results, scores of blocks.
 
     Two launches use it one after the other, so threads that share a stream have one each.
     """
     return (
         torch.empty(lists * capacity, dtype=torch.int64, device=device),
         torch.empty(lists, dtype=torch.int32, device=device),
-        torch.zeros(outputs, dtype=torch.int32, device=device),
+        torch.zeros(outputs + lists, dtype=torch.int32, device=device),
         torch.empty(shares * floats, dtype=torch.float32, device=device),
         torch.empty(scores, dtype=torch.float32, device=device),
     )
@@ -276,7 +279,8 @@ def launch_sparse_decode(
     # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
     capacity = power_of_two(max(1, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
-    scores = lists * group * capacity if isinstance(visits, ByMeans) else 0
+    # and two numbers of each head
+    scores = lists * group * (capacity + 2) if isinstance(visits, ByMeans) else 0
     shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats, scores)
     if store.plans is None:
         workspace = _workspace(*shape)
@@ -293,14 +297,16 @@ def launch_sparse_decode(
         index = Index(visits.buckets.contiguous(), flags, flags.shape[-1])
     rows_held = Rows(store.order.contiguous(), store.sealed, store.open_len, starts)
     lists_held = Lists(listed, listed_count)
+    sink: int | None
     sink, window = min(always.sink_tokens, EVERY), min(always.window_tokens, EVERY)
     spanned = listed_count if spans is None else spans.contiguous().view(torch.int32)
     pdl = gpu.pdl(q.device)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         if isinstance(visits, ByMeans):
-            _list_by_means(q, store, scoring, visits, AlwaysRead(sink, window), rows_held, lists_held, scored, capacity)
-            # listed blocks are read whole
-            sink = window = EVERY
+            scratch = Scratch(scored, arrived[lists * row_parts :], capacity)
+            _list_by_means(q, store, scoring, visits, AlwaysRead(sink, window), rows_held, lists_held, scratch, read)
+            # listed blocks are read whole, and counted already
+            sink = read = None
         else:
             list_kernel[(lists,)](
                 spanned, flags, rows_held, store.table, lists_held, store.table.stride(0), capacity,
@@ -324,6 +330,19 @@ def launch_sparse_decode(
     return AttentionOutput(out, lse)
 
 
+class Scratch(NamedTuple):
+    """Memory of `_list_by_means`.
+
+    scores: room for float32 [lists, group, capacity], and [lists, group, 2] behind it.
+    arrived: int32 [lists], zeros.
+    capacity: of a list.
+    """
+
+    scores: torch.Tensor
+    arrived: torch.Tensor
+    capacity: int
+
+
 def _list_by_means(
     q: torch.Tensor,
     store: KVStore,
@@ -332,21 +351,23 @@ def _list_by_means(
     always: AlwaysRead,
     rows: Rows,
     lists: Lists,
-    scores: torch.Tensor,
-    capacity: int,
+    scratch: Scratch,
+    read: torch.Tensor | None,
 ) -> None:
-    """What `list_kernel` does for buckets, by mean keys. scores: room for float32 [lists, group, capacity]."""
+    """What `list_kernel` does for buckets, by mean keys; counts the tokens that are read, too."""
     batch, heads, queries, dim = q.shape
     kv_heads, blocks, pdl = store.k_open.shape[1], max(1, store.table.shape[1]), gpu.pdl(q.device)
-    group, asked = heads // kv_heads, batch * kv_heads * queries
+    group, asked, stride = heads // kv_heads, batch * kv_heads * queries, store.table.stride(0)
     score_means_kernel[(asked, triton.cdiv(blocks, SCORED))](
-        DecodeQueries(q, q.stride()), store.means, rows, store.table, scores, scoring, store.table.stride(0), capacity,
-        queries, KV=kv_heads, GROUP=group, G=max(16, power_of_two(group)), D=dim, DP=max(16, power_of_two(dim)),
-        BLOCK=store.block, TILE=SCORED, FROZEN=(2 * log(store.block)) ** 0.5, **pdl, num_warps=4, **gpu.FMA,
+        DecodeQueries(q, q.stride()), store.means, rows, store.table, scratch.scores, scoring, stride,
+        store.table.shape[1], scratch.capacity, queries, KV=kv_heads, GROUP=group, G=max(16, power_of_two(group)),
+        D=dim, DP=max(16, power_of_two(dim)), BLOCK=store.block, TILE=SCORED, FROZEN=(2 * log(store.block)) ** 0.5,
+        **pdl, num_warps=4, **gpu.FMA,
     )  # fmt: skip
     padded, looked = power_of_two(group), max(16, power_of_two(blocks))
-    list_by_means_kernel[(asked,)](
-        scores, rows, store.table, lists, rule.noted, rule.left, store.table.stride(0), capacity, always.window_tokens,
-        queries, always.sink_tokens, KV=kv_heads, BLOCK=store.block, GROUP=group, G=padded, BLOCKS=looked, **pdl,
-        num_warps=min(16, max(4, padded * looked // 1024)), **gpu.FMA,
+    list_by_means_kernel[(asked, group)](
+        scratch.scores, rows, store.table, lists, scratch.scores[asked * group * scratch.capacity :], scratch.arrived,
+        read, rule.noted, rule.left, stride, scratch.capacity, always.window_tokens, queries, always.sink_tokens,
+        KV=kv_heads, BLOCK=store.block, GROUP=group, G=padded, BLOCKS=looked,
+        SCAN=min(looked, max(16, LISTED // padded)), **pdl, num_warps=min(16, max(4, looked // 512)), **gpu.FMA,
     )  # fmt: skip

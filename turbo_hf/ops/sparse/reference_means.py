@@ -43,11 +43,11 @@ def reference_read_blocks(
     low, high = torch.full_like(total, -DEEPEST), torch.ones_like(total)
     for _ in range(HALVINGS):
         middle = (low + high) * 0.5
-        covered = torch.where(forced[:, :, None] | (x >= middle), p, 0.0).sum(-1, keepdim=True)
+        covered = torch.where(forced[:, :, None] | (p >= torch.exp2(middle)), p, 0.0).sum(-1, keepdim=True)
         enough = covered >= total * (1 - rule.left)
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     # what is not a number is read
-    read = (forced | (~(x < low) & whole[:, :, None]).any(2)) & there
+    read = (forced | (~(p < torch.exp2(low)) & whole[:, :, None]).any(2)) & there
     if rule.noted is not None:
         share = 1 - torch.where(read[:, :, None], p, 0.0).sum(-1) / total[..., 0].clamp(min=1e-30)
         share = share.nan_to_num(0.0).clamp(min=0).masked_fill((total[..., 0] == 0) | (seen[:, :, None, :, 0] == 0), 0)
