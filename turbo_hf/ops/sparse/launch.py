@@ -236,7 +236,7 @@ def _workspace(
     floats: int,
     scores: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Listed blocks, their counts, arrival counters of outputs and of lists (zeros, as each launch leaves them), partial
+    """Listed blocks, their counts, arrival counters of outputs and of lists (zeros, as launches leave them), partial
     results, scores of blocks.
 
     Two launches use it one after the other, so threads that share a stream have one each.
