@@ -136,7 +136,7 @@ def list_by_means_kernel(
     row = slot // KV
     place, closed = place_of(query, row, tokens, True, rows, BLOCK)
     first, recent, sealed, opened = extent(place, closed, sink, window)
-    blocks, whole, begin = tl.cdiv(sealed, BLOCK), sealed // BLOCK, tl.cdiv(first, BLOCK)
+    whole, begin = sealed // BLOCK, tl.cdiv(first, BLOCK)
     end = tl.maximum(recent // BLOCK, begin)
     n = tl.arange(0, BLOCKS)
     scores = scores_ptr + own.to(tl.int64) * GROUP * capacity
