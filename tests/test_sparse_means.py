@@ -312,3 +312,13 @@ def test_refusals(changed: dict[str, Any], message: str) -> None:
     scoring = Scoring(1.0, sas_threshold=changed.get("sas_threshold"))
     with pytest.raises(ValueError, match=message):
         sparse_decode(tokens(1, 2, 1, 16), store, scoring, rule, AlwaysRead(1, 64))
+
+
+def test_what_has_no_kernel(device: torch.device) -> None:
+    store = store_with([200], 2, 16, device)
+    grown = store._replace(table=torch.nn.functional.pad(store.table, (0, 1 << 15)))
+    q = tokens(1, 2, 1, 16, device=device)
+    with pytest.raises(ValueError, match="32771 blocks per row are more than the 32768 that are chosen by means"):
+        sparse_decode(q, grown, Scoring(1.0), ByMeans(0.05), AlwaysRead(1, 64), backend="triton")
+    got, want = (sparse_decode(q, each, Scoring(1.0), ByMeans(0.05), AlwaysRead(1, 64)) for each in (grown, store))
+    assert (got.out - want.out).abs().max() < 0.05 * want.out.abs().max()
