@@ -252,6 +252,7 @@ CASES: dict[str, Any] = {
         "block": 32,
     },
     "wide": {"lengths": [1000], "heads": 1, "dim": 128, "queries": 1, "query_heads": 20, "groups": (((8, 4), 1),)},
+    "open-alone": {"lengths": [20, 63], "heads": 2, "dim": 16, "queries": 2, "query_heads": 4, "starts": [1, 0]},
     "long-blocks": {"lengths": [1500, 400], "heads": 2, "dim": 16, "queries": 2, "query_heads": 2, "block": 128},
 }  # fmt: skip
 RULES: dict[str, Any] = {

@@ -27,6 +27,10 @@ def reference_read_blocks(
     """
     assert store.means is not None
     block, blocks = store.block, store.table.shape[1]
+    if rule.noted is not None:
+        rule.noted[1] += (place >= 0).sum() * q.shape[1]
+    if not blocks:
+        return torch.zeros(*store.order.shape, q.shape[2], 0, dtype=torch.bool, device=q.device)
     seen = place[:, None, :, None] + 1
     closed = (store.sealed * block)[:, None, None, None].expand_as(seen)
     sealed = torch.minimum(closed, seen)
@@ -52,7 +56,6 @@ def reference_read_blocks(
         share = 1 - torch.where(read[:, :, None], p, 0.0).sum(-1) / total[..., 0].clamp(min=1e-30)
         share = share.nan_to_num(0.0).clamp(min=0).masked_fill((total[..., 0] == 0) | (seen[:, :, None, :, 0] == 0), 0)
         rule.noted[0] += (share * NOTED_UNIT + 0.5).long().sum()
-        rule.noted[1] += (seen > 0).sum() * q.shape[1]
     return read
 
 
