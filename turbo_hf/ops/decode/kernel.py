@@ -31,13 +31,11 @@ def attended(t, live, bucket, chosen):
     """Which of the tokens at places t (where live) a query attends to. bucket: their buckets, if any are visited."""
     place, _, visited, sink, window = chosen
     live = live & (t <= place)
-    if sink is not None:
-        kept = (t < sink) | (t > place - window)
-        if visited is not None:
-            bucket = bucket.to(tl.int32)
-            kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
-        live = live & kept
-    return live
+    kept = (t < sink) | (t > place - window)
+    if visited is not None:
+        bucket = bucket.to(tl.int32)
+        kept = kept | (bucket < 0) | (tl.load(visited + tl.maximum(bucket, 0), mask=live, other=0) != 0)
+    return live & kept
 
 
 @triton.jit
@@ -106,7 +104,6 @@ def _attend_width(
     code_units, plain_units = units
     row_unit = plain_units if PLAIN else code_units
     if not CHOSEN:
-        WHOLE: tl.constexpr = False
         first, last = seen
         # tiles that every query row sees whole
         inner_begin = tl.cdiv(tl.max(tl.max(tl.max(first, 2), 1), 0), NB * BLOCK)
@@ -114,8 +111,6 @@ def _attend_width(
         inner_end = tl.minimum(nearest, sealed * BLOCK) // (NB * BLOCK)
         counted, bucket = page, page
     else:
-        # of listed blocks, every token that there is
-        WHOLE: tl.constexpr = chosen.sink is None
         buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
         bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
@@ -146,9 +141,8 @@ def _attend_width(
             v_zero = packed_bytes(meta + (V_LINE + 1) * D + d[None, :], shown, d[None, :], D, DP)
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-            if not WHOLE:
-                kept = attended(t, live[:, None], bucket, chosen)
-                counted += kept.to(tl.int32)
+            kept = attended(t, live[:, None], bucket, chosen)
+            counted += kept.to(tl.int32)
         page = handed(ahead, ASM)
         # page numbers are loaded two tiles ahead: keys loaded right after them would wait for them
         ahead = entry(table + block + 2 * NB, block + 2 * NB < blocks, ASM)
@@ -162,11 +156,7 @@ def _attend_width(
         if scoring.softcap is not None:
             x = tanh(x * unit[:, :, None] / scoring.softcap) * (scoring.softcap * LOG2_E)
             unit = unit * 0 + 1
-        if WHOLE:
-            # the query may see a part of the last block alone
-            if tile * NB + NB >= sealed:
-                x = tl.where((live[:, None] & (t <= chosen.place))[:, None, :], x, -float("inf"))
-        elif CHOSEN:
+        if CHOSEN:
             x = tl.where(kept[:, None, :], x, -float("inf"))
         elif (tile < inner_begin) | (tile >= inner_end):
             place = block[:, None, None] * BLOCK + column
