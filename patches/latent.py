@@ -5,8 +5,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from turbo_hf.errors import Unsupported, shortened
+
 EXPAND = "expand_kv"
 """The method of attention modules that makes keys and values of latents."""
+
+PROBES = 64
+"""Random inputs used to measure queries."""
+
+ROUNDED_4 = 0.09
+"""Error of a 4-bit code in standard deviations of its channel: a step is a 15th of the range of 64 values (4.7)."""
 
 
 def keep_latent(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,6 +55,40 @@ def why_not_absorbed(module: Any) -> str | None:
     if up._forward_hooks or up._forward_pre_hooks:
         return "its kv_b_proj has hooks, which steps over latents would not call: remove them"
     return None
+
+
+@torch.no_grad()
+def score_error(module: Any) -> float:
+    """Root of the mean squared error of a score, in natural log units, with latents at 4 bit, of the head with the most.
+
+    Queries are measured by running their projections on random inputs of unit mean square, as a norm gives them, and
+    latents are taken as of unit mean square times the weight of their norm. 0 where weights are not at hand.
+
+    Raises:
+        Unsupported: weights of a kind that does not run on such inputs.
+    """
+    norm, narrow = module.kv_a_layernorm.weight, getattr(module, "q_b_proj", None)
+    whole, nope = module.q_proj if narrow is None else narrow, module.qk_nope_head_dim
+    if norm.is_meta or module.kv_b_proj.weight.is_meta:
+        return 0.0
+    width: Any = getattr(whole, "in_features", None) or module.config.hidden_size
+    try:
+        x = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(0), device="cpu")
+        x = x.to(norm.device, norm.dtype)
+        queries = whole(x if narrow is None else x * module.q_a_layernorm.weight).float()
+        q = queries.unflatten(-1, (-1, nope + module.qk_rope_head_dim))[..., :nope]
+        keys = up_weight(module.kv_b_proj, norm.dtype).float().unflatten(0, (-1, nope + module.v_head_dim))[:, :nope]
+        absorbed = torch.einsum("nhd,hdc->hnc", q, keys)
+    except Exception as error:  # a library's layer may raise anything
+        raise Unsupported(
+            f"a query projection of this model is a {type(whole).__name__}, which cannot be run by itself "
+            f"({shortened(error)}), so that it is not known which layers 4-bit latents disturb. Name those that are to "
+            "be kept at 8 bit, or none (TurboConfig(int8_layers=())), and evaluate."
+        ) from error
+    spread = norm.float().square().mean().sqrt()
+    scale = getattr(module, "mla_scale_q_lora", None) or 1.0
+    scale *= (getattr(module, "mla_scale_kv_lora", None) or 1.0) * module.scaling * ROUNDED_4
+    return float(absorbed.square().sum(-1).mean(-1).amax().sqrt() * spread * scale)
 
 
 def is_fp8(up: Any) -> bool:

@@ -31,6 +31,7 @@ from turbo_hf.patching.refusals import (
     bias_steps,
     check_model,
     choose_layer,
+    disturbed_layers,
     forecast,
     forecast_latent,
     refuse_latent_options,
@@ -165,8 +166,11 @@ def _plan(
     # those of a context group hold the same heads
     sharing = ranks.sharing if isinstance(ranks, ContextRanks) else ranks
     split = split_layers(model, sharing, heads)
+    disturbed = disturbed_layers(all_layers, config)
     layers = [
-        choose_layer(at, config, biases.get(at.index, 0.0), sharing.count if at.index in split else 1)
+        choose_layer(
+            at, config, biases.get(at.index, 0.0), sharing.count if at.index in split else 1, at.index in disturbed
+        )
         for at in all_layers
     ]
     modules = {at.index: at.module for at in all_layers if at.module is not None}

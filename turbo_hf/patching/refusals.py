@@ -20,7 +20,7 @@ from turbo_hf.ops.backend import why_no_kernel, why_no_latent_kernel
 from turbo_hf.ops.decode.contract import why_no_step_kernel
 from turbo_hf.patches.families import Family
 from turbo_hf.patches.generic import is_latent, lost_to_bias
-from turbo_hf.patches.latent import is_fp8
+from turbo_hf.patches.latent import is_fp8, score_error
 from turbo_hf.patches.layers import AttentionLayer
 from turbo_hf.patches.misfits import misfit
 from turbo_hf.patching.handle import LayerReport
@@ -29,6 +29,12 @@ from turbo_hf.ranks import Ranks
 
 BIAS_STEP = 0.5
 """Key bias at which a layer is kept at 8 bit: its INT8 step exceeds half a standard deviation of a typical channel."""
+
+SCORE_ERROR = 0.2
+"""`score_error` from which on a layer may be kept at 8 bit: `eval/results/README.md`."""
+
+SHARE_INT8 = 20
+"""One in so many layers of latents is kept at 8 bit at most, but for one: the cache holds 3.3 x the BF16 tokens then."""
 
 
 def check_model(model: PreTrainedModel, notices: Notices) -> None:
@@ -75,8 +81,23 @@ def bias_steps(layers: Iterable[AttentionLayer], config: TurboConfig, ranks: Ran
     return dict(zip(steps, ranks.most(own).tolist(), strict=True))
 
 
-def choose_layer(at: AttentionLayer, config: TurboConfig, bias_step: float = 0.0, ranks: int = 1) -> LayerReport:
-    """What will be done with one layer. bias_step: of `bias_steps`. ranks: how many its KV heads are split among."""
+def disturbed_layers(layers: Iterable[AttentionLayer], config: TurboConfig) -> set[int]:
+    """Layers of latent attention whose scores 4 bits or less disturb the most, by their weights."""
+    if config.int8_layers != "auto" or config.bits >= 8:
+        return set()
+    latents = [at for at in layers if not at.reason and at.index not in config.dense_layers and is_latent(at.module)]
+    errors = {at.index: score_error(at.module) for at in latents}
+    most = sorted((at for at in errors if errors[at] > SCORE_ERROR), key=lambda at: -errors[at])
+    return set(most[: max(1, len(latents) // SHARE_INT8)])
+
+
+def choose_layer(
+    at: AttentionLayer, config: TurboConfig, bias_step: float = 0.0, ranks: int = 1, disturbed: bool = False
+) -> LayerReport:
+    """What will be done with one layer.
+
+    bias_step: of `bias_steps`. ranks: how many its KV heads are split among. disturbed: of `disturbed_layers`.
+    """
     uncompressed = functools.partial(LayerReport, at.index, (), at.window)
     if at.index in config.dense_layers:
         return uncompressed("asked for by dense_layers")
@@ -92,6 +113,8 @@ def choose_layer(at: AttentionLayer, config: TurboConfig, bias_step: float = 0.0
         return int8("asked for by int8_layers")
     if bias_step > BIAS_STEP:
         return int8("key bias", bias_step=bias_step)
+    if disturbed:
+        return int8("its weights make large scores")
     return LayerReport(at.index, config.head_groups(heads), at.window, "", latent=latent)
 
 
