@@ -22,6 +22,8 @@ MERGED = 128
 MERGED_CHANNELS = 64
 """Channels of a program of the merge: with 16 queries of rank 512, as many programs as a GPU has SMs."""
 
+FEW = True
+
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -62,6 +64,7 @@ def launch_latent_decode(
     groups = triton.cdiv(count, rows)
     blocks = max(store.sealed_host) if store.sealed_host is not None else store.table.shape[1]
     hopper = _hopper_serves(store, rank, rotary, interpreted)
+    few = hopper and FEW and tokens == 1 and count <= ROWS and (rank, rotary) == (512, 64)
     warps, how, resident = schedule_hopper(rows) if hopper else (*schedule(rows, pages.bits), 1)
     shares = shares_of(batch * groups, blocks, gpu.sms(device) * resident)
     parts = torch.empty(batch, shares, count, rank, dtype=torch.float32, device=device)
@@ -75,7 +78,13 @@ def launch_latent_decode(
     numbers = store.table.stride(0), store.k_open.shape[2], scaling * math.log2(math.e), count
     shape = {"RANK": rank, "ROTARY": rotary, "BITS": pages.bits, "ROWS": rows, "TOKENS": tokens}
     with torch.cuda.device_of(q_latent):
-        if hopper:
+        if few:
+            from turbo_hf.ops.latent.kernel_few import few_latent_kernel  # noqa: PLC0415 - needs Gluon
+
+            few_latent_kernel[(shares, 1, batch)](
+                *queries, *held, *places, parts, part_lse, *numbers, BITS=pages.bits, num_warps=4
+            )
+        elif hopper:
             from turbo_hf.ops.latent.kernel_hopper import hopper_latent_kernel  # noqa: PLC0415 - needs Gluon
 
             hopper_latent_kernel[(shares, groups, batch)](
