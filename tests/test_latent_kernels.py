@@ -91,6 +91,35 @@ def test_the_kernel_for_hopper_in_numpy_is_the_reference(
     torch.testing.assert_close(found, want.lse, rtol=0, atol=2**-11)
 
 
+@pytest.mark.parametrize(("bits", "heads", "lengths"), [(4, 16, [200, 70, 5]), (8, 10, [192, 1])])
+def test_the_kernel_for_few_queries_in_numpy_is_the_reference(bits: int, heads: int, lengths: list[int]) -> None:
+    rank, rotary, shares, batch = 512, 64, 3, len(lengths)
+    store = layer_of(bits, "reference", lengths, torch.device("cpu"), torch.float32, (rank, rotary)).kv_store()
+    (pages,) = store.paged
+    seeded = torch.Generator().manual_seed(4)
+    q, q_rotary = (torch.randn(batch, heads, 1, n, generator=seeded) for n in (rank, rotary))
+    want = latent_decode(q, q_rotary, store, 0.05, backend="reference")
+    parts, lse = np.zeros((batch, shares, heads, rank), np.float32), np.zeros((batch, shares, heads), np.float32)
+    opened = store.k_open, store.v_open, store.k_scale, store.v_scale
+    places = store.table, store.sealed, store.open_len
+    file = Path(turbo_hf.__file__).parent / "ops" / "latent" / "kernel_few.py"
+    kernel_in_numpy(file, "few_latent_kernel")(
+        (shares, 1, batch),
+        *(Pointer(x.flatten().numpy()) for x in (q, q_rotary, *pages[1:], *opened, *places)),
+        *(Pointer(x.reshape(-1)) for x in (parts, lse)),
+        *(Block(np.int32(x)) for x in (store.table.stride(0), store.k_open.shape[2])), 0.05 * LOG2_E,
+        Block(np.int32(heads)), BITS=bits,
+    )  # fmt: skip
+    top = lse.max(1, keepdims=True)
+    weights = np.exp2(lse - top)
+    total = weights.sum(1, keepdims=True)
+    got = torch.from_numpy((parts * (weights / total)[..., None]).sum(1)).view_as(want.out)
+    assert (got - want.out).norm() < 2**-11 * want.out.norm()
+    found = torch.from_numpy((top + np.log2(total))[:, 0] / LOG2_E).view_as(want.lse)
+    # steps of 4 bit are multiplied into queries, whose rounding moves all scores of a block alike
+    torch.testing.assert_close(found, want.lse, rtol=0, atol=2**-9)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("bits", "heads", "tokens", "sizes"), [(4, 16, 1, (512, 64)), (8, 20, 1, (512, 64)), (4, 7, 3, (256, 32))]

@@ -30,14 +30,14 @@ S_B = gl.constexpr(gl.DotOperandLayout(1, S, 2))
 O = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
 O_A = gl.constexpr(gl.DotOperandLayout(0, O, 2))
 O_B = gl.constexpr(gl.DotOperandLayout(1, O, 2))
-# [warp, token, word], [warp, word], [warp, channel, word]: loads of a block for the scores
+# [warp, token, word], [warp, word], [warp, word, channel]: loads of a block for the scores
 K_WORDS = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [0, 0, 2], [0, 8, 0], [0, 16, 0], [0, 32, 0]], [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
     [[1, 0, 0], [2, 0, 0]], [], [4, 64, 16]))
 K_META = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 1], [0, 2]], [[0, 4], [0, 8], [0, 0], [0, 0], [0, 0]], [[1, 0], [2, 0]], [], [4, 16]))
 R_WORDS = gl.constexpr(gl.DistributedLinearLayout(
-    [[0, 1, 0], [0, 8, 0], [0, 0, 8]], [[0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 2], [0, 0, 4]],
+    [[0, 0, 1], [0, 0, 8], [0, 8, 0]], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
     [[1, 0, 0], [2, 0, 0]], [], [4, 16, 16]))
 # [token, word]: the same block for the outputs
 V_WORDS = gl.constexpr(gl.DistributedLinearLayout(
@@ -182,13 +182,13 @@ def _place(n):
 
 @gluon.jit
 def _rotary(words, qr):
-    """Products of rotary parts [4, 16 channels, 16 words of places] with queries [4, 16, 16]: [4, 16, 64 tokens]."""
+    """Products of rotary parts [4, 16 words of places, 16 channels] with queries [4, 16, 16]: [4, 16, 64 tokens]."""
     a, b, c, d = _turned_pairs(words)
     zero = gl.zeros((4, 16, 16), gl.float32, S)
-    a = mma_v2(qr, gl.convert_layout(a, S_B, assert_trivial=True), zero)
-    b = mma_v2(qr, gl.convert_layout(b, S_B, assert_trivial=True), zero)
-    c = mma_v2(qr, gl.convert_layout(c, S_B, assert_trivial=True), zero)
-    d = mma_v2(qr, gl.convert_layout(d, S_B, assert_trivial=True), zero)
+    a = mma_v2(qr, gl.convert_layout(a.permute((0, 2, 1)), S_B, assert_trivial=True), zero)
+    b = mma_v2(qr, gl.convert_layout(b.permute((0, 2, 1)), S_B, assert_trivial=True), zero)
+    c = mma_v2(qr, gl.convert_layout(c.permute((0, 2, 1)), S_B, assert_trivial=True), zero)
+    d = mma_v2(qr, gl.convert_layout(d.permute((0, 2, 1)), S_B, assert_trivial=True), zero)
     x = gl.join(gl.join(a, b), gl.join(c, d)).permute((0, 1, 4, 3, 2)).reshape((4, 16, 64))
     return gl.convert_layout(x, S, assert_trivial=True)
 
@@ -377,8 +377,8 @@ def few_latent_kernel(
     n = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, K_WORDS)))
     k_at = _words_of(_stored_order(_place(n)), WORDS)
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, R_WORDS))).expand_dims(1).expand_dims(2)
-    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, R_WORDS))).expand_dims(0).expand_dims(2)
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, R_WORDS))).expand_dims(0).expand_dims(1)
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, R_WORDS))).expand_dims(0).expand_dims(2)
+    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, R_WORDS))).expand_dims(0).expand_dims(1)
     r_channel = w * 16 + c
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, K_META)).expand_dims(1)
     m_at = w * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, K_META)).expand_dims(0)
