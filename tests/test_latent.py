@@ -1,6 +1,7 @@
 """Models of latent attention (MLA): what `generate` does on them, patched, is what it does unpatched."""
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -17,8 +18,10 @@ from turbo_hf import PromptSparsity, TurboCache, TurboConfig, Unsupported
 from turbo_hf.layout import page_bytes
 from turbo_hf.models.model_layers import LATENT_TYPES
 from turbo_hf.patches.latent import up_weight
+from turbo_hf.patches.layers import attention_layers
+from turbo_hf.patching import refusals
 from turbo_hf.patching.handle import LayerReport
-from turbo_hf.patching.refusals import refuse_latent_options
+from turbo_hf.patching.refusals import disturbed_layers, refuse_latent_options
 
 EXACT = TurboConfig(bits=16)
 NEW = 12
@@ -311,6 +314,33 @@ def trained() -> tuple[Any, Any]:
     folder = LAB_MODEL.with_name("lab-deepseek-3m")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval(), transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def test_the_layers_whose_scores_4_bits_disturb_the_most_keep_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = trained()
+    with turbo_hf.patch(model, "turbo4") as handle:
+        layers = handle.report().layers
+        assert [at.groups[0][0] for at in layers] == [4, 4, 4, 4, 8, 4]
+        assert "layer 4: latent 8 bit; its weights make large scores" in str(handle.report())
+    # queries of a low rank, and layers that are not asked for
+    for one, config in ((model, TurboConfig(int8_layers=())), (model_of(), "turbo4")):
+        with turbo_hf.patch(one, config) as handle:
+            assert all(at.groups[0][0] == 4 for at in handle.report().layers)
+    # one in 20, those with the largest errors
+    errors = iter([0.3 + n % 7 for n in range(40)])
+    monkeypatch.setattr(refusals, "score_error", lambda module: next(errors))
+    at = attention_layers(model)[0]
+    assert disturbed_layers([dataclasses.replace(at, index=n) for n in range(40)], TurboConfig()) == {6, 13}
+
+
+def test_queries_that_cannot_be_measured_are_told() -> None:
+    model = copy.deepcopy(model_of())
+    attention = model.model.layers[0].self_attn
+    attention.q_b_proj = torch.nn.Linear(3, 5)
+    with pytest.raises(Unsupported, match=r"a query projection .* is a Linear, .*int8_layers=\(\)"):
+        turbo_hf.patch(model, "turbo4")
+    # at 8 bit there is nothing to choose
+    turbo_hf.patch(model, "int8").remove()
 
 
 @pytest.mark.parametrize("config", [EXACT, "int8", "turbo4"])
