@@ -59,7 +59,7 @@ def why_not_absorbed(module: Any) -> str | None:
 
 @torch.no_grad()
 def score_error(module: Any) -> float:
-    """Root of the mean squared error of a score, in natural log units, with latents at 4 bit, of the head with the most.
+    """Root mean squared error of a score, in natural log units, with latents at 4 bit, of the head with the largest.
 
     Queries are measured by running their projections on random inputs of unit mean square, as a norm gives them, and
     latents are taken as of unit mean square times the weight of their norm. 0 where weights are not at hand.

@@ -243,7 +243,8 @@ def kernel_in_numpy(path: Path, name: str) -> Callable[..., None]:
         where=lambda c, x, y: Block(np.where(c.v, bare(x), bare(y)).astype(x.v.dtype)),
         exp2=lambda x: Block(np.exp2(x.v)), log2=lambda x: Block(np.log2(x.v)),
         BlockedLayout=_layout, SliceLayout=_layout, NVMMADistributedLayout=_layout, SwizzledSharedLayout=_layout,
-        NVMMASharedLayout=shared, DotOperandLayout=_layout, DistributedLinearLayout=_layout, SharedLinearLayout=_layout,
+        NVMMASharedLayout=shared, DotOperandLayout=_layout, DistributedLinearLayout=_layout,
+        SharedLinearLayout=_layout,
         # what nobody has stored is no number
         allocate_shared_memory=lambda kind, shape, to: Shared(np.full(shape, 91).astype(kind.kind)),
         **{kind: Dtype(kind) for kind in ("int8", "int32", "int64", "float16", "float32")},
@@ -256,7 +257,8 @@ def kernel_in_numpy(path: Path, name: str) -> Callable[..., None]:
         return deps[0] if len(deps) == 1 else tuple(deps)
 
     given: dict[str, Any] = {
-        "gl": gl, "gluon": SimpleNamespace(jit=jit), "warpgroup_mma": _product, "mma_v2": _product_of_warps,
+        "gl": gl, "gluon": SimpleNamespace(jit=jit), "warpgroup_mma": _product,
+        "mma_v2": _product_of_warps,
         "fence_async_shared": lambda: None, "warpgroup_mma_wait": waited,
     }  # fmt: skip
     text = re.sub(r"^from triton.*?(\(.*?\))?$", "", path.read_text("utf-8"), flags=re.M | re.S)

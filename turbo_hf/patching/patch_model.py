@@ -30,8 +30,7 @@ from turbo_hf.patching.hooks import add_hooks
 from turbo_hf.patching.refusals import (
     bias_steps,
     check_model,
-    choose_layer,
-    disturbed_layers,
+    choose_layers,
     forecast,
     forecast_latent,
     refuse_latent_options,
@@ -166,13 +165,7 @@ def _plan(
     # those of a context group hold the same heads
     sharing = ranks.sharing if isinstance(ranks, ContextRanks) else ranks
     split = split_layers(model, sharing, heads)
-    disturbed = disturbed_layers(all_layers, config)
-    layers = [
-        choose_layer(
-            at, config, biases.get(at.index, 0.0), sharing.count if at.index in split else 1, at.index in disturbed
-        )
-        for at in all_layers
-    ]
+    layers = choose_layers(all_layers, config, biases, split, sharing.count)
     modules = {at.index: at.module for at in all_layers if at.module is not None}
     of_heads = [module for n, module in modules.items() if layers[n].groups and not layers[n].latent]
     dims = {module_head_dim(module) or 0 for module in of_heads} - {0}

@@ -1,7 +1,7 @@
 """What a patch cannot do, and why: models that it refuses, layers in full precision, and parts without a kernel."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ SCORE_ERROR = 0.2
 """`score_error` from which on a layer may be kept at 8 bit: `eval/results/README.md`."""
 
 SHARE_INT8 = 20
-"""One in so many layers of latents is kept at 8 bit at most, but for one: the cache holds 3.3 x the BF16 tokens then."""
+"""One layer of latents in so many is kept at 8 bit, or one: of 20 or more, a cache then holds 3.3 x as many tokens as
+in BF16."""
 
 
 def check_model(model: PreTrainedModel, notices: Notices) -> None:
@@ -91,13 +92,26 @@ def disturbed_layers(layers: Iterable[AttentionLayer], config: TurboConfig) -> s
     return set(most[: max(1, len(latents) // SHARE_INT8)])
 
 
-def choose_layer(
-    at: AttentionLayer, config: TurboConfig, bias_step: float = 0.0, ranks: int = 1, disturbed: bool = False
-) -> LayerReport:
-    """What will be done with one layer.
+def choose_layers(
+    layers: Iterable[AttentionLayer],
+    config: TurboConfig,
+    biases: Mapping[int, float],
+    split: Container[int] = (),
+    ranks: int = 1,
+) -> list[LayerReport]:
+    """What will be done with each layer.
 
-    bias_step: of `bias_steps`. ranks: how many its KV heads are split among. disturbed: of `disturbed_layers`.
+    biases: `bias_steps`. split: layers whose KV heads are split among so many ranks.
     """
+    every = list(layers)
+    disturbed = disturbed_layers(every, config)
+    return [
+        _choose(at, config, biases.get(at.index, 0.0), ranks if at.index in split else 1, at.index in disturbed)
+        for at in every
+    ]
+
+
+def _choose(at: AttentionLayer, config: TurboConfig, bias_step: float, ranks: int, disturbed: bool) -> LayerReport:
     uncompressed = functools.partial(LayerReport, at.index, (), at.window)
     if at.index in config.dense_layers:
         return uncompressed("asked for by dense_layers")

@@ -27,9 +27,9 @@ LIFT = gl.constexpr(15.0)
 S = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8]))
 S_A = gl.constexpr(gl.DotOperandLayout(0, S, 2))
 S_B = gl.constexpr(gl.DotOperandLayout(1, S, 2))
-O = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
-O_A = gl.constexpr(gl.DotOperandLayout(0, O, 2))
-O_B = gl.constexpr(gl.DotOperandLayout(1, O, 2))
+OUT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
+OUT_A = gl.constexpr(gl.DotOperandLayout(0, OUT, 2))
+OUT_B = gl.constexpr(gl.DotOperandLayout(1, OUT, 2))
 # [warp, token, word], [warp, word], [warp, word, channel]: loads of a block for the scores
 K_WORDS = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [0, 0, 2], [0, 8, 0], [0, 16, 0], [0, 32, 0]], [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
@@ -165,7 +165,7 @@ def _meta_operand(x, like: gl.constexpr):
 def _output_operand(x):
     """[64 tokens, 64 words] with pairs of tokens where its words 2 w and 2 w + 1 should be -> [64, 64]."""
     x = x.reshape((32, 2, 32, 2)).permute((0, 3, 2, 1)).reshape((64, 4, 8, 2)).permute((0, 3, 1, 2)).reshape((64, 64))
-    return gl.convert_layout(x, O_B, assert_trivial=True)
+    return gl.convert_layout(x, OUT_B, assert_trivial=True)
 
 
 @gluon.jit
@@ -278,7 +278,7 @@ def _softmax(acc, smem, scale, live, share, state):
     now = gl.max(each, 1)
     less = gl.exp2(each - now.expand_dims(1)).to(gl.float16)
     p = _times(p, gl.broadcast(less.expand_dims(2), p)[0])
-    p = gl.convert_layout(p.reshape((16, 64)), O_A, assert_trivial=True)
+    p = gl.convert_layout(p.reshape((16, 64)), OUT_A, assert_trivial=True)
     return p, gl.exp2(most - now), (top, total, now)
 
 
@@ -322,7 +322,8 @@ def _words_of(token, WORDS: gl.constexpr):
     """Offsets of a block's words for the scores, [4, 64, 16]. token: of each label n."""
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, K_WORDS)))
     c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, K_WORDS)))
-    return token.expand_dims(0).expand_dims(2) * WORDS + (w.expand_dims(1).expand_dims(2) * 16 + c.expand_dims(0).expand_dims(1))
+    at = w.expand_dims(1).expand_dims(2) * 16 + c.expand_dims(0).expand_dims(1)
+    return token.expand_dims(0).expand_dims(2) * WORDS + at
 
 
 @gluon.jit
@@ -390,11 +391,12 @@ def few_latent_kernel(
 
     # each query over its largest number
     h = gl.arange(0, 16, layout=gl.SliceLayout(1, ROW))
-    at = gl.arange(0, 512, layout=gl.SliceLayout(0, ROW))
-    x = gl.load(q_ptr + (row * count + h).expand_dims(1) * 512 + at.expand_dims(0), mask=(h < count).expand_dims(1), other=0.0)
+    line, own = (row * count + h).expand_dims(1), (h < count).expand_dims(1)
+    at = gl.arange(0, 512, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
+    x = gl.load(q_ptr + line * 512 + at, mask=own, other=0.0)
     top = gl.max(gl.abs(x.to(gl.float32)), 1)
-    at = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW))
-    x = gl.load(qr_ptr + (row * count + h).expand_dims(1) * 64 + at.expand_dims(0), mask=(h < count).expand_dims(1), other=0.0)
+    at = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
+    x = gl.load(qr_ptr + line * 64 + at, mask=own, other=0.0)
     top = gl.maximum(top, gl.max(gl.abs(x.to(gl.float32)), 1))
     top = gl.where(top > 0, top, 1.0)
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, S_A))).expand_dims(1).expand_dims(2)
@@ -416,7 +418,7 @@ def few_latent_kernel(
     qr = (gl.load(qr_ptr + h * 64 + (16 * w + k), mask=inside, other=0.0) * over).to(gl.float16)
     units = gl.convert_layout(top * unit, gl.SliceLayout(1, gl.SliceLayout(2, QUARTERS))).expand_dims(1).expand_dims(2)
 
-    zero = gl.zeros((16, 64), gl.float32, O)
+    zero = gl.zeros((16, 64), gl.float32, OUT)
     acc = zero, zero, zero, zero, zero, zero, zero, zero
     # below every score, and finite
     state = (gl.full((16, 4), -1.0e30, gl.float32, gl.SliceLayout(2, QUARTERS)),
@@ -440,7 +442,7 @@ def few_latent_kernel(
         codes, rotary, k_scale, r_scale = _fetch(
             k_ptr, v_ptr, meta_ptr, scale_ptr, page, live, k_at, r_channel * 16 + i, m_at, BITS)
         p, keep, state = _softmax(s, smem, units * (k_now * ZOOM), None, 1.0, state)
-        keep = gl.convert_layout(keep * (held / (k_now * V_UNIT)), gl.SliceLayout(1, O)).expand_dims(1)
+        keep = gl.convert_layout(keep * (held / (k_now * V_UNIT)), gl.SliceLayout(1, OUT)).expand_dims(1)
         held = k_now * V_UNIT
         if BITS == 4:
             acc = _code_outputs(acc, p, gl.load(v_from), (gl.load(meta), gl.load(meta + 64), gl.load(meta + 128),
@@ -461,25 +463,25 @@ def few_latent_kernel(
             k_high = gl.load(to + _words_of(k_label, 128) + 64, mask=k_in, other=0)
             r_from = v_open + (row * 64 + r_channel) * (cap // 4) + (first // 4 + i)
             turned = gl.load(r_from, mask=first + 4 * i < opened, other=0)
-            own = row * cap + first
+            to_scale = row * cap + first
             s_in = first + score_label < opened
-            k_own = gl.load(k_scales + own + score_label, mask=s_in, other=1.0)
-            r_own = gl.load(v_scales + own + score_label, mask=s_in, other=0.0)
+            k_own = gl.load(k_scales + to_scale + score_label, mask=s_in, other=1.0)
+            r_own = gl.load(v_scales + to_scale + score_label, mask=s_in, other=0.0)
             ratio = r_own / (gl.where(k_own > 0, k_own, 1.0) * (1.0 / 128))
             s = _byte_scores(q, k_low, k_high, _rotary(turned, qr) * ratio.expand_dims(0).expand_dims(1))
             here = first + token < opened
-            own_scale = gl.load(k_scales + own + token, mask=here, other=0.0)
+            own_scale = gl.load(k_scales + to_scale + token, mask=here, other=0.0)
             own_scale = gl.where(here, gl.where(own_scale > 0, own_scale, 1.0), 0.0)
             largest = gl.max(gl.max(own_scale, 1), 0)
             p, keep, state = _softmax(s, smem, units * (own_scale * (1.0 / 128)).expand_dims(0), here.expand_dims(0),
                                       (own_scale / largest).expand_dims(0), state)
-            keep = gl.convert_layout(keep * (held / largest), gl.SliceLayout(1, O)).expand_dims(1)
+            keep = gl.convert_layout(keep * (held / largest), gl.SliceLayout(1, OUT)).expand_dims(1)
             held = largest
             v_in = (first + v_label < opened).expand_dims(1)
             v_from = to + v_label.expand_dims(1) * 128 + word.expand_dims(0)
             v_low, v_high = gl.load(v_from, mask=v_in, other=0), gl.load(v_from + 64, mask=v_in, other=0)
             acc = _byte_outputs(acc, p, v_low, v_high, keep)
-    m, total, most = state
+    m, total, _ = state
     of_all = gl.max(m, 1)
     total = gl.sum(gl.sum(total, 2) * gl.exp2(m - of_all.expand_dims(1)), 1)
     some = gl.where(total > 0, total, 1.0)
