@@ -276,7 +276,8 @@ class TurboConfig(Options):
         compile: compile the decode steps of `generate` by inductor as one graph, in which all but attention is fused.
             The first step then takes about a minute, or seconds once its code is on disk. A model that cannot be
             compiled runs as without, after a warning; `report()` has the reason.
-        int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range.
+        int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range, and of
+            latent attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
         dense_layers: layers left to Hugging Face, in full precision.
         sparse: decode steps attend to a few percent of the keys; None: to all of them.
         sparse_prompt: the queries of long prompts read the keys that `PromptSparsity` chooses; None: all of them. Not
