@@ -99,21 +99,22 @@ def test_the_kernel_for_few_queries_in_numpy_is_the_reference(bits: int, heads: 
     seeded = torch.Generator().manual_seed(4)
     q, q_rotary = (torch.randn(batch, heads, 1, n, generator=seeded) for n in (rank, rotary))
     want = latent_decode(q, q_rotary, store, 0.05, backend="reference")
-    parts, lse = np.zeros((batch, shares, heads, rank), np.float32), np.zeros((batch, shares, heads), np.float32)
+    parts = np.zeros((batch, shares, heads, rank), np.float16)
+    lse, units = np.zeros((batch, shares, heads), np.float32), np.zeros((batch, shares), np.float32)
     opened = store.k_open, store.v_open, store.k_scale, store.v_scale
     places = store.table, store.sealed, store.open_len
     file = Path(turbo_hf.__file__).parent / "ops" / "latent" / "kernel_few.py"
     kernel_in_numpy(file, "few_latent_kernel")(
         (shares, 1, batch),
         *(Pointer(x.flatten().numpy()) for x in (q, q_rotary, *pages[1:], *opened, *places)),
-        *(Pointer(x.reshape(-1)) for x in (parts, lse)),
+        *(Pointer(x.reshape(-1)) for x in (parts, lse, units)),
         *(Block(np.int32(x)) for x in (store.table.stride(0), store.k_open.shape[2])), 0.05 * LOG2_E,
         Block(np.int32(heads)), BITS=bits,
     )  # fmt: skip
     top = lse.max(1, keepdims=True)
     weights = np.exp2(lse - top)
     total = weights.sum(1, keepdims=True)
-    got = torch.from_numpy((parts * (weights / total)[..., None]).sum(1)).view_as(want.out)
+    got = torch.from_numpy((parts * (weights / total * units[..., None])[..., None]).sum(1)).view_as(want.out)
     assert (got - want.out).norm() < 2**-11 * want.out.norm()
     found = torch.from_numpy((top + np.log2(total))[:, 0] / LOG2_E).view_as(want.lse)
     # steps of 4 bit are multiplied into queries, whose rounding moves all scores of a block alike

@@ -118,11 +118,12 @@ def latent_kernel(
 
 @triton.jit
 def merge_kernel(
-    part_ptr, lse_ptr, out_ptr, out_lse_ptr, count, shares,
+    part_ptr, lse_ptr, unit_ptr, out_ptr, out_lse_ptr, count, shares,
     RANK: tl.constexpr, MOST: tl.constexpr, CHANNELS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the shares of CHANNELS channels of one query, AT_ONCE at a time.
 
+    unit: float32 [B, shares], what the shares' outputs are multiplied by; None: by 1.
     out: [B, N, rank]; out_lse: float32 [B, N], natural log. MOST: the power of two from `shares` up. PDL: `pdl_wait`.
     """
     pdl_wait(PDL, True)
@@ -137,7 +138,9 @@ def merge_kernel(
         live = first + i < shares
         at = (row * shares + first + i) * count + n
         weight = tl.exp2(tl.load(lse_ptr + at, mask=live, other=-float("inf")) - largest)
+        if unit_ptr is not None:
+            weight *= tl.load(unit_ptr + row * shares + first + i, mask=live, other=0.0)
         part = tl.load(part_ptr + at[:, None] * RANK + c[None, :], mask=live[:, None], other=0.0)
-        acc += tl.sum(part * weight[:, None], 0)
+        acc += tl.sum(part.to(tl.float32) * weight[:, None], 0)
     tl.store(out_ptr + (row * count + n) * RANK + c, (acc / total).to(out_ptr.dtype.element_ty))
     tl.store(out_lse_ptr + row * count + n, (largest + tl.log2(total)) / LOG2_E)

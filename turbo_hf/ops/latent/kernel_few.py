@@ -348,7 +348,7 @@ def few_latent_kernel(
     k_ptr, v_ptr, meta_ptr, scale_ptr,  # pages of the one head, as in `PagedHeads`
     k_open, v_open, k_scales, v_scales,  # open tokens, as in `KVStore`
     table_ptr, sealed_ptr, open_ptr,  # int64 [B, blocks], [B], [B]
-    part_ptr, lse_ptr,  # float32 [B, shares, N, rank], [B, shares, N]: log2
+    part_ptr, lse_ptr, unit_ptr,  # float16 [B, shares, N, rank] in units of [B, shares], float32 [B, shares, N]: log2
     table_stride, cap, unit, count,
     BITS: gl.constexpr,
 ):
@@ -424,7 +424,7 @@ def few_latent_kernel(
     state = (gl.full((16, 4), -1.0e30, gl.float32, gl.SliceLayout(2, QUARTERS)),
              gl.zeros((16, 4, 16), gl.float32, QUARTERS),
              gl.full((16,), -1.0e30, gl.float32, gl.SliceLayout(1, gl.SliceLayout(2, P_A))))
-    held = 1.0
+    held, zoom = 1.0, 1.0
     ZOOM: gl.constexpr = 8192.0 if BITS == 4 else 1.0 / 128
     V_UNIT: gl.constexpr = 8192.0 if BITS == 4 else 1.0
     for block in range(begin, end):
@@ -443,7 +443,7 @@ def few_latent_kernel(
             k_ptr, v_ptr, meta_ptr, scale_ptr, page, live, k_at, r_channel * 16 + i, m_at, BITS)
         p, keep, state = _softmax(s, smem, units * (k_now * ZOOM), None, 1.0, state)
         keep = gl.convert_layout(keep * (held / (k_now * V_UNIT)), gl.SliceLayout(1, OUT)).expand_dims(1)
-        held = k_now * V_UNIT
+        held, zoom = k_now * V_UNIT, V_UNIT
         if BITS == 4:
             acc = _code_outputs(acc, p, gl.load(v_from), (gl.load(meta), gl.load(meta + 64), gl.load(meta + 128),
                                                         gl.load(meta + 192)), keep)
@@ -476,7 +476,7 @@ def few_latent_kernel(
             p, keep, state = _softmax(s, smem, units * (own_scale * (1.0 / 128)).expand_dims(0), here.expand_dims(0),
                                       (own_scale / largest).expand_dims(0), state)
             keep = gl.convert_layout(keep * (held / largest), gl.SliceLayout(1, OUT)).expand_dims(1)
-            held = largest
+            held, zoom = largest, 1.0
             v_in = (first + v_label < opened).expand_dims(1)
             v_from = to + v_label.expand_dims(1) * 128 + word.expand_dims(0)
             v_low, v_high = gl.load(v_from, mask=v_in, other=0), gl.load(v_from + 64, mask=v_in, other=0)
@@ -489,9 +489,11 @@ def few_latent_kernel(
     found = gl.where(total > 0, of_all + gl.log2(some) - LIFT, -float("inf"))
     h = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, QUARTERS)))
     gl.store(lse_ptr + to + h, found, mask=h < count)
-    over = gl.convert_layout(held / some, gl.SliceLayout(1, ROW)).expand_dims(1)
+    # in units of a scale no number exceeds 127
+    gl.store(unit_ptr + row * shares + share, held / zoom)
+    over = gl.convert_layout(zoom / some, gl.SliceLayout(1, ROW)).expand_dims(1)
     h = gl.arange(0, 16, layout=gl.SliceLayout(1, ROW))
     at = part_ptr + (to + h).expand_dims(1) * 512 + gl.arange(0, 256, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
     inside = (h < count).expand_dims(1)
-    gl.store(at, _by_channel(acc[0], acc[1], acc[2], acc[3]) * over, mask=inside)
-    gl.store(at + 256, _by_channel(acc[4], acc[5], acc[6], acc[7]) * over, mask=inside)
+    gl.store(at, (_by_channel(acc[0], acc[1], acc[2], acc[3]) * over).to(gl.float16), mask=inside)
+    gl.store(at + 256, (_by_channel(acc[4], acc[5], acc[6], acc[7]) * over).to(gl.float16), mask=inside)

@@ -67,7 +67,8 @@ def launch_latent_decode(
     few = hopper and FEW and tokens == 1 and count <= ROWS and (rank, rotary) == (512, 64)
     warps, how, resident = schedule_hopper(rows) if hopper else (*schedule(rows, pages.bits), 1)
     shares = shares_of(batch * groups, blocks, gpu.sms(device) * resident)
-    parts = torch.empty(batch, shares, count, rank, dtype=torch.float32, device=device)
+    parts = torch.empty(batch, shares, count, rank, dtype=torch.float16 if few else torch.float32, device=device)
+    units = torch.empty(batch, shares, dtype=torch.float32, device=device) if few else None
     part_lse = torch.empty(batch, shares, count, dtype=torch.float32, device=device)
     out = torch.empty(batch, heads, tokens, rank, dtype=q_latent.dtype, device=device)
     lse = torch.empty(batch, heads, tokens, dtype=torch.float32, device=device)
@@ -82,7 +83,7 @@ def launch_latent_decode(
             from turbo_hf.ops.latent.kernel_few import few_latent_kernel  # noqa: PLC0415 - needs Gluon
 
             few_latent_kernel[(shares, 1, batch)](
-                *queries, *held, *places, parts, part_lse, *numbers, BITS=pages.bits, num_warps=4
+                *queries, *held, *places, parts, part_lse, units, *numbers, BITS=pages.bits, num_warps=4
             )
         elif hopper:
             from turbo_hf.ops.latent.kernel_hopper import hopper_latent_kernel  # noqa: PLC0415 - needs Gluon
@@ -97,7 +98,7 @@ def launch_latent_decode(
                 STAGES=how, num_warps=warps,
             )  # fmt: skip
         merge_kernel[(count, rank // channels, batch)](
-            parts, part_lse, out, lse, count, shares,
+            parts, part_lse, units, out, lse, count, shares,
             RANK=rank, MOST=most, CHANNELS=channels, AT_ONCE=min(MERGED, most), num_warps=4,
             **gpu.pdl(device),
         )  # fmt: skip
