@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import turbo_hf
 from turbo_hf import PromptSparsity, TurboCache, TurboConfig, Unsupported
 from turbo_hf.layout import page_bytes
 from turbo_hf.models.model_layers import LATENT_TYPES
+from turbo_hf.patches.generic import why_not_compressible
 from turbo_hf.patches.latent import up_weight
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching import refusals
@@ -210,6 +212,23 @@ def test_options_of_single_heads_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match=f"TurboConfig.{next(iter(options))}.* is not for latent attention"):
         turbo_hf.patch(model, TurboConfig(**options), strict="fallback")
     assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+def test_latents_that_are_not_known_are_refused() -> None:
+    model = copy.deepcopy(model_of())
+    module: Any = model.model.layers[0].self_attn
+    for name, value, reason in (
+        ("qk_rope_head_dim", 24, "qk_rope_head_dim 24 is no multiple of 16"),
+        ("indexer", torch.nn.Linear(2, 2), r"an indexer chooses \(DSA\)"),
+        ("config", model.config.__class__(), "latent attention of another is not known here"),
+    ):
+        before = getattr(module, name, None)
+        setattr(module, name, value)
+        if name == "config":
+            value.model_type = "another"
+        assert re.search(reason, str(why_not_compressible(module)))
+        setattr(module, name, before)
+    assert why_not_compressible(module) is None
 
 
 def test_up_projections_that_are_no_plain_linear_are_refused() -> None:
