@@ -114,6 +114,9 @@ class Shared:
         assert (self.array.shape, self.array.dtype) == (x.shape, x.v.dtype)
         self.array[...] = x.v
 
+    def slice(self, start: int, length: int) -> "Shared":
+        return Shared(self.array[start : start + length])
+
     def load(self, layout: Any) -> Block:
         return Block(self.array.copy())
 
@@ -205,6 +208,10 @@ def _load(p: Pointer, mask: Any = True, other: Any = 77) -> Block:
     return Block(out)
 
 
+def _copied(to: Shared, p: Pointer, mask: Any = True) -> None:
+    to.store(_load(p, mask, 0))
+
+
 def _store(p: Pointer, x: Block, mask: Any = True) -> None:
     at, live, values = np.broadcast_arrays(np.asarray(p.offset), bare(mask), bare(x))
     assert ((at[live] >= 0) & (at[live] < p.array.size)).all(), "out of bounds"
@@ -237,7 +244,8 @@ def kernel_in_numpy(path: Path, name: str) -> Callable[..., None]:
         zeros=lambda shape, kind, layout: Block(np.zeros(shape, kind.kind)),
         full_like=lambda x, y: Block(np.full(x.shape, y).astype(x.v.dtype)),
         broadcast=lambda x, y: (Block(np.broadcast_to(x.v, np.broadcast_shapes(x.shape, y.shape))), y),
-        join=lambda x, y: Block(np.stack((x.v, y.v), -1)), abs=lambda x: Block(np.abs(x.v)),
+        join=lambda x, y: Block(np.stack((x.v, y.v), -1)), split=lambda x: (Block(x.v[..., 0]), Block(x.v[..., 1])),
+        static_range=range, abs=lambda x: Block(np.abs(x.v)),
         maximum=lambda x, y: Block(np.maximum(bare(x), bare(y))),
         minimum=lambda x, y: Block(np.minimum(bare(x), bare(y))),
         max=lambda x, dim: Block(x.v.max(dim)), sum=lambda x, dim: Block(x.v.sum(dim, dtype=x.v.dtype)),
@@ -260,6 +268,9 @@ def kernel_in_numpy(path: Path, name: str) -> Callable[..., None]:
     given: dict[str, Any] = {
         "gl": gl, "gluon": SimpleNamespace(jit=jit), "warpgroup_mma": _product,
         "mma_v2": _product_of_warps,
+        "async_copy": SimpleNamespace(
+            async_copy_global_to_shared=_copied, commit_group=lambda: None, wait_group=lambda left: None
+        ),
         "fence_async_shared": lambda: None, "warpgroup_mma_wait": waited,
     }  # fmt: skip
     text = re.sub(r"^from triton.*?(\(.*?\))?$", "", path.read_text("utf-8"), flags=re.M | re.S)

@@ -20,7 +20,7 @@ follows the same order.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 LIFT = gl.constexpr(15.0)
 
@@ -30,7 +30,7 @@ S_B = gl.constexpr(gl.DotOperandLayout(1, S, 2))
 OUT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
 OUT_A = gl.constexpr(gl.DotOperandLayout(0, OUT, 2))
 OUT_B = gl.constexpr(gl.DotOperandLayout(1, OUT, 2))
-# [warp, token, word], [warp, word], [warp, word, channel]: loads of a block for the scores
+# [warp, token, word], [warp, word], [warp, word, channel]: operands of the scores as they are found in shared memory
 K_WORDS = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [0, 0, 2], [0, 8, 0], [0, 16, 0], [0, 32, 0]], [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
     [[1, 0, 0], [2, 0, 0]], [], [4, 64, 16]))
@@ -39,10 +39,20 @@ K_META = gl.constexpr(gl.DistributedLinearLayout(
 R_WORDS = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [0, 0, 8], [0, 8, 0]], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
     [[1, 0, 0], [2, 0, 0]], [], [4, 16, 16]))
-# [token, word]: the same block for the outputs
-V_WORDS = gl.constexpr(gl.DistributedLinearLayout(
+# the same with one index for warp and word, or warp and channel: [token, word], [word], [channel, word]
+K_LOAD = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1], [0, 2], [8, 0], [16, 0], [32, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[0, 16], [0, 32]], [],
+    [64, 64]))
+M_LOAD = gl.constexpr(gl.DistributedLinearLayout(
+    [[1], [2]], [[4], [8], [0], [0], [0]], [[16], [32]], [], [64]))
+R_LOAD = gl.constexpr(gl.DistributedLinearLayout(
+    [[1, 0], [8, 0], [0, 8]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], [[16, 0], [32, 0]], [], [64, 16]))
+# [token, word]: the same block for the outputs, and a quarter of it
+V_LOAD = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 1], [1, 0], [8, 0], [16, 0], [32, 0]], [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]], [],
     [64, 64]))
+V_WORDS = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1], [1, 0], [8, 0]], [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]], [[0, 16], [0, 32]], [], [16, 64]))
 # [part, query, token] and [query, quarter of the tokens, token]: sums of scores
 PARTS = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0]],
@@ -50,15 +60,27 @@ PARTS = gl.constexpr(gl.DistributedLinearLayout(
 QUARTERS = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 0, 1], [0, 0, 2], [0, 0, 4]], [[1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0], [0, 0, 8]],
     [[0, 1, 0], [0, 2, 0]], [], [16, 4, 16]))
-# [query, quarter, token]: probabilities as an operand
+# [quarter, query, token]: probabilities as an operand
 P_A = gl.constexpr(gl.DistributedLinearLayout(
-    [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 1, 0], [0, 2, 0]], [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-    [[0, 0, 0], [0, 0, 0]], [], [16, 4, 16]))
+    [[0, 0, 1], [0, 8, 0], [0, 0, 8], [1, 0, 0], [2, 0, 0]], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+    [[0, 0, 0], [0, 0, 0]], [], [4, 16, 16]))
+# shared memory, in such orders that no two threads meet in a bank
+K_SMEM = gl.constexpr(gl.SharedLinearLayout(
+    [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [1, 16], [2, 8], [4, 16], [8, 0], [16, 0], [32, 0]]))
+R_SMEM = gl.constexpr(gl.SharedLinearLayout(
+    [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 0], [8, 0], [16, 0], [32, 0]]))
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+Q_SMEM = gl.constexpr(gl.SharedLinearLayout(
+    [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [1, 0, 0], [2, 0, 0],
+     [4, 0, 0], [8, 0, 0], [16, 0, 0]]))
 PARTS_SMEM = gl.constexpr(gl.SharedLinearLayout(
     [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32], [0, 1, 8], [0, 2, 16], [0, 4, 4], [0, 8, 0],
      [1, 0, 0], [2, 0, 0]]))
 P_SMEM = gl.constexpr(gl.SharedLinearLayout(
-    [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [1, 0, 8], [2, 1, 0], [4, 2, 0], [8, 0, 0]]))
+    [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 8], [0, 8, 0], [1, 0, 0], [2, 0, 0]]))
+K_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
+R_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
+M_COPY = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 ROW = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))
 
 
@@ -163,8 +185,8 @@ def _meta_operand(x, like: gl.constexpr):
 
 @gluon.jit
 def _output_operand(x):
-    """[64 tokens, 64 words] with pairs of tokens where its words 2 w and 2 w + 1 should be -> [64, 64]."""
-    x = x.reshape((32, 2, 32, 2)).permute((0, 3, 2, 1)).reshape((64, 4, 8, 2)).permute((0, 3, 1, 2)).reshape((64, 64))
+    """[16 tokens, 64 words] with pairs of tokens where its words 2 w and 2 w + 1 should be -> [16, 64]."""
+    x = x.reshape((8, 2, 32, 2)).permute((0, 3, 2, 1)).reshape((16, 4, 8, 2)).permute((0, 3, 1, 2)).reshape((16, 64))
     return gl.convert_layout(x, OUT_B, assert_trivial=True)
 
 
@@ -194,64 +216,81 @@ def _rotary(words, qr):
 
 
 @gluon.jit
-def _times_meta(q, words):
-    """Queries times int8 of words [4, 16] each, for the j of one half of the channels."""
-    a, b, c, d = _int8_pairs(words)
-    META: gl.constexpr = gl.SliceLayout(1, S_A)
-    return (_times(q[0], gl.broadcast(_meta_operand(a, META).expand_dims(1), q[0])[0]),
-            _times(q[1], gl.broadcast(_meta_operand(b, META).expand_dims(1), q[1])[0]),
-            _times(q[2], gl.broadcast(_meta_operand(c, META).expand_dims(1), q[2])[0]),
-            _times(q[3], gl.broadcast(_meta_operand(d, META).expand_dims(1), q[3])[0]))
+def _query(q, j: gl.constexpr):
+    """[4, 16, 16], in registers."""
+    return q.slice(4 * j, 4).load(S_A)
 
 
 @gluon.jit
-def _zero_sum(q, words, acc):
-    """Products of queries with zeros of words [4, 16]: [4, 16, 8], 8 times the same."""
-    a, b, c, d = _int8_pairs(words)
-    META: gl.constexpr = gl.SliceLayout(2, S_B)
-    like = gl.zeros((4, 16, 8), gl.float16, S_B)
-    acc = mma_v2(q[0], gl.broadcast(_meta_operand(a, META).expand_dims(2), like)[0], acc)
-    acc = mma_v2(q[1], gl.broadcast(_meta_operand(b, META).expand_dims(2), like)[0], acc)
-    acc = mma_v2(q[2], gl.broadcast(_meta_operand(c, META).expand_dims(2), like)[0], acc)
-    return mma_v2(q[3], gl.broadcast(_meta_operand(d, META).expand_dims(2), like)[0], acc)
+def _by_warp(words):
+    """[64 tokens, 64 words] -> [4, 64, 16]."""
+    return gl.convert_layout(words.reshape((64, 4, 16)).permute((1, 0, 2)), K_WORDS, assert_trivial=True)
+
+
+@gluon.jit
+def _turned_by_warp(words):
+    """[64 channels, 16 words] -> [4, 16, 16 channels]."""
+    return gl.convert_layout(words.reshape((4, 16, 16)).permute((0, 2, 1)), R_WORDS, assert_trivial=True)
 
 
 @gluon.jit
 def _byte_scores(q, low, high, acc):
-    """Adds products of queries with int8 words [4, 64, 16] of both halves to acc, in units of 2^-7."""
-    a, b, c, d = _int8_pairs(low)
-    acc = mma_v2(q[0], _score_operand(a), acc * 16.0)
-    acc = mma_v2(q[2], _score_operand(b), acc)
-    acc = mma_v2(q[4], _score_operand(c), acc)
-    acc = mma_v2(q[6], _score_operand(d), acc) * 0.0625
-    a, b, c, d = _int8_pairs(high)
-    acc = mma_v2(q[1], _score_operand(a), acc)
-    acc = mma_v2(q[3], _score_operand(b), acc)
-    acc = mma_v2(q[5], _score_operand(c), acc)
-    return mma_v2(q[7], _score_operand(d), acc)
+    """Adds products of queries with int8 words [64 tokens, 64] of both halves to acc, in units of 2^-7."""
+    a, b, c, d = _int8_pairs(_by_warp(low))
+    acc = mma_v2(_query(q, 0), _score_operand(a), acc * 16.0)
+    acc = mma_v2(_query(q, 2), _score_operand(b), acc)
+    acc = mma_v2(_query(q, 4), _score_operand(c), acc)
+    acc = mma_v2(_query(q, 6), _score_operand(d), acc) * 0.0625
+    a, b, c, d = _int8_pairs(_by_warp(high))
+    acc = mma_v2(_query(q, 1), _score_operand(a), acc)
+    acc = mma_v2(_query(q, 3), _score_operand(b), acc)
+    acc = mma_v2(_query(q, 5), _score_operand(c), acc)
+    return mma_v2(_query(q, 7), _score_operand(d), acc)
+
+
+@gluon.jit
+def _line_of(meta, line: gl.constexpr):
+    """Steps or zeros of half the channels, for the scores."""
+    x = gl.convert_layout(_meta_of(meta, line, M_LOAD).reshape((4, 16)), K_META, assert_trivial=True)
+    return _int8_pairs(x)
+
+
+@gluon.jit
+def _zeros(q, meta):
+    """Products of queries with a block's zeros, 8 times the same [4, 16, 8], in units of 2^13."""
+    low = gl.zeros((4, 16, 8), gl.float32, S)
+    high = low
+    like = gl.zeros((4, 16, 8), gl.float16, S_B)
+    a, b = _line_of(meta, 2), _line_of(meta, 3)
+    for i in gl.static_range(4):
+        x = _meta_operand(a[i], gl.SliceLayout(2, S_B)).expand_dims(2)
+        low = mma_v2(_query(q, 2 * i), gl.broadcast(x, like)[0], low)
+        x = _meta_operand(b[i], gl.SliceLayout(2, S_B)).expand_dims(2)
+        high = mma_v2(_query(q, 2 * i + 1), gl.broadcast(x, like)[0], high)
+    return low * 2.0**-24 + high * 2.0**-20
+
+
+@gluon.jit
+def _added(s, factor, zeros):
+    """s [4, 16, 64] times a factor, plus what is the same for all tokens [4, 16, 8]."""
+    x = s.reshape((4, 16, 8, 8))
+    zeros = gl.convert_layout(zeros, gl.SliceLayout(2, x.type.layout), assert_trivial=True)
+    return gl.convert_layout((x * factor + zeros.expand_dims(2)).reshape((4, 16, 64)), S, assert_trivial=True)
 
 
 @gluon.jit
 def _code_scores(q, words, meta, acc):
-    """Adds products of queries with 4-bit latents [4, 64, 16 words] to acc, in units of 2^13."""
-    s_low, s_high, z_low, z_high = meta
-    low, high = (q[0], q[2], q[4], q[6]), (q[1], q[3], q[5], q[7])
-    none = gl.zeros((4, 16, 8), gl.float32, S)
-    zeros = _zero_sum(low, z_low, none) * 2.0**-24 + _zero_sum(high, z_high, none) * 2.0**-20
-    x = acc.reshape((4, 16, 8, 8))
-    zeros = gl.convert_layout(zeros, gl.SliceLayout(2, x.type.layout), assert_trivial=True)
-    acc = gl.convert_layout((x + zeros.expand_dims(2)).reshape((4, 16, 64)), S, assert_trivial=True)
+    """Adds products of queries with 4-bit latents but for their zeros [4, 64, 16 words] to acc, in units of 2^13."""
     t = _raw_codes(words)
-    a = _times_meta(low, s_low)
-    b = _times_meta(high, s_high)
-    acc = mma_v2(a[0], _score_operand(t[0]), acc)
-    acc = mma_v2(b[0], _score_operand(t[1]), acc)
-    acc = mma_v2(a[1], _score_operand(t[2]), acc)
-    acc = mma_v2(b[1], _score_operand(t[3]), acc)
-    acc = mma_v2(a[2], _score_operand(t[4]), acc)
-    acc = mma_v2(b[2], _score_operand(t[5]), acc)
-    acc = mma_v2(a[3], _score_operand(t[6]), acc)
-    return mma_v2(b[3], _score_operand(t[7]), acc)
+    a, b = _line_of(meta, 0), _line_of(meta, 1)
+    for i in gl.static_range(4):
+        x = _query(q, 2 * i)
+        x = _times(x, gl.broadcast(_meta_operand(a[i], gl.SliceLayout(1, S_A)).expand_dims(1), x)[0])
+        acc = mma_v2(x, _score_operand(t[2 * i]), acc)
+        x = _query(q, 2 * i + 1)
+        x = _times(x, gl.broadcast(_meta_operand(b[i], gl.SliceLayout(1, S_A)).expand_dims(1), x)[0])
+        acc = mma_v2(x, _score_operand(t[2 * i + 1]), acc)
+    return acc
 
 
 @gluon.jit
@@ -271,43 +310,79 @@ def _softmax(acc, smem, scale, live, share, state):
     top = gl.maximum(m, gl.max(s, 2))
     p = gl.exp2(s - (top - LIFT).expand_dims(2))
     total = total * gl.exp2(m - top).expand_dims(2) + p
-    p_smem.store((p * share).to(gl.float16))
-    m_smem.store(top)
-    p = p_smem.load(P_A)
-    each = m_smem.load(gl.SliceLayout(2, P_A))
-    now = gl.max(each, 1)
-    less = gl.exp2(each - now.expand_dims(1)).to(gl.float16)
-    p = _times(p, gl.broadcast(less.expand_dims(2), p)[0])
-    p = gl.convert_layout(p.reshape((16, 64)), OUT_A, assert_trivial=True)
+    p_smem.store((p * share).to(gl.float16).permute((1, 0, 2)))
+    m_smem.store(top.permute((1, 0)))
+    m0, m1, m2, m3 = _four(m_smem.load(gl.SliceLayout(2, P_A)).reshape((2, 2, 16)).permute((2, 0, 1)),
+                           gl.SliceLayout(1, OUT_A))
+    now = gl.maximum(gl.maximum(m0, m1), gl.maximum(m2, m3))
+    p0, p1, p2, p3 = _four(p_smem.load(P_A).reshape((2, 2, 16, 16)).permute((2, 3, 0, 1)), OUT_A)
+    p = _lessened(p0, m0 - now), _lessened(p1, m1 - now), _lessened(p2, m2 - now), _lessened(p3, m3 - now)
     return p, gl.exp2(most - now), (top, total, now)
 
 
 @gluon.jit
-def _code_outputs(acc, p, words, meta, keep):
-    """Adds P [16, 64] times 4-bit latents [64 tokens, 64 words], over 2^13, to acc times keep."""
+def _lessened(p, by):
+    """P of a quarter of the tokens [16, 16], times 2^by [16]."""
+    return _times(p, gl.broadcast(gl.exp2(by).to(gl.float16).expand_dims(1), p)[0])
+
+
+@gluon.jit
+def _four(x, layout: gl.constexpr):
+    """[..., 2, 2] -> its 4 parts, of which the last but one index counts most slowly."""
+    a, b = gl.split(x)
+    a, c = gl.split(a)
+    b, d = gl.split(b)
+    return (gl.convert_layout(a, layout, assert_trivial=True), gl.convert_layout(b, layout, assert_trivial=True),
+            gl.convert_layout(c, layout, assert_trivial=True), gl.convert_layout(d, layout, assert_trivial=True))
+
+
+@gluon.jit
+def _quarters(words):
+    """[64 tokens, 64 words] -> its 4 quarters."""
+    return _four(words.reshape((2, 2, 16, 64)).permute((2, 3, 0, 1)), V_WORDS)
+
+
+@gluon.jit
+def _times_all(acc, keep):
+    return (acc[0] * keep, acc[1] * keep, acc[2] * keep, acc[3] * keep, acc[4] * keep, acc[5] * keep, acc[6] * keep,
+            acc[7] * keep)
+
+
+@gluon.jit
+def _lines(meta, byte: gl.constexpr):
+    """Steps and zeros of a byte's low and high codes."""
     s_low, s_high, z_low, z_high = meta
-    x, y = _code_values(words, 0, _twice(s_low, 0, 1, 0x68006800), _twice(z_low, 0, 0, 0x08000800),
-                        _twice(s_high, 0, 1, 0x58005800), _twice(z_high, 0, 0, 0x08000800))
-    a0, b0 = mma_v2(p, x, acc[0] * keep), mma_v2(p, y, acc[4] * keep)
-    x, y = _code_values(words, 1, _twice(s_low, 1, 1, 0x68006800), _twice(z_low, 1, 0, 0x08000800),
-                        _twice(s_high, 1, 1, 0x58005800), _twice(z_high, 1, 0, 0x08000800))
-    a1, b1 = mma_v2(p, x, acc[1] * keep), mma_v2(p, y, acc[5] * keep)
-    x, y = _code_values(words, 2, _twice(s_low, 2, 1, 0x68006800), _twice(z_low, 2, 0, 0x08000800),
-                        _twice(s_high, 2, 1, 0x58005800), _twice(z_high, 2, 0, 0x08000800))
-    a2, b2 = mma_v2(p, x, acc[2] * keep), mma_v2(p, y, acc[6] * keep)
-    x, y = _code_values(words, 3, _twice(s_low, 3, 1, 0x68006800), _twice(z_low, 3, 0, 0x08000800),
-                        _twice(s_high, 3, 1, 0x58005800), _twice(z_high, 3, 0, 0x08000800))
-    a3, b3 = mma_v2(p, x, acc[3] * keep), mma_v2(p, y, acc[7] * keep)
+    return (_twice(s_low, byte, 1, 0x68006800), _twice(z_low, byte, 0, 0x08000800),
+            _twice(s_high, byte, 1, 0x58005800), _twice(z_high, byte, 0, 0x08000800))
+
+
+@gluon.jit
+def _code_outputs(acc, p, words, meta):
+    """Adds P [16, 16] times 4-bit latents [16 tokens, 64 words], over 2^13, for 4 quarters, to acc."""
+    a, b, c, d = _lines(meta, 0), _lines(meta, 1), _lines(meta, 2), _lines(meta, 3)
+    a0, a1, a2, a3, b0, b1, b2, b3 = acc
+    for i in gl.static_range(4):
+        x, y = _code_values(words[i], 0, a[0], a[1], a[2], a[3])
+        a0, b0 = mma_v2(p[i], x, a0), mma_v2(p[i], y, b0)
+        x, y = _code_values(words[i], 1, b[0], b[1], b[2], b[3])
+        a1, b1 = mma_v2(p[i], x, a1), mma_v2(p[i], y, b1)
+        x, y = _code_values(words[i], 2, c[0], c[1], c[2], c[3])
+        a2, b2 = mma_v2(p[i], x, a2), mma_v2(p[i], y, b2)
+        x, y = _code_values(words[i], 3, d[0], d[1], d[2], d[3])
+        a3, b3 = mma_v2(p[i], x, a3), mma_v2(p[i], y, b3)
     return a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @gluon.jit
-def _byte_outputs(acc, p, low, high, keep):
-    """Adds P times int8 latents [64 tokens, 64 words] of both halves to acc times keep."""
-    return (mma_v2(p, _byte_values(low, 0), acc[0] * keep), mma_v2(p, _byte_values(low, 1), acc[1] * keep),
-            mma_v2(p, _byte_values(low, 2), acc[2] * keep), mma_v2(p, _byte_values(low, 3), acc[3] * keep),
-            mma_v2(p, _byte_values(high, 0), acc[4] * keep), mma_v2(p, _byte_values(high, 1), acc[5] * keep),
-            mma_v2(p, _byte_values(high, 2), acc[6] * keep), mma_v2(p, _byte_values(high, 3), acc[7] * keep))
+def _byte_outputs(acc, p, low, high):
+    """Adds P times int8 latents [16 tokens, 64 words] of both halves, for 4 quarters, to acc."""
+    a0, a1, a2, a3, b0, b1, b2, b3 = acc
+    for i in gl.static_range(4):
+        a0, b0 = mma_v2(p[i], _byte_values(low[i], 0), a0), mma_v2(p[i], _byte_values(high[i], 0), b0)
+        a1, b1 = mma_v2(p[i], _byte_values(low[i], 1), a1), mma_v2(p[i], _byte_values(high[i], 1), b1)
+        a2, b2 = mma_v2(p[i], _byte_values(low[i], 2), a2), mma_v2(p[i], _byte_values(high[i], 2), b2)
+        a3, b3 = mma_v2(p[i], _byte_values(low[i], 3), a3), mma_v2(p[i], _byte_values(high[i], 3), b3)
+    return a0, a1, a2, a3, b0, b1, b2, b3
 
 
 @gluon.jit
@@ -318,103 +393,87 @@ def _by_channel(a, b, c, d):
 
 
 @gluon.jit
-def _words_of(token, WORDS: gl.constexpr):
-    """Offsets of a block's words for the scores, [4, 64, 16]. token: of each label n."""
-    w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, K_WORDS)))
-    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, K_WORDS)))
-    at = w.expand_dims(1).expand_dims(2) * 16 + c.expand_dims(0).expand_dims(1)
-    return token.expand_dims(0).expand_dims(2) * WORDS + at
+def _copy(pages, page, live, at, smem, stage):
+    """Begin to copy the codes and lines of a page to shared memory; of none if not `live`. Scales are loaded."""
+    async_copy.async_copy_global_to_shared(smem[0].index(stage), pages[0] + page * 4096 + at[0], mask=live)
+    async_copy.async_copy_global_to_shared(smem[2].index(stage), pages[2] + page * 256 + at[2], mask=live)
+    async_copy.commit_group()
+    to_scale = pages[3] + 2 * page
+    return gl.load(to_scale, mask=live, other=1.0), gl.load(to_scale + 1, mask=live, other=1.0)
 
 
 @gluon.jit
-def _fetch(k_ptr, v_ptr, meta_ptr, scale_ptr, page, live, k_at, r_at, m_at, BITS: gl.constexpr):
-    """Loads of a page for the scores; of nothing if not `live`."""
-    rotary = gl.load(v_ptr + page * 1024 + r_at, mask=live, other=0)
-    k_scale = gl.load(scale_ptr + 2 * page, mask=live, other=1.0)
-    r_scale = gl.load(scale_ptr + 2 * page + 1, mask=live, other=1.0)
-    if BITS == 4:
-        meta = meta_ptr + page * 256 + m_at
-        return (gl.load(k_ptr + page * 4096 + k_at, mask=live, other=0), gl.load(meta, mask=live, other=0),
-                gl.load(meta + 64, mask=live, other=0), gl.load(meta + 128, mask=live, other=0),
-                gl.load(meta + 192, mask=live, other=0)), rotary, k_scale, r_scale
-    else:
-        at = k_ptr + page * 8192 + k_at
-        return (gl.load(at, mask=live, other=0), gl.load(at + 64, mask=live, other=0)), rotary, k_scale, r_scale
+def _copy_rotary(pages, page, live, at, smem):
+    async_copy.async_copy_global_to_shared(smem[1], pages[1] + page * 1024 + at[1], mask=live)
+    async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["table_stride", "cap", "count"])
+@gluon.jit
+def _meta_of(meta, line: gl.constexpr, layout: gl.constexpr):
+    return meta.slice(64 * line, 64).load(layout)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "cap", "count", "open_blocks"])
 def few_latent_kernel(
     q_ptr, qr_ptr,  # [B, N, rank] and [B, N, R], contiguous
     k_ptr, v_ptr, meta_ptr, scale_ptr,  # pages of the one head, as in `PagedHeads`
     k_open, v_open, k_scales, v_scales,  # open tokens, as in `KVStore`
     table_ptr, sealed_ptr, open_ptr,  # int64 [B, blocks], [B], [B]
     part_ptr, lse_ptr, unit_ptr,  # float16 [B, shares, N, rank] in units of [B, shares], float32 [B, shares, N]: log2
-    table_stride, cap, unit, count,
-    BITS: gl.constexpr,
+    table_stride, cap, unit, count, open_blocks,
 ):
     """One share of the blocks of one row, for its N <= 16 queries, which see all tokens.
 
-    count: N. unit: scaling times log2(e). cap: a multiple of 4. The open tokens are the last blocks.
+    count: N. unit: scaling times log2(e). cap: a multiple of 4. The open tokens are the last blocks, each worth
+    `open_blocks` others.
     """
-    WORDS: gl.constexpr = 16 * BITS
     share, shares = gl.program_id(0), gl.num_programs(0)
     row = gl.program_id(2).to(gl.int64)
     k_ptr, v_ptr = k_ptr.to(gl.pointer_type(gl.int32)), v_ptr.to(gl.pointer_type(gl.int32))
     k_open, v_open = k_open.to(gl.pointer_type(gl.int32)), v_open.to(gl.pointer_type(gl.int32))
-    meta_ptr = meta_ptr.to(gl.pointer_type(gl.int32))
+    pages = k_ptr, v_ptr, meta_ptr.to(gl.pointer_type(gl.int32)), scale_ptr
+    held_pages = (gl.allocate_shared_memory(gl.int32, [2, 64, 64], K_SMEM),
+                  gl.allocate_shared_memory(gl.int32, [64, 16], R_SMEM),
+                  gl.allocate_shared_memory(gl.int32, [2, 256], LINE))
+    q_smem = gl.allocate_shared_memory(gl.float16, [32, 16, 16], Q_SMEM)
     smem = (gl.allocate_shared_memory(gl.float32, [4, 16, 64], PARTS_SMEM),
-            gl.allocate_shared_memory(gl.float16, [16, 4, 16], P_SMEM),
-            gl.allocate_shared_memory(gl.float32, [16, 4], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])))
+            gl.allocate_shared_memory(gl.float16, [4, 16, 16], P_SMEM),
+            gl.allocate_shared_memory(gl.float32, [4, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])))
 
     sealed = gl.load(sealed_ptr + row)
     opened = gl.load(open_ptr + row)
-    blocks = sealed + (opened + 63) // 64
+    blocks = sealed + (opened + 63) // 64 * open_blocks
     begin = gl.minimum(share * blocks // shares, sealed).to(gl.int32)
     end = gl.minimum((share + 1) * blocks // shares, sealed).to(gl.int32)
     entries = table_ptr + row * table_stride
     page = gl.load(entries + begin, mask=begin < end, other=0)
     ahead = gl.load(entries + begin + 1, mask=begin + 1 < end, other=0)
-
-    n = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, K_WORDS)))
-    k_at = _words_of(_stored_order(_place(n)), WORDS)
-    w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, R_WORDS))).expand_dims(1).expand_dims(2)
-    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, R_WORDS))).expand_dims(0).expand_dims(2)
-    c = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, R_WORDS))).expand_dims(0).expand_dims(1)
-    r_channel = w * 16 + c
-    w = gl.arange(0, 4, layout=gl.SliceLayout(1, K_META)).expand_dims(1)
-    m_at = w * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, K_META)).expand_dims(0)
-    n = gl.arange(0, 64, layout=gl.SliceLayout(1, V_WORDS))
-    word = gl.arange(0, 64, layout=gl.SliceLayout(0, V_WORDS))
-    v_at = _stored_order(_place(n)).expand_dims(1) * WORDS + word.expand_dims(0)
-    codes, rotary, k_scale, r_scale = _fetch(
-        k_ptr, v_ptr, meta_ptr, scale_ptr, page, begin < end, k_at, r_channel * 16 + i, m_at, BITS)
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, K_COPY))
+    word = gl.arange(0, 64, layout=gl.SliceLayout(0, K_COPY))
+    k_from = _stored_order(_place(n)).expand_dims(1) * 64 + word.expand_dims(0)
+    r_from = gl.arange(0, 64, layout=gl.SliceLayout(1, R_COPY)).expand_dims(1) * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, R_COPY)).expand_dims(0)
+    at = k_from, r_from, gl.arange(0, 256, layout=M_COPY)
+    k_scale, r_scale = _copy(pages, page, begin < end, at, held_pages, 0)
+    _copy_rotary(pages, page, begin < end, at, held_pages)
 
     # each query over its largest number
     h = gl.arange(0, 16, layout=gl.SliceLayout(1, ROW))
     line, own = (row * count + h).expand_dims(1), (h < count).expand_dims(1)
-    at = gl.arange(0, 512, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
-    x = gl.load(q_ptr + line * 512 + at, mask=own, other=0.0)
-    top = gl.max(gl.abs(x.to(gl.float32)), 1)
-    at = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
-    x = gl.load(qr_ptr + line * 64 + at, mask=own, other=0.0)
-    top = gl.maximum(top, gl.max(gl.abs(x.to(gl.float32)), 1))
+    channel = gl.arange(0, 512, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
+    x = gl.load(q_ptr + line * 512 + channel, mask=own, other=0.0).to(gl.float32)
+    r_channel = gl.arange(0, 64, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
+    y = gl.load(qr_ptr + line * 64 + r_channel, mask=own, other=0.0).to(gl.float32)
+    top = gl.maximum(gl.max(gl.abs(x), 1), gl.max(gl.abs(y), 1))
     top = gl.where(top > 0, top, 1.0)
+    x = (x * ((1.0 / top).expand_dims(1) * gl.where(channel < 256, gl.full_like(x, 2048.0), 128.0))).to(gl.float16)
+    # [query, half, warp, k / 2 % 4, k / 8, j / 4, k % 2, j / 2 % 2] -> [j, warp, query, k]
+    q_smem.store(x.reshape((16, 2, 4, 4, 2, 2, 2, 2)).permute((5, 7, 1, 2, 0, 4, 3, 6)).reshape((32, 16, 16)))
     w = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, S_A))).expand_dims(1).expand_dims(2)
     h = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, S_A)))
     k = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, S_A))).expand_dims(0).expand_dims(1)
     over = (1.0 / gl.convert_layout(top, gl.SliceLayout(0, gl.SliceLayout(2, S_A)))).expand_dims(0).expand_dims(2)
     inside = (h < count).expand_dims(0).expand_dims(2)
     h = (row * count + h).expand_dims(0).expand_dims(2)
-    at = q_ptr + h * 512 + (4 * (16 * w + 4 * (k // 2 % 4) + 2 * (k // 8)) + 2 * (k % 2))
-    low, high = over * 2048.0, over * 128.0
-    q = ((gl.load(at, mask=inside, other=0.0) * low).to(gl.float16),
-         (gl.load(at + 256, mask=inside, other=0.0) * high).to(gl.float16),
-         (gl.load(at + 1, mask=inside, other=0.0) * low).to(gl.float16),
-         (gl.load(at + 257, mask=inside, other=0.0) * high).to(gl.float16),
-         (gl.load(at + 4, mask=inside, other=0.0) * low).to(gl.float16),
-         (gl.load(at + 260, mask=inside, other=0.0) * high).to(gl.float16),
-         (gl.load(at + 5, mask=inside, other=0.0) * low).to(gl.float16),
-         (gl.load(at + 261, mask=inside, other=0.0) * high).to(gl.float16))
     qr = (gl.load(qr_ptr + h * 64 + (16 * w + k), mask=inside, other=0.0) * over).to(gl.float16)
     units = gl.convert_layout(top * unit, gl.SliceLayout(1, gl.SliceLayout(2, QUARTERS))).expand_dims(1).expand_dims(2)
 
@@ -422,53 +481,53 @@ def few_latent_kernel(
     acc = zero, zero, zero, zero, zero, zero, zero, zero
     # below every score, and finite
     state = (gl.full((16, 4), -1.0e30, gl.float32, gl.SliceLayout(2, QUARTERS)),
-             gl.zeros((16, 4, 16), gl.float32, QUARTERS),
-             gl.full((16,), -1.0e30, gl.float32, gl.SliceLayout(1, gl.SliceLayout(2, P_A))))
+             gl.zeros((16, 4, 16), gl.float32, QUARTERS), gl.full((16,), -1.0e30, gl.float32, gl.SliceLayout(1, OUT_A)))
     held, zoom = 1.0, 1.0
-    ZOOM: gl.constexpr = 8192.0 if BITS == 4 else 1.0 / 128
-    V_UNIT: gl.constexpr = 8192.0 if BITS == 4 else 1.0
     for block in range(begin, end):
-        k_now = gl.where(k_scale > 0, k_scale, 1.0)
-        s = _rotary(rotary, qr) * (r_scale / (k_now * ZOOM))
-        if BITS == 4:
-            s = _code_scores(q, codes[0], (codes[1], codes[2], codes[3], codes[4]), s)
-        else:
-            s = _byte_scores(q, codes[0], codes[1], s)
-        v_from = k_ptr + page * (64 * WORDS) + v_at
-        meta = meta_ptr + page * 256 + word
-        live = block + 1 < end
-        page = ahead
+        stage = (block - begin) % 2
+        k_now, r_now = gl.where(k_scale > 0, k_scale, 1.0), r_scale
+        async_copy.wait_group(0)
+        # all have left the block before, whose place the next one takes
+        gl.thread_barrier()
+        live, page = block + 1 < end, ahead
+        k_scale, r_scale = _copy(pages, page, live, at, held_pages, 1 - stage)
         ahead = gl.load(entries + block + 2, mask=block + 2 < end, other=0)
-        codes, rotary, k_scale, r_scale = _fetch(
-            k_ptr, v_ptr, meta_ptr, scale_ptr, page, live, k_at, r_channel * 16 + i, m_at, BITS)
-        p, keep, state = _softmax(s, smem, units * (k_now * ZOOM), None, 1.0, state)
-        keep = gl.convert_layout(keep * (held / (k_now * V_UNIT)), gl.SliceLayout(1, OUT)).expand_dims(1)
-        held, zoom = k_now * V_UNIT, V_UNIT
-        if BITS == 4:
-            acc = _code_outputs(acc, p, gl.load(v_from), (gl.load(meta), gl.load(meta + 64), gl.load(meta + 128),
-                                                        gl.load(meta + 192)), keep)
-        else:
-            acc = _byte_outputs(acc, p, gl.load(v_from), gl.load(v_from + 64), keep)
+        codes, meta = held_pages[0].index(stage), held_pages[2].index(stage)
+        zeros = _zeros(q_smem, meta)
+        s = _added(_rotary(_turned_by_warp(held_pages[1].load(R_LOAD)), qr), r_now / (k_now * 8192.0), zeros)
+        s = _code_scores(q_smem, _by_warp(codes.load(K_LOAD)), meta, s)
+        p, keep, state = _softmax(s, smem, units * (k_now * 8192.0), None, 1.0, state)
+        # all have read the block's rotary parts: they wrote scores since
+        _copy_rotary(pages, page, live, at, held_pages)
+        keep = gl.convert_layout(keep * (held / (k_now * 8192.0)), gl.SliceLayout(1, OUT)).expand_dims(1)
+        held, zoom = k_now * 8192.0, 8192.0
+        V: gl.constexpr = gl.SliceLayout(0, V_WORDS)
+        lines = _meta_of(meta, 0, V), _meta_of(meta, 1, V), _meta_of(meta, 2, V), _meta_of(meta, 3, V)
+        acc = _code_outputs(_times_all(acc, keep), p, _quarters(codes.load(V_LOAD)), lines)
     if share == shares - 1:
+        k_word = gl.arange(0, 64, layout=gl.SliceLayout(0, K_LOAD)).expand_dims(0)
+        k_token = _place(gl.arange(0, 64, layout=gl.SliceLayout(1, K_LOAD))).expand_dims(1)
+        v_word = gl.arange(0, 64, layout=gl.SliceLayout(0, V_LOAD)).expand_dims(0)
+        v_token = _place(gl.arange(0, 64, layout=gl.SliceLayout(1, V_LOAD))).expand_dims(1)
+        r_row = gl.arange(0, 64, layout=gl.SliceLayout(1, R_LOAD)).expand_dims(1)
+        r_word = gl.arange(0, 16, layout=gl.SliceLayout(0, R_LOAD)).expand_dims(0)
         quarter = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(0, QUARTERS))).expand_dims(1)
         label = quarter * 16 + gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(0, QUARTERS))).expand_dims(0)
         token = _place(label)
-        score_label = _place(gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, S))))
-        k_label = _place(gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, K_WORDS))))
-        v_label = _place(gl.arange(0, 64, layout=gl.SliceLayout(1, V_WORDS)))
+        s_token = _place(gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, S))))
         for first in range(0, opened.to(gl.int32), 64):
             to = k_open + (row * cap + first) * 128
-            k_in = (first + k_label < opened).expand_dims(0).expand_dims(2)
-            k_low = gl.load(to + _words_of(k_label, 128), mask=k_in, other=0)
-            k_high = gl.load(to + _words_of(k_label, 128) + 64, mask=k_in, other=0)
-            r_from = v_open + (row * 64 + r_channel) * (cap // 4) + (first // 4 + i)
-            turned = gl.load(r_from, mask=first + 4 * i < opened, other=0)
+            k_at, k_in = to + k_token * 128 + k_word, first + k_token < opened
+            v_at, v_in = to + v_token * 128 + v_word, first + v_token < opened
+            r_at = v_open + (row * 64 + r_row) * (cap // 4) + (first // 4 + r_word)
+            turned = gl.load(r_at, mask=first + 4 * r_word < opened, other=0)
             to_scale = row * cap + first
-            s_in = first + score_label < opened
-            k_own = gl.load(k_scales + to_scale + score_label, mask=s_in, other=1.0)
-            r_own = gl.load(v_scales + to_scale + score_label, mask=s_in, other=0.0)
+            s_in = first + s_token < opened
+            k_own = gl.load(k_scales + to_scale + s_token, mask=s_in, other=1.0)
+            r_own = gl.load(v_scales + to_scale + s_token, mask=s_in, other=0.0)
             ratio = r_own / (gl.where(k_own > 0, k_own, 1.0) * (1.0 / 128))
-            s = _byte_scores(q, k_low, k_high, _rotary(turned, qr) * ratio.expand_dims(0).expand_dims(1))
+            s = _rotary(_turned_by_warp(turned), qr) * ratio.expand_dims(0).expand_dims(1)
+            s = _byte_scores(q_smem, gl.load(k_at, mask=k_in, other=0), gl.load(k_at + 64, mask=k_in, other=0), s)
             here = first + token < opened
             own_scale = gl.load(k_scales + to_scale + token, mask=here, other=0.0)
             own_scale = gl.where(here, gl.where(own_scale > 0, own_scale, 1.0), 0.0)
@@ -477,10 +536,8 @@ def few_latent_kernel(
                                       (own_scale / largest).expand_dims(0), state)
             keep = gl.convert_layout(keep * (held / largest), gl.SliceLayout(1, OUT)).expand_dims(1)
             held, zoom = largest, 1.0
-            v_in = (first + v_label < opened).expand_dims(1)
-            v_from = to + v_label.expand_dims(1) * 128 + word.expand_dims(0)
-            v_low, v_high = gl.load(v_from, mask=v_in, other=0), gl.load(v_from + 64, mask=v_in, other=0)
-            acc = _byte_outputs(acc, p, v_low, v_high, keep)
+            low, high = gl.load(v_at, mask=v_in, other=0), gl.load(v_at + 64, mask=v_in, other=0)
+            acc = _byte_outputs(_times_all(acc, keep), p, _quarters(low), _quarters(high))
     m, total, _ = state
     of_all = gl.max(m, 1)
     total = gl.sum(gl.sum(total, 2) * gl.exp2(m - of_all.expand_dims(1)), 1)
@@ -493,7 +550,7 @@ def few_latent_kernel(
     gl.store(unit_ptr + row * shares + share, held / zoom)
     over = gl.convert_layout(zoom / some, gl.SliceLayout(1, ROW)).expand_dims(1)
     h = gl.arange(0, 16, layout=gl.SliceLayout(1, ROW))
-    at = part_ptr + (to + h).expand_dims(1) * 512 + gl.arange(0, 256, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
-    inside = (h < count).expand_dims(1)
-    gl.store(at, (_by_channel(acc[0], acc[1], acc[2], acc[3]) * over).to(gl.float16), mask=inside)
-    gl.store(at + 256, (_by_channel(acc[4], acc[5], acc[6], acc[7]) * over).to(gl.float16), mask=inside)
+    to = part_ptr + (to + h).expand_dims(1) * 512 + gl.arange(0, 256, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
+    own = (h < count).expand_dims(1)
+    gl.store(to, (_by_channel(acc[0], acc[1], acc[2], acc[3]) * over).to(gl.float16), mask=own)
+    gl.store(to + 256, (_by_channel(acc[4], acc[5], acc[6], acc[7]) * over).to(gl.float16), mask=own)

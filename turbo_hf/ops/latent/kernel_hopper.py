@@ -245,7 +245,10 @@ def hopper_latent_kernel(
 
     sealed = gl.load(sealed_ptr + row)
     opened = gl.load(open_ptr + row).to(gl.int32)
-    begin, end = (share * sealed // shares).to(gl.int32), ((share + 1) * sealed // shares).to(gl.int32)
+    # a block of open tokens takes as long as two, as nothing fetches it ahead
+    blocks = sealed + (opened + 63) // 64 * 2
+    begin = gl.minimum(share * blocks // shares, sealed).to(gl.int32)
+    end = gl.minimum((share + 1) * blocks // shares, sealed).to(gl.int32)
     entries = table_ptr + row * table_stride
     page = gl.load(entries + begin, mask=begin < end, other=0)
     codes, rotary, k_scale, r_scale = _fetch(pages, page, begin < end, RANK, ROTARY, BITS, K_IO, R_IO)

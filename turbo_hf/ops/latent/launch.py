@@ -22,7 +22,9 @@ MERGED = 128
 MERGED_CHANNELS = 64
 """Channels of a program of the merge: with 16 queries of rank 512, as many programs as a GPU has SMs."""
 
-FEW = True
+FEW = 3, 168, 3
+"""Of the kernel for few queries: programs that an SM holds at once, registers of a thread, and how many sealed blocks a
+block of open tokens is worth, which nothing has fetched ahead."""
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -64,8 +66,10 @@ def launch_latent_decode(
     groups = triton.cdiv(count, rows)
     blocks = max(store.sealed_host) if store.sealed_host is not None else store.table.shape[1]
     hopper = _hopper_serves(store, rank, rotary, interpreted)
-    few = hopper and FEW and tokens == 1 and count <= ROWS and (rank, rotary) == (512, 64)
+    few = hopper and pages.bits == 4 and tokens == 1 and count <= ROWS and (rank, rotary) == (512, 64)
     warps, how, resident = schedule_hopper(rows) if hopper else (*schedule(rows, pages.bits), 1)
+    if few:
+        resident, registers, open_blocks = FEW
     shares = shares_of(batch * groups, blocks, gpu.sms(device) * resident)
     parts = torch.empty(batch, shares, count, rank, dtype=torch.float16 if few else torch.float32, device=device)
     units = torch.empty(batch, shares, dtype=torch.float32, device=device) if few else None
@@ -83,7 +87,7 @@ def launch_latent_decode(
             from turbo_hf.ops.latent.kernel_few import few_latent_kernel  # noqa: PLC0415 - needs Gluon
 
             few_latent_kernel[(shares, 1, batch)](
-                *queries, *held, *places, parts, part_lse, units, *numbers, BITS=pages.bits, num_warps=4
+                *queries, *held, *places, parts, part_lse, units, *numbers, open_blocks, num_warps=4, maxnreg=registers
             )
         elif hopper:
             from turbo_hf.ops.latent.kernel_hopper import hopper_latent_kernel  # noqa: PLC0415 - needs Gluon
