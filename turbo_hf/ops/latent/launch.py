@@ -22,9 +22,9 @@ MERGED = 128
 MERGED_CHANNELS = 64
 """Channels of a program of the merge: with 16 queries of rank 512, as many programs as a GPU has SMs."""
 
-FEW = 3, 168, 3
+FEW = 2, 255, 3
 """Of the kernel for few queries: programs that an SM holds at once, registers of a thread, and how many sealed blocks a
-block of open tokens is worth, which nothing has fetched ahead."""
+block of open tokens is worth, which nothing has fetched ahead (H100: `eval/results/decode-log.md`)."""
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
