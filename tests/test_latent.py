@@ -217,11 +217,12 @@ def test_options_of_single_heads_are_refused(options: dict[str, Any]) -> None:
 def test_latents_that_are_not_known_are_refused() -> None:
     model = copy.deepcopy(model_of())
     module: Any = model.model.layers[0].self_attn
-    for name, value, reason in (
+    cases: Any = (
         ("qk_rope_head_dim", 24, "qk_rope_head_dim 24 is no multiple of 16"),
         ("indexer", torch.nn.Linear(2, 2), r"an indexer chooses \(DSA\)"),
         ("config", model.config.__class__(), "latent attention of another is not known here"),
-    ):
+    )
+    for name, value, reason in cases:
         before = getattr(module, name, None)
         setattr(module, name, value)
         if name == "config":
