@@ -1,21 +1,22 @@
-"""Steps of up to 16 queries over latents of 4 and 8 bit, with all operands of the products in registers, in Gluon.
+"""Steps of up to 16 queries over 4-bit latents, with all operands of the products in registers, in Gluon.
 
 It computes what `ops.latent.kernel` does, for a latent of 512 channels and a rotary part of 64, in blocks of 64 tokens.
 Four warps share a block: each multiplies its own quarter of the channels into the scores of all tokens; their sums are
 added up through shared memory, where each warp turns its own quarter of the tokens into probabilities; then each
 multiplies all of these with its own quarter of the channels.
 
-Codes are read twice, in the two orders in which the products want them (the second time from the L1 cache), and
-become float16 two at a time. A 4-bit code masked out of its byte is a subnormal number, which products take as it is:
-steps are multiplied into the queries, zeros have a product of their own. Which element of a tensor holds which channel
-or token is what the instructions find at hand, not what its index says; whoever meets it (queries, outputs, addresses)
-follows the same order.
+The next page is copied to shared memory meanwhile. Codes are read from there twice, in the two orders in which the
+products want them, and become float16 two at a time. A code masked out of its byte is a subnormal number, which
+products take as it is: steps are multiplied into the queries, zeros have a product of their own. Which element of a
+tensor holds which channel or token is what the instructions find at hand, not what its index says; whoever meets it
+(queries, outputs, addresses) follows the same order.
 
     label    of                        holds
     k        a product's 16 channels   word k / 2 % 4 * 4 + k / 8 * 2 (+ 1 for j >= 4) of the warp's 16, byte
                                        k % 2 * 2 + j / 2 % 2 of it; j % 2: the second half of the channels
     n        64 tokens                 place n % 16 * 4 + n / 16 of the stored rotary parts
-    word     4 bytes of a token        channels 4 * word to 4 * word + 3; at 4 bit also those 256 further
+    word     4 bytes of a token        channels 4 * word to 4 * word + 3, and those 256 further; of open tokens,
+                                       which have 8 bit, the first
 """
 
 from triton.experimental import gluon
