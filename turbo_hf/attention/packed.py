@@ -64,4 +64,5 @@ def in_packed_pass() -> bool:
 def packed_cache(options: dict[str, Any]) -> PackedCache | None:
     """The cache of a packed pass among the keywords of an attention call; None: it is no packed pass."""
     cache = options.get("cache")
-    return cache if isinstance(cache, PackedCache) else None
+    # to ask a protocol takes the host as long as a small launch
+    return cache if cache is not None and isinstance(cache, PackedCache) else None

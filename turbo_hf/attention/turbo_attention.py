@@ -173,12 +173,11 @@ def _attention(
             hf_attention(module, options, unknown)
         _require_unchanged(call.cache, call.layer, key, value)
         if reason is None:
-            if call.cache.plain_columns(attention_mask, call.layer, query.shape[2]) and not torch.is_grad_enabled():
-                repeated = call.layer.repeat_step(query, key, value, None, Scoring(scale, softcap, s_aux))
-                if repeated is not None:
-                    return repeated.transpose(1, 2).contiguous(), None
-            qkv, source = _of_one_type(NewQKV(query, key, value)), Source(module, call.rotary)
-            out = compressed(call.cache, call.layer, source, qkv, attention_mask, Scoring(scale, softcap, s_aux))
+            qkv, scoring, out = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux), None
+            if call.cache.plain_columns(attention_mask, call.layer, query.shape[2]):
+                out = _repeated(call.layer, qkv, scoring)
+            if out is None:
+                out = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
             return out.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     if keeps_latent(module):
@@ -234,11 +233,23 @@ def _require_unchanged(cache: ClaimedCache, layer: TurboLayer, key: torch.Tensor
 
 def _of_one_type(qkv: NewQKV) -> NewQKV:
     """Q, K and V in one dtype. Under autocast, rotary embedding leaves float32: all take autocast's dtype."""
+    if qkv.query.dtype == qkv.key.dtype == qkv.value.dtype:
+        return qkv
     device = qkv.query.device.type
-    if qkv.query.dtype == qkv.key.dtype == qkv.value.dtype or not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device):
         return qkv
     narrow = torch.get_autocast_dtype(device)
     return NewQKV(*(x.to(narrow) for x in qkv))
+
+
+def _repeated(layer: TurboLayer, qkv: NewQKV, scoring: Scoring) -> torch.Tensor | None:
+    """`compressed` of a step without padding, by the launches of the step before; None: it has none that fit."""
+    if torch.is_grad_enabled():
+        return None
+    threshold = sas_threshold(layer.config, layer.seen + qkv.query.shape[2])
+    if threshold is not None:
+        scoring = scoring._replace(sas_threshold=threshold)
+    return layer.repeat_step(*qkv, None, scoring)
 
 
 def compressed(
@@ -258,6 +269,9 @@ def compressed(
         # a step that may be captured has been checked against its mask before
         layer.require_no_given_padding(qkv.query.shape[2])
     new = cache.new_columns(mask, layer, qkv.query.shape[2])
+    repeated = _repeated(layer, qkv, scoring) if new.valid is None else None
+    if repeated is not None:
+        return repeated
     threshold = sas_threshold(layer.config, layer.seen + new.tokens)
     if threshold is not None:
         scoring = scoring._replace(sas_threshold=threshold)

@@ -5,6 +5,7 @@ once: a launch whose arguments differ from an earlier one's in addresses and flo
 launcher, with addresses in place of tensors.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ MOST = 1024
 """Launches that are remembered: more of them are not met again, but differ in the lengths of prompts."""
 
 runtime = knobs.runtime
+
+# without the check whether CUDA has begun, as tensors lie there; builds for CPUs have none
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 _known: dict[Any, tuple[CompiledKernel, tuple[Any, ...]]] = {}
 
@@ -38,7 +42,7 @@ class Launch(NamedTuple):
 
     def again(self, *first: Any) -> None:
         """Repeat it on its stream, with these first arguments."""
-        if self.gpu_index != torch.cuda.current_device():
+        if self.gpu_index != _current_device():
             with torch.cuda.device(self.gpu_index):
                 self.again(*first)
             return
@@ -70,7 +74,7 @@ def launch(kernel: Any, x: torch.Tensor, grid: tuple[int, ...], *args: Any, **op
         with torch.cuda.device_of(x):
             kernel[grid](*args, **options)
         return None
-    if index != torch.cuda.current_device():
+    if index != _current_device():
         # of a model over several GPUs
         with torch.cuda.device_of(x):
             return launch(kernel, x, grid, *args, **options)
