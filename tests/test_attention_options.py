@@ -8,7 +8,7 @@ from models import prompts, tiny_llama
 
 import turbo_hf
 from turbo_hf import TurboConfig
-from turbo_hf.attention import turbo_attention as attention
+from turbo_hf.attention import prompt, turbo_attention
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.layout import Rounding, Scoring
 
@@ -25,7 +25,7 @@ PROMPT, CHUNK = 40, DECODE_TOKENS + 1
         # over a past queries are rotated already
         pytest.param("int8", [PROMPT, CHUNK], "prefill", {**ROUNDING, "mode": "int8", "hadamard": False}, id="chunk"),
         pytest.param("int8", [PROMPT, 1], "decode", {**THRESHOLD, "mode": "turbo"}, id="step"),
-        # a GPU's "auto", where prompts are not rounded
+        # short prompts are not rounded
         pytest.param(
             "auto", [PROMPT], "prefill", {**ROUNDING, "mode": "fp16", "smooth_k": False, "hadamard": False}, id="exact"
         ),
@@ -37,8 +37,8 @@ def test_options_reach_the_ops(
 ) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
 
-    def spied(name: str) -> Any:
-        real = getattr(attention, name)
+    def spied(module: Any, name: str) -> Any:
+        real = getattr(module, name)
 
         def spy(*args: Any, **options: Any) -> Any:
             tuples = [x._asdict() for x in (*args, *options.values()) if isinstance(x, (Scoring, Rounding))]
@@ -47,10 +47,8 @@ def test_options_reach_the_ops(
 
         return spy
 
-    for name in ("prefill", "decode"):
-        monkeypatch.setattr(attention, name, spied(name))
-    if mode == "auto":
-        monkeypatch.setattr(attention, "prefill_mode", lambda *_: "fp16")
+    for module, name in ((prompt, "prefill"), (turbo_attention, "decode")):
+        monkeypatch.setattr(module, name, spied(module, name))
     model = tiny_llama(num_hidden_layers=1)
     with turbo_hf.patch(model, TurboConfig(attention=mode, block_size=32, **CHOSEN)) as handle:
         cache = handle.new_cache()

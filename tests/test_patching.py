@@ -176,7 +176,7 @@ def test_report() -> None:
             f"  layer 0: 1 x 4 bit + 1 x 2 bit, window {WINDOW}",
             "  layer 1: 8 bit; asked for by int8_layers",
             "  2-bit heads: chosen by each row's first 64 tokens (no calibration beside the checkpoint)",
-            "  prompts: turbo (auto, without a GPU)",
+            "  prompts: fp16 (auto, without a GPU)",
             "  decode steps: CUDA graphs, once the model is on a GPU",
             f"  {report.serving}",
         ]

@@ -53,9 +53,9 @@ def test_the_kernel_for_hopper_runs_where_it_was_tried(
     gpu.why_no_kernels_on.cache_clear()
 
 
-def test_a_named_mode_is_itself_and_auto_without_a_gpu_is_turbo() -> None:
+def test_a_named_mode_is_itself_and_auto_without_a_gpu_rounds_nothing() -> None:
     assert mode("fp8", 10, 64) == "fp8"
-    assert prefill_mode("auto", torch.zeros(1, 1, 10, 64)) == "turbo"
+    assert prefill_mode("auto", torch.zeros(1, 1, 10, 64)) == "fp16"
 
 
 @pytest.mark.usefixtures("h200")
@@ -64,7 +64,7 @@ def test_report_says_what_auto_does() -> None:
     text = "head dim 64: fp16 (8 bit was not measured faster here); head dim 128: fp16, from 4096 tokens up turbo"
     assert describe_prefill("auto", here, {128, 64}) == f"prompts (auto): {text}"
     assert describe_prefill("half", here, {64}) == "prompts: half"
-    assert describe_prefill("auto", torch.device("cpu"), {64}) == "prompts: turbo (auto, without a GPU)"
+    assert describe_prefill("auto", torch.device("cpu"), {64}) == "prompts: fp16 (auto, without a GPU)"
 
 
 SHARED = [H200_SHARED, 163 << 10, 99 << 10]

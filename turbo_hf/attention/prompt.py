@@ -98,9 +98,9 @@ def prompt_attention(
 
 
 def _is_plain(q: torch.Tensor, starts: torch.Tensor | None, window: int | None, scoring: Scoring) -> bool:
-    """Whether a first prompt on a GPU is plain causal attention, for which torch has kernels."""
+    """Whether a first prompt is plain causal attention, for which torch has kernels."""
     short = window is None or q.shape[2] <= window
-    return q.is_cuda and short and starts is None and scoring.is_plain
+    return short and starts is None and scoring.is_plain
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -110,6 +110,10 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
         # no fused kernel supports grouped heads here, and the plain one holds all M x M scores
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
+    if not q.is_cuda:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
+        )
     pays = q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS
     if not pays and _flash_serves(q, k, v, grouped):
         # the kernel that would be chosen below; to choose it anew takes longer than to launch it

@@ -258,8 +258,8 @@ class TurboConfig(Options):
             (TurboAttention alg. 1). "int8": the same with one K scale per token (INT-FlashAttention alg. 1). "half":
             INT8 Q and K, P and V in 16 bit. "fp8": INT8 Q and K, P and V in FP8; needs a GPU that supports it.
             "native": the model's own dtype; "fp16" is an older name of it, which the config keeps and `to_dict` writes.
-            "auto": "turbo" where it was measured to be faster on this GPU for the prompt's length, else "native";
-            without a GPU, "turbo". Decoding computes on the stored integers in every mode but "native", which
+            "auto": "turbo" where it was measured to be faster on this GPU for the prompt's length, else "native",
+            as without a GPU. Decoding computes on the stored integers in every mode but "native", which
             dequantizes them.
         v_scale: in "turbo", "int8" and "fp8", V has one scale per "block", per "channel" of a row, or per row
             ("tensor").

@@ -72,7 +72,7 @@ def prefill_mode(attention: str, q: torch.Tensor) -> str:
     if attention != "auto":
         return attention
     if q.device.type != "cuda":
-        return "turbo"
+        return "fp16"
     fast = _fast_from(q.device, q.shape[3])
     narrow = q.dtype in (torch.float16, torch.bfloat16)
     return fast[1] if narrow and fast is not None and q.shape[2] >= fast[0] else "fp16"
@@ -86,7 +86,7 @@ def describe_prefill(attention: str, device: torch.device, dims: set[int]) -> st
     if reason is not None:
         return f"prompts: fp16 (auto; {reason})"
     if device.type != "cuda":
-        return "prompts: turbo (auto, without a GPU)"
+        return "prompts: fp16 (auto, without a GPU)"
     parts = []
     for dim in sorted(dims):
         fast = _fast_from(device, dim)
