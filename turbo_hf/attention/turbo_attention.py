@@ -173,11 +173,12 @@ def _attention(
             hf_attention(module, options, unknown)
         _require_unchanged(call.cache, call.layer, key, value)
         if reason is None:
-            qkv, scoring, out = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux), None
-            if call.cache.plain_columns(attention_mask, call.layer, query.shape[2]):
-                out = _repeated(call.layer, qkv, scoring)
-            if out is None:
-                out = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
+            qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
+            plain = call.cache.plain_columns(attention_mask, call.layer, query.shape[2])
+            repeated = _repeated(call.layer, qkv, scoring) if plain else None
+            if repeated is not None:
+                return repeated.transpose(1, 2).contiguous(), None
+            out = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
             return out.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     if keeps_latent(module):
