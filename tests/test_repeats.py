@@ -70,6 +70,8 @@ KERNELS: dict[str, Any] = {"backend": "triton", "block_size": 32, "cuda_graphs":
         pytest.param({"bits": 4}, {}, [0], id="4bit"),
         pytest.param({"bits": 4, "low_heads": 0.5}, {}, [0, 5], id="two-widths-padded"),
         pytest.param({"bits": 8, "buffer_scale": "universal"}, {"sliding_window": 3}, [0], id="window-universal"),
+        # its threshold falls with each token
+        pytest.param({"bits": 4, "sas": True}, {}, [0], id="sas"),
     ],
 )
 def test_repeated_steps_are_those_made_anew(
@@ -81,6 +83,8 @@ def test_repeated_steps_are_those_made_anew(
     device: torch.device,
 ) -> None:
     """Over sealed blocks, room that grows, and blocks that leave a window; a copy goes on by itself."""
+    falls = "turbo_hf.attention.turbo_attention.sas_threshold"
+    monkeypatch.setattr(falls, lambda config, tokens: -3 - tokens / 64 if config.sas else None)
     model = tiny_llama(num_hidden_layers=2, **shape).to(device)
     ids = prompts(len(padding), 30).to(device)
     mask = torch.stack([(torch.arange(30, device=device) >= count).long() for count in padding])

@@ -252,7 +252,7 @@ class LayerStorage:
         self.device_counts.counted(state, after)
         self.state = kept.state = after
         integrity.writing = before
-        out, _ = repeat.decode(q if turned is None else turned)
+        out, _ = repeat.decode(q if turned is None else turned, scoring.sas_threshold)
         self.commit(check_later=True)
         return out
 

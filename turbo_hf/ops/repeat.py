@@ -18,14 +18,14 @@ class Repeat:
     """What `append_tokens` and `decode` keep for the next step over the very same store. A copy of it is empty.
 
     append: of new keys, values and queries to be rotated; returns the rotated ones, in memory that it writes again.
-    decode: of queries; returns (out, lse), the second in memory that it writes again.
+    decode: of queries and a SAS threshold; returns (out, lse), the second in memory that it writes again.
     """
 
     __slots__ = ("append", "decode")
 
     def __init__(self) -> None:
         self.append: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor | None] | None = None
-        self.decode: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.decode: Callable[[torch.Tensor, float | None], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def __reduce__(self) -> Any:
         # addresses are those of the original
@@ -35,8 +35,11 @@ class Repeat:
 def repeat_key(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor | None, scoring: Scoring
 ) -> tuple[Any, ...]:
-    """All that a launch for q, k and v depends on, but for their addresses and the cache."""
+    """All that a launch for q, k and v depends on, but for addresses, the cache and a threshold."""
     device = q.get_device()
+    if scoring.sas_threshold is not None:
+        # a context's own falls with each token
+        scoring = scoring._replace(sas_threshold=0.0)
     return (
         (q.dtype, q.shape, q.stride(), q.data_ptr() % 16),
         (k.dtype, k.shape, k.stride(), k.data_ptr() % 16, k.get_device() == device),

@@ -50,7 +50,7 @@ def decode(
     Source: TurboAttention alg. 2 (P with one scale per query row and key block; exact exponential for the rescaling).
     """
     if repeat is not None and repeat.decode is not None:
-        return AttentionOutput(*repeat.decode(q))
+        return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
     batch, kv_heads, _, dim = store.k_open.shape
     check_queries(q, kv_heads, dim, mode, starts, DECODE_MODES)
     check_scoring(scoring, q.shape[1], window)

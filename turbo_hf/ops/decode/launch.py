@@ -235,13 +235,16 @@ def launch_decode(
 
 def _again(
     made: Launch, strides: tuple[int, ...], lse: torch.Tensor, used: tuple[Any, ...]
-) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+) -> Callable[[torch.Tensor, float | None], tuple[torch.Tensor, torch.Tensor]]:
     """`Repeat.decode`. used: whose addresses the launch has, besides those of the store."""
-    at = lse.data_ptr()
+    at, (rest, scoring) = lse.data_ptr(), (made.args[2:7], Scoring(*made.args[7]))
 
-    def again(q: torch.Tensor, kept: Any = used) -> tuple[torch.Tensor, torch.Tensor]:
+    def again(q: torch.Tensor, threshold: float | None, kept: Any = used) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        made.again((q.data_ptr(), strides), (out.data_ptr(), at))
+        first: tuple[Any, ...] = ((q.data_ptr(), strides), (out.data_ptr(), at))
+        if threshold != scoring.sas_threshold:
+            first += (*rest, tuple(scoring._replace(sas_threshold=threshold)))
+        made.again(*first)
         return out, lse
 
     return again
