@@ -5,6 +5,7 @@ which that fails runs uncompiled, and `Handle.report` says why.
 """
 
 import functools
+import importlib
 import sys
 import threading
 import time
@@ -34,10 +35,12 @@ OPTIONS: dict[str, Any] = {
     "fx_graph_cache": True,
     # products with one row as fused reductions, tiles tuned: 8 % of a step of 8B, for half a minute of compilation
     "coordinate_descent_tuning": True,
+    # with it torch 2.11 loses tuned tiles that are on disk, and each process tunes them anew; a replay uses no launcher
+    "use_static_cuda_launcher": False,
     # round where the model rounds, so that tokens differ at near ties alone
     "emulate_precision_casts": True,
 }
-"""Options of inductor for this step alone."""
+"""Options of inductor for this step alone. What a version of torch does not know is left out."""
 
 
 def _tell(message: str) -> None:
@@ -158,7 +161,11 @@ class CompiledStep:
         # a code object of its own, so that its recompilations are counted apart, and it can be reset
         self._code = _forward.__code__.replace()
         own = types.FunctionType(self._code, globals())
-        options = OPTIONS if BACKEND == "inductor" else None
+        options = None
+        if BACKEND == "inductor":
+            # imported by the first compilation, as it takes seconds
+            known = importlib.import_module("torch._inductor").list_options()
+            options = {name: value for name, value in OPTIONS.items() if name in known}
         self._function = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
         self._view, self._kinds = StepView(kinds, model.device), kinds
         self._modules = {at.index: at.module for at in attention_layers(model)}
