@@ -57,3 +57,11 @@ def test_options_reach_the_ops(
             model(prompts(1, count), past_key_values=cache)
     assert [name for name, _ in asked] == [op]
     assert {name: asked[0][1][name] for name in said} == said
+
+
+@torch.no_grad()
+def test_by_default_a_plain_prompt_is_not_rounded() -> None:
+    model, ids = tiny_llama(num_hidden_layers=2), prompts(2, PROMPT)
+    plain = model(ids).logits
+    with turbo_hf.patch(model) as handle:
+        torch.testing.assert_close(model(ids, past_key_values=handle.new_cache()).logits, plain)

@@ -110,10 +110,6 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> 
         # no fused kernel supports grouped heads here, and the plain one holds all M x M scores
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
-    if not q.is_cuda:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped
-        )
     pays = q.shape[0] * q.shape[2] ** 2 >= PLAN_PAYS
     if not pays and _flash_serves(q, k, v, grouped):
         # the kernel that would be chosen below; to choose it anew takes longer than to launch it
