@@ -1,5 +1,6 @@
 """torch.compile around a patched model, and around one that is not patched and given a TurboCache."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.cache.guards import untraced
 from turbo_hf.graphs.step_runner import why_no_replay_of
 from turbo_hf.patching.hooks import is_own
 
@@ -66,6 +68,36 @@ def test_hooks_do_not_use_up_what_torch_compiles_anew() -> None:
         want = answer(model)
         forward(model)
         assert torch.equal(answer(model), want)
+
+
+def test_what_must_not_be_traced_is_called_directly_where_nothing_traces() -> None:
+    """Torch's own guard takes longer than the call; it is there in code that torch has given up on, too."""
+    guarded: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        files = [frame.filename for frame in inspect.stack(0)]
+        guarded.append(any("_dynamo/eval_frame" in file for file in files[: files.index(__file__, 1)]))
+        assert not torch.compiler.is_compiling()
+        return x + len(guarded)
+
+    hidden = untraced(inner)
+
+    def outer(x: Tensor) -> Tensor:
+        return hidden(x * 2) * 2
+
+    ones = torch.ones(2)
+    assert torch.equal(outer(ones), ones * 6)
+    before = compiled()
+    assert torch.equal(torch.compile(outer, backend="eager")(ones), ones * 8)
+    # the code before and after the call, and not the call
+    assert compiled() == before + 2
+
+    def nothing_to_compile(x: Tensor) -> Tensor:
+        return hidden(x)
+
+    for _ in range(2):
+        torch.compile(nothing_to_compile, backend="eager")(ones)
+    assert guarded == [False, True, True, True]
 
 
 def test_an_own_loop_over_a_compiled_model() -> None:
