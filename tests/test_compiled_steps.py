@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from graphs_support import NEW, Again, an_index, answer, answer_and_report, ragged, watch_runners
 from models import SHAPE, prompts, tiny_llama
 from torch import Tensor
@@ -189,6 +190,15 @@ def test_compiled_once_for_all_steps_and_caches_and_few_times_for_all_other_batc
     assert counts[-2:] == [counts[-1]] * 2
     assert counts[-1] <= 3
     assert compilations() <= counts[-1] + 1
+
+
+def test_tuned_tiles_are_known_as_such_in_this_process() -> None:
+    tiles: Any = triton.Config({"XBLOCK": 8}, num_warps=2)
+    tiles.found_by_coordesc = True
+    with compiled_step._tuned_tiles():
+        assert pickle.loads(pickle.dumps(tiles)).found_by_coordesc
+    again = pickle.loads(pickle.dumps(tiles))
+    assert (again.kwargs, again.num_warps, hasattr(again, "found_by_coordesc")) == ({"XBLOCK": 8}, 2, False)
 
 
 def test_two_models_and_two_patches_are_compiled_apart() -> None:

@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import warn
 from turbo_hf.layout import Rotary, Scoring
+from turbo_hf.ops import gpu
 from turbo_hf.patches.layers import attention_layers
 
 BACKEND = "inductor"
@@ -35,7 +36,7 @@ OPTIONS: dict[str, Any] = {
     "fx_graph_cache": True,
     # products with one row as fused reductions, tiles tuned: 8 % of a step of 8B, for half a minute of compilation
     "coordinate_descent_tuning": True,
-    # with it torch 2.11 loses tuned tiles that are on disk, and each process tunes them anew; a replay uses no launcher
+    # with it torch 2.11 does not look for tuned tiles on disk, and each process tunes anew; a replay uses no launcher
     "use_static_cuda_launcher": False,
     # round where the model rounds, so that tokens differ at near ties alone
     "emulate_precision_casts": True,
@@ -46,6 +47,35 @@ OPTIONS: dict[str, Any] = {
 def _tell(message: str) -> None:
     """Print a line of progress, so that a minute of compilation does not look like a hang."""
     sys.stderr.write(f"turbo_hf: {message}\n")
+
+
+# steps of two models are compiled one after the other, so that the class of tiles is put back as it was
+_tiles = threading.RLock()
+
+
+@contextmanager
+def _tuned_tiles() -> Iterator[None]:
+    """Inside, tiles that torch's compiling processes have found on disk keep the note that they are tuned.
+
+    Triton's `Config` drops it when it is unpickled, and torch then tunes them again.
+    """
+    config: Any = importlib.import_module("triton").Config if gpu.TRITON_FOUND else None
+    if not hasattr(config, "__setstate__"):
+        yield
+        return
+
+    with _tiles:
+        loads = config.__setstate__
+
+        def load(self: Any, state: dict[str, Any]) -> None:
+            loads(self, state)
+            vars(self).update(state)
+
+        config.__setstate__ = load
+        try:
+            yield
+        finally:
+            config.__setstate__ = loads
 
 
 Warm = Callable[[Callable[[], Any]], Any]
@@ -147,7 +177,7 @@ class CompiledStep:
         try:
             if self._function is None:
                 self._prepare(model, kinds)
-            with attending(nothing):
+            with attending(nothing), _tuned_tiles():
                 warm(functools.partial(self._run, model, inputs))
         except Exception as error:
             self.refuse(_first_words(error))
