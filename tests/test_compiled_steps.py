@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from graphs_support import NEW, Again, an_index, answer, answer_and_report, ragged, watch_runners
 from models import SHAPE, prompts, tiny_llama
 from torch import Tensor
@@ -192,13 +191,22 @@ def test_compiled_once_for_all_steps_and_caches_and_few_times_for_all_other_batc
     assert compilations() <= counts[-1] + 1
 
 
-def test_tuned_tiles_are_known_as_such_in_this_process() -> None:
-    tiles: Any = triton.Config({"XBLOCK": 8}, num_warps=2)
-    tiles.found_by_coordesc = True
-    with compiled_step._tuned_tiles():
-        assert pickle.loads(pickle.dumps(tiles)).found_by_coordesc
-    again = pickle.loads(pickle.dumps(tiles))
-    assert (again.kwargs, again.num_warps, hasattr(again, "found_by_coordesc")) == ({"XBLOCK": 8}, 2, False)
+@pytest.mark.parametrize("asked", [True, "tuned"])
+def test_tiles_are_tuned_where_that_is_asked(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[Any] = []
+
+    def compile_(function: Any, **given: Any) -> Any:
+        options.append(given["options"])
+        return function
+
+    model = tiny_llama(num_hidden_layers=1)
+    monkeypatch.setattr(compiled_step, "BACKEND", "inductor")
+    monkeypatch.setattr(torch, "compile", compile_)
+    with turbo_hf.patch(model, TurboConfig(compile=asked)) as handle:
+        model.generate(**ragged([40]), max_new_tokens=3, do_sample=False)
+        assert handle._compiled is not None
+        assert copy.deepcopy(handle._compiled).tuned == (asked == "tuned")
+    assert [given.get("coordinate_descent_tuning", False) for given in options] == [asked == "tuned"]
 
 
 def test_two_models_and_two_patches_are_compiled_apart() -> None:

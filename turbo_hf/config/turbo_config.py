@@ -274,8 +274,9 @@ class TurboConfig(Options):
             hashing and random selectors, independent query heads, and generation other than greedy and sampling run
             without). True: for any family, and a step that cannot be captured is an error. False: never.
         compile: compile the decode steps of `generate` by inductor as one graph, in which all but attention is fused.
-            The first step then takes about a minute, or seconds once its code is on disk. A model that cannot be
-            compiled runs as without, after a warning; `report()` has the reason.
+            The first step then takes up to a minute, or seconds once its code is on disk. "tuned": inductor tunes its
+            tiles too, which takes longer, in each process. A model that cannot be compiled runs as without, after a
+            warning; `report()` has the reason.
         int8_layers: layers kept at 8 bit. "auto" finds those whose key bias alone would fill the INT8 range, and of
             latent attention (MLA) the one in 20, at least one, whose scores 4 bit would disturb most, if that is much.
         dense_layers: layers left to Hugging Face, in full precision.
@@ -300,7 +301,7 @@ class TurboConfig(Options):
     sas: bool = False
     sas_threshold: float | None = None
     cuda_graphs: Literal["auto"] | bool = "auto"
-    compile: bool = False
+    compile: Literal["tuned"] | bool = False
     int8_layers: tuple[int, ...] | Literal["auto"] = "auto"
     dense_layers: tuple[int, ...] = ()
     sparse: SparseConfig | None = None
@@ -331,7 +332,7 @@ class TurboConfig(Options):
             )
         one_of("sas", self.sas, (True, False), "TurboConfig")
         one_of("cuda_graphs", self.cuda_graphs, ("auto", True, False), "TurboConfig")
-        one_of("compile", self.compile, (True, False), "TurboConfig")
+        one_of("compile", self.compile, (True, False, "tuned"), "TurboConfig")
         share = self.low_heads
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ValueError(f"TurboConfig.low_heads must be a share from 0 to 1; got {share!r}.")

@@ -5,13 +5,12 @@ which that fails runs uncompiled, and `Handle.report` says why.
 """
 
 import functools
-import importlib
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import warn
 from turbo_hf.layout import Rotary, Scoring
-from turbo_hf.ops import gpu
 from turbo_hf.patches.layers import attention_layers
 
 BACKEND = "inductor"
@@ -34,48 +32,18 @@ OPTIONS: dict[str, Any] = {
     "triton.cudagraphs": False,
     # kept on disk, in TORCHINDUCTOR_CACHE_DIR
     "fx_graph_cache": True,
-    # products with one row as fused reductions, tiles tuned: 8 % of a step of 8B, for half a minute of compilation
-    "coordinate_descent_tuning": True,
-    # with it torch 2.11 does not look for tuned tiles on disk, and each process tunes anew; a replay uses no launcher
-    "use_static_cuda_launcher": False,
     # round where the model rounds, so that tokens differ at near ties alone
     "emulate_precision_casts": True,
 }
-"""Options of inductor for this step alone. What a version of torch does not know is left out."""
+"""Options of inductor for this step alone."""
+
+# products with one row as fused reductions, tiles tuned: 8 % of a step of 8B, for half a minute of compilation
+TUNED = {**OPTIONS, "coordinate_descent_tuning": True}
 
 
 def _tell(message: str) -> None:
     """Print a line of progress, so that a minute of compilation does not look like a hang."""
     sys.stderr.write(f"turbo_hf: {message}\n")
-
-
-# steps of two models are compiled one after the other, so that the class of tiles is put back as it was
-_tiles = threading.RLock()
-
-
-@contextmanager
-def _tuned_tiles() -> Iterator[None]:
-    """Inside, tiles that torch's compiling processes have found on disk keep the note that they are tuned.
-
-    Triton's `Config` drops it when it is unpickled, and torch then tunes them again.
-    """
-    config: Any = importlib.import_module("triton").Config if gpu.TRITON_FOUND else None
-    if not hasattr(config, "__setstate__"):
-        yield
-        return
-
-    with _tiles:
-        loads = config.__setstate__
-
-        def load(self: Any, state: dict[str, Any]) -> None:
-            loads(self, state)
-            vars(self).update(state)
-
-        config.__setstate__ = load
-        try:
-            yield
-        finally:
-            config.__setstate__ = loads
 
 
 Warm = Callable[[Callable[[], Any]], Any]
@@ -94,11 +62,13 @@ class CompiledStep:
     """The decode step of one patched model, compiled when it is first asked for. Threads share it.
 
     Attributes:
+        tuned: whether inductor tunes its tiles.
         reason: why steps are not compiled; None: no reason is known.
         seconds: how long compilation has taken so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tuned: bool = False) -> None:
+        self.tuned = tuned
         self.reason: str | None = None
         self.seconds = 0.0
         self._lock = threading.Lock()
@@ -116,7 +86,7 @@ class CompiledStep:
 
     def __reduce__(self) -> Any:
         # a copy of the model compiles its own
-        return CompiledStep, ()
+        return CompiledStep, (self.tuned,)
 
     def words(self) -> str:
         """How decode steps are compiled, for reports."""
@@ -173,11 +143,11 @@ class CompiledStep:
 
     def _compile(self, model: Any, inputs: dict[str, Any], kinds: list[Kind], key: Any, warm: Warm) -> None:
         rows, start = len(inputs["input_ids"]), time.perf_counter()
-        _tell(f"compiling the decode step for batch size {rows} (about a minute; seconds once it is on disk) ...")
+        _tell(f"compiling the decode step for batch size {rows} (up to a minute; less once it is on disk) ...")
         try:
             if self._function is None:
                 self._prepare(model, kinds)
-            with attending(nothing), _tuned_tiles():
+            with attending(nothing):
                 warm(functools.partial(self._run, model, inputs))
         except Exception as error:
             self.refuse(_first_words(error))
@@ -191,11 +161,7 @@ class CompiledStep:
         # a code object of its own, so that its recompilations are counted apart, and it can be reset
         self._code = _forward.__code__.replace()
         own = types.FunctionType(self._code, globals())
-        options = None
-        if BACKEND == "inductor":
-            # imported by the first compilation, as it takes seconds
-            known = importlib.import_module("torch._inductor").list_options()
-            options = {name: value for name, value in OPTIONS.items() if name in known}
+        options = (TUNED if self.tuned else OPTIONS) if BACKEND == "inductor" else None
         self._function = torch.compile(own, fullgraph=True, backend=BACKEND, options=options)
         self._view, self._kinds = StepView(kinds, model.device), kinds
         self._modules = {at.index: at.module for at in attention_layers(model)}

@@ -269,7 +269,7 @@ def _compiled_step(config: TurboConfig, uncompressed: Sequence[int], notices: No
     """What compiles decode steps; None if that is not asked for, or they cannot be compiled."""
     if config.compile and uncompressed:
         notices.note(f"compile=True: layer {uncompressed[0]} is dense, so that decode steps are not compiled.")
-    return CompiledStep() if config.compile and not uncompressed else None
+    return CompiledStep(config.compile == "tuned") if config.compile and not uncompressed else None
 
 
 def _apply(model: PreTrainedModel, planned: _Planned, strict: Strict) -> Handle:
