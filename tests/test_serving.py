@@ -22,7 +22,7 @@ from transformers.generation.continuous_batching.requests import RequestState  #
 
 from turbo_hf.patching import continuous_batching  # noqa: E402
 from turbo_hf.serving import manager as manager_of  # noqa: E402
-from turbo_hf.serving import runner, storage  # noqa: E402
+from turbo_hf.serving import rows, runner  # noqa: E402
 from turbo_hf.serving.paged_cache import TurboPagedCache  # noqa: E402
 
 WINDOW = 24
@@ -190,6 +190,50 @@ def test_captured_steps_give_the_same_tokens(
 
 
 @pytest.mark.parametrize(
+    ("preset", "kind", "ahead"),
+    [("turbo4", "llama", True), ("int8", "sliding", False), ("turbo-mixed", "llama", False)],
+)
+def test_captured_passes_with_prompts_give_the_same_tokens(
+    preset: str, kind: str, ahead: bool, passes: Any, runners: Any, request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests arrive one after the other while others decode, with and without a stored prefix."""
+    if ahead:
+        request.getfixturevalue("asynchronous")
+    monkeypatch.setattr(runner, "LEAST", 16)
+    system, outputs = requests((128,))[0], {}
+    inputs = [*requests((5, 70, 90, 30, 64, 40)), *([*system, *range(n, 3 * n + 17)] for n in range(6))]
+    seen: list[tuple[int, ...]] = []
+    model = MODELS[kind]()
+    with turbo_hf.patch(model, preset) as handle:
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
+        with model.continuous_batching_context_manager(
+            config, continuous_batching_config=options(40, max_batch_tokens=300, use_async_batching=ahead)
+        ) as manager:
+            names = []
+            for prompt in inputs:
+                names.append(manager.add_request(prompt, max_new_tokens=40, streaming=True))
+                while (output := manager.get_result()).request_id != names[-1]:
+                    outputs[output.request_id] = output
+                outputs[output.request_id] = output
+            while not all(outputs[name].is_finished() for name in names):
+                output = manager.get_result()
+                outputs[output.request_id] = output
+            seen += manager.batch_processor.model_runner._layouts
+        for name, edges in passes.items():
+            if edges[0][0]:
+                passes[name] = [(0, edges[0][0]), *edges]
+        found = {name: outputs[name] for name in names}
+        for prompt, (name, output) in zip(inputs, found.items(), strict=True):
+            got = in_static_batches(model, handle, prompt, passes[name])
+            assert output.generated_tokens == got[: len(output.generated_tokens)], name
+            assert len(output.generated_tokens) == 40
+    shapes = [(key[0] > 0, key[2], key[5]) for key in seen if key[2]]
+    assert (True, 1, 1) in shapes, "a prompt with a stored prefix, beside steps"
+    # the first block of a prompt ranks its heads
+    assert ((True, 1, 0) in shapes) == (preset != "turbo-mixed")
+
+
+@pytest.mark.parametrize(
     ("blocks", "lengths", "ends"),
     [
         pytest.param(40, LENGTHS, [0, 20, 40], id="ends"),
@@ -280,13 +324,13 @@ def test_short_prompts_are_computed_together(
     # the second time with a past, as far as their prefixes are found
     inputs = [*begin, *([*prompt, *range(7, 30 + n)] for n, prompt in enumerate(begin))]
     sizes: list[tuple[int, bool]] = []
-    before = storage.Prompts.__init__
+    before = rows.Prompts.fill
 
-    def note(self: Any, rows: Any, *rest: Any) -> None:
-        sizes.append((len(rows), rows[0].past > 0))
-        before(self, rows, *rest)
+    def note(self: Any, each: Any) -> None:
+        sizes.append((len(each), self.past))
+        before(self, each)
 
-    monkeypatch.setattr(storage.Prompts, "__init__", note)
+    monkeypatch.setattr(rows.Prompts, "fill", note)
     with turbo_hf.patch(model, preset) as handle:
         config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1)
         cb = options(60, max_batch_tokens=512)

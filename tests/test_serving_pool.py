@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 from transformers.generation.continuous_batching.cache_allocators import CachePool  # noqa: E402
 
 from turbo_hf.serving.paged_cache import TurboAllocator  # noqa: E402
-from turbo_hf.serving.storage import Shape  # noqa: E402
+from turbo_hf.serving.rows import Shape  # noqa: E402
 
 
 def test_the_pool_holds_what_the_plan_says() -> None:

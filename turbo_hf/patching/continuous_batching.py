@@ -124,7 +124,7 @@ def begin(maker: Maker, is_own: Callable[[Any], bool], model: Any, *args: Any, *
 def serving_of(maker: Maker, model: Any) -> Any:
     """What the managers of this patch have in common."""
     from turbo_hf.serving.paged_cache import Serving  # noqa: PLC0415 - as above
-    from turbo_hf.serving.storage import Shape  # noqa: PLC0415 - as above
+    from turbo_hf.serving.rows import Shape  # noqa: PLC0415 - as above
 
     config, (dim,) = maker.config, maker.dims
     shape = Shape(maker.layers, maker.groups, dim, config.block_size)

@@ -22,7 +22,8 @@ from turbo_hf.cache.memory import Memory
 from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import Scoring, open_token_bytes, power_of_two
-from turbo_hf.serving.storage import Pass, Row, Shape, Storage, mixed_pass
+from turbo_hf.serving.rows import Pass, Row, Shape, mixed_pass
+from turbo_hf.serving.storage import Storage
 
 FULL = "full_attention"
 SLOT_SHARE = 16
@@ -207,7 +208,8 @@ class _Planner(PagedAttentionMemoryHandler):
         most, share = self.cb_config.max_requests_per_batch, self.available_memory // SLOT_SHARE
         tokens = self.cb_config.max_batch_tokens or self._default_max_batch_tokens
         self.slots = max(1, min(most or 1, tokens, share // shape.slot))
-        self.slot_bytes = self.slots * shape.slot
+        # and the spare one
+        self.slot_bytes = (self.slots + 1) * shape.slot
 
     @property
     def bytes_per_cache_token(self) -> int:

@@ -1,4 +1,4 @@
-"""Passes of continuous batching: those in which each request brings one token are captured as CUDA graphs.
+"""Passes of continuous batching: those that bring one token of each request, and short prompts, are CUDA graphs.
 
 Imports Transformers' continuous batching as it is from 5.19 on.
 """
@@ -14,9 +14,10 @@ from transformers.generation.continuous_batching.utils import stream_context
 
 from turbo_hf.errors import warn
 from turbo_hf.graphs.devices import CudaDevice, Device
+from turbo_hf.layout import power_of_two
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite
-from turbo_hf.serving.storage import Pass, Row, StepRows, most_blocks
+from turbo_hf.serving.rows import LEAST, MOST, MOST_ROWS, Layout, Prompts, Row, StepRows, most_blocks
 
 GRAPHS = 48
 """Maximum number of captures that are kept: each takes megabytes outside of what is planned."""
@@ -31,8 +32,8 @@ class TurboModelRunner(ModelRunner):
     """Transformers' runner, which prepares what the cache reads of a pass, and replays steps.
 
     A pass in which each request brings one token, and holds others, is computed with a row for each slot: tokens are
-    put into the order of slots before the model sees them, and logits back. Its first time at a size it is launched,
-    the second time captured.
+    put into the order of slots before the model sees them, and logits back. A few short prompts may follow them
+    (`Layout`). Its first time at a size such a pass is launched, the second time captured.
 
     Args:
         device: how steps are captured; None: they are launched.
@@ -47,8 +48,9 @@ class TurboModelRunner(ModelRunner):
         self.pad_inputs = False
         self._device, self._demanded = device, demanded
         self._rows: dict[tuple[int, int], StepRows] = {}
-        # by inputs, rows and blocks; None: that was launched once
-        self._replays: dict[tuple[int, int, int], Callable[[], Any] | None] = {}
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        # by inputs and layout; None: that was launched once
+        self._replays: dict[tuple[int, ...], Callable[[], Any] | None] = {}
         self.captures = 0
         layers = len(self.cache.storage.nonfinite)
         self._flags = torch.zeros(2, layers, dtype=torch.int32, pin_memory=self.cache.storage.nonfinite.is_cuda)
@@ -56,7 +58,8 @@ class TurboModelRunner(ModelRunner):
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
         """Tokens of the coming pass: as many as slots, if each request brings one."""
         self.pad_inputs = use_decode_fast_path
-        return (self.cache.allocator.rows() if use_decode_fast_path else num_q_tokens), max_kv_read
+        # nothing is read by index
+        return (self.cache.allocator.rows() if use_decode_fast_path else num_q_tokens), 0
 
     def launch(self) -> None:
         """From now on steps are launched."""
@@ -74,42 +77,76 @@ class TurboModelRunner(ModelRunner):
         """See Transformers."""
         with stream_context(self.inputs_and_outputs.compute_stream):
             rows = self.cache.begin_pass()
-            if self.pad_inputs and all(row.is_step and row.new == 1 for row in rows):
-                self._step(model, batch_data, rows)
-            else:
+            key = self._key(rows)
+            if key is None:
                 self.cache.mix(rows)
                 super().compute_batch(model, batch_data)
+            else:
+                self._fixed(model, batch_data, rows, key)
             self._flags[self._pair].copy_(self.cache.storage.nonfinite, non_blocking=True)
 
     def require_finite(self) -> None:
         """ValueError, if NaN or Inf was stored by the pass that has been waited for last."""
         require_finite(dict(enumerate(self._flags[self._pair])))
 
-    def _step(self, model: Any, batch_data: dict[str, Any], rows: list[Row]) -> None:
-        """A pass of `rows`, which bring one token each."""
-        storage, size, blocks = self.cache.storage, batch_data["input_ids"].shape[1], most_blocks(rows)
-        if (size, blocks) not in self._rows:
-            plans = None if self._device is None else SteadyPlans()
-            self._rows[size, blocks] = StepRows(size, blocks, 1, storage.shape, storage.device, plans)
-        in_slots = self._rows[size, blocks]
-        in_slots.fill(rows)
-        self.cache.now = Pass([in_slots], [], in_slots=True)
+    def _key(self, rows: list[Row]) -> tuple[int, ...] | None:
+        """The sizes of the layout of a pass of these requests: slots, and columns of their table; prompts, tokens of
+        each, and columns of their table; whether these hold tokens. None: its shape is its own."""
+        steps, prompts = [row for row in rows if row.is_step], [row for row in rows if not row.is_step]
+        if any(row.new > 1 for row in steps):
+            return None
+        of_steps = (self.cache.allocator.rows(), most_blocks(steps)) if steps else (0, 0)
+        if not prompts:
+            return (*of_steps, 0, 0, 0, 0)
+        count, new = power_of_two(len(prompts)), power_of_two(max(LEAST, *(row.new for row in prompts)))
+        ranks = any(self.cache.storage.ranks) and any(row.past < self.cache.storage.shape.block for row in prompts)
+        own = self._device is None or ranks or len({row.past > 0 for row in prompts}) > 1
+        most = of_steps[0] + count * new > self.cache.max_batch_tokens
+        if own or most or count > MOST_ROWS or count * new > MOST:
+            return None
+        return (*of_steps, count, new, most_blocks(prompts), int(prompts[0].past > 0))
+
+    def _layout(self, key: tuple[int, ...]) -> Layout:
+        """Of these sizes; see `_key`."""
+        if key not in self._layouts:
+            storage = self.cache.storage
+            size, blocks, count, new, own_blocks, past = key
+            if size and (size, blocks) not in self._rows:
+                plans = None if self._device is None else SteadyPlans()
+                self._rows[size, blocks] = StepRows(size, blocks, 1, storage.shape, storage.device, plans)
+            prompts = None
+            if count:
+                prompts = Prompts(count, new, own_blocks, bool(past), storage.shape, storage.device, storage.spare)
+            self._layouts[key] = Layout(self._rows.get((size, blocks)), prompts, storage.device)
+        return self._layouts[key]
+
+    def _fixed(self, model: Any, batch_data: dict[str, Any], rows: list[Row], key: tuple[int, ...]) -> None:
+        """A pass of `rows` in the layout of these sizes."""
+        layout = self._layout(key)
+        layout.fill(rows)
+        self.cache.now = layout.as_pass()
+        known = batch_data["logits_indices"].shape[0]
+        for name in ("input_ids", "position_ids"):
+            batch_data[name] = _sized(batch_data[name], layout.tokens)
+        for name in ("logits_indices", "logits_processor_args"):
+            batch_data[name] = _sized(batch_data[name], layout.outputs)
+        # those of an earlier pass may lie there
+        batch_data["logits_indices"][known:].zero_()
         if self.supports_logits_to_keep(model):
             batch_data["logits_to_keep"] = batch_data["logits_indices"]
-        forward: Any = functools.partial(_in_slots, model, in_slots)
+        forward: Any = functools.partial(_in_layout, model, layout)
         step = functools.partial(
             self._forward_process_and_sample, forward, batch_data, *self.inputs_and_outputs.get_cb_kwargs()
         )
-        ranks = any(storage.ranks) and bool(in_slots.first_blocks)
         if self._device is None:
             step()
-        elif ranks:
+        elif any(self.cache.storage.ranks) and layout.ranks:
             # the host tells which rows rank their heads
             self._device.warm(step)
         else:
-            self._replay(self._device, (self._pair, size, blocks), step)
+            self._replay(self._device, (self._pair, *key), step)
 
-    def _replay(self, device: Device, key: tuple[int, int, int], step: Callable[[], Any]) -> None:
+    def _replay(self, device: Device, key: tuple[int, ...], step: Callable[[], Any]) -> None:
         """Compute a step, by its capture from the second time on."""
         if key not in self._replays:
             self._replays[key] = None
@@ -140,16 +177,21 @@ class TurboModelRunner(ModelRunner):
             del self._replays[captured[0]]
 
 
-def _in_slots(model: Any, rows: StepRows, **inputs: Any) -> Any:
-    """The model's output for `inputs`, computed with a row for each slot."""
+def _sized(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x [..., n] with `size` columns: the tensors of Transformers go on behind what a pass fills."""
+    return x.as_strided((*x.shape[:-1], size), x.stride())
+
+
+def _in_layout(model: Any, layout: Layout, **inputs: Any) -> Any:
+    """The model's output for `inputs`, whose tokens it sees in the order of the layout."""
     for name in ("input_ids", "position_ids"):
-        inputs[name] = inputs[name].index_select(1, rows.token)
+        inputs[name] = inputs[name].index_select(1, layout.order)
     keep = inputs.get("logits_to_keep")
     if keep is not None:
-        inputs["logits_to_keep"] = rows.slot.index_select(0, keep)
+        inputs["logits_to_keep"] = layout.place.index_select(0, keep)
     out = model(**inputs)
     if keep is None:
-        out.logits = out.logits.index_select(1, rows.slot)
+        out.logits = out.logits.index_select(1, layout.place)
     return out
 
 
