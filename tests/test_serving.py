@@ -189,6 +189,33 @@ def test_captured_steps_give_the_same_tokens(
     assert made._device.replayed > made._device.warmed
 
 
+def one_by_one(model: Any, inputs: list[list[int]], passes: Any, cb: Any) -> tuple[dict[str, Any], list[Any]]:
+    """40 tokens of each prompt, which is sent when the one before it has its first token; and the runner's layouts.
+
+    Of a prompt whose prefix is stored, `passes` gets that part as a pass of its own, as if it had been cut there.
+    """
+    outputs: dict[str, Any] = {}
+    names: list[str] = []
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=40)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=cb) as manager:
+        for prompt in inputs:
+            names.append(manager.add_request(prompt, streaming=True))
+            while names[-1] not in outputs:
+                output = manager.get_result()
+                outputs[output.request_id] = output
+        while not all(output.is_finished() for output in outputs.values()):
+            output = manager.get_result()
+            outputs[output.request_id] = output
+        layouts = list(manager.batch_processor.model_runner._layouts)
+    for name, edges in passes.items():
+        if edges[0][0]:
+            passes[name] = [(0, edges[0][0]), *edges]
+    return {name: outputs[name] for name in names}, layouts
+
+
+PREFIXED = [*requests((5, 70, 90, 30, 64, 40)), *([*requests((128,))[0], *range(n, 3 * n + 17)] for n in range(6))]
+
+
 @pytest.mark.parametrize(
     ("preset", "kind", "ahead"),
     [("turbo4", "llama", True), ("int8", "sliding", False), ("turbo-mixed", "llama", False)],
@@ -196,38 +223,19 @@ def test_captured_steps_give_the_same_tokens(
 def test_captured_passes_with_prompts_give_the_same_tokens(
     preset: str, kind: str, ahead: bool, passes: Any, runners: Any, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests arrive one after the other while others decode, with and without a stored prefix."""
+    """With and without a stored prefix, beside requests that decode."""
     if ahead:
         request.getfixturevalue("asynchronous")
     monkeypatch.setattr(runner, "LEAST", 16)
-    system, outputs = requests((128,))[0], {}
-    inputs = [*requests((5, 70, 90, 30, 64, 40)), *([*system, *range(n, 3 * n + 17)] for n in range(6))]
-    seen: list[tuple[int, ...]] = []
     model = MODELS[kind]()
     with turbo_hf.patch(model, preset) as handle:
-        config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
-        with model.continuous_batching_context_manager(
-            config, continuous_batching_config=options(40, max_batch_tokens=300, use_async_batching=ahead)
-        ) as manager:
-            names = []
-            for prompt in inputs:
-                names.append(manager.add_request(prompt, max_new_tokens=40, streaming=True))
-                while (output := manager.get_result()).request_id != names[-1]:
-                    outputs[output.request_id] = output
-                outputs[output.request_id] = output
-            while not all(outputs[name].is_finished() for name in names):
-                output = manager.get_result()
-                outputs[output.request_id] = output
-            seen += manager.batch_processor.model_runner._layouts
-        for name, edges in passes.items():
-            if edges[0][0]:
-                passes[name] = [(0, edges[0][0]), *edges]
-        found = {name: outputs[name] for name in names}
-        for prompt, (name, output) in zip(inputs, found.items(), strict=True):
+        cb = options(40, max_batch_tokens=300, use_async_batching=ahead)
+        outputs, layouts = one_by_one(model, PREFIXED, passes, cb)
+        for prompt, (name, output) in zip(PREFIXED, outputs.items(), strict=True):
             got = in_static_batches(model, handle, prompt, passes[name])
-            assert output.generated_tokens == got[: len(output.generated_tokens)], name
             assert len(output.generated_tokens) == 40
-    shapes = [(key[0] > 0, key[2], key[5]) for key in seen if key[2]]
+            assert output.generated_tokens == got[:40], name
+    shapes = [(key[0] > 0, key[2], key[5]) for key in layouts if key[2]]
     assert (True, 1, 1) in shapes, "a prompt with a stored prefix, beside steps"
     # the first block of a prompt ranks its heads
     assert ((True, 1, 0) in shapes) == (preset != "turbo-mixed")
@@ -589,6 +597,17 @@ def test_on_a_gpu_captured_steps_give_the_tokens_of_launched_ones(runners: Any) 
             tokens.append([output.generated_tokens for output in outputs.values()])
         assert (runners[-1].captures > 0) == (how != {"use_cuda_graph": False})
     assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("int8", "llama"), ("turbo-mixed", "sliding")])
+def test_on_a_gpu_captured_passes_with_prompts(preset: str, kind: str, passes: Any, runners: Any) -> None:
+    model = wide(kind)
+    with turbo_hf.patch(model, preset) as handle:
+        outputs, layouts = one_by_one(model, PREFIXED, passes, options(100, max_batch_tokens=512))
+        check_near(model, handle, PREFIXED, outputs, passes)
+    assert any(key[2] and key[5] for key in layouts)
+    assert runners[0].captures > 2
 
 
 @pytest.mark.gpu

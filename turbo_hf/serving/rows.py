@@ -163,7 +163,8 @@ class StepRows:
     @cached_property
     def tokens(self) -> torch.Tensor:
         """int64 [size * new], the tokens of each row in the pass. Of rows that are filled once."""
-        return (self.token[:, None] + torch.arange(self.new, device=self.token.device)).flatten()
+        tokens: torch.Tensor = (self.token[:, None] + torch.arange(self.new, device=self.token.device)).flatten()
+        return tokens
 
 
 class Prompts:
@@ -309,8 +310,8 @@ class Layout:
 
     def as_pass(self) -> "Pass":
         """What attention computes."""
-        steps, prompts = ([] if x is None else [x] for x in (self.steps, self.prompts))
-        return Pass(steps, prompts, fixed=True)  # type: ignore[arg-type]
+        prompts = [] if self.prompts is None else [self.prompts]
+        return Pass([] if self.steps is None else [self.steps], prompts, fixed=True)
 
 
 class Pass(NamedTuple):
