@@ -97,6 +97,31 @@ def prompt_attention(
     return found.out if context is None else merged(context, found, starts)
 
 
+def packed_attention(
+    config: TurboConfig,
+    qkv: NewQKV,
+    edges: torch.Tensor,
+    longest: int,
+    window: int | None,
+    scoring: Scoring,
+) -> torch.Tensor | None:
+    """Attention [1, Hq, T, D] of first prompts that lie one after the other, each over its own tokens.
+
+    edges: int32 [prompts + 1], where each begins, and the end. longest: the most tokens of one. None: one launch does
+    not compute that, as the prompts are not plain causal attention in the model's precision.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in qkv)
+    mode = prefill_mode(config.prompt_attention, qkv.query[:, :, :longest])
+    plain = mode == "fp16" and config.backend == "auto" and config.sparse_prompt is None
+    if not plain or not _is_plain(qkv.query[:, :, :longest], None, window, scoring):
+        return None
+    if not _flash_serves(*qkv, qkv.query.shape[1] != qkv.key.shape[1]):
+        return None
+    flash: Any = torch.ops.aten._flash_attention_forward.default
+    out: torch.Tensor = flash(q, k, v, edges, edges, longest, longest, 0.0, True, False, scale=scoring.scaling)[0]
+    return out.transpose(0, 1)[None]
+
+
 def _is_plain(q: torch.Tensor, starts: torch.Tensor | None, window: int | None, scoring: Scoring) -> bool:
     """Whether a first prompt is plain causal attention, for which torch has kernels."""
     short = window is None or q.shape[2] <= window

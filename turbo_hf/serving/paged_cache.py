@@ -361,7 +361,8 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
 
     def mix(self, rows: list[Row]) -> None:
         """The pass that begins holds these requests' tokens one after the other."""
-        self.now = mixed_pass(rows, self.allocator.rows(), self.serving.shape, self.cache_tensor.device)
+        storage = self.storage
+        self.now = mixed_pass(rows, self.allocator.rows(), storage.shape, storage.device, storage.spare)
 
     def attend(
         self,

@@ -168,7 +168,7 @@ class StepRows:
 
 
 class Prompts:
-    """Requests of a pass that bring prompts, or chunks of such, as rows of the ops: aligned at their ends.
+    """Requests of a pass that bring prompts, or chunks of such, as rows of attention: aligned at their ends.
 
     Either all of them hold tokens, or none. As in `StepRows`, `fill` writes again what changes from pass to pass.
 
@@ -177,73 +177,52 @@ class Prompts:
         new: columns.
         blocks: columns of the table.
         past: whether the requests hold tokens.
-        shape: of the storage.
         device: where the tensors are.
-        spare: a slot of no request, for the rows without a token.
 
     Attributes:
-        held, whole: maximum number of open tokens of a row before the pass, and of blocks that it seals.
         padded: whether a row may have fewer tokens than columns.
-        table, sealed, after, open_len: as in `StepRows`.
-        slots: int64 [count].
+        table: int64 [count, blocks], the blocks of each row.
+        slots, sealed, open_len: int64 [count], before the pass.
         starts: int64 [count], the first column that is a token.
-        rest: int64 [count * block], among old and new open tokens those behind the last whole block.
         rows: the requests.
     """
 
-    def __init__(
-        self, count: int, new: int, blocks: int, past: bool, shape: Shape, device: torch.device, spare: int = 0
-    ):
-        self.count, self.new, self.blocks, self.past, self.shape, self.spare = count, new, blocks, past, shape, spare
-        self.held = (shape.block - 1) * past
-        self.whole, self.padded = (self.held + new) // shape.block, True
-        self._sizes = [count * blocks, count, count, count, count, count * shape.block, count * shape.layers]
+    def __init__(self, count: int, new: int, blocks: int, past: bool, device: torch.device):
+        self.count, self.new, self.blocks, self.past, self.padded = count, new, blocks, past, True
+        self._sizes = [count * blocks, count, count, count, count]
         self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        table, self.slots, self.sealed, self.after, self.starts, self.rest, opened = self._flat.split(self._sizes)
-        self.table, self.open_len = table.view(count, blocks), opened.view(shape.layers, count)
-        self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
+        table, self.slots, self.sealed, self.open_len, self.starts = self._flat.split(self._sizes)
+        self.table = table.view(count, blocks)
         self.rows: list[Row] = []
 
-    def fill(self, rows: list[Row]) -> None:
+    def fill(self, rows: list[Row], block: int) -> None:
         """Begin a pass of these requests. Waits for nothing."""
-        block, self.rows = self.shape.block, rows
+        self.rows = rows
         flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
-        table, slots, sealed, after, starts, rest, opened = (x.numpy() for x in flat.split(self._sizes))
-        slots[:], starts[:] = self.spare, self.new
+        table, slots, sealed, opened, starts = (x.numpy() for x in flat.split(self._sizes))
+        starts[:] = self.new
         for n, row in enumerate(rows):
+            slots[n], sealed[n], opened[n], starts[n] = row.slot, *divmod(row.past, block), self.new - row.new
             table[n * self.blocks : n * self.blocks + len(row.blocks)] = row.blocks
-            slots[n], sealed[n], after[n] = row.slot, row.past // block, (row.past + row.new) // block
-            starts[n] = self.new - row.new
-            rest[n * block : (n + 1) * block] = np.arange(block) + (after[n] - sealed[n]) * block
-            opened[n :: self.count] = row.past % block
         self._flat.copy_(flat, non_blocking=True)
 
     @classmethod
-    def of(cls, rows: list[Row], shape: Shape, device: torch.device) -> "Prompts":
+    def of(cls, rows: list[Row], block: int, device: torch.device) -> "Prompts":
         """Of these requests alone, whose tokens lie one after the other in the pass: for `take` and `put`."""
-        block, new = shape.block, max(row.new for row in rows)
-        padded = rows[0].past > 0 or any(row.new < new for row in rows)
-        if padded:
-            new = _multiple(new)
-        made = cls(len(rows), new, _multiple(max(len(row.blocks) for row in rows)), rows[0].past > 0, shape, device)
-        made.fill(rows)
-        made.held = max(row.past % block for row in rows)
-        made.whole = max((row.past % block + row.new) // block for row in rows)
+        new, past = max(row.new for row in rows), rows[0].past > 0
+        padded = past or any(row.new < new for row in rows)
+        new = _multiple(new) if padded else new
+        made = cls(len(rows), new, _multiple(max(len(row.blocks) for row in rows)), past, device)
+        made.fill(rows, block)
         made.padded = padded
         if len(rows) > 1 or padded:
             made.tokens = shared(torch.from_numpy(np.concatenate([row.columns(new) for row in rows])), device)
             real = np.concatenate([np.arange(new) >= new - row.new for row in rows]).nonzero()[0]
-            made.real = shared(torch.from_numpy(real), device) if made.padded else None
+            made.real = shared(torch.from_numpy(real), device) if padded else None
         return made
 
     tokens: torch.Tensor
     real: torch.Tensor | None
-
-    @property
-    def first_blocks(self) -> list[int]:
-        """The rows whose first block is sealed."""
-        block = self.shape.block
-        return [n for n, row in enumerate(self.rows) if row.past < block <= row.past + row.new]
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows' tokens of x [1, H, T, D], as [B, H, new, D]."""
@@ -263,23 +242,138 @@ class Prompts:
         out[0].index_copy_(1, tokens, flat)
 
 
+class Packed(NamedTuple):
+    """Prompts of requests that hold no tokens, which lie one after the other: for attention without padding.
+
+    rows: the requests.
+    begin, end: their first token in the pass, and the one behind their last.
+    edges: int32 [requests + 1], where each begins, counted from `begin`, and the end.
+    longest: the most tokens of one.
+    """
+
+    rows: list[Row]
+    begin: int
+    end: int
+    edges: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, rows: list[Row], device: torch.device) -> "Packed | None":
+        """None: there are fewer than two, or others lie between them."""
+        first = [row.first for row in rows]
+        ends = [row.first + row.new for row in rows]
+        if len(rows) < 2 or first[1:] != ends[:-1]:
+            return None
+        edges = shared([at - first[0] for at in (*first, ends[-1])], device).to(torch.int32)
+        return cls(rows, first[0], ends[-1], edges, max(row.new for row in rows))
+
+
+class Blocks:
+    """The new tokens of prompts as the blocks that they become, for storing them: a row of the ops is one block of one
+    request. Its first one begins with the open tokens that it held, and its last one may end early.
+
+    As in `StepRows`, `fill` writes again what changes from pass to pass.
+
+    Args:
+        count: rows; the last one is of no request.
+        requests: how many.
+        shape: of the storage.
+        device: where the tensors are.
+        spare: a slot of no request.
+
+    Attributes:
+        tokens: int64 [count * block], what lies at each place of each row, among the tokens of the pass.
+        table: int64 [count, 1], its block, if it is whole.
+        sealed: int64 [count], 1 if it is whole, else 0.
+        first: int64 [count], the first block of its request.
+        open_len: int64 [layers, count], zeros.
+        slots, begin, last: int64 [requests], the slot of each request, its first row, and its last one.
+        held: bool [requests, 1, 1, block], the places of that first row that were open before.
+        holds: whether there may be such places.
+        first_blocks: the rows that are a request's first block, and whole.
+        seals: whether some row is whole.
+    """
+
+    def __init__(self, count: int, requests: int, shape: Shape, device: torch.device, spare: int):
+        self.count, self.requests, self.shape, self.spare, self.holds, self.seals = (
+            count,
+            requests,
+            shape,
+            spare,
+            True,
+            True,
+        )
+        block = shape.block
+        self._sizes = [count * block, count, count, count, count * shape.layers, *[requests] * 3, requests * block]
+        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        parts = self._flat.split(self._sizes)
+        self.tokens, table, self.sealed, self.first, opened, self.slots, self.begin, self.last, self._held = parts
+        self.table, self.open_len = table.view(count, 1), opened.view(shape.layers, count)
+        self.held = torch.zeros(requests, 1, 1, block, dtype=torch.bool, device=device)
+        self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
+        self.first_blocks: list[int] = []
+
+    def fill(self, rows: list[Row], places: list[int]) -> None:
+        """Begin a pass of these requests, whose tokens begin at `places`. Waits for nothing."""
+        block = self.shape.block
+        flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
+        parts = (x.numpy() for x in flat.split(self._sizes))
+        tokens, table, sealed, first, _, slots, begin, last, held = parts
+        slots[:], begin[:], last[:] = self.spare, self.count - 1, self.count - 1
+        at, self.first_blocks = 0, []
+        for n, (row, place) in enumerate(zip(rows, places, strict=True)):
+            before, opened = divmod(row.past, block)
+            count, whole = blocks_of(row, block), (opened + row.new) // block
+            columns = np.arange(count * block) - opened
+            tokens[at * block : (at + count) * block] = place + columns.clip(0, row.new - 1)
+            table[at : at + whole], sealed[at : at + whole] = row.blocks[before : before + whole], 1
+            first[at : at + count] = row.blocks[0] if row.blocks else 0
+            slots[n], begin[n], last[n] = row.slot, at, at + count - 1
+            held[n * block : n * block + opened] = 1
+            if whole and not before:
+                self.first_blocks.append(at)
+            at += count
+        self._flat.copy_(flat, non_blocking=True)
+        self.held.copy_(self._held.view(self.held.shape))
+
+    @classmethod
+    def of(cls, rows: list[Row], shape: Shape, device: torch.device, spare: int) -> "Blocks":
+        """Of these requests alone, whose tokens lie one after the other in the pass."""
+        count = _multiple(1 + sum(blocks_of(row, shape.block) for row in rows))
+        made = cls(count, len(rows), shape, device, spare)
+        made.fill(rows, [row.first for row in rows])
+        made.holds = any(row.past % shape.block for row in rows)
+        made.seals = any(row.past % shape.block + row.new >= shape.block for row in rows)
+        return made
+
+
+def blocks_of(row: Row, block: int) -> int:
+    """Blocks in which new tokens of this request lie."""
+    return -(-(row.past % block + row.new) // block)
+
+
 class Layout:
     """A pass whose shape does not depend on its requests, so that it can be captured: first a token for each slot, then
     the columns of prompts.
 
     Args:
         steps, prompts: what lies there; None: nothing. They are filled with the layout.
-        device: where the tensors are.
+        shape, device, spare: as in `Blocks`.
 
     Attributes:
+        blocks: what prompts become; None: there are none.
         tokens: of the pass, those included that stand for none.
         outputs: maximum number of requests that get a token.
         order: int64 [tokens], which token of the pass lies where.
         place: int64 [tokens], where each token of the pass lies.
     """
 
-    def __init__(self, steps: StepRows | None, prompts: Prompts | None, device: torch.device):
-        self.steps, self.prompts = steps, prompts
+    def __init__(self, steps: StepRows | None, prompts: Prompts | None, shape: Shape, device: torch.device, spare: int):
+        self.steps, self.prompts, self.blocks = steps, prompts, None
+        if prompts is not None:
+            most = -(-(prompts.new + (shape.block - 1) * prompts.past) // shape.block)
+            self.blocks = Blocks(1 + prompts.count * most, prompts.count, shape, device, spare)
+            self.blocks.holds = prompts.past
         self.size = 0 if steps is None else steps.size
         count, new = (0, 0) if prompts is None else (prompts.count, prompts.new)
         self.tokens, self.outputs = self.size + count * new, self.size + count
@@ -294,24 +388,25 @@ class Layout:
             self.steps.fill([row for row in rows if row.is_step])
             for row in self.steps.rows:
                 order[row.slot], place[row.first] = row.first, row.slot
-        if self.prompts is not None:
-            new = self.prompts.new
-            self.prompts.fill([row for row in rows if not row.is_step])
-            for n, row in enumerate(self.prompts.rows):
-                end = self.size + (n + 1) * new
+        if self.prompts is not None and self.blocks is not None:
+            new, own = self.prompts.new, [row for row in rows if not row.is_step]
+            self.prompts.fill(own, self.blocks.shape.block)
+            ends = [self.size + (n + 1) * new for n in range(len(own))]
+            for row, end in zip(own, ends, strict=True):
                 order[end - new : end] = row.columns(new)
                 place[row.first : row.first + row.new] = np.arange(end - row.new, end)
+            self.blocks.fill(own, [end - row.new for row, end in zip(own, ends, strict=True)])
         self._both.copy_(both, non_blocking=True)
 
     @property
     def ranks(self) -> bool:
         """Whether some request gets its first block, which may rank its heads."""
-        return any(bool(rows.first_blocks) for rows in (self.steps, self.prompts) if rows is not None)
+        return any(bool(rows.first_blocks) for rows in (self.steps, self.blocks) if rows is not None)
 
     def as_pass(self) -> "Pass":
         """What attention computes."""
         prompts = [] if self.prompts is None else [self.prompts]
-        return Pass([] if self.steps is None else [self.steps], prompts, fixed=True)
+        return Pass([] if self.steps is None else [self.steps], prompts, self.blocks, fixed=True)
 
 
 class Pass(NamedTuple):
@@ -319,11 +414,15 @@ class Pass(NamedTuple):
 
     steps: requests that bring few tokens, by how many.
     prompts: the others, by what is computed together.
+    blocks: how prompts are stored.
+    packed: those of `prompts` whose attention may be computed at once; None: there are none.
     fixed: whether the tokens lie as in `Layout`.
     """
 
     steps: list[StepRows]
     prompts: list[Prompts]
+    blocks: Blocks | None = None
+    packed: Packed | None = None
     fixed: bool = False
 
 
@@ -337,8 +436,9 @@ def most_blocks(rows: list[Row]) -> int:
     return power_of_two(max(8, *(len(row.blocks) for row in rows)))
 
 
-def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device) -> Pass:
-    """A pass in which the tokens of each request lie one after the other. size: slots that are in use."""
+def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device, spare: int) -> Pass:
+    """A pass in which the tokens of each request lie one after the other. size: slots that are in use. spare: as in
+    `Blocks`."""
     by_new: dict[int, list[Row]] = {}
     for row in rows:
         if row.is_step:
@@ -347,8 +447,12 @@ def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device) -
     for new, alike in by_new.items():
         steps.append(StepRows(size, most_blocks(alike), new, shape, device))
         steps[-1].fill(alike)
-    prompts = [Prompts.of(group, shape, device) for group in _together([row for row in rows if not row.is_step])]
-    return Pass(steps, prompts)
+    prompts = [row for row in rows if not row.is_step]
+    if not prompts:
+        return Pass(steps, [])
+    groups = [Prompts.of(group, shape.block, device) for group in _together(prompts)]
+    packed = Packed.of([row for row in prompts if not row.past and row.new <= SHORT], device)
+    return Pass(steps, groups, Blocks.of(prompts, shape, device, spare), packed)
 
 
 def _together(rows: list[Row]) -> list[list[Row]]:

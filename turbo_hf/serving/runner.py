@@ -104,7 +104,7 @@ class TurboModelRunner(ModelRunner):
         most = of_steps[0] + count * new > self.cache.max_batch_tokens
         if own or most or count > MOST_ROWS or count * new > MOST:
             return None
-        return (*of_steps, count, new, most_blocks(prompts), int(prompts[0].past > 0))
+        return (*of_steps, count, new, max(16, most_blocks(prompts)), int(prompts[0].past > 0))
 
     def _layout(self, key: tuple[int, ...]) -> Layout:
         """Of these sizes; see `_key`."""
@@ -116,8 +116,9 @@ class TurboModelRunner(ModelRunner):
                 self._rows[size, blocks] = StepRows(size, blocks, 1, storage.shape, storage.device, plans)
             prompts = None
             if count:
-                prompts = Prompts(count, new, own_blocks, bool(past), storage.shape, storage.device, storage.spare)
-            self._layouts[key] = Layout(self._rows.get((size, blocks)), prompts, storage.device)
+                prompts = Prompts(count, new, own_blocks, bool(past), storage.device)
+            steps = self._rows.get((size, blocks))
+            self._layouts[key] = Layout(steps, prompts, storage.shape, storage.device, storage.spare)
         return self._layouts[key]
 
     def _fixed(self, model: Any, batch_data: dict[str, Any], rows: list[Row], key: tuple[int, ...]) -> None:

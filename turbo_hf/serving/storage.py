@@ -7,7 +7,7 @@ block n of each layer has the number n. A slot holds the open tokens of one requ
 
 import torch
 
-from turbo_hf.attention.prompt import prompt_attention
+from turbo_hf.attention.prompt import packed_attention, prompt_attention
 from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.open_buffer import Tokens, ranked_heads
 from turbo_hf.config.turbo_config import TurboConfig
@@ -25,7 +25,7 @@ from turbo_hf.layout import (
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.append import append_tokens, seal_open
-from turbo_hf.serving.rows import MOST_ROWS, Pass, Prompts, Shape, StepRows
+from turbo_hf.serving.rows import Blocks, Pass, Prompts, Shape, StepRows
 
 
 class Storage:
@@ -66,7 +66,7 @@ class Storage:
         plain = torch.arange(heads, device=self.device)
         given = [plain if order is None else torch.tensor(order, device=self.device) for order in orders]
         # of each row
-        self._given = torch.stack(given)[:, None].repeat(1, max(slots, MOST_ROWS), 1)
+        self._given = torch.stack(given)[:, None].repeat(1, slots, 1)
         # whether each request's first block ranks its heads; the order then belongs to that block
         self.ranks = [len(shape.groups) > 1 and order is None for order in orders]
         self._order_of_block = plain.repeat(layers, self.blocks if any(self.ranks) else 0, 1)
@@ -86,30 +86,44 @@ class Storage:
         for rows in now.steps:
             own = NewQKV(*(rows.take(x) for x in qkv))
             rows.put(out, self._steps(rows, layer, own, scoring, window))
+        packed = now.packed
+        if packed is not None:
+            at = slice(packed.begin, packed.end)
+            own = NewQKV(*(x[:, :, at] for x in qkv))
+            found = packed_attention(self.config, own, packed.edges, packed.longest, window, scoring)
+            if found is None:
+                packed = None
+            else:
+                out[:, :, at] = found
         for prompts in now.prompts:
-            own = NewQKV(*(prompts.take(x) for x in qkv))
-            prompts.put(out, self._prompts(prompts, layer, own, scoring, window))
+            # of a group, all or none are packed
+            if packed is None or prompts.rows[0] not in packed.rows:
+                own = NewQKV(*(prompts.take(x) for x in qkv))
+                prompts.put(out, self._prompts(prompts, layer, own, scoring, window))
+        if now.blocks is not None:
+            self._store(now.blocks, layer, qkv)
         return out
 
     def _fixed(self, now: Pass, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
-        """As `attend`, where tokens lie as the ops want them."""
+        """As `attend`, where tokens lie as in `Layout`."""
         outs, at = [], 0
         for rows in now.steps:
             own = NewQKV(*(x[0, :, : rows.size].transpose(0, 1).unsqueeze(2) for x in qkv))
             outs.append(self._steps(rows, layer, own, scoring, window).squeeze(2).transpose(0, 1)[None])
             at += rows.size
         for prompts in now.prompts:
-            shape = prompts.count, prompts.new
-            own = NewQKV(*(x[0, :, at : at + shape[0] * shape[1]].unflatten(1, shape).transpose(0, 1) for x in qkv))
+            own = NewQKV(*(x[0, :, at:].unflatten(1, (prompts.count, prompts.new)).transpose(0, 1) for x in qkv))
             outs.append(self._prompts(prompts, layer, own, scoring, window).transpose(0, 1).flatten(1, 2)[None])
-            at += shape[0] * shape[1]
+        if now.blocks is not None:
+            self._store(now.blocks, layer, qkv)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     def _order(self, layer: int, table: torch.Tensor) -> torch.Tensor:
         """int64 [B, Hkv]: the head in each slot of each row."""
         if self.ranks[layer] and table.shape[1]:
             return self._order_of_block[layer].index_select(0, table[:, 0])
-        return self._given[layer, : len(table)]
+        given = self._given[layer]
+        return given[: len(table)] if len(table) <= len(given) else given[:1].expand(len(table), -1)
 
     def _opened(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The slots: k, v, k_scale and v_scale of all layers."""
@@ -150,7 +164,7 @@ class Storage:
         # a capture seals whenever it must
         if rows.plans is not None or rows.sealing:
             store = store._replace(sealed=rows.after, sealed_host=None)
-            self._seal(store, [row.slot for row in rows.first_blocks], 1, layer)
+            self._seal(store, [row.slot for row in rows.first_blocks], layer, rows.table[:, 0])
         if rows.new > 1:
             self._move_rests(rows, layer)
         return out
@@ -166,44 +180,62 @@ class Storage:
                 x[..., to] = x[..., behind]
 
     def _prompts(self, prompts: Prompts, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
-        """Prompts, or chunks of such: attention reads the tokens as they come, then they are stored."""
-        count, held, block = prompts.count, prompts.held, self.shape.block
-        slots = [x[layer] for x in self._opened()]
+        """Attention of prompts, or chunks of such, which reads the tokens as they come."""
         past = None
         if prompts.past:
-            past = self._store_of(prompts, layer, tuple(x.index_select(0, prompts.slots) for x in slots))
+            k, v, k_scale, v_scale = (x[layer].index_select(0, prompts.slots) for x in self._opened())
+            order, table = self._order(layer, prompts.table), prompts.table
+            past = KVStore(
+                self._paged[layer],
+                order,
+                table,
+                prompts.sealed,
+                k,
+                v,
+                k_scale,
+                v_scale,
+                prompts.open_len,
+                self.shape.block,
+            )
         starts = prompts.starts if prompts.padded else None
-        out = prompt_attention(self.config, qkv, past, starts, window, scoring)
-        # also what is behind the last whole block
-        room = -(-max(held + prompts.new, (prompts.whole + 1) * block) // 16) * 16
-        heads, dim = self.shape.heads, self.shape.dim
-        k = torch.empty(count, heads, room, dim, dtype=torch.int8, device=self.device)
-        v = torch.empty(count, heads, dim, room, dtype=torch.int8, device=self.device)
-        k_scale, v_scale = torch.empty(2, count, heads, room, device=self.device)
-        opened = k, v, k_scale, v_scale
-        if past is not None and held:
-            before = _tokens_last(past.k_open, past.v_open, past.k_scale, past.v_scale)
-            for x, y in zip(_tokens_last(*opened), before, strict=True):
-                x[..., :held] = y[..., :held]
-        store = self._store_of(prompts, layer, opened)
-        self._append(prompts, layer, qkv, store, starts)
-        if prompts.whole:
-            self._seal(store._replace(sealed=prompts.after), prompts.first_blocks, prompts.whole, layer)
-        for x, y in zip(_tokens_last(*opened), _tokens_last(*slots), strict=True):
-            place = prompts.rest.view(count, *[1] * (x.dim() - 2), block).expand(*x.shape[:-1], block)
-            y[..., :block].index_copy_(0, prompts.slots, x.gather(-1, place))
-        return out
+        return prompt_attention(self.config, qkv, past, starts, window, scoring)
 
-    def _store_of(self, prompts: Prompts, layer: int, opened: tuple[torch.Tensor, ...]) -> KVStore:
-        """The pages of prompts, with these open tokens: k, v, k_scale, v_scale."""
-        k, v, k_scale, v_scale = opened
-        order, open_len = self._order(layer, prompts.table), prompts.open_len[layer]
-        pages = self._paged[layer]
-        return KVStore(pages, order, prompts.table, prompts.sealed, k, v, k_scale, v_scale, open_len, self.shape.block)
+    def _store(self, blocks: Blocks, layer: int, qkv: NewQKV) -> None:
+        """The new tokens of prompts: whole blocks are sealed, what is behind them goes to the slots."""
+        count, heads, dim, block = blocks.count, self.shape.heads, self.shape.dim, self.shape.block
+        k, v = (x[0].index_select(1, blocks.tokens).unflatten(1, (count, block)).transpose(0, 1) for x in qkv[1:])
+        k_open = torch.empty(count, heads, block, dim, dtype=torch.int8, device=self.device)
+        v_open = torch.empty(count, heads, dim, block, dtype=torch.int8, device=self.device)
+        k_scale, v_scale = torch.empty(2, count, heads, block, device=self.device)
+        # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
+        store = KVStore(
+            self._paged[layer],
+            self._order(layer, blocks.first[:, None]),
+            blocks.table,
+            blocks.sealed,
+            k_open,
+            v_open,
+            k_scale,
+            v_scale,
+            blocks.open_len[layer],
+            block,
+        )
+        self._append(blocks, layer, NewQKV(qkv.query, k, v), store, None)
+        opened = _tokens_last(k_open, v_open, k_scale, v_scale)
+        pairs = list(zip(opened, _tokens_last(*(x[layer] for x in self._opened())), strict=True))
+        if blocks.holds:
+            for x, y in pairs:
+                before, new = y.index_select(0, blocks.slots)[..., :block], x.index_select(0, blocks.begin)
+                held = blocks.held if x.dim() == 4 else blocks.held[:, 0]
+                x.index_copy_(0, blocks.begin, torch.where(held, before, new))
+        if blocks.seals:
+            self._seal(store, blocks.first_blocks, layer, blocks.first)
+        for x, y in pairs:
+            y[..., :block].index_copy_(0, blocks.slots, x.index_select(0, blocks.last))
 
     def _append(
         self,
-        rows: StepRows | Prompts,
+        rows: StepRows | Blocks,
         layer: int,
         qkv: NewQKV,
         store: KVStore,
@@ -224,16 +256,19 @@ class Storage:
             backend=config.backend,
         )
 
-    def _seal(self, store: KVStore, new: list[int], blocks: int, layer: int) -> None:
-        """Seal the whole blocks of open tokens; rows whose first block is among them (`new`) rank their heads."""
+    def _seal(self, store: KVStore, new: list[int], layer: int, first: torch.Tensor) -> None:
+        """Seal each row's block of open tokens; rows for which that is the first one (`new`) rank their heads.
+
+        first: int64 [B], the first block of each row's request.
+        """
         if self.ranks[layer] and new:
             at = shared(new, self.device)
             k, v = store.k_open[at, :, : self.shape.block], store.v_open[at, :, :, : self.shape.block].mT
             k_scale, v_scale = (x[at, :, : self.shape.block] for x in (store.k_scale, store.v_scale))
             order = ranked_heads(Tokens(k, k_scale, v, v_scale), self.config)
-            store = store._replace(order=store.order.index_copy(0, at, order))
             self._order_of_block[layer].index_copy_(0, store.table[at, 0], order)
-        seal_open(store, blocks, backend=self.config.backend)
+            store = store._replace(order=self._order(layer, first[:, None]))
+        seal_open(store, 1, backend=self.config.backend)
 
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Blocks `target` become copies of blocks `source`, in all layers."""

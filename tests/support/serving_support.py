@@ -1,0 +1,144 @@
+"""Requests of continuous batching, what its passes hold, and the tokens of static batches."""
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from graphs_support import Again
+from models import prompts, tiny_llama, tiny_mistral
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import input_outputs
+from transformers.generation.continuous_batching.requests import RequestState
+
+from turbo_hf.patching import continuous_batching
+from turbo_hf.serving import manager as manager_of
+from turbo_hf.serving import runner
+from turbo_hf.serving.paged_cache import TurboPagedCache
+
+WINDOW = 24
+LENGTHS = (5, 70, 131, 64, 1, 90)
+PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2")
+MODELS = {
+    "llama": lambda: tiny_llama().double(),
+    "sliding": lambda: tiny_mistral(WINDOW).double(),
+}
+NEAR = 0.02
+"""On a GPU: how far, in standard deviations of its logits, a token may be from the likeliest one of static batches."""
+
+
+def requests(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """One prompt of each length."""
+    return [prompts(1, length, seed=length)[0].tolist() for length in lengths]
+
+
+def options(blocks: int = 24, **others: Any) -> ContinuousBatchingConfig:
+    """A pool of `blocks` blocks of 64 tokens, and passes of at most 96 tokens unless another number is given."""
+    return ContinuousBatchingConfig(**{"num_blocks": blocks, "page_size": 64, "max_batch_tokens": 96, **others})
+
+
+def record_passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
+    """Of each request: (tokens held, tokens brought) of each pass whose tokens it got.
+
+    Where it starts again with a stored prefix, the passes that have computed that stand there a second time.
+    """
+    seen: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    prompts_of: dict[str, int] = {}
+    before, again = TurboPagedCache.note, RequestState.create_equivalent_initial_request
+
+    def start_again(state: Any) -> Any:
+        prompts_of[state.request_id] = len(state.initial_tokens) + len(state.generated_tokens)
+        return again(state)
+
+    def record(self: Any, request_id: str, past: int, new: int) -> None:
+        edges = seen[request_id]
+        if edges and past < sum(edges[-1]):
+            # a pass that was prepared before it had to start again gave a token that nobody got
+            while sum(edges[-1]) >= prompts_of[request_id]:
+                edges.pop()
+            first = max(n for n, (held, _) in enumerate(edges) if n == 0 or held == 0)
+            edges += [(held, min(brought, past - held)) for held, brought in edges[first:] if held < past]
+        edges.append((past, new))
+        before(self, request_id, past, new)
+
+    monkeypatch.setattr(TurboPagedCache, "note", record)
+    monkeypatch.setattr(RequestState, "create_equivalent_initial_request", start_again)
+    return seen
+
+
+def watch_runners(monkeypatch: pytest.MonkeyPatch) -> list[runner.TurboModelRunner]:
+    """The runners of all managers to come. Without a GPU, what they capture runs again."""
+    made: list[runner.TurboModelRunner] = []
+    before, device_of = runner.TurboModelRunner.__init__, runner.capture_device
+
+    def note(self: Any, *args: Any, **options: Any) -> None:
+        made.append(self)
+        before(self, *args, **options)
+
+    monkeypatch.setattr(runner.TurboModelRunner, "__init__", note)
+    monkeypatch.setattr(runner, "capture_device", lambda device: device_of(device) or Again())
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(continuous_batching, "why_no_replay_of", lambda *args: None)
+    return made
+
+
+class Stream:
+    """In place of a CUDA stream or event, where everything is done at once."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Arguments are not read."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def make_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: batches are prepared before the one ahead of them is looked at, as if it ran meanwhile."""
+    monkeypatch.setattr(torch, "Event", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(input_outputs, "create_device_stream", Stream)
+    monkeypatch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
+    monkeypatch.setattr(manager_of, "_check_options", lambda *args: None)
+
+
+def in_static_batches(model: Any, handle: Any, prompt: list[int], edges: list[tuple[int, int]]) -> list[int]:
+    """Greedy tokens of one prompt whose passes have these edges; the last one begins again where a pass begins at 0."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for past, new in edges:
+            if past == 0:
+                cache = handle.new_cache()
+            ids = torch.tensor([tokens[past : past + new]])
+            place = torch.arange(past, past + new)[None]
+            logits = model(ids, past_key_values=cache, position_ids=place).logits[0, -1]
+            if past + new == len(tokens):
+                tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+def check_near(model: Any, handle: Any, inputs: list[list[int]], outputs: dict[str, Any], passes: Any) -> None:
+    """As `check_same` on a GPU, where other batches round differently: each token is likeliest, or as good as that, in
+    the pass that it comes from: a request that starts again brings its tokens as a prompt."""
+    same = count = 0
+    for prompt, (name, output) in zip(inputs, outputs.items(), strict=True):
+        assert output.error is None, output.error
+        tokens, known = [*prompt, *output.generated_tokens], len(prompt)
+        for past, new in passes[name]:
+            if past == 0:
+                cache = handle.new_cache()
+            ids = torch.tensor([tokens[past : past + new]], device=model.device)
+            place = torch.arange(past, past + new, device=model.device)[None]
+            with torch.no_grad():
+                logits = model(ids, past_key_values=cache, position_ids=place).logits[0, -1].float()
+            if known <= past + new < len(tokens):
+                known = past + new + 1
+                near = (logits.max() - logits[tokens[past + new]]) / logits.std()
+                assert near <= NEAR, (name, past, new, float(near))
+                same, count = same + int(logits.argmax() == tokens[past + new]), count + 1
+    assert same >= 0.95 * count > 0, f"{same} of {count}"
+
+
+def check_same(model: Any, handle: Any, inputs: list[list[int]], outputs: dict[str, Any], passes: Any) -> None:
+    for prompt, (name, output) in zip(inputs, outputs.items(), strict=True):
+        assert output.error is None
+        assert output.generated_tokens == in_static_batches(model, handle, prompt, passes[name]), name

@@ -1,0 +1,360 @@
+"""Passes of continuous batching: captured, packed, and on a GPU."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from budgets import check, float_budget, largest
+from graphs_support import Again
+from models import prompts, tiny_llama, tiny_mistral
+from oracle import attend
+
+import turbo_hf
+from turbo_hf import TurboConfig
+
+transformers = pytest.importorskip("transformers", minversion="5.19")
+
+from serving_support import (  # noqa: E402
+    LENGTHS,
+    MODELS,
+    PRESETS,
+    WINDOW,
+    check_near,
+    check_same,
+    in_static_batches,
+    make_asynchronous,
+    options,
+    record_passes,
+    requests,
+    watch_runners,
+)
+from transformers.generation.configuration_utils import GenerationConfig  # noqa: E402
+
+from turbo_hf.attention.prompt import packed_attention, prompt_attention  # noqa: E402
+from turbo_hf.cache.new_columns import NewQKV  # noqa: E402
+from turbo_hf.layout import Scoring  # noqa: E402
+from turbo_hf.patching import continuous_batching  # noqa: E402
+from turbo_hf.serving import rows, runner, storage  # noqa: E402
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
+    """`record_passes`."""
+    return record_passes(monkeypatch)
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> list[runner.TurboModelRunner]:
+    """`watch_runners`."""
+    return watch_runners(monkeypatch)
+
+
+@pytest.fixture
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make_asynchronous`."""
+    make_asynchronous(monkeypatch)
+
+
+@pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("turbo-mixed", "llama"), ("int8", "sliding")])
+def test_captured_steps_give_the_same_tokens(
+    preset: str, kind: str, passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of several lengths come and go, so that rows without a request lie among the others."""
+    monkeypatch.setattr(runner, "GRAPHS", 2)
+    model, inputs = MODELS[kind](), requests((5, 70, 131, 64, 1, 90, 30, 3))
+    with turbo_hf.patch(model, preset) as handle:
+        outputs: dict[str, Any] = {}
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
+        with model.continuous_batching_context_manager(config, continuous_batching_config=options(40)) as manager:
+            names = [
+                manager.add_request(ids, max_new_tokens=(50, 8, 40, 8, 32, 8, 24, 8)[n]) for n, ids in enumerate(inputs)
+            ]
+            while len(outputs) < len(names):
+                output = manager.get_result()
+                outputs[output.request_id] = output
+        check_same(model, handle, inputs, {name: outputs[name] for name in names}, passes)
+    (made,) = runners
+    assert made.captures > 2, "several numbers of rows"
+    assert sum(replay is not None for replay in made._replays.values()) <= 2
+    assert made._device.replayed > made._device.warmed
+
+
+def one_by_one(model: Any, inputs: list[list[int]], passes: Any, cb: Any) -> tuple[dict[str, Any], list[Any]]:
+    """40 tokens of each prompt, which is sent when the one before it has its first token; and the runner's layouts.
+
+    Of a prompt whose prefix is stored, `passes` gets that part as a pass of its own, as if it had been cut there.
+    """
+    outputs: dict[str, Any] = {}
+    names: list[str] = []
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=40)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=cb) as manager:
+        for prompt in inputs:
+            names.append(manager.add_request(prompt, streaming=True))
+            while names[-1] not in outputs:
+                output = manager.get_result()
+                outputs[output.request_id] = output
+        while not all(output.is_finished() for output in outputs.values()):
+            output = manager.get_result()
+            outputs[output.request_id] = output
+        layouts = list(manager.batch_processor.model_runner._layouts)
+    for name, edges in passes.items():
+        if edges[0][0]:
+            passes[name] = [(0, edges[0][0]), *edges]
+    return {name: outputs[name] for name in names}, layouts
+
+
+PREFIXED = [*requests((5, 70, 90, 30, 64, 40)), *([*requests((128,))[0], *range(n, 3 * n + 17)] for n in range(6))]
+
+
+@pytest.mark.parametrize(
+    ("preset", "kind", "ahead"),
+    [("turbo4", "llama", True), ("int8", "sliding", False), ("turbo-mixed", "llama", False)],
+)
+def test_captured_passes_with_prompts_give_the_same_tokens(
+    preset: str, kind: str, ahead: bool, passes: Any, runners: Any, request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without a stored prefix, beside requests that decode."""
+    if ahead:
+        request.getfixturevalue("asynchronous")
+    monkeypatch.setattr(runner, "LEAST", 16)
+    model = MODELS[kind]()
+    with turbo_hf.patch(model, preset) as handle:
+        cb = options(40, max_batch_tokens=300, use_async_batching=ahead)
+        outputs, layouts = one_by_one(model, PREFIXED, passes, cb)
+        for prompt, (name, output) in zip(PREFIXED, outputs.items(), strict=True):
+            got = in_static_batches(model, handle, prompt, passes[name])
+            assert len(output.generated_tokens) == 40
+            assert output.generated_tokens == got[:40], name
+    shapes = [(key[0] > 0, key[2], key[5]) for key in layouts if key[2]]
+    assert (True, 1, 1) in shapes, "a prompt with a stored prefix, beside steps"
+    # the first block of a prompt ranks its heads
+    assert ((True, 1, 0) in shapes) == (preset != "turbo-mixed")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "lengths", "ends"),
+    [
+        pytest.param(40, LENGTHS, [0, 20, 40], id="ends"),
+        pytest.param(4, (70, 80, 90), [-1], id="again"),
+        # with the token that nobody sees it fills the pool
+        pytest.param(4, (4 * 64 + 63 - 70,), [-1], id="full"),
+    ],
+)
+@pytest.mark.usefixtures("asynchronous", "runners")
+def test_batches_prepared_ahead_give_the_same_tokens(
+    blocks: int, lengths: tuple[int, ...], ends: list[int], passes: Any
+) -> None:
+    """A request that ends has begun another pass; in a small pool requests start again while a pass of theirs runs."""
+    model, inputs = MODELS["llama"](), requests(lengths)
+    with turbo_hf.patch(model, "turbo-mixed") as handle:
+        config = GenerationConfig(do_sample=False, eos_token_id=ends, max_new_tokens=70)
+        outputs = model.generate_batch(
+            inputs, config, continuous_batching_config=options(blocks, use_async_batching=True)
+        )
+        for prompt, (name, output) in zip(inputs, outputs.items(), strict=True):
+            assert output.error is None, output.error
+            got = output.generated_tokens
+            assert len(got) == 70 or got[-1] in ends
+            assert got == in_static_batches(model, handle, prompt, passes[name])[: len(got)], name
+        again = any(sum(past == 0 for past, _ in edges) > 1 for edges in passes.values())
+        assert again == (len(lengths) == 3)
+
+
+def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "capture_device", lambda device: Again(fails="no graph"))
+    model, inputs = tiny_llama().double(), requests((70, 20))
+    with turbo_hf.patch(model) as handle:
+        with pytest.warns(UserWarning, match="cannot be captured and are launched: no graph"):
+            outputs = model.generate_batch(inputs, max_new_tokens=12, continuous_batching_config=options())
+        check_same(model, handle, inputs, outputs, passes)
+
+
+def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
+    model, inputs = tiny_llama().double(), requests((70, 128))
+    with turbo_hf.patch(model, "turbo-mixed") as handle:
+        config = options(max_batch_tokens=60)
+        outputs = model.generate_batch(inputs, max_new_tokens=8, continuous_batching_config=config)
+        assert any(past < 64 < past + new and new <= 16 for edges in passes.values() for past, new in edges)
+        check_same(model, handle, inputs, outputs, passes)
+
+
+@pytest.mark.parametrize(("preset", "kind"), [("turbo-mixed", "llama"), ("turbo4", "sliding")])
+def test_short_prompts_are_computed_together(
+    preset: str, kind: str, passes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, begin = MODELS[kind](), requests((40, 64, 33, 100, 70, 128, 50))
+    # the second time with a past, as far as their prefixes are found
+    inputs = [*begin, *([*prompt, *range(7, 30 + n)] for n, prompt in enumerate(begin))]
+    sizes: list[tuple[int, bool]] = []
+    before = rows.Prompts.fill
+
+    def note(self: Any, each: Any, block: int) -> None:
+        sizes.append((len(each), self.past))
+        before(self, each, block)
+
+    monkeypatch.setattr(rows.Prompts, "fill", note)
+    with turbo_hf.patch(model, preset) as handle:
+        config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1)
+        cb = options(60, max_batch_tokens=512)
+        manager = model.init_continuous_batching(config, continuous_batching_config=cb)
+        outputs: dict[str, Any] = {}
+        for turn in (inputs[:7], inputs[7:]):
+            names = [manager.add_request(prompt) for prompt in turn]
+            if not manager.is_running():
+                manager.start()
+            found = [manager.get_result() for _ in names]
+            outputs |= {output.request_id: output for output in found}
+        for name, edges in passes.items():
+            if edges[0][0]:
+                passes[name] = [(0, edges[0][0]), *edges]
+        check_same(model, handle, inputs, dict(sorted(outputs.items(), key=lambda x: int(x[0][4:]))), passes)
+    assert max(size for size, past in sizes if not past) > 2
+    assert max(size for size, past in sizes if past) >= 2
+
+
+def apart(config: Any, qkv: Any, edges: torch.Tensor, longest: int, window: Any, scoring: Any) -> torch.Tensor | None:
+    """As `packed_attention`, prompt by prompt."""
+    if window is not None and longest > window:
+        return None
+    parts = [NewQKV(*(x[:, :, a:b] for x in qkv)) for a, b in pairwise(edges.tolist())]
+    assert max(part.query.shape[2] for part in parts) == longest
+    return torch.cat([prompt_attention(config, part, None, None, window, scoring) for part in parts], 2)
+
+
+@pytest.mark.parametrize(("kind", "found"), [("llama", True), ("sliding", False)])
+def test_prompts_are_packed(kind: str, found: bool, passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First prompts of all lengths in one launch, beside a chunk and requests that decode."""
+    model, inputs = MODELS[kind](), requests((5, 70, 131, 64, 1, 90, 30, 200, 3))
+    packed: list[int] = []
+
+    def note(config: Any, qkv: Any, edges: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+        out = apart(config, qkv, edges, *rest)
+        packed.extend([len(edges) - 1] * (out is not None))
+        return out
+
+    monkeypatch.setattr(storage, "packed_attention", note)
+    with turbo_hf.patch(model, "turbo4") as handle:
+        config = options(60, max_batch_tokens=300)
+        outputs = model.generate_batch(inputs, max_new_tokens=8, continuous_batching_config=config)
+        check_same(model, handle, inputs, outputs, passes)
+    assert bool(packed) == found
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_packed_prompts_are_as_apart() -> None:
+    edges = torch.tensor([0, 5, 300, 301, 600], device="cuda", dtype=torch.int32)
+    # as a model has them: tokens first
+    q, k, v = (torch.randn(1, 600, heads, 64, device="cuda").bfloat16().transpose(1, 2) for heads in (8, 2, 2))
+    rest = edges, 299, None, Scoring(0.125)
+    assert packed_attention(TurboConfig(), NewQKV(q.float(), k.float(), v.float()), *rest) is None
+    out = packed_attention(TurboConfig(), NewQKV(q, k, v), *rest)
+    assert out is not None
+    for a, b in pairwise(edges.tolist()):
+        part = [x[0, :, a:b] for x in (q, k, v)]
+        want, eager = (attend(*part, scaling=0.125, dtype=at)[0] for at in (torch.float64, torch.bfloat16))
+        check("out", out[0, :, a:b], want, float_budget(want, eager, largest(v), torch.bfloat16))
+
+
+def test_kernels_give_the_same_tokens(runners: Any) -> None:
+    model, inputs = tiny_llama(), requests((5, 110))
+    tokens = {}
+    for backend in ("reference", "triton"):
+        with turbo_hf.patch(model, TurboConfig(bits=4, low_bits=2, low_heads=0.5, backend=backend)):
+            outputs = model.generate_batch(inputs, max_new_tokens=4, continuous_batching_config=options())
+            tokens[backend] = [output.generated_tokens for output in outputs.values()]
+        assert runners[-1].captures == int(backend == "triton")
+    assert tokens["triton"] == tokens["reference"]
+
+
+class Groups:
+    """Every combination is as good as checked."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+@pytest.fixture
+def unrefused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what has not been checked on a GPU is served there."""
+    monkeypatch.setattr(continuous_batching, "CHECKED_ON_GPUS", Groups())
+
+
+def wide(kind: str) -> Any:
+    """A model on the GPU whose heads have 64 channels."""
+    shape = {"hidden_size": 256, "head_dim": 64}
+    return (tiny_llama(**shape) if kind == "llama" else tiny_mistral(WINDOW, **shape)).cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("preset", "kind"), [*((preset, "llama") for preset in PRESETS), ("turbo-mixed", "sliding")])
+@pytest.mark.usefixtures("unrefused")
+def test_on_a_gpu_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any, runners: Any) -> None:
+    model, inputs = wide(kind), requests((*LENGTHS, 300, 17))
+    with turbo_hf.patch(model, preset) as handle:
+        # pressure, so that some request starts again
+        outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=options(blocks=12))
+        check_near(model, handle, inputs, outputs, passes)
+        assert handle.memory() is not None
+    assert runners[0].captures > 0
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_captured_steps_give_the_tokens_of_launched_ones(runners: Any) -> None:
+    model, inputs, tokens = wide("llama"), requests((5, 70, 131, 64, 90, 30, 3)), []
+    for how in ({}, {"use_async_batching": False}, {"use_cuda_graph": False}):
+        with turbo_hf.patch(model, "turbo4"):
+            outputs = model.generate_batch(
+                inputs, max_new_tokens=70, continuous_batching_config=options(100, max_batch_tokens=512, **how)
+            )
+            tokens.append([output.generated_tokens for output in outputs.values()])
+        assert (runners[-1].captures > 0) == (how != {"use_cuda_graph": False})
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("int8", "llama"), ("turbo-mixed", "sliding")])
+def test_on_a_gpu_captured_passes_with_prompts(preset: str, kind: str, passes: Any, runners: Any) -> None:
+    model = wide(kind)
+    with turbo_hf.patch(model, preset) as handle:
+        outputs, layouts = one_by_one(model, PREFIXED, passes, options(100, max_batch_tokens=512))
+        check_near(model, handle, PREFIXED, outputs, passes)
+    assert any(key[2] and key[5] for key in layouts)
+    assert runners[0].captures > 2
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_prefixes_forks_late_and_cancelled_requests(passes: Any) -> None:
+    model, system = wide("llama"), prompts(1, 130, seed=1)[0].tolist()
+    handle = turbo_hf.patch(model, "turbo4")
+    before = torch.cuda.memory_allocated()
+    config = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1)
+    inputs, outputs = [system + [n] * 20 for n in (5, 6, 7)], {}
+    with model.continuous_batching_context_manager(
+        config, continuous_batching_config=options(200, max_batch_tokens=256)
+    ) as manager:
+        dropped = manager.add_request(requests((70,))[0], max_new_tokens=4000, streaming=True)
+        assert len(manager.get_result().generated_tokens) == 1
+        for prompt in inputs:
+            name = manager.add_request(prompt)
+            while (output := manager.get_result()).request_id != name:
+                assert output.request_id == dropped
+            outputs[name] = output
+        manager.cancel_request(dropped)
+        cache = manager.batch_processor.cache
+        # pages are views of the pool: nothing lies beside it but the slots
+        pool = cache.cache_tensor.untyped_storage()
+        for pages in cache.storage.paged:
+            assert all(x.untyped_storage().data_ptr() == pool.data_ptr() for x in pages[1:])
+        assert torch.cuda.memory_allocated() - before < 1.2 * (pool.nbytes() + cache.storage.k_open.nbytes * 3) + 2**26
+    assert [passes[name][0][0] for name in outputs] == [0, 128, 128]
+    for name in list(outputs)[1:]:
+        # as if the prompt had been cut where the stored prefix ends
+        passes[name] = [(0, 128), *passes[name]]
+    check_near(model, handle, inputs, outputs, passes)
+    several = GenerationConfig(
+        num_return_sequences=3, max_new_tokens=70, do_sample=True, temperature=1e-5, eos_token_id=-1
+    )
+    twice = model.generate_batch(requests((100, 30)), several, continuous_batching_config=options(100))
+    assert len({tuple(output.generated_tokens) for output in twice.values()}) <= 3
+    handle.remove()
