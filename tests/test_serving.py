@@ -57,20 +57,22 @@ def test_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any)
         check_same(model, handle, inputs, outputs, passes)
 
 
+@pytest.mark.parametrize("preset", ["turbo-mixed", "turbo4"])
 @pytest.mark.usefixtures("asynchronous", "runners")
-def test_requests_that_come_and_go_at_random(passes: Any) -> None:
+def test_requests_that_come_and_go_at_random(preset: str, passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled at any moment, in a pool that is too small: those that end have their own tokens, no slot is lost."""
+    monkeypatch.setattr(runner, "LEAST", 16)
     model, draw = MODELS["llama"](), random.Random(4)
     # no two alike, so that no prefix is found but a request's own
-    inputs = requests(tuple(draw.sample(range(1, 151), 12)))
+    inputs = requests(tuple(draw.sample(range(1, 151), 10)))
     new = [draw.randint(20, 80) for _ in inputs]
     names: dict[str, int] = {}
     outputs: dict[str, Any] = {}
     gone: set[str] = set()
-    with turbo_hf.patch(model, "turbo-mixed") as handle:
+    with turbo_hf.patch(model, preset) as handle:
         config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=1)
         with model.continuous_batching_context_manager(
-            config, continuous_batching_config=options(6, use_async_batching=True)
+            config, continuous_batching_config=options(6, max_batch_tokens=200, use_async_batching=True)
         ) as manager:
             while len(names) < len(inputs) or {*names} - {*outputs} - gone:
                 if len(names) < len(inputs):
@@ -241,6 +243,32 @@ def test_options_that_are_not_supported_are_refused(chosen: dict[str, Any], reas
     model = tiny_llama()
     with turbo_hf.patch(model), pytest.raises(Unsupported, match=reason):
         model.init_continuous_batching(continuous_batching_config=options(**chosen))
+
+
+@in_one_test(
+    ("chosen", "reason"),
+    [
+        ({"num_beams": 3}, "does not know num_beams. Leave it out"),
+        ({"stop_strings": ["x"]}, "does not know stop_strings. Leave it out"),
+        ({"no_repeat_ngram_size": 2}, r"newest token of each request alone, with which NoRepeatNGram\w+ fails"),
+    ],
+)
+def test_generation_that_cannot_be_served_is_refused(chosen: dict[str, Any], reason: str) -> None:
+    model = tiny_llama()
+    generation = GenerationConfig(max_new_tokens=4, eos_token_id=-1, **chosen)
+    with turbo_hf.patch(model), pytest.raises(Unsupported, match=reason):
+        model.init_continuous_batching(generation, continuous_batching_config=options())
+
+
+def test_the_server_of_transformers_runs_on_compressed_pages() -> None:
+    served = pytest.importorskip("transformers.cli.serving.utils").CBGenerateManager(options())
+    model = tiny_llama()
+    with turbo_hf.patch(model) as handle:
+        served.init_cb(model, GenerationConfig(do_sample=False, eos_token_id=-1))
+        served._cb.add_request(requests((70,))[0], max_new_tokens=3)
+        assert len(served._cb.get_result().generated_tokens) == 3
+        assert "0 of 70 prompt tokens" in handle.report().serving
+        served.stop()
 
 
 def test_graphs_that_must_be_are_refused_where_they_cannot_be() -> None:

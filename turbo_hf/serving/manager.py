@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 from transformers.generation.continuous_batching.initialization import update_cb_config_after_cache_creation
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
@@ -46,6 +47,7 @@ class TurboBatchingManager(ContinuousBatchingManager):
             own.use_async_batching = self._captures and cuda
         super().__init__(model, generation_config, own, workload_hints)
         _check_options(self.continuous_batching_config, cuda)
+        _check_generation(generation_config, self.logit_processor, model)
         if self.distributed_helper.tp_size > 1:
             raise Unsupported(
                 "continuous batching on compressed pages runs on one device, and this model is spread over "
@@ -225,6 +227,26 @@ def _check_options(cb: ContinuousBatchingConfig, cuda: bool) -> None:
                 f"continuous batching on compressed pages does not support {name}. Choose {instead} in the "
                 "ContinuousBatchingConfig, or remove the patch."
             )
+
+
+def _check_generation(generation: GenerationConfig, processors: Any, model: Any) -> None:
+    """Unsupported for what Transformers' continuous batching would pass over, or fail at in the first pass."""
+    for name, given in (("num_beams", (generation.num_beams or 1) > 1), ("stop_strings", generation.stop_strings)):
+        if given:
+            raise Unsupported(f"continuous batching does not know {name}. Leave it out, or use generate.")
+    tokens = torch.zeros(2, dtype=torch.int32, device=model.device)
+    scores = torch.zeros(2, model.config.get_text_config().vocab_size, device=model.device)
+    for processor in processors.logits_processor:
+        own = isinstance(processor, ContinuousBatchingLogitsProcessor)
+        if own or getattr(processor, "supports_continuous_batching", None) is not None:
+            continue
+        try:
+            processor(tokens, scores)
+        except Exception as error:
+            raise Unsupported(
+                f"continuous batching shows logits processors the newest token of each request alone, with which "
+                f"{type(processor).__name__} fails ({error}). Leave it out, or use generate."
+            ) from error
 
 
 def _require_room(state: Any, capacity: int) -> None:
