@@ -235,7 +235,7 @@ def test_what_cannot_be_served_is_refused(config: TurboConfig, reason: str) -> N
     [
         ({"cpu_offload_space": 1.0}, "does not support cpu_offload_space"),
         ({"use_async_batching": True}, "does not support use_async_batching without a GPU"),
-        ({"use_cuda_graph": True}, "use_cuda_graph=True: passes that hold prompts are not captured"),
+        ({"use_cuda_graph": True}, "use_cuda_graph=True: not all passes that hold prompts are captured"),
         ({"use_cuda_graph": (False, True)}, "use_cuda_graph=.*: the model is on cpu. Choose None in"),
     ],
 )

@@ -40,6 +40,7 @@ class TurboBatchingManager(ContinuousBatchingManager):
         given, cuda = continuous_batching_config, model.device.type == "cuda"
         self._captures = _captures(given.use_cuda_graph, launched)
         self._demanded = given.use_cuda_graph is not None or serving.config.cuda_graphs is True
+        self._captures_prompts = given.use_cuda_graph is None
         # of Transformers' own captures nothing is used
         own = copy.copy(given)
         own.use_cuda_graph = False
@@ -105,6 +106,7 @@ class TurboBatchingManager(ContinuousBatchingManager):
         return runner.TurboBatchProcessor(
             device=runner.capture_device(self.model.device) if self._captures else None,
             demanded=self._demanded,
+            prompts=self._captures_prompts,
             cache=cache,
             config=config,
             generation_config=self.generation_config,
@@ -205,7 +207,7 @@ def _captures(given: bool | tuple[bool, bool] | None, launched: str | None) -> b
     if given is None:
         return launched is None
     of_prompts, of_steps = (given, given) if isinstance(given, bool) else given
-    reason = "passes that hold prompts are not captured" if of_prompts else launched if of_steps else None
+    reason = "not all passes that hold prompts are captured" if of_prompts else launched if of_steps else None
     if reason is not None:
         raise Unsupported(
             f"use_cuda_graph={given}: {reason}. Choose {'(False, True) or ' * (launched is None)}None in the "

@@ -38,15 +38,16 @@ class TurboModelRunner(ModelRunner):
     Args:
         device: how steps are captured; None: they are launched.
         demanded: whether a step that cannot be captured is an error.
+        prompts: whether passes with prompts may be captured.
         options: of Transformers' runner.
     """
 
     cache: Any
 
-    def __init__(self, device: Device | None, demanded: bool, **options: Any):
+    def __init__(self, device: Device | None, demanded: bool, prompts: bool, **options: Any):
         super().__init__(**options)
         self.pad_inputs = False
-        self._device, self._demanded = device, demanded
+        self._device, self._demanded, self._prompts = device, demanded, prompts
         self._rows: dict[tuple[int, int], StepRows] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
         # by inputs and layout; None: that was launched once
@@ -100,7 +101,7 @@ class TurboModelRunner(ModelRunner):
             return (*of_steps, 0, 0, 0, 0)
         count, new = power_of_two(len(prompts)), power_of_two(max(LEAST, *(row.new for row in prompts)))
         ranks = any(self.cache.storage.ranks) and any(row.past < self.cache.storage.shape.block for row in prompts)
-        own = self._device is None or ranks or len({row.past > 0 for row in prompts}) > 1
+        own = self._device is None or not self._prompts or ranks or len({row.past > 0 for row in prompts}) > 1
         most = of_steps[0] + count * new > self.cache.max_batch_tokens
         if own or most or count > MOST_ROWS or count * new > MOST:
             return None
@@ -197,16 +198,17 @@ def _in_layout(model: Any, layout: Layout, **inputs: Any) -> Any:
 
 
 class TurboBatchProcessor(ContinuousBatchProcessor):
-    """Transformers' processor with a `TurboModelRunner`, whose arguments `device` and `demanded` are."""
+    """Transformers' processor with a `TurboModelRunner`, whose arguments `device`, `demanded` and `prompts` are."""
 
     cache: Any
     model_runner: Any
 
-    def __init__(self, device: Device | None, demanded: bool, **options: Any):
+    def __init__(self, device: Device | None, demanded: bool, prompts: bool, **options: Any):
         super().__init__(**options)
         self.model_runner = TurboModelRunner(
             device,
             demanded,
+            prompts,
             logit_processor=self.logit_processor,
             cb_config=self.cb_config,
             cache=self.cache,
