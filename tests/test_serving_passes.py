@@ -287,7 +287,13 @@ def wide(kind: str) -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("preset", "kind"), [*((preset, "llama") for preset in PRESETS), ("turbo-mixed", "sliding")])
+@pytest.mark.parametrize(
+    ("preset", "kind"),
+    [
+        *((preset, "llama") for preset in PRESETS),
+        *((preset, "sliding") for preset in ("turbo-mixed", "int8", "turbo4")),
+    ],
+)
 @pytest.mark.usefixtures("unrefused")
 def test_on_a_gpu_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any, runners: Any) -> None:
     model, inputs = wide(kind), requests((*LENGTHS, 300, 17))

@@ -157,14 +157,19 @@ class StepRows:
     def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """x [size, H, new, D] to the rows' tokens of out [1, H, T, D]."""
         slots = self.slot[: len(self.rows)]
-        tokens = self.tokens.view(self.size, self.new).index_select(0, slots).flatten()
-        out[0].index_copy_(1, tokens, x.index_select(0, slots).transpose(0, 1).flatten(1, 2))
+        out[0].index_copy_(1, self._own_tokens, x.index_select(0, slots).transpose(0, 1).flatten(1, 2))
 
     @cached_property
     def tokens(self) -> torch.Tensor:
         """int64 [size * new], the tokens of each row in the pass. Of rows that are filled once."""
         tokens: torch.Tensor = (self.token[:, None] + torch.arange(self.new, device=self.token.device)).flatten()
         return tokens
+
+    @cached_property
+    def _own_tokens(self) -> torch.Tensor:
+        """Of the requests, in their order."""
+        slots = self.slot[: len(self.rows)]
+        return self.tokens.view(self.size, self.new).index_select(0, slots).flatten()
 
 
 class Prompts:
@@ -216,13 +221,15 @@ class Prompts:
         made.fill(rows, block)
         made.padded = padded
         if len(rows) > 1 or padded:
-            made.tokens = shared(torch.from_numpy(np.concatenate([row.columns(new) for row in rows])), device)
+            tokens = np.concatenate([row.columns(new) for row in rows])
             real = np.concatenate([np.arange(new) >= new - row.new for row in rows]).nonzero()[0]
-            made.real = shared(torch.from_numpy(real), device) if padded else None
+            sent = (shared(torch.from_numpy(x), device) for x in (tokens, real, tokens[real]))
+            made.tokens, made.real, made.real_tokens = sent
         return made
 
     tokens: torch.Tensor
-    real: torch.Tensor | None
+    real: torch.Tensor
+    real_tokens: torch.Tensor
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows' tokens of x [1, H, T, D], as [B, H, new, D]."""
@@ -236,10 +243,10 @@ class Prompts:
         if len(self.rows) == 1 and not self.padded:
             out[:, :, self.rows[0].first : self.rows[0].first + self.new] = x
             return
-        flat, tokens = x.transpose(0, 1).flatten(1, 2), self.tokens
-        if self.real is not None:
-            flat, tokens = flat.index_select(1, self.real), tokens.index_select(0, self.real)
-        out[0].index_copy_(1, tokens, flat)
+        flat = x.transpose(0, 1).flatten(1, 2)
+        if self.padded:
+            flat = flat.index_select(1, self.real)
+        out[0].index_copy_(1, self.real_tokens, flat)
 
 
 class Packed(NamedTuple):
