@@ -8,6 +8,7 @@ import torch
 
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.layout import HeadGroups, open_token_bytes, page_bytes, power_of_two
+from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import shared
 
 
@@ -452,7 +453,9 @@ def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device, s
             by_new.setdefault(row.new, []).append(row)
     steps = []
     for new, alike in by_new.items():
-        steps.append(StepRows(size, most_blocks(alike), new, shape, device))
+        # also where nothing is captured: the launches are then those of captured passes, and compile once
+        plans = SteadyPlans() if device.type == "cuda" else None
+        steps.append(StepRows(size, most_blocks(alike), new, shape, device, plans))
         steps[-1].fill(alike)
     prompts = [row for row in rows if not row.is_step]
     if not prompts:

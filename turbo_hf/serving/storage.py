@@ -85,7 +85,7 @@ class Storage:
         out = torch.zeros_like(qkv.query)
         for rows in now.steps:
             own = NewQKV(*(rows.take(x) for x in qkv))
-            rows.put(out, self._steps(rows, layer, own, scoring, window))
+            rows.put(out, self._steps(rows, layer, own, scoring, window, False))
         packed = now.packed
         if packed is not None:
             at = slice(packed.begin, packed.end)
@@ -109,7 +109,7 @@ class Storage:
         outs, at = [], 0
         for rows in now.steps:
             own = NewQKV(*(x[0, :, : rows.size].transpose(0, 1).unsqueeze(2) for x in qkv))
-            outs.append(self._steps(rows, layer, own, scoring, window).squeeze(2).transpose(0, 1)[None])
+            outs.append(self._steps(rows, layer, own, scoring, window, True).squeeze(2).transpose(0, 1)[None])
             at += rows.size
         for prompts in now.prompts:
             own = NewQKV(*(x[0, :, at:].unflatten(1, (prompts.count, prompts.new)).transpose(0, 1) for x in qkv))
@@ -129,7 +129,9 @@ class Storage:
         """The slots: k, v, k_scale and v_scale of all layers."""
         return self.k_open, self.v_open, self.k_scale, self.v_scale
 
-    def _steps(self, rows: StepRows, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
+    def _steps(
+        self, rows: StepRows, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None, fixed: bool
+    ) -> torch.Tensor:
         """The new tokens join the open ones, then attention reads them; blocks that have become whole are sealed.
 
         The tensors of `rows` alone determine what it does where nobody's first block ranks its heads, so that it can be
@@ -162,7 +164,7 @@ class Storage:
             backend=config.backend,
         ).out
         # a capture seals whenever it must
-        if rows.plans is not None or rows.sealing:
+        if fixed or rows.sealing:
             store = store._replace(sealed=rows.after, sealed_host=None)
             self._seal(store, [row.slot for row in rows.first_blocks], layer, rows.table[:, 0])
         if rows.new > 1:
