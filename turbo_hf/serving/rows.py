@@ -85,6 +85,17 @@ class Row(NamedTuple):
         return self.first + np.arange(self.new - count, self.new).clip(0)
 
 
+def _room(sizes: list[int]) -> int:
+    """Numbers in all parts of `_cut`."""
+    return sum(size + size % 2 for size in sizes)
+
+
+def _cut(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Parts of these sizes, int64, each at a multiple of 16 bytes: elsewhere Triton compiles launches another time."""
+    ends = np.cumsum([size + size % 2 for size in sizes]).tolist()
+    return [flat[end - size - size % 2 : end - size % 2] for size, end in zip(sizes, ends, strict=True)]
+
+
 class StepRows:
     """Requests of a pass that bring equally many tokens, as rows of the ops: row s is the request in slot s, so that
     open tokens are read and written where they are. A slot without such a request is a row without a token.
@@ -115,8 +126,8 @@ class StepRows:
     ):
         self.size, self.blocks, self.new, self.shape, self.plans = size, blocks, new, shape, plans
         self._sizes = [size * blocks, size, size, size, size, size, size * shape.layers]
-        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        table, self.sealed, self.after, self.starts, self.token, self.slot, opened = self._flat.split(self._sizes)
+        self._flat = torch.zeros(_room(self._sizes), dtype=torch.int64, device=device)
+        table, self.sealed, self.after, self.starts, self.token, self.slot, opened = _cut(self._flat, self._sizes)
         self.table, self.open_len = table.view(size, blocks), opened.view(shape.layers, size)
         self.arrived = torch.zeros(size, dtype=torch.int32, device=device)
         self.rows: list[Row] = []
@@ -127,7 +138,7 @@ class StepRows:
         block, self.rows = self.shape.block, rows
         # torch's allocator of pinned memory knows when the copy is done
         flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
-        table, sealed, after, starts, token, slot, opened = (x.numpy() for x in flat.split(self._sizes))
+        table, sealed, after, starts, token, slot, opened = (x.numpy() for x in _cut(flat, self._sizes))
         starts[:] = self.new
         for n, row in enumerate(rows):
             at = row.slot
@@ -196,8 +207,8 @@ class Prompts:
     def __init__(self, count: int, new: int, blocks: int, past: bool, device: torch.device):
         self.count, self.new, self.blocks, self.past, self.padded = count, new, blocks, past, True
         self._sizes = [count * blocks, count, count, count, count]
-        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        table, self.slots, self.sealed, self.open_len, self.starts = self._flat.split(self._sizes)
+        self._flat = torch.zeros(_room(self._sizes), dtype=torch.int64, device=device)
+        table, self.slots, self.sealed, self.open_len, self.starts = _cut(self._flat, self._sizes)
         self.table = table.view(count, blocks)
         self.rows: list[Row] = []
 
@@ -205,7 +216,7 @@ class Prompts:
         """Begin a pass of these requests. Waits for nothing."""
         self.rows = rows
         flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
-        table, slots, sealed, opened, starts = (x.numpy() for x in flat.split(self._sizes))
+        table, slots, sealed, opened, starts = (x.numpy() for x in _cut(flat, self._sizes))
         starts[:] = self.new
         for n, row in enumerate(rows):
             slots[n], sealed[n], opened[n], starts[n] = row.slot, *divmod(row.past, block), self.new - row.new
@@ -313,8 +324,8 @@ class Blocks:
         )
         block = shape.block
         self._sizes = [count * block, count, count, count, count * shape.layers, *[requests] * 3, requests * block]
-        self._flat = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        parts = self._flat.split(self._sizes)
+        self._flat = torch.zeros(_room(self._sizes), dtype=torch.int64, device=device)
+        parts = _cut(self._flat, self._sizes)
         self.tokens, table, self.sealed, self.first, opened, self.slots, self.begin, self.last, self._held = parts
         self.table, self.open_len = table.view(count, 1), opened.view(shape.layers, count)
         self.held = torch.zeros(requests, 1, 1, block, dtype=torch.bool, device=device)
@@ -325,7 +336,7 @@ class Blocks:
         """Begin a pass of these requests, whose tokens begin at `places`. Waits for nothing."""
         block = self.shape.block
         flat = torch.zeros(len(self._flat), dtype=torch.int64, pin_memory=self._flat.is_cuda)
-        parts = (x.numpy() for x in flat.split(self._sizes))
+        parts = (x.numpy() for x in _cut(flat, self._sizes))
         tokens, table, sealed, first, _, slots, begin, last, held = parts
         slots[:], begin[:], last[:] = self.spare, self.count - 1, self.count - 1
         at, self.first_blocks = 0, []
@@ -380,7 +391,7 @@ class Layout:
         self.steps, self.prompts, self.blocks = steps, prompts, None
         if prompts is not None:
             most = -(-(prompts.new + (shape.block - 1) * prompts.past) // shape.block)
-            self.blocks = Blocks(1 + prompts.count * most, prompts.count, shape, device, spare)
+            self.blocks = Blocks(_multiple(1 + prompts.count * most), prompts.count, shape, device, spare)
             self.blocks.holds = prompts.past
         self.size = 0 if steps is None else steps.size
         count, new = (0, 0) if prompts is None else (prompts.count, prompts.new)

@@ -163,8 +163,11 @@ class TurboModelRunner(ModelRunner):
             except Exception as error:
                 if self._demanded:
                     raise
-                warn(f"turbo_hf: steps of continuous batching cannot be captured and are launched: {error}")
-                self._device = None
+                of_prompts = bool(key[3])
+                name = "passes with prompts" if of_prompts else "steps"
+                warn(f"turbo_hf: {name} of continuous batching cannot be captured and are launched: {error}")
+                self._prompts = False
+                self._device = self._device if of_prompts else None
                 device.warm(step)
                 return
             self.captures += 1
