@@ -170,6 +170,25 @@ def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, m
         check_same(model, handle, inputs, outputs, passes)
 
 
+def test_prompts_that_cannot_be_captured_leave_steps_alone(
+    passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "LEAST", 16)
+    before = Again.capture
+
+    def capture(self: Any, step: Any) -> Any:
+        if runners[0].cache.now.prompts:
+            raise RuntimeError("no graph")
+        return before(self, step)
+
+    monkeypatch.setattr(Again, "capture", capture)
+    inputs = [[*requests((128,))[0], *range(n, n + 20)] for n in range(5)]
+    model = tiny_llama()
+    with turbo_hf.patch(model), pytest.warns(UserWarning, match="passes with prompts of .* cannot be captured"):
+        one_by_one(model, inputs, passes, options(max_batch_tokens=300))
+    assert runners[0].captures > 0
+
+
 def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
     model, inputs = tiny_llama().double(), requests((70, 128))
     with turbo_hf.patch(model, "turbo-mixed") as handle:
