@@ -314,14 +314,8 @@ class Blocks:
     """
 
     def __init__(self, count: int, requests: int, shape: Shape, device: torch.device, spare: int):
-        self.count, self.requests, self.shape, self.spare, self.holds, self.seals = (
-            count,
-            requests,
-            shape,
-            spare,
-            True,
-            True,
-        )
+        self.count, self.shape, self.spare = count, shape, spare
+        self.holds = self.seals = True
         block = shape.block
         self._sizes = [count * block, count, count, count, count * shape.layers, *[requests] * 3, requests * block]
         self._flat = torch.zeros(_room(self._sizes), dtype=torch.int64, device=device)
