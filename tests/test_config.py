@@ -9,7 +9,7 @@ from all_pairs import in_one_test
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turbo_hf.config.turbo_config import PRESETS, TurboConfig, at_8_bit, resolve_config
+from turbo_hf.config.turbo_config import PRESETS, SparseConfig, TurboConfig, at_8_bit, resolve_config
 from turbo_hf.layout import HeadGroups
 
 
@@ -21,6 +21,7 @@ from turbo_hf.layout import HeadGroups
         *(pytest.param({"head_metric": m}, id=m) for m in ("priority", "entropy", "min_max", "variation")),
         *(pytest.param({"block_size": b}, id=f"b{b}") for b in (32, 64, 128)),
         *(pytest.param({"buffer_scale": s}, id=s) for s in ("token", "universal")),
+        pytest.param({"recent_tokens": 1024}, id="recent"),
         *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "half", "fp8", "fp16")),
         *(pytest.param({"cuda_graphs": g}, id=f"graphs-{g}") for g in ("auto", True, False)),
         pytest.param({"compile": True}, id="compile"),
@@ -52,6 +53,18 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
             id="16/4",
         ),
         pytest.param({"head_metric": "range"}, r"head_metric must be one of 'priority', .*; got 'range'", id="metric"),
+        pytest.param(
+            {"recent_tokens": 32}, r"recent_tokens must be a multiple of block_size \(64\).*; got 32", id="recent"
+        ),
+        pytest.param({"recent_tokens": 1088}, r"recent_tokens must be .* from 0 to 1024; got 1088", id="most-recent"),
+        pytest.param(
+            {"recent_tokens": 64, "bits": 16}, r"recent_tokens does not go with bits=16.*Leave one", id="recent-16"
+        ),
+        pytest.param(
+            {"recent_tokens": 64, "sparse": SparseConfig()},
+            r"recent_tokens does not go with sparse",
+            id="recent-sparse",
+        ),
         pytest.param({"block_size": 16}, r"block_size must be one of 32, 64, 128; got 16", id="block_size"),
         pytest.param({"buffer_scale": None}, r"buffer_scale must be one of 'token', 'universal'; got None", id="scale"),
         pytest.param(
@@ -64,7 +77,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"smooth_k": 1}, r"smooth_k must be one of True, False; got 1", id="smooth"),
         pytest.param({"attention": "fp16", "hadamard": True}, r'attention "fp16" rounds none', id="fp16-hadamard"),
         pytest.param({"cuda_graphs": 1}, r"cuda_graphs must be one of 'auto', True, False; got 1", id="graphs"),
-        pytest.param({"compile": "inductor"}, r"compile must be one of True, False; got 'inductor'", id="compile"),
+        pytest.param({"compile": "inductor"}, r"compile must be one of True, False, .tuned.; got 'inductor'", id="compile"),
         pytest.param({"sas": 1}, r"sas must be one of True, False; got 1", id="sas"),
         pytest.param({"sas": True, "sas_threshold": "-6"}, r"sas_threshold must be None .*; got '-6'", id="sas-text"),
         pytest.param({"low_heads": 1.5}, r"low_heads must be a share from 0 to 1; got 1.5", id="low_heads"),

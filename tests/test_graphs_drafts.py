@@ -210,7 +210,7 @@ def by_steps(run: ReplayableSteps, new: list[tuple[Tensor, Tensor]], surplus: in
 
 
 @all_pairs(
-    config=[*CONFIGS[:4], pytest.param(TurboConfig(block_size=32, low_heads=0.5), id="mixed")],
+    config=[*CONFIGS[:5], pytest.param(TurboConfig(block_size=32, low_heads=0.5), id="mixed")],
     window=[pytest.param(None, id="all"), pytest.param(40, id="window")],
     lengths=[pytest.param([70], id="one-row"), pytest.param([70, 33, 5], id="ragged")],
 )

@@ -216,6 +216,7 @@ def test_a_persistent_manager_lives_on_and_is_removed_with_the_patch() -> None:
     ("config", "reason"),
     [
         (TurboConfig(buffer_scale="universal"), "whose scale is that of a whole prompt"),
+        (TurboConfig(recent_tokens=64), "recent_tokens cannot be served"),
         (TurboConfig(bits=16), "16-bit pages"),
         (TurboConfig(dense_layers=(0,)), "layer 0 is not compressed"),
         (TurboConfig(int8_layers=(1,)), r"pages of several sizes.*layer 1: 8 bit"),

@@ -129,7 +129,7 @@ EQUAL = [70, 70, 33, 70, 33, 33]
 """Beams of two prompts."""
 
 
-@pytest.mark.parametrize("config", CONFIGS[:4])
+@pytest.mark.parametrize("config", CONFIGS[:5])
 def test_rows_of_equal_lengths_are_reordered_in_place(config: TurboConfig) -> None:
     replayed, plain = (filled(config, lengths=EQUAL) for _ in range(2))
     run, generator = ReplayableSteps(replayed, None), torch.Generator().manual_seed(1)

@@ -25,6 +25,7 @@ CONFIGS = [
     pytest.param(TurboConfig(bits=4, block_size=32), id="block32"),
     pytest.param(TurboConfig(bits=8, value_bits=3, low_bits=4, low_heads=0.5), id="pairs"),
     pytest.param(TurboConfig(bits=4, block_size=128), id="block128"),
+    pytest.param(TurboConfig(value_bits=2, block_size=32, recent_tokens=64), id="recent"),
 ]
 HEADS = 3
 """Three, so that an order of heads differs from its inverse."""
@@ -62,7 +63,7 @@ class NaiveRow:
     def commit(self) -> None:
         """Seal whole blocks, one after the other; then drop those that no later query sees."""
         block = self.config.block_size
-        while len(self.open) >= block:
+        while len(self.open) >= block + self.config.recent_tokens:
             k, k_scale, v, v_scale = (torch.stack(x, 1) for x in zip(*self.open[:block], strict=True))
             self.open = self.open[block:]
             groups = self.config.head_groups(k.shape[0])
@@ -78,7 +79,7 @@ class NaiveRow:
                 page.append(seal_blocks(k[own][None], k_scale[own][None], v[own][None], v_scale[own][None], bits))
                 slot += count
             self.pages.append(page)
-        while self.window is not None and self.held() - block >= self.window - 1:
+        while self.window is not None and self.held() - block >= self.window - 1 and self.pages:
             del self.pages[0]
             self.dropped += block
 

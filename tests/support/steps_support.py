@@ -21,6 +21,7 @@ CONFIGS = [
     pytest.param(TurboConfig(bits=8, block_size=32), id="8bit"),
     pytest.param(TurboConfig(block_size=32, int8_layers=(1,)), id="4bit-8bit"),
     pytest.param(TurboConfig(bits=2, block_size=32, buffer_scale="universal"), id="2bit-universal"),
+    pytest.param(TurboConfig(value_bits=2, block_size=32, recent_tokens=64), id="recent"),
     pytest.param(TurboConfig(block_size=32, sparse=KMEANS), id="sparse"),
 ]
 

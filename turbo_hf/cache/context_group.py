@@ -289,6 +289,7 @@ def require_spreadable(model: Any, config: TurboConfig, context: ContextRanks) -
         ),
         "sparse steps (TurboConfig.sparse)": config.sparse is not None,
         "sparse prompts (TurboConfig.sparse_prompt)": config.sparse_prompt is not None,
+        "TurboConfig.recent_tokens": config.recent_tokens > 0,
         "compile=True": config.compile,
     }
     for reason, found in reasons.items():

@@ -9,7 +9,7 @@ import torch
 
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import HeadGroups, page_bytes
+from turbo_hf.layout import HeadGroups, open_token_bytes, page_bytes
 
 SHOWN = 16
 """Maximum number of lines about single layers, or groups of them, under `str()`."""
@@ -137,7 +137,7 @@ def turbo_cost(
     index_bytes: int = 0,
     rotary_dim: int | None = None,
 ) -> LayerCost:
-    """Cost of a compressed layer, sealed blocks only. groups: as in `TurboConfig.head_groups`.
+    """Cost of a compressed layer, sealed blocks and `recent_tokens` only. groups: as in `TurboConfig.head_groups`.
 
     window: tokens that a query sees. index_bytes: per token and KV head, of a sparse layer. rotary_dim: as in
     `layout.page_bytes`, of a layer of latent attention, whose `head_dim` is the latent's.
@@ -146,7 +146,9 @@ def turbo_cost(
     page = sum(heads * page_bytes(head_dim, width, block, rotary_dim) for width, heads in groups)
     # a block leaves when its newest token has left the window of the next query
     most = None if window is None else -(-(window - 1) // block) * block
-    return LayerCost(page / block + sum(heads for _, heads in groups) * index_bytes, most)
+    heads = sum(heads for _, heads in groups)
+    recent = config.recent_tokens * (heads * open_token_bytes(head_dim) - page / block)
+    return LayerCost(page / block + heads * index_bytes, most, recent)
 
 
 def cache_bytes(costs: list[LayerCost], tokens: int) -> float:

@@ -25,6 +25,7 @@ class RowState(NamedTuple):
     decoded: whether the newest tokens came in a decode step.
     recording: whether blocks stay open, and tokens in the window, until a `crop` (assisted decoding).
     context: the ranks over which the blocks are spread; None: this process holds all of them.
+    recent: newest tokens of each row that stay open (`TurboConfig.recent_tokens`).
     """
 
     block: int
@@ -36,6 +37,7 @@ class RowState(NamedTuple):
     decoded: bool = False
     recording: bool = False
     context: ContextRanks | None = None
+    recent: int = 0
 
     def with_rows(self, rows: int) -> "RowState":
         """The state of `rows` rows without tokens."""
@@ -78,19 +80,27 @@ class RowState(NamedTuple):
             decoded=decoding,
         )
 
+    def whole(self, kept: int = 0) -> list[int]:
+        """Whole blocks of open tokens of each row, but for those of the newest `recent + kept` tokens."""
+        return [max(0, tokens - self.recent - kept) // self.block for tokens in self.open]
+
+    def is_due(self) -> bool:
+        """Whether some row has a whole block to be sealed."""
+        return max(self.open) >= self.block + self.recent
+
     def due(self) -> list[int]:
         """1 for each row whose open block the next replayed step will seal, else 0."""
-        return [int(tokens == self.block) for tokens in self.open]
+        return [int(tokens == self.block + self.recent) for tokens in self.open]
 
     def sealed_by_step(self) -> list[int]:
         """`sealed` after the next replayed step."""
-        if max(self.open) < self.block:
+        if not self.is_due():
             return self.sealed
         return [blocks + due for blocks, due in zip(self.sealed, self.due(), strict=True)]
 
     def after_step(self) -> "RowState":
         """The state after a replayed step, which seals the blocks that are due and stores one token per row."""
-        opened = [tokens % self.block + 1 for tokens in self.open]
+        opened = [tokens - due * self.block + 1 for tokens, due in zip(self.open, self.due(), strict=True)]
         return self._replace(seen=self.seen + 1, sealed=self.sealed_by_step(), open=opened, decoded=True)
 
     def with_sealed(self, whole: Sequence[int]) -> "RowState":

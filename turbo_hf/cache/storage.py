@@ -107,7 +107,10 @@ class LayerStorage:
         # shared by all layers of a cache
         self.integrity, self.name = Integrity({index: type(self).__name__}), f"layer {index}"
         self.is_sliding = window is not None
-        self.state, self.states = RowState(config.block_size, [], [], [], []), SharedStates()
+        self.state, self.states = (
+            RowState(config.block_size, [], [], [], [], recent=config.recent_tokens),
+            SharedStates(),
+        )
         # bool [B, columns], which of the first columns hold a token; None: all of them
         self.valid_prefix: torch.Tensor | None = None
         # whether `nonfinite`, which kernels set, is still to be read
@@ -232,7 +235,7 @@ class LayerStorage:
 
         q, k, v and result as in `compressed`. starts: None; it is part of the key.
         """
-        kept, state, block = self._repeats, self.state, self.config.block_size
+        kept, state = self._repeats, self.state
         # what changes the layer otherwise gives it another state
         if kept.state is not state or self.replay is not None:
             return None
@@ -243,7 +246,7 @@ class LayerStorage:
         repeat = kept.known.get(repeat_key(q, k, v, starts, scoring))
         if repeat is None or repeat.append is None or repeat.decode is None:
             return None
-        if most + tokens > store.k_open.shape[2] or most >= block or not self.is_decoding(tokens):
+        if most + tokens > store.k_open.shape[2] or state.is_due() or not self.is_decoding(tokens):
             return None
         integrity, after = self.integrity, self.states.stored(state, tokens, None, True)
         integrity.turn(self.index, state.seen)
@@ -282,7 +285,7 @@ class LayerStorage:
         And those of a first prompt that waits for a `crop`, as steps over a draft follow it. tokens: new tokens of the
         coming pass. check_later: as in `append`.
         """
-        waits = self.is_initialized and self.replay is None and max(self.state.open) >= self.config.block_size
+        waits = self.is_initialized and self.replay is None and self.state.is_due()
         # the rest of a prompt is sorted together with the part that is still open
         if waits and (self.state.decoded or self.is_decoding(tokens)):
             self.integrity.require_untorn()
@@ -366,7 +369,7 @@ class LayerStorage:
         room = max(after.open)
         if decoding and self.in_place:
             # a block, so that not every sixteenth step makes room
-            room = max(room, self.config.block_size)
+            room = max(room, self.config.block_size + state.recent)
         self.buffer.reserve(room, state.open)
         # a prompt's tokens have their own scales, whose range is noted; later tokens take the scale of that range
         given_scale, max_scale = (self.universal, None) if decoding else (None, self.universal)
@@ -404,19 +407,20 @@ class LayerStorage:
 
     def _may_commit(self) -> bool:
         """Whether a block is whole, or may have left the window."""
-        return self.window is not None or max(self.state.open) >= self.config.block_size
+        return self.window is not None or self.state.is_due()
 
     def seal_prompt(self) -> None:
         """Seal a first prompt but for its last block or two, also while `recording`: no draft reaches further back."""
-        if self.state.waits() and self.selector is None and max(self.state.open) > 2 * self.config.block_size:
+        state = self.state
+        if state.waits() and self.selector is None and max(state.open) > 2 * state.block + state.recent:
             self._commit(check_later=True, kept=self.config.block_size)
 
     def _row_blocks(self, whole_prompt: bool, kept: int) -> list[RowBlocks]:
         """What to commit of each row, whose newest `kept` tokens stay open; []: nothing."""
-        state, block, index = self.state, self.config.block_size, self.bucket_index
+        state, index = self.state, self.bucket_index
         if not self._may_commit():
             return []
-        lengths, whole = state.lengths(), [max(0, tokens - kept) // block for tokens in state.open]
+        lengths, whole = state.lengths(), state.whole(kept)
         if index.sorts and not (whole_prompt or state.decoded):
             whole = [max(0, end - sealed) for end, sealed in zip(index.outside(lengths), state.sealed, strict=True)]
         to_sort = index.sortable(state.sealed, lengths, state.turn_start)
@@ -452,7 +456,7 @@ class LayerStorage:
             self.state = after
             # the op seals every whole block among `open_len` tokens
             store = self.kv_store()
-            if index.sorts or kept:
+            if index.sorts or kept or after.recent:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
             backend = "reference" if self.latent else self.config.backend
             most = max(row.whole for row in rows)
@@ -464,7 +468,11 @@ class LayerStorage:
             state, gone = self.state, [row.whole * block for row in rows]
             opened = [held - count for held, count in zip(state.open, gone, strict=True)]
             # in steady decoding no token moves, and the memory serves the next block
-            buffer.drop_front(gone, opened, block if self.state.decoded and self.in_place else 0)
+            steady = self.state.decoded and self.in_place
+            if steady and state.recent:
+                buffer.drop_front_in_place(gone, opened)
+            else:
+                buffer.drop_front(gone, opened, block if steady else 0)
             dropped = [held + row.skipped * block for held, row in zip(state.dropped, rows, strict=True)]
             self.state = state._replace(open=opened, dropped=dropped)
 

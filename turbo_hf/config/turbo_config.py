@@ -225,6 +225,9 @@ class SparseConfig(Options):
         )
 
 
+MOST_RECENT = 1024
+"""The most `recent_tokens`: one tile of a decode step reads all open tokens of a head."""
+
 DEFAULTS = {field.name: field.default for field in fields(SparseConfig)}
 
 
@@ -246,6 +249,8 @@ class TurboConfig(Options):
             "entropy", "min_max" or "variation" of the channel gaps. Computed for each row of a batch from its first
             block, or taken from a calibration.
         block_size: tokens per block: 32, 64 or 128.
+        recent_tokens: newest tokens of each row that stay at 8 bit, beside a block that is not yet whole: a multiple of
+            block_size, up to 1024. Short prompts are then stored at 8 bit as a whole. Not with bits=16 or sparse.
         buffer_scale: scale of the INT8 decode buffer. "token": one per token and head. "universal": one per row and
             head, from the prompt's range, with later tokens clamped to it (TurboAttention sec. 3.3); feed the prompt in
             one pass, or in passes of more than 16 tokens, or later tokens are clamped to the range of the first one.
@@ -291,6 +296,7 @@ class TurboConfig(Options):
     low_heads: float = 0.0
     head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
     block_size: int = 64
+    recent_tokens: int = 0
     buffer_scale: Literal["token", "universal"] = "token"
     rotate_keys: bool = True
     attention: Literal["auto", "turbo", "int8", "half", "fp8", "fp16", "native"] = "auto"
@@ -342,6 +348,7 @@ class TurboConfig(Options):
             )
         if self.bits == UNQUANTIZED:
             self._check_16bit()
+        self._check_recent()
         threshold = self.sas_threshold
         number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
         if threshold is not None and not (number and -80 <= threshold < 0):
@@ -395,6 +402,20 @@ class TurboConfig(Options):
                 'SparseConfig.selector "means" does not go with sas=True: what it leaves out is estimated by the '
                 "softmax. Leave one of them out."
             )
+
+    def _check_recent(self) -> None:
+        """ValueError unless the newest tokens may stay open as asked for."""
+        recent, block = self.recent_tokens, self.block_size
+        if isinstance(recent, bool) or not isinstance(recent, int) or not 0 <= recent <= MOST_RECENT or recent % block:
+            raise ValueError(
+                f"TurboConfig.recent_tokens must be a multiple of block_size ({block}), from 0 to {MOST_RECENT}; "
+                f"got {recent!r}."
+            )
+        if recent and (self.bits == UNQUANTIZED or self.sparse is not None):
+            why = (
+                "sparse, whose blocks are in bucket order" if self.sparse is not None else "bits=16, which rounds none"
+            )
+            raise ValueError(f"TurboConfig.recent_tokens does not go with {why}. Leave one of them out.")
 
     def _check_16bit(self) -> None:
         """ValueError for options that round what 16-bit heads keep unrounded."""

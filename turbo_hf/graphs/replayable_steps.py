@@ -66,8 +66,11 @@ class _Group:
 
     @property
     def seals_in_step(self) -> bool:
-        """Whether a step itself seals the blocks that are due. Of a spread context each rank seals its own before."""
-        return not self.state.recording and self.state.context is None
+        """Whether a step itself seals the blocks that are due. Of a spread context each rank seals its own before.
+
+        Recent tokens move to the front behind them, which the step's own launch does not do.
+        """
+        return not (self.state.recording or self.state.recent) and self.state.context is None
 
     def keep_counts(self) -> None:
         """Give all layers counts that are changed together."""
@@ -94,7 +97,7 @@ class _Group:
 
     def seals(self) -> bool:
         """Whether the next step seals a block of some row."""
-        return not self.state.recording and max(self.state.open) == self.state.block
+        return not self.state.recording and self.state.is_due()
 
     def needs_pages(self) -> bool:
         """Whether the next step seals a block for which no page is reserved."""
@@ -153,7 +156,8 @@ def why_no_replay(cache: TurboCache) -> str | None:
             return f"layer {index} holds no tokens"
         if layer.seen != cache.get_seq_length():
             return f"layer {index} holds {layer.seen} columns, and the first layer {cache.get_seq_length()}"
-        if layer.state.recording and not layer.state.waits() and max(layer.state.open) >= BLOCKS * layer.state.block:
+        room = BLOCKS * layer.state.block + layer.state.recent
+        if layer.state.recording and not layer.state.waits() and max(layer.state.open) >= room:
             return "blocks of a prompt wait for a crop"
         if layer.state.recording and layer.selector is not None:
             return f"layer {index} is sparse, and its blocks wait for a crop"
@@ -195,7 +199,7 @@ class ReplayableSteps:
         self._groups: list[_Group] = []
         for layer in self.layers:
             layer.forget_repeats()
-            if max(layer.state.open) > layer.config.block_size:
+            if max(layer.state.open) > layer.state.block + layer.state.recent:
                 if layer.state.recording:
                     layer.seal_prompt()
                 else:
@@ -243,7 +247,7 @@ class ReplayableSteps:
             if any(leaving):
                 layer.pool.drop_front(before.sealed, leaving, shrink=False)
             layer.pool.reserve(held, more)
-            layer.buffer.reserve(block * (BLOCKS if before.recording else 1), before.open)
+            layer.buffer.reserve(block * (BLOCKS if before.recording else 1) + before.recent, before.open)
         if group.sealed.numel() and any(leaving):
             group.sealed.copy_(shared(after.sealed, group.sealed.device))
         group.become(after)
@@ -401,7 +405,7 @@ class ReplayableSteps:
             if columns:
                 group.open.sub_(columns)
                 group.become(group.state.cropped(columns, [columns] * first.rows))
-        due = [group for group in groups if max(group.state.open) >= group.state.block]
+        due = [group for group in groups if group.state.is_due()]
         if due:
             self.require_finite()
         for group in due:
@@ -410,7 +414,7 @@ class ReplayableSteps:
 
     def _seal(self, group: _Group) -> None:
         """Seal all whole blocks of open tokens, with a launch or two per layer; nothing moves."""
-        whole = [tokens // group.state.block for tokens in group.state.open]
+        whole = group.state.whole()
         held = zip(group.state.sealed, whole, group.reserved, strict=True)
         if any(sealed + count > pages for sealed, count, pages in held):
             self._reserve(group, cropped=True)
@@ -424,6 +428,8 @@ class ReplayableSteps:
             store, most = layer.kv_store(), max(whole)
             if before.context is not None:
                 store, most = before.context.own_blocks(store, before.sealed, whole)
+            elif before.recent:
+                store = store._replace(open_len=shared(gone, device))
             if most:
                 seal_open(store, most, backend="reference" if layer.latent else layer.config.backend)
             layer.buffer.drop_front_in_place(gone, after.open)

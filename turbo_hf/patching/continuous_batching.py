@@ -76,6 +76,7 @@ def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: Turb
     for reason, found in (
         ("sparse steps", config.sparse is not None),
         ('buffer_scale="universal", whose scale is that of a whole prompt,', config.buffer_scale == "universal"),
+        ("recent_tokens", config.recent_tokens > 0),
         ("16-bit pages", UNQUANTIZED in dict(layers[0].groups)),
         ("SAS without a given sas_threshold", config.sas and config.sas_threshold is None),
     ):

@@ -193,6 +193,7 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
         "smooth_k": config.smooth_k,
         "hadamard": config.hadamard,
         "buffer_scale='universal'": config.buffer_scale != "token",
+        "recent_tokens": config.recent_tokens > 0,
         "compile": config.compile,
     }
     named = [name for name, given in wrong.items() if given]
