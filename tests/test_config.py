@@ -77,7 +77,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param({"smooth_k": 1}, r"smooth_k must be one of True, False; got 1", id="smooth"),
         pytest.param({"attention": "fp16", "hadamard": True}, r'attention "fp16" rounds none', id="fp16-hadamard"),
         pytest.param({"cuda_graphs": 1}, r"cuda_graphs must be one of 'auto', True, False; got 1", id="graphs"),
-        pytest.param({"compile": "inductor"}, r"compile must be one of True, False, .tuned.; got 'inductor'", id="compile"),
+        pytest.param({"compile": "inductor"}, r"compile must be one of .*tuned.*; got 'inductor'", id="compile"),
         pytest.param({"sas": 1}, r"sas must be one of True, False; got 1", id="sas"),
         pytest.param({"sas": True, "sas_threshold": "-6"}, r"sas_threshold must be None .*; got '-6'", id="sas-text"),
         pytest.param({"low_heads": 1.5}, r"low_heads must be a share from 0 to 1; got 1.5", id="low_heads"),
