@@ -326,10 +326,12 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
     # of a model over several GPUs most layers are not on the current one
     model = tiny_llama(num_hidden_layers=1).to(device)
     chosen = SparseConfig(selector="lsh-reformer", buckets=16, probes=3, window_tokens=20, dense_layers=())
+    means = SparseConfig(selector="means", window_tokens=20, dense_layers=())
     configs = [
         TurboConfig(attention="turbo", block_size=32, cuda_graphs=False, **KERNELS),
         TurboConfig(attention="fp16", sparse=chosen, block_size=32, cuda_graphs=False, **KERNELS),
         TurboConfig(attention="int8", v_scale="channel", hadamard=True, block_size=32, cuda_graphs=False, **KERNELS),
+        TurboConfig(attention="fp16", sparse=means, block_size=32, cuda_graphs=False, **KERNELS),
     ]
     launched: dict[str, bool] = {}
     guards: list[torch.Tensor] = []
