@@ -484,7 +484,8 @@ def few_latent_kernel(
     # below every score, and finite
     state = (gl.full((16, 4), -1.0e30, gl.float32, gl.SliceLayout(2, QUARTERS)),
              gl.zeros((16, 4, 16), gl.float32, QUARTERS), gl.full((16,), -1.0e30, gl.float32, gl.SliceLayout(1, OUT_A)))
-    held, zoom = 1.0, 1.0
+    # largest: of the scales met, in which no output exceeds 127, whatever the last block's is
+    held, largest = 1.0, 1.0e-30
     for block in range(begin, end):
         stage = (block - begin) % 2
         k_now, r_now = gl.where(k_scale > 0, k_scale, 1.0), r_scale
@@ -502,7 +503,7 @@ def few_latent_kernel(
         # all have read the block's rotary parts: they wrote scores since
         _copy_rotary(pages, page, live, at, held_pages)
         keep = gl.convert_layout(keep * (held / (k_now * 8192.0)), gl.SliceLayout(1, OUT)).expand_dims(1)
-        held, zoom = k_now * 8192.0, 8192.0
+        held, largest = k_now * 8192.0, gl.maximum(largest, k_now)
         V: gl.constexpr = gl.SliceLayout(0, V_WORDS)
         lines = _meta_of(meta, 0, V), _meta_of(meta, 1, V), _meta_of(meta, 2, V), _meta_of(meta, 3, V)
         acc = _code_outputs(_times_all(acc, keep), p, _quarters(codes.load(V_LOAD)), lines)
@@ -533,11 +534,11 @@ def few_latent_kernel(
             here = first + token < opened
             own_scale = gl.load(k_scales + to_scale + token, mask=here, other=0.0)
             own_scale = gl.where(here, gl.where(own_scale > 0, own_scale, 1.0), 0.0)
-            largest = gl.max(gl.max(own_scale, 1), 0)
+            most = gl.max(gl.max(own_scale, 1), 0)
             p, keep, state = _softmax(s, smem, units * (own_scale * (1.0 / 128)).expand_dims(0), here.expand_dims(0),
-                                      (own_scale / largest).expand_dims(0), state)
-            keep = gl.convert_layout(keep * (held / largest), gl.SliceLayout(1, OUT)).expand_dims(1)
-            held, zoom = largest, 1.0
+                                      (own_scale / most).expand_dims(0), state)
+            keep = gl.convert_layout(keep * (held / most), gl.SliceLayout(1, OUT)).expand_dims(1)
+            held, largest = most, gl.maximum(largest, most)
             low, high = gl.load(v_at, mask=v_in, other=0), gl.load(v_at + 64, mask=v_in, other=0)
             acc = _byte_outputs(_times_all(acc, keep), p, _quarters(low), _quarters(high))
     m, total, _ = state
@@ -548,9 +549,8 @@ def few_latent_kernel(
     found = gl.where(total > 0, of_all + gl.log2(some) - LIFT, -float("inf"))
     h = gl.arange(0, 16, layout=gl.SliceLayout(1, gl.SliceLayout(2, QUARTERS)))
     gl.store(lse_ptr + to + h, found, mask=h < count)
-    # in units of a scale no number exceeds 127
-    gl.store(unit_ptr + row * shares + share, held / zoom)
-    over = gl.convert_layout(zoom / some, gl.SliceLayout(1, ROW)).expand_dims(1)
+    gl.store(unit_ptr + row * shares + share, largest)
+    over = gl.convert_layout(held / largest / some, gl.SliceLayout(1, ROW)).expand_dims(1)
     h = gl.arange(0, 16, layout=gl.SliceLayout(1, ROW))
     to = part_ptr + (to + h).expand_dims(1) * 512 + gl.arange(0, 256, layout=gl.SliceLayout(0, ROW)).expand_dims(0)
     own = (h < count).expand_dims(1)
