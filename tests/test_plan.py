@@ -282,3 +282,10 @@ def test_a_config_is_left_as_it_was() -> None:
     plan(model, context=10, batch=1, gpu_bytes=10**9, weights=0)
     assert config.to_dict() == before
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_latent_attention_has_the_presets_that_serve_it() -> None:
+    rows = {row.method: row for row in plan_of("deepseek_v3", **{**EXPERTS, **LATENT}).rows}
+    assert {"int8", "turbo4"} <= rows.keys()
+    assert not {"turbo4-long", "turbo-k4v2"} & rows.keys()
+    assert rows["turbo4"].compression > rows["int8"].compression > 1

@@ -100,8 +100,8 @@ class Ranks:
             self._await_device()
         except (RuntimeError, TimeoutError) as error:
             raise ValueError(
-                f"a rank of {self.shared_by} has not made this call in time ({error}). All ranks must make the same "
-                "calls, in the same order. Start the processes anew."
+                f"a rank of {self.shared_by} has not made this call in time, or it failed ({error}). All ranks "
+                "must make the same calls, in the same order. Start the processes anew."
             ) from error
         return largest.to(numbers.device)
 

@@ -77,8 +77,12 @@ def plan(
     # selectors need a calibration, and change only the index of a layer
     presets = PRESETS
     if any(at.latent for at in patch_report(model, PRESETS[DEFAULT_PRESET]).layers):
-        # latent attention takes no sparse config, and has no values of their own
-        presets = {name: each for name, each in PRESETS.items() if each.sparse is None and each.value_bits is None}
+        # latent attention is not sparse, and has no values of their own
+        presets = {
+            name: each
+            for name, each in PRESETS.items()
+            if each.sparse is None and each.sparse_prompt is None and each.value_bits is None
+        }
     reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in presets.items()}
     room = gpu_bytes * (1 - KEPT_FREE) - weights * share_of_weights(model, ranks)
     layers, whole = _of_rank(model, uncompressed_layers(model), ranks)
