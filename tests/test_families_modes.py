@@ -33,7 +33,7 @@ def test_turbo_mode_adds_no_more_than_int8_does(case: Case, bits: int) -> None:
         return relative(prompt, whole[:, :-NEW][mask.bool()]), relative(decoded, whole[:, -NEW:])
 
     (_, int8), (_, stored) = errors(exact(8)), errors(exact(bits))
-    prompt, decoded = errors(TurboConfig(bits=bits, block_size=32))
+    prompt, decoded = errors(TurboConfig(bits=bits, attention="turbo", block_size=32))
     # and it is not the exact mode under another name
     assert int8 / SLACK < prompt < SLACK * int8
     assert decoded < SLACK * (int8**2 + stored**2) ** 0.5

@@ -173,7 +173,7 @@ def test_torch_computes_prompts_that_are_causal_attention_and_no_more(changed: d
     scoring = Scoring(1.0, softcap, sinks, sas_threshold(TurboConfig(sas=changed.get("sas", False)), 40))
     q: Any = OnGpu(128, tokens=40)
     assert _is_plain(q, starts, window, scoring) is plain
-    assert not _is_plain(torch.empty(1, 8, 40, 128), starts, window, scoring)
+    assert _is_plain(torch.empty(1, 8, 40, 128), starts, window, scoring) is plain
 
 
 # --- what fits is right ---------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, Qwen2Con
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
-from turbo_hf.cache import turbo_cache as cache
+from turbo_hf.cache import passes
 from turbo_hf.cache.new_columns import columns_from_mask
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.config.turbo_config import PRESETS
@@ -101,7 +101,7 @@ def test_a_pass_plans_once_for_each_kind_of_layer(monkeypatch: pytest.MonkeyPatc
         made.append(seen)
         return real(mask, seen, *rest)
 
-    monkeypatch.setattr(cache, "columns_from_mask", counted)
+    monkeypatch.setattr(passes, "columns_from_mask", counted)
     ids = prompts(2, 40)
     mask = torch.ones_like(ids)
     mask[1, :9] = 0
