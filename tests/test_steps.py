@@ -61,6 +61,20 @@ def test_steps_store_what_the_host_stores(config: TurboConfig, limit: int | None
     assert_same(replayed, plain)
 
 
+def test_no_page_is_reserved_for_tokens_that_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "AHEAD", 1)
+    cache = filled(TurboConfig(block_size=32, recent_tokens=128), lengths=[150, 150])
+    run = ReplayableSteps(cache, None)
+    for _ in range(80):
+        by_steps(run, new_tokens(2))
+        for layer in cache.turbo_layers():
+            assert layer.pool.reserved <= [sealed + 1 for sealed in layer.state.sealed]
+    # what will have been sealed at the end: 120 + 160 tokens, of which 128 stay
+    cache = filled(TurboConfig(block_size=32, recent_tokens=128), lengths=[120])
+    ReplayableSteps(cache, 280)
+    assert cache.turbo_layers()[0].pool.reserved == [1]
+
+
 def test_mixed_widths_and_an_order_of_heads() -> None:
     config = TurboConfig(block_size=32, low_heads=0.5)
     replayed, plain = filled(config), filled(config)

@@ -264,9 +264,9 @@ class ReplayableSteps:
         ahead = [most] * rows
         if left > 0:
             # else no limit, or one that leaves out earlier tokens of the cache
-            ahead = [min(most, (tokens + left - 1) // group.state.block) for tokens in group.state.open]
+            ahead = [min(most, max(0, tokens - state.recent + left - 1) // state.block) for tokens in state.open]
         # at least those that are whole
-        return [max(count, tokens // group.state.block) for count, tokens in zip(ahead, group.state.open, strict=True)]
+        return [max(count, whole) for count, whole in zip(ahead, state.whole(), strict=True)]
 
     def intact(self) -> bool:
         """Whether nothing but these steps has changed the layers."""
