@@ -19,6 +19,7 @@ from turbo_hf import PRESETS, TurboConfig, Unsupported
 from turbo_hf.cache.memory import LayerCost, cache_bytes
 from turbo_hf.cli.main import app
 from turbo_hf.cli.plan import MemoryPlan, layer_costs, longest_context, parse_bytes, plan
+from turbo_hf.layout import open_token_bytes
 from turbo_hf.patching.meta_model import meta_model, uncompressed_layers
 
 TOKENS = 128
@@ -83,6 +84,18 @@ def test_figures_of_other_configs(config: TurboConfig) -> None:
         cache = handle.new_cache()
         model(prompts(2, TOKENS), past_key_values=cache)
     assert measured(cache) == planned(costs(model.config, config))
+
+
+@pytest.mark.parametrize("window", [None, 32])
+def test_recent_tokens_are_counted_as_open(window: int | None) -> None:
+    config = TurboConfig(block_size=32, recent_tokens=64)
+    model: Any = build("mistral", sliding_window=window).bfloat16()
+    with turbo_hf.patch(model, config) as handle, torch.no_grad():
+        cache = handle.new_cache()
+        model(prompts(2, TOKENS), past_key_values=cache)
+    # the room of an open block is not planned
+    opened = [2 * 64 * layer.heads * open_token_bytes(layer.dim) for layer in cache.turbo_layers()]
+    assert [sum(x) for x in zip(measured(cache), opened, strict=True)] == planned(costs(model.config, config))
 
 
 def measured(cache: Any) -> list[int]:

@@ -70,7 +70,7 @@ KINDS: list[Any] = [
     pytest.param(llama(), id="turbo4"),
     pytest.param(llama(bits=8), id="int8"),
     pytest.param(llama(**MIXED), id="mixed-universal"),
-    pytest.param(llama(value_bits=2), id="values-at-2-bit"),
+    pytest.param(llama(value_bits=2, recent_tokens=64), id="values-at-2-bit"),
     pytest.param(llama(bits=2), id="turbo2"),
     pytest.param(llama(bits=16, attention="fp16"), id="16-bit"),
     pytest.param(llama(backend="triton", low_bits=2, low_heads=0.5), id="kernels"),

@@ -61,7 +61,7 @@ CONFIGS = {
     "turbo4": TurboConfig(bits=4, attention="fp16", block_size=32),
     "turbo4-rounded-prompts": TurboConfig(bits=4, block_size=32),
     "turbo-mixed": TurboConfig(bits=4, low_bits=2, low_heads=0.5, attention="fp16", block_size=32),
-    "turbo-k4v2": TurboConfig(bits=4, value_bits=2, attention="fp16", block_size=32),
+    "turbo-k4v2": TurboConfig(bits=4, value_bits=2, attention="fp16", block_size=32, recent_tokens=32),
     "turbo4-beside-dense": TurboConfig(bits=4, attention="fp16", block_size=32, dense_layers=(0,)),
 }
 MARGIN = 8

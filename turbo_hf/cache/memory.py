@@ -147,7 +147,9 @@ def turbo_cost(
     # a block leaves when its newest token has left the window of the next query
     most = None if window is None else -(-(window - 1) // block) * block
     heads = sum(heads for _, heads in groups)
-    recent = config.recent_tokens * (heads * open_token_bytes(head_dim) - page / block)
+    # a window shorter than that does not let them go
+    instead = config.recent_tokens if most is None else min(config.recent_tokens, most)
+    recent = config.recent_tokens * heads * open_token_bytes(head_dim) - instead * page / block
     return LayerCost(page / block + heads * index_bytes, most, recent)
 
 

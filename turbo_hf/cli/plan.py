@@ -142,7 +142,7 @@ def _of_rank(
 def layer_costs(
     unpatched: list[UncompressedLayer], report: Report, sparse: SparseConfig | None = None
 ) -> list[LayerCost]:
-    """Cost of each layer under a patch, sealed blocks only. unpatched: what the layers take without it. sparse:
+    """Cost of each layer under a patch, as in `turbo_cost`. unpatched: what the layers take without it. sparse:
     the choice of keys, whose index is counted.
 
     Raises:
@@ -161,7 +161,7 @@ def layer_costs(
         groups = ((8, layer.heads),) if at.kept_int8 else report.config.head_groups(layer.heads)
         rotary_dim = layer.value_dim if at.latent else None
         cost = turbo_cost(report.config, groups, layer.head_dim, at.window, index_bytes, rotary_dim)
-        costs.append(replace(cost, constant=layer.cost.constant))
+        costs.append(replace(cost, constant=cost.constant + layer.cost.constant))
     return costs
 
 
