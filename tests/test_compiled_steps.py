@@ -238,14 +238,18 @@ def breaks(model: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: forward(model.model.norm, x) * (1 if bool(x.sum() > -1e9) else 2)
 
 
-@pytest.mark.parametrize("captured", [True, False])
-def test_a_model_that_cannot_be_compiled(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("captured", "asked", "said"), [(True, True, "compile=True: "), (False, "tuned", 'compile="tuned": ')]
+)
+def test_a_model_that_cannot_be_compiled(
+    captured: bool, asked: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runners = watch_runners(monkeypatch) if captured else []
     model = tiny_llama()
     model.model.norm.forward = breaks(model)
     want, before = answer(model, PLAIN, **ragged()), dict(vars(model))
-    with turbo_hf.patch(model, COMPILED) as handle:
-        with pytest.warns(UserWarning, match="compile=True: steps are not compiled: "):
+    with turbo_hf.patch(model, replace(COMPILED, compile=asked)) as handle:
+        with pytest.warns(UserWarning, match=f"{said}steps are not compiled: "):
             got = model.generate(**ragged(), max_new_tokens=NEW, do_sample=False)
         assert torch.equal(got, want)
         # said once, tried once

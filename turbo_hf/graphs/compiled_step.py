@@ -99,7 +99,8 @@ class CompiledStep:
     def refuse(self, reason: str, lasting: bool = True) -> None:
         """Warn, once for each reason, that steps are not compiled. lasting: nor will they be."""
         if reason != self.reason:
-            warn(f"turbo_hf: compile=True: steps are not compiled: {reason}. TurboConfig(compile=False) is silent.")
+            asked = 'compile="tuned"' if self.tuned else "compile=True"
+            warn(f"turbo_hf: {asked}: steps are not compiled: {reason}. TurboConfig(compile=False) is silent.")
         self.reason = reason
         if lasting:
             self.remove()
