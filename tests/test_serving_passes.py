@@ -1,6 +1,7 @@
 """Passes of continuous batching: captured, packed, and on a GPU."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -196,6 +197,21 @@ def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
         outputs = model.generate_batch(inputs, max_new_tokens=8, continuous_batching_config=config)
         assert any(past < 64 < past + new and new <= 16 for edges in passes.values() for past, new in edges)
         check_same(model, handle, inputs, outputs, passes)
+
+
+def test_prompts_over_long_pasts_are_not_captured_together() -> None:
+    """Each past is unpacked for the pass: no more than in passes that are launched."""
+    stored = SimpleNamespace(ranks=[False], shape=SimpleNamespace(block=64))
+    cache = SimpleNamespace(storage=stored, allocator=SimpleNamespace(rows=lambda: 4), max_batch_tokens=8192)
+    made: Any = SimpleNamespace(cache=cache, _device=object(), _prompts=True)
+
+    def key(past: int, count: int) -> Any:
+        each = [rows.Row(str(n), past, 100, 100 * n, n, [0] * (past // 64 + 2)) for n in range(count)]
+        return runner.TurboModelRunner._key(made, each)
+
+    assert key(32_000, 2) == (0, 0, 2, 128, 512, 1)
+    assert key(33_000, 2) is None
+    assert key(33_000, 1) is not None
 
 
 @pytest.mark.parametrize(("preset", "kind"), [("turbo-mixed", "llama"), ("turbo4", "sliding")])
