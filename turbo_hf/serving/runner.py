@@ -37,7 +37,7 @@ class TurboModelRunner(ModelRunner):
 
     Args:
         device: how steps are captured; None: they are launched.
-        demanded: whether a step that cannot be captured is an error.
+        demanded: whether a step that cannot be captured is an error; a pass with prompts never is one.
         prompts: whether passes with prompts may be captured.
         options: of Transformers' runner.
     """
@@ -163,9 +163,9 @@ class TurboModelRunner(ModelRunner):
             try:
                 replay = device.capture(step)
             except Exception as error:
-                if self._demanded:
-                    raise
                 of_prompts = bool(key[3])
+                if self._demanded and not of_prompts:
+                    raise
                 name = "passes with prompts" if of_prompts else "steps"
                 warn(f"turbo_hf: {name} of continuous batching cannot be captured and are launched: {error}")
                 self._prompts = False
