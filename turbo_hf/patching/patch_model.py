@@ -268,7 +268,8 @@ def _words(ranks: Ranks) -> str:
 def _compiled_step(config: TurboConfig, uncompressed: Sequence[int], notices: Notices) -> CompiledStep | None:
     """What compiles decode steps; None if that is not asked for, or they cannot be compiled."""
     if config.compile and uncompressed:
-        notices.note(f"compile={config.compile!r}: layer {uncompressed[0]} is dense, so that decode steps are not compiled.")
+        dense = f"layer {uncompressed[0]} is dense, so that decode steps are not compiled."
+        notices.note(f"compile={config.compile!r}: {dense}")
     return CompiledStep(config.compile == "tuned") if config.compile and not uncompressed else None
 
 
