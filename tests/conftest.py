@@ -119,3 +119,30 @@ def llama() -> Any:
     from models import tiny_llama  # noqa: PLC0415 - as above
 
     return tiny_llama(attn_implementation="sdpa").double()
+
+
+# --- continuous batching; `serving_support` needs transformers 5.19 ---------------------------------------------------
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`serving_support.record_passes`."""
+    from serving_support import record_passes  # noqa: PLC0415
+
+    return record_passes(monkeypatch)
+
+
+@pytest.fixture
+def runners(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`serving_support.watch_runners`."""
+    from serving_support import watch_runners  # noqa: PLC0415
+
+    return watch_runners(monkeypatch)
+
+
+@pytest.fixture
+def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serving_support.make_asynchronous`."""
+    from serving_support import make_asynchronous  # noqa: PLC0415
+
+    make_asynchronous(monkeypatch)

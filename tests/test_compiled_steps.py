@@ -124,7 +124,7 @@ def test_a_padded_batch_that_seals_blocks(
     device: torch.device,
 ) -> None:
     if backend == "inductor" and not captured:
-        pytest.skip("compiled once, for seconds")
+        pytest.skip("inductor takes seconds to compile, so it is tried with captured steps alone")
     monkeypatch.setattr(compiled_step, "BACKEND", backend)
     model = tiny_llama(num_hidden_layers=1).to(device if captured else "cpu")
     want = answer(model, PLAIN, **ragged())

@@ -19,33 +19,12 @@ from serving_support import (  # noqa: E402
     PRESETS,
     check_same,
     in_static_batches,
-    make_asynchronous,
     options,
-    record_passes,
     requests,
-    watch_runners,
 )
 from transformers.generation.configuration_utils import GenerationConfig  # noqa: E402
 
 from turbo_hf.serving import runner  # noqa: E402
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
-    """`record_passes`."""
-    return record_passes(monkeypatch)
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[runner.TurboModelRunner]:
-    """`watch_runners`."""
-    return watch_runners(monkeypatch)
-
-
-@pytest.fixture
-def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make_asynchronous`."""
-    make_asynchronous(monkeypatch)
 
 
 @pytest.mark.parametrize(("preset", "kind"), [*((preset, "llama") for preset in PRESETS), ("turbo-mixed", "sliding")])

@@ -24,11 +24,8 @@ from serving_support import (  # noqa: E402
     check_near,
     check_same,
     in_static_batches,
-    make_asynchronous,
     options,
-    record_passes,
     requests,
-    watch_runners,
 )
 from transformers.generation.configuration_utils import GenerationConfig  # noqa: E402
 
@@ -37,24 +34,6 @@ from turbo_hf.cache.new_columns import NewQKV  # noqa: E402
 from turbo_hf.layout import Scoring  # noqa: E402
 from turbo_hf.patching import continuous_batching  # noqa: E402
 from turbo_hf.serving import rows, runner, storage  # noqa: E402
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[int, int]]]:
-    """`record_passes`."""
-    return record_passes(monkeypatch)
-
-
-@pytest.fixture
-def runners(monkeypatch: pytest.MonkeyPatch) -> list[runner.TurboModelRunner]:
-    """`watch_runners`."""
-    return watch_runners(monkeypatch)
-
-
-@pytest.fixture
-def asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make_asynchronous`."""
-    make_asynchronous(monkeypatch)
 
 
 @pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("turbo-mixed", "llama"), ("int8", "sliding")])
