@@ -74,7 +74,12 @@ def load(folder: str | Path, model: Any) -> Any:
             "cache, before from_pretrained."
         )
     found = saved_files.read(Path(folder))
-    cache = maker.make(model.config)
+    with found.file:
+        return _loaded(found, folder, model, maker.make(model.config))
+
+
+def _loaded(found: saved_files.Read, folder: str | Path, model: Any, cache: Any) -> Any:
+    """`load`; cache: an empty one, which is filled."""
     if cache.integrity.ranks:
         raise Unsupported("a saved cache is not loaded for ranks that share it: each holds only its heads, or blocks.")
     for name, own in _identity(cache, model).items():

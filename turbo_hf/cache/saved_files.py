@@ -3,9 +3,12 @@
 The tensors' file has a name of its own for each content, and the JSON names it: the JSON is replaced last, and counts.
 """
 
-import functools
 import json
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +25,8 @@ AGAIN = " Compute the prompt again, and save it anew."
 SAVED = FactsFile(FACTS, FORMAT, SCHEMA, "sha256", AGAIN, AGAIN)
 LINE = 4096
 """Bytes that `checksum` adds up before it weighs their sum by its place."""
-CHUNK = 64 << 20
-"""Bytes that are sent to a GPU at a time."""
+READERS, CHUNK = 8, 8 << 20
+"""Threads that read for a GPU, and the bytes that are sent to it at a time."""
 NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -182,45 +185,83 @@ def _settle(folder: Path) -> None:
 
 
 class Read(NamedTuple):
-    """What a folder holds. data: uint8, the memory-mapped bytes of all tensors, in the order of `facts["tensors"]`."""
+    """What a folder holds. file: of the tensors, to be closed; from `begin` on it has those of `facts["tensors"]`."""
 
     facts: dict[str, Any]
-    data: torch.Tensor
+    file: FileIO
+    begin: int
     damaged: str
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors of these names. ValueError: they are not as they were written."""
-        lane, begin, wanted = functools.cache(_Lane), 0, []
-        for name, kind, shape, total in self.facts["tensors"]:
-            size = torch.Size(shape).numel() * TYPES[kind].itemsize
-            source, begin = self.data[begin : begin + size], begin + size
-            target = targets[name].reshape(-1).view(torch.uint8)
-            wanted.append(total)
-            if target.is_cuda:
-                lane(target.device).send(source, target)
-            else:
-                target.copy_(source)
+        """Read the tensors of these names. ValueError: they are not as they were written."""
+        at, lanes, wanted = self.begin, dict[torch.device, _Lane](), []
+        try:
+            for name, kind, shape, total in self.facts["tensors"]:
+                target = targets[name].reshape(-1).view(torch.uint8)
+                if target.is_cuda and target.device not in lanes:
+                    lanes[target.device] = _Lane(self.file, target.device)
+                if target.is_cuda:
+                    lanes[target.device].send(at, target)
+                else:
+                    _read_into(self.file, at, target)
+                at += torch.Size(shape).numel() * TYPES[kind].itemsize
+                wanted.append(total)
+        finally:
+            for lane in lanes.values():
+                lane.finish()
         if checksums(targets[name] for name, *_ in self.facts["tensors"]) != wanted:
             raise ValueError(f"{self.damaged}its tensors are not as they were written.{AGAIN}")
 
 
+def _read_into(file: FileIO, at: int, target: torch.Tensor) -> None:
+    """Bytes from `at` on into `target`, uint8 [n] of the host. What the file lacks stays, and its checksum differs."""
+    data: Any = target.numpy()
+    left = memoryview(data)
+    while left:
+        count = os.preadv(file.fileno(), [left], at)
+        if not count:
+            return
+        left, at = left[count:], at + count
+
+
 class _Lane:
-    """Copies memory of the host to a GPU, through two pinned buffers: one is filled while the other is sent."""
+    """A file's bytes on their way to a GPU: threads read them to pinned memory, from where they are sent in turn.
 
-    def __init__(self, device: torch.device):
-        self._device, self._turn = device, 0
-        self._pinned = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._sent = [torch.cuda.Event() for _ in range(2)]
+    One thread alone is slower than the way to the GPU, and so is memory that is mapped, for its page faults.
+    """
 
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """source, target: uint8 [n]."""
+    def __init__(self, file: FileIO, device: torch.device):
+        self._file, self._device, self._count = file, device, 0
+        self._threads = ThreadPoolExecutor(READERS)
+        self._pinned = torch.empty(2 * READERS, CHUNK, dtype=torch.uint8, pin_memory=True)
+        self._sent = [torch.cuda.Event() for _ in self._pinned]
+        self._coming: deque[tuple[Future[None], int, torch.Tensor]] = deque()
+
+    def send(self, at: int, target: torch.Tensor) -> None:
+        """The bytes from `at` on to `target`, uint8 [n]; done after `finish`."""
+        for place in target.split(CHUNK):
+            if len(self._coming) == READERS:
+                self._pass_on()
+            slot, self._count = self._count % len(self._sent), self._count + 1
+            self._sent[slot].synchronize()
+            read = self._threads.submit(_read_into, self._file, at, self._pinned[slot, : len(place)])
+            self._coming.append((read, slot, place))
+            at += len(place)
+
+    def _pass_on(self) -> None:
+        read, slot, place = self._coming.popleft()
+        read.result()
         with torch.cuda.device(self._device):
-            for part, place in zip(source.split(CHUNK), target.split(CHUNK), strict=True):
-                self._turn = 1 - self._turn
-                pinned, sent = self._pinned[self._turn][: len(part)], self._sent[self._turn]
-                sent.synchronize()
-                place.copy_(pinned.copy_(part), non_blocking=True)
-                sent.record()
+            place.copy_(self._pinned[slot, : len(place)], non_blocking=True)
+            self._sent[slot].record()
+
+    def finish(self) -> None:
+        """Send what is left."""
+        try:
+            while self._coming:
+                self._pass_on()
+        finally:
+            self._threads.shutdown()
 
 
 def read(folder: Path) -> Read:
@@ -253,8 +294,8 @@ def _read(folder: Path, content: bytes) -> Read:
         raise ValueError(f"{damaged}the folder has no {name}.{AGAIN}")
     if path.stat().st_size != size:
         raise ValueError(f"{damaged}{name} has {path.stat().st_size:,} bytes, and was written with {size:,}.{AGAIN}")
-    # what is written to it stays in this process
-    mapped = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8, device="cpu")
-    if mapped[: len(head)].numpy().tobytes() != head:
+    file = path.open("rb", buffering=0)
+    if file.read(len(head)) != head:
+        file.close()
         raise ValueError(f"{damaged}{name} does not begin with the tensors that {FACTS} names.{AGAIN}")
-    return Read(facts, mapped[len(head) :], damaged)
+    return Read(facts, file, len(head), damaged)
