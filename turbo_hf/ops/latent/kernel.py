@@ -119,9 +119,9 @@ def latent_kernel(
 @triton.jit
 def merge_kernel(
     part_ptr, lse_ptr, unit_ptr, out_ptr, out_lse_ptr, count, shares,
-    RANK: tl.constexpr, MOST: tl.constexpr, CHANNELS: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    RANK: tl.constexpr, MOST: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the shares of CHANNELS channels of one query, AT_ONCE at a time.
+    """Merge the shares of CHANNELS channels of one query, all at once: one load after another waits for memory.
 
     unit: float32 [B, shares], what the shares' outputs are multiplied by; None: by 1.
     out: [B, N, rank]; out_lse: float32 [B, N], natural log. MOST: the power of two from `shares` up. PDL: `pdl_wait`.
@@ -129,18 +129,16 @@ def merge_kernel(
     pdl_wait(PDL, True)
     n, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    every, i = tl.arange(0, MOST), tl.arange(0, AT_ONCE)
-    lse = tl.load(lse_ptr + (row * shares + every) * count + n, mask=every < shares, other=-float("inf"))
+    every = tl.arange(0, MOST)
+    live, share = every < shares, row * shares + every
+    at = share * count + n
+    lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"))
     largest = tl.max(lse, 0)
-    total = tl.sum(tl.exp2(lse - largest), 0)
-    acc = tl.zeros([CHANNELS], tl.float32)
-    for first in tl.range(0, shares, AT_ONCE, num_stages=1):
-        live = first + i < shares
-        at = (row * shares + first + i) * count + n
-        weight = tl.exp2(tl.load(lse_ptr + at, mask=live, other=-float("inf")) - largest)
-        if unit_ptr is not None:
-            weight *= tl.load(unit_ptr + row * shares + first + i, mask=live, other=0.0)
-        part = tl.load(part_ptr + at[:, None] * RANK + c[None, :], mask=live[:, None], other=0.0)
-        acc += tl.sum(part.to(tl.float32) * weight[:, None], 0)
+    weight = tl.exp2(lse - largest)
+    total = tl.sum(weight, 0)
+    if unit_ptr is not None:
+        weight *= tl.load(unit_ptr + share, mask=live, other=0.0)
+    part = tl.load(part_ptr + at[:, None] * RANK + c[None, :], mask=live[:, None], other=0.0)
+    acc = tl.sum(part.to(tl.float32) * weight[:, None], 0)
     tl.store(out_ptr + (row * count + n) * RANK + c, (acc / total).to(out_ptr.dtype.element_ty))
     tl.store(out_lse_ptr + row * count + n, (largest + tl.log2(total)) / LOG2_E)

@@ -16,11 +16,8 @@ ROWS = 16
 MOST_ROWS = 64
 """Queries per program at most: their sums fill the registers of eight warps."""
 
-MERGED = 128
-"""Shares that a program of the merge loads at once, at most: one load after another waits for memory each time."""
-
-MERGED_CHANNELS = 64
-"""Channels of a program of the merge: with 16 queries of rank 512, as many programs as a GPU has SMs."""
+MERGED_CHANNELS = 32
+"""Channels of a program of the merge: with 16 queries of rank 512, two programs per SM."""
 
 FEW = 2, 255, 3
 """Of the kernel for few queries: programs that an SM holds at once, registers of a thread, and how many sealed blocks a
@@ -103,7 +100,7 @@ def launch_latent_decode(
             )  # fmt: skip
         merge_kernel[(count, rank // channels, batch)](
             parts, part_lse, units, out, lse, count, shares,
-            RANK=rank, MOST=most, CHANNELS=channels, AT_ONCE=min(MERGED, most), num_warps=4,
+            RANK=rank, MOST=most, CHANNELS=channels, num_warps=8,
             **gpu.pdl(device),
         )  # fmt: skip
     return AttentionOutput(out, lse)
