@@ -17,6 +17,7 @@ from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, Unsupported
 from turbo_hf.graphs.devices import CudaDevice, cuda_device
 from turbo_hf.graphs.step_runner import HandOff, StepRunner, is_compiled, is_dispatched, why_no_replay_of
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.families import Family
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.cache_hooks import by_name, say_replaced, uses_turbo
@@ -98,7 +99,7 @@ def _prepare_cache(
     **kwargs: Any,
 ) -> Any:
     """In place of `_prepare_cache_for_generation`: `generate` gets a TurboCache unless the caller chose a cache."""
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(CACHE)
     named = generation_config.cache_implementation
     original: Callable[..., Any] = before or functools.partial(type(model)._prepare_cache_for_generation, model)
     if not uses_turbo(model):
@@ -115,7 +116,7 @@ def _prepare_cache(
         _check_rows(model_kwargs.get("attention_mask"))
         cache = maker.make(model.config)
         cache.deferred.wanted = _may_defer(model)
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
         _bring_runner(bring, model, model_kwargs, generation_config)
@@ -123,7 +124,7 @@ def _prepare_cache(
     if isinstance(given, TurboCache) and generation_config.use_cache is False:
         raise ValueError(
             "use_cache=False with a TurboCache: generate would pass every token anew at each step, and each time the "
-            "cache would store them all again. Leave out past_key_values, or set use_cache=True."
+            f"cache would store them all again. Leave out {CACHE}, or set use_cache=True."
         )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
@@ -161,7 +162,7 @@ def _prepare_inputs(
     named = by_name(method, args, kwargs)
     _show_tokens(named)
     inputs = original(*args, **kwargs)
-    given, kept = named.get("past_key_values"), inputs.get("past_key_values")
+    given, kept = named.get(CACHE), inputs.get(CACHE)
     if not isinstance(given, TurboCache) or kept is given or not uses_turbo(model):
         return inputs
     if kept is not None:
@@ -181,12 +182,12 @@ def _prepare_inputs(
         else:
             _require_all_tokens(model, inputs)
         _empty(given)
-    return {**inputs, "past_key_values": given}
+    return {**inputs, CACHE: given}
 
 
 def _show_tokens(named: dict[str, Any]) -> None:
     """Tell a cache which tokens it will hold, where the call shows all of them, and compare those of a loaded one."""
-    cache, ids, mask = (named.get(name) for name in ("past_key_values", "input_ids", "attention_mask"))
+    cache, ids, mask = (named.get(name) for name in (CACHE, "input_ids", "attention_mask"))
     if isinstance(cache, TurboCache):
         # embeddings may stand for other tokens, and fewer tokens than the mask has are only the newest ones
         shown = ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
@@ -242,7 +243,7 @@ def _candidates(
     named = by_name(method, args, kwargs)
     passed = named["model_kwargs"]
     # what needs more outputs than logits is not replayed. A drafter has taken a copy of these keywords
-    if bring is not None and isinstance(passed.get("past_key_values"), TurboCache):
+    if bring is not None and isinstance(passed.get(CACHE), TurboCache):
         runner = None if generator.requires_model_outputs else bring(model, named["generation_config"])
         if runner is not None:
             passed[RUNNER] = runner
@@ -288,7 +289,7 @@ def _may_replay(
     hand_off.give(None)
     # drafts have theirs among their keywords
     may_run = _may_run(generation_config) and not generation_config.is_assistant
-    if may_run and isinstance(model_kwargs.get("past_key_values"), TurboCache):
+    if may_run and isinstance(model_kwargs.get(CACHE), TurboCache):
         compiles = hand_off.compiled is not None
         make = _compiling_runner if compiles else functools.partial(_new_runner, inside=False)
         runner = make(hand_off, None, model, generation_config)
