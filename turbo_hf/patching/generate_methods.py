@@ -287,8 +287,8 @@ def _may_replay(
 ) -> bool:
     """In place of `_valid_auto_compile_criteria`: whether `generate` calls a runner as its forward pass."""
     hand_off.give(None)
-    # drafts have theirs among their keywords
-    may_run = _may_run(generation_config) and not generation_config.is_assistant
+    # drafts, and the passes over them, have theirs among their keywords
+    may_run = _may_run(generation_config) and not generation_config.is_assistant and RUNNER not in model_kwargs
     if may_run and isinstance(model_kwargs.get(CACHE), TurboCache):
         compiles = hand_off.compiled is not None
         make = _compiling_runner if compiles else functools.partial(_new_runner, inside=False)
