@@ -22,6 +22,7 @@ LATENT_TYPES = (
     "longcat_flash",
     "minicpm3",
     "mistral4",
+    "sarvam_mla",
     "youtu",
 )
 """Types of text models whose full-attention layers keep a latent and a rotary part (MLA), and read all of them."""
