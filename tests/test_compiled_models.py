@@ -66,7 +66,7 @@ def test_a_patched_model_may_be_compiled(compile_it: Callable[[Any], None]) -> N
 def test_hooks_do_not_use_up_what_torch_compiles_anew() -> None:
     model = tiny_llama(num_hidden_layers=2, attn_implementation="sdpa")
     # from transformers 5.24 on, torch counts the renamed arguments' wrappers, of all kinds of modules, as one function
-    limit = {} if CACHE == "past_key_values" else {"recompile_limit": 16}
+    limit: dict[str, Any] = {} if CACHE == "past_key_values" else {"recompile_limit": 16}
     with turbo_hf.patch(model, CONFIG), torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, **limit):
         want = answer(model)
         forward(model)
