@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.errors import Strict, Unsupported
+from turbo_hf.errors import Strict, Unsupported, warn
 from turbo_hf.graphs.devices import CudaDevice, cuda_device
 from turbo_hf.graphs.step_runner import HandOff, StepRunner, is_compiled, is_dispatched, why_no_replay_of
 from turbo_hf.models.versions import CACHE
@@ -88,6 +87,11 @@ def replace_methods(
     return replaced
 
 
+def _warn(message: str) -> None:
+    """Issue a warning at the line that called `generate`."""
+    warn(message, "transformers.")
+
+
 def _prepare_cache(
     maker: CacheMaker,
     bring: Callable[..., StepRunner | None] | None,
@@ -105,10 +109,9 @@ def _prepare_cache(
     if not uses_turbo(model):
         if maker.active:
             chosen = model.config.get_text_config(decoder=True)._attn_implementation
-            warnings.warn(
+            _warn(
                 f"turbo_hf: set_attn_implementation has chosen {chosen!r} since the patch, so this call is not "
-                f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").',
-                stacklevel=4,
+                f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").'
             )
         # otherwise a shallow copy of the model that outlived the patch
         return original(generation_config, model_kwargs, *args, **kwargs)
@@ -134,12 +137,11 @@ def _prepare_cache(
         _bring_runner(bring, model, model_kwargs, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
-        warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
+        _warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.")
     elif given is None and named is not None:
-        warnings.warn(
+        _warn(
             f"turbo_hf: cache_implementation={named!r} asks for Hugging Face's own cache, so this call is not "
-            "compressed. Set model.generation_config.cache_implementation = None to compress it.",
-            stacklevel=4,
+            "compressed. Set model.generation_config.cache_implementation = None to compress it."
         )
     return original(generation_config, model_kwargs, *args, **kwargs)
 
@@ -177,7 +179,7 @@ def _prepare_inputs(
                 raise Unsupported(f"{said} Until then, do not pad.")
             # such a pass leaves one token behind; then the warning was issued already
             if tokens > 1:
-                warnings.warn(said, stacklevel=5)
+                _warn(said)
             inputs["attention_mask"] = None
         else:
             _require_all_tokens(model, inputs)
@@ -275,10 +277,9 @@ def _check_rows(mask: Any) -> None:
         )
     padded = [row for row, token in enumerate(ends) if not token]
     if padded:
-        warnings.warn(
+        _warn(
             f"turbo_hf: rows {padded} of attention_mask end in padding, and generate would continue from there. Pad on "
-            'the left (tokenizer.padding_side = "left").',
-            stacklevel=5,
+            'the left (tokenizer.padding_side = "left").'
         )
 
 
