@@ -13,6 +13,7 @@ from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.needle import Needle
 from turbo_hf.eval.token_cache import until
 from turbo_hf.eval.without_cudnn_plans import without_plans
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.handle import Handle
 from turbo_hf.patching.patch_model import patch
 
@@ -82,7 +83,7 @@ def run_method(
         out = reply(inputs)
         new = out.sequences[:, inputs.input_ids.shape[1] :].tolist()
         seconds += time.perf_counter() - start
-        size, held = cache_size(out.past_key_values, len(new), handle)
+        size, held = cache_size(out[CACHE], len(new), handle)
         stored, cached = stored + size, cached + held
         ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
         replies += [until(row, ends) for row in new]

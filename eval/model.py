@@ -17,6 +17,7 @@ from turbo_hf.config.turbo_config import DEFAULT_PRESET
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import applied, method_named
 from turbo_hf.eval.token_cache import Prompts, until
+from turbo_hf.models.versions import CACHE
 
 Request = tuple[Any, list[int], list[int]]
 """(what the harness caches the answer under or None, context token ids, continuation token ids)."""
@@ -218,7 +219,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
                 input_ids=ids[:, start:end],
                 attention_mask=mask[:, :end],
                 position_ids=positions[:, start:end],
-                past_key_values=cache,
+                **{CACHE: cache},
                 use_cache=True,
                 # of the context only the cache is wanted
                 logits_to_keep=1 if start < first else end - start,
@@ -238,7 +239,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
     def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation_kwargs: Any) -> torch.Tensor:
         cache = self._new_cache(generation_kwargs["attention_mask"])
         if cache is not None:
-            generation_kwargs["past_key_values"] = cache
+            generation_kwargs[CACHE] = cache
         started = time.perf_counter()
         made = super()._model_generate(context, max_length, stop, return_dict_in_generate=True, **generation_kwargs)
         sequences: torch.Tensor = made.sequences
@@ -247,7 +248,7 @@ class TurboLM(HFLM):  # type: ignore[misc]  # the harness has no types
             seconds = time.perf_counter() - started
             ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
             tokens = sum(len(until(row, ends)) for row in new)
-            stored, held = cache_size(made.past_key_values, len(context), self.handle)
+            stored, held = cache_size(made[CACHE], len(context), self.handle)
             self._on_batch(Batch(len(context), tokens, seconds, stored, held, self._keys_since()))
         return sequences
 

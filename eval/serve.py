@@ -14,6 +14,7 @@ from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import Method, applied
 from turbo_hf.eval.without_cudnn_plans import without_plans
+from turbo_hf.models.versions import CACHE
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 """Columns of a trace in Azure's format (Patel et al., Splitwise, ISCA 2024)."""
@@ -180,9 +181,9 @@ def replay(
 def _generate(model: Any, method: Method, lengths: Sequence[int], new: int, seed: int) -> tuple[Clock, Any]:
     """One `generate` over random left-padded prompts: its clock and its cache."""
     ids, mask = random_prompts(model, lengths, seed)
-    given = {} if method.make is None else {"past_key_values": method.make(model, mask)}
+    given = {} if method.make is None else {CACHE: method.make(model, mask)}
     clock, made = clocked(model, ids, mask, new, **given)
-    return clock, made.past_key_values
+    return clock, made[CACHE]
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:

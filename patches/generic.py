@@ -18,6 +18,7 @@ PROBES = 65
 REFUSED = {
     "diffllama": "its attention changes values after the cache has seen them",
     "doge": "its attention joins the mask with weights of its own",
+    "dory": "it runs its layers several times per token, each time with another layer of the cache",
     "hrm_text": "it runs its layers several times per token, each time with another layer of the cache",
     "jetmoe": "its attention repeats keys and values after the cache has seen them",
     "minimax": "it takes no cache but its own",

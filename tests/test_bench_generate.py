@@ -27,7 +27,8 @@ TINY = ["generate", "--device", "cpu", "--tiny", "--rounds", "1", "--new", "3"]
 def test_models_are_of_the_published_size(shape: str, billions: float) -> None:
     model = random_model(shape, None, torch.device("meta"))
     assert sum(x.numel() for x in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-3)
-    assert {x.dtype for x in model.parameters()} == {torch.bfloat16}
+    # from transformers 5.24 on, the gates of experts stay in float32
+    assert {x.dtype for name, x in model.named_parameters() if "gate" not in name} == {torch.bfloat16}
     assert model.config._attn_implementation == "sdpa"
 
 

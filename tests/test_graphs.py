@@ -75,11 +75,12 @@ def test_beams_under_another_wrapper_of_forward(runners: list[StepRunner]) -> No
         inner = model.forward
 
         def forward(
-            input_ids: Any, attention_mask: Any, position_ids: Any, past_key_values: Any, use_cache: Any,
-            logits_to_keep: Any, return_dict: Any,
+            input_ids: Any, attention_mask: Any, position_ids: Any, use_cache: Any, logits_to_keep: Any,
+            return_dict: Any, cache: Any = None, past_key_values: Any = None,
         ) -> Any:  # fmt: skip
             given = locals()
-            return inner(**{name: given[name] for name in inspect.signature(forward).parameters})
+            names = [name for name in inspect.signature(forward).parameters if given[name] is not None]
+            return inner(**{name: given[name] for name in names})
 
         model.forward = forward
         got = model.generate(**ragged(), num_beams=2, max_new_tokens=NEW, do_sample=False)

@@ -24,6 +24,7 @@ from turbo_hf.eval.bench.tables import print_notes
 from turbo_hf.eval.bench.timing import free_memory
 from turbo_hf.eval.serve import Request, chosen, percentiles, read_trace
 from turbo_hf.layout import PagedHeads
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.continuous_batching import SINCE
 from turbo_hf.patching.patch_model import patch
 
@@ -217,12 +218,12 @@ def _copies(model: Any, handle: Any, ids: torch.Tensor, copied: bool) -> dict[st
         return {}
     cache = DynamicCache(config=model.config) if handle is None else handle.new_cache()
     for part in ids[:1, :-1].split(8192, 1):
-        model(part, past_key_values=cache, logits_to_keep=1)
+        model(part, logits_to_keep=1, **{CACHE: cache})
     cache.batch_repeat_interleave(len(ids))
     if isinstance(cache, TurboCache):
         _unshare(cache)
     free_memory()
-    return {"past_key_values": cache}
+    return {CACHE: cache}
 
 
 def _unshare(cache: TurboCache) -> None:

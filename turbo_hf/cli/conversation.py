@@ -8,6 +8,7 @@ import torch
 from transformers import TextStreamer
 
 from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.handle import Handle
 
 
@@ -89,12 +90,12 @@ class Conversation:
         spoken = self._model.generate(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
-            past_key_values=self.cache,
             streamer=TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True),
             # for stop strings
             tokenizer=self._tokenizer,
             pad_token_id=self._tokenizer.pad_token_id,
             **self._options,
+            **{CACHE: self.cache},
         )[0].tolist()
         # the newest token was not read yet
         self._cached = spoken[: self.cache.get_seq_length()]

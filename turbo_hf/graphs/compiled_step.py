@@ -23,6 +23,7 @@ from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import warn
 from turbo_hf.layout import Rotary, Scoring
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.layers import attention_layers
 
 BACKEND = "inductor"
@@ -123,7 +124,7 @@ class CompiledStep:
 
         inputs: keywords of the model, with a TurboCache and without a mask. warm: as in `Device`.
         """
-        cache = inputs["past_key_values"]
+        cache = inputs[CACHE]
         if self._refused or cache.decompressed:
             return False
         place = (model.device, model.dtype)
@@ -169,13 +170,13 @@ class CompiledStep:
 
     def _run(self, model: Any, inputs: dict[str, Any]) -> Any:
         given = {name: value for name, value in inputs.items() if name not in HANDED_ON}
-        out = self._function(model, {**given, "past_key_values": self._view})
-        out["past_key_values"] = inputs["past_key_values"]
+        out = self._function(model, {**given, CACHE: self._view})
+        out[CACHE] = inputs[CACHE]
         return out
 
     def __call__(self, model: Any, inputs: dict[str, Any], mask: torch.Tensor | None = None) -> Any:
         """`model(**inputs, attention_mask=mask)`, after `ready` returned True. mask: [B, columns] or None."""
-        cache: TurboCache = inputs["past_key_values"]
+        cache: TurboCache = inputs[CACHE]
 
         def attend(
             index: int,
@@ -195,7 +196,7 @@ class CompiledStep:
 
     def launch(self, model: Any, inputs: dict[str, Any], mask: torch.Tensor | None) -> Any:
         """As a call, for a step that is not captured: a pass of its own over the cache."""
-        cache: TurboCache = inputs["past_key_values"]
+        cache: TurboCache = inputs[CACHE]
         cache.begin_pass(STEP)
         try:
             out = self(model, inputs, mask)

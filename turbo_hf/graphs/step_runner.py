@@ -29,6 +29,7 @@ from turbo_hf.graphs.devices import Device, only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
 from turbo_hf.layout import power_of_two
 from turbo_hf.models.quantized_weights import why_not_captured
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.gpu import why_no_kernels_on
 from turbo_hf.ranks import ALONE, Ranks, ranks_of
 from turbo_hf.sparse.selectors import why_no_replay_with
@@ -115,7 +116,7 @@ class StepRunner:
             return self._pass(**kwargs)
         if self._device is None:
             return self._launch(kwargs) if tokens == 1 else self._pass(**kwargs)
-        cache, mask = kwargs["past_key_values"], kwargs.get("attention_mask")
+        cache, mask = kwargs[CACHE], kwargs.get("attention_mask")
         steps = self._steps_over(cache, kwargs)
         if steps is None or not self._confirmed(steps, mask):
             return self._pass(**kwargs)
@@ -185,7 +186,7 @@ class StepRunner:
 
         One, or up to `DRAFTED_TOKENS` while the cache waits for a `crop`. No device read.
         """
-        cache, ids, at = (kwargs.get(name) for name in ("past_key_values", "input_ids", "position_ids"))
+        cache, ids, at = (kwargs.get(name) for name in (CACHE, "input_ids", "position_ids"))
         if not (isinstance(cache, TurboCache) and isinstance(ids, torch.Tensor) and isinstance(at, torch.Tensor)):
             return 0
         first: Any = cache.layers[0]
@@ -201,7 +202,7 @@ class StepRunner:
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (len(ids), first.seen + tokens)):
             return 0
         for name, value in kwargs.items():
-            if name in ("past_key_values", "input_ids", "position_ids", "attention_mask", *HANDED_ON) or value is None:
+            if name in (CACHE, "input_ids", "position_ids", "attention_mask", *HANDED_ON) or value is None:
                 continue
             if not isinstance(value, int) or (name not in CONSTANTS and (name not in FALSE or value)):
                 return 0
@@ -309,7 +310,7 @@ class StepRunner:
 
     def _launch(self, kwargs: dict[str, Any]) -> Any:
         """A step that is compiled and not captured. The first one over a cache is the model's own."""
-        cache = kwargs["past_key_values"]
+        cache = kwargs[CACHE]
         inputs = {name: value for name, value in kwargs.items() if name != "attention_mask"}
         known, self._checked = self._checked is cache, cache
         if not known or self._compiled is None or not self._compiled.ready(self._model, inputs):

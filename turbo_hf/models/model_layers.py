@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from turbo_hf.errors import Unsupported
+from turbo_hf.models.versions import CACHE
 
 COMPRESSED_TYPES = ("full_attention", "sliding_attention")
 
@@ -21,11 +22,12 @@ LATENT_TYPES = (
     "longcat_flash",
     "minicpm3",
     "mistral4",
+    "sarvam_mla",
     "youtu",
 )
 """Types of text models whose full-attention layers keep a latent and a rotary part (MLA), and read all of them."""
 
-CACHE_KEYWORDS = ("past_key_values", "layer_past")
+CACHE_KEYWORDS = tuple(dict.fromkeys((CACHE, "past_key_values", "layer_past")))
 """Names under which attention modules are given the cache."""
 
 HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")

@@ -5,7 +5,10 @@ from importlib.metadata import PackageNotFoundError, version
 import transformers
 from packaging.version import Version
 
-OLDEST, NEWEST = Version("5.17"), Version("5.23")
+CACHE = "cache" if Version(transformers.__version__).release >= (5, 24) else "past_key_values"
+"""What Transformers calls the argument of models, and the field of their outputs, that holds the cache."""
+
+OLDEST, NEWEST = Version("5.17"), Version("5.24")
 
 
 def version_of(package: str) -> str | None:

@@ -16,6 +16,7 @@ from turbo_hf.attention.step_operator import outside_of_steps
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.errors import Strict, complain, warn
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.handle import CacheMaker
 
 
@@ -51,8 +52,11 @@ def _names(method: Any) -> tuple[str, ...]:
 
 
 def by_name(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a method's call, all as keywords."""
-    return {**dict(zip(_names(method), args, strict=False)), **kwargs}
+    """The arguments of a method's call, all as keywords, the cache under its present name."""
+    named = {**dict(zip(_names(method), args, strict=False)), **kwargs}
+    if CACHE not in named and "past_key_values" in named:
+        named[CACHE] = named.pop("past_key_values")
+    return named
 
 
 def say_replaced(model: PreTrainedModel, cache: TurboCache, other: Any, maker: CacheMaker, strict: Strict) -> None:
@@ -71,28 +75,28 @@ def _bring_cache(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Forward pre-hook of the model: a call with use_cache=True that passes no cache gets a compressed one."""
     given = by_name(type(model).forward, args, kwargs)
-    if given.get("past_key_values") is not None or not given.get("use_cache") or model.training:
+    if given.get(CACHE) is not None or not given.get("use_cache") or model.training:
         return None
-    if "past_key_values" not in _names(type(model).forward) or not uses_turbo(model):
+    if CACHE not in _names(type(model).forward) or not uses_turbo(model):
         return None
-    return (), {**given, "past_key_values": maker.make(model.config)}
+    return (), {**given, CACHE: maker.make(model.config)}
 
 
 @outside_of_steps(-1)
 def _tell_uncompressed(maker: CacheMaker, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of the model and of models in it: warn, once per cache, where one is not compressed."""
-    cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
+    cache = by_name(type(model).forward, args, kwargs).get(CACHE)
     if isinstance(cache, Cache) and cache in maker.uncompressed and uses_turbo(model):
         maker.uncompressed.discard(cache)
         warn(
             f"turbo_hf: this {type(cache).__name__} was made by a plain call of the model, and is not compressed. "
-            "For a compressed one, begin with model(..., use_cache=True) or past_key_values=handle.new_cache()."
+            f"For a compressed one, begin with model(..., use_cache=True) or {CACHE}=handle.new_cache()."
         )
 
 
 def _uncompressed(model: Any, output: Any) -> Cache | None:
     """The cache of Transformers' own that a patched model returns; None: a compressed one, or none."""
-    values = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+    values = output if isinstance(output, tuple) else (getattr(output, CACHE, None),)
     cache = next((value for value in values if isinstance(value, Cache)), None)
     return None if isinstance(cache, TurboCache) or not uses_turbo(model) else cache
 
@@ -103,7 +107,7 @@ def _remember_uncompressed(
 ) -> None:
     """Forward hook of the model and of models in it: remember a cache that the call itself has made."""
     made = _uncompressed(model, output)
-    if made is not None and by_name(type(model).forward, args, kwargs).get("past_key_values") is None:
+    if made is not None and by_name(type(model).forward, args, kwargs).get(CACHE) is None:
         maker.uncompressed.add(made)
 
 
@@ -115,7 +119,7 @@ def _watch_cache(
     other = _uncompressed(model, output)
     if other is None:
         return
-    cache = by_name(type(model).forward, args, kwargs).get("past_key_values")
+    cache = by_name(type(model).forward, args, kwargs).get(CACHE)
     if isinstance(cache, TurboCache):
         say_replaced(model, cache, other, maker, strict)
 

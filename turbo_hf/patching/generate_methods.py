@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.turbo_cache import TurboCache
-from turbo_hf.errors import Strict, Unsupported
+from turbo_hf.errors import Strict, Unsupported, warn
 from turbo_hf.graphs.devices import CudaDevice, cuda_device
 from turbo_hf.graphs.step_runner import HandOff, StepRunner, is_compiled, is_dispatched, why_no_replay_of
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.families import Family
 from turbo_hf.patching import continuous_batching
 from turbo_hf.patching.cache_hooks import by_name, say_replaced, uses_turbo
@@ -87,6 +87,11 @@ def replace_methods(
     return replaced
 
 
+def _warn(message: str) -> None:
+    """Issue a warning at the line that called `generate`."""
+    warn(message, "transformers.")
+
+
 def _prepare_cache(
     maker: CacheMaker,
     bring: Callable[..., StepRunner | None] | None,
@@ -98,16 +103,15 @@ def _prepare_cache(
     **kwargs: Any,
 ) -> Any:
     """In place of `_prepare_cache_for_generation`: `generate` gets a TurboCache unless the caller chose a cache."""
-    given = model_kwargs.get("past_key_values")
+    given = model_kwargs.get(CACHE)
     named = generation_config.cache_implementation
     original: Callable[..., Any] = before or functools.partial(type(model)._prepare_cache_for_generation, model)
     if not uses_turbo(model):
         if maker.active:
             chosen = model.config.get_text_config(decoder=True)._attn_implementation
-            warnings.warn(
+            _warn(
                 f"turbo_hf: set_attn_implementation has chosen {chosen!r} since the patch, so this call is not "
-                f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").',
-                stacklevel=4,
+                f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").'
             )
         # otherwise a shallow copy of the model that outlived the patch
         return original(generation_config, model_kwargs, *args, **kwargs)
@@ -115,7 +119,7 @@ def _prepare_cache(
         _check_rows(model_kwargs.get("attention_mask"))
         cache = maker.make(model.config)
         cache.deferred.wanted = _may_defer(model)
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
         if generation_config.is_assistant:
             cache.activate_past_recording()
         _bring_runner(bring, model, model_kwargs, generation_config)
@@ -123,7 +127,7 @@ def _prepare_cache(
     if isinstance(given, TurboCache) and generation_config.use_cache is False:
         raise ValueError(
             "use_cache=False with a TurboCache: generate would pass every token anew at each step, and each time the "
-            "cache would store them all again. Leave out past_key_values, or set use_cache=True."
+            f"cache would store them all again. Leave out {CACHE}, or set use_cache=True."
         )
     if isinstance(given, TurboCache) and not generation_config.is_assistant:
         given.stop_recording()
@@ -133,12 +137,11 @@ def _prepare_cache(
         _bring_runner(bring, model, model_kwargs, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
-        warnings.warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.", stacklevel=4)
+        _warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.")
     elif given is None and named is not None:
-        warnings.warn(
+        _warn(
             f"turbo_hf: cache_implementation={named!r} asks for Hugging Face's own cache, so this call is not "
-            "compressed. Set model.generation_config.cache_implementation = None to compress it.",
-            stacklevel=4,
+            "compressed. Set model.generation_config.cache_implementation = None to compress it."
         )
     return original(generation_config, model_kwargs, *args, **kwargs)
 
@@ -161,7 +164,7 @@ def _prepare_inputs(
     named = by_name(method, args, kwargs)
     _show_tokens(named)
     inputs = original(*args, **kwargs)
-    given, kept = named.get("past_key_values"), inputs.get("past_key_values")
+    given, kept = named.get(CACHE), inputs.get(CACHE)
     if not isinstance(given, TurboCache) or kept is given or not uses_turbo(model):
         return inputs
     if kept is not None:
@@ -176,17 +179,17 @@ def _prepare_inputs(
                 raise Unsupported(f"{said} Until then, do not pad.")
             # such a pass leaves one token behind; then the warning was issued already
             if tokens > 1:
-                warnings.warn(said, stacklevel=5)
+                _warn(said)
             inputs["attention_mask"] = None
         else:
             _require_all_tokens(model, inputs)
         _empty(given)
-    return {**inputs, "past_key_values": given}
+    return {**inputs, CACHE: given}
 
 
 def _show_tokens(named: dict[str, Any]) -> None:
     """Tell a cache which tokens it will hold, where the call shows all of them, and compare those of a loaded one."""
-    cache, ids, mask = (named.get(name) for name in ("past_key_values", "input_ids", "attention_mask"))
+    cache, ids, mask = (named.get(name) for name in (CACHE, "input_ids", "attention_mask"))
     if isinstance(cache, TurboCache):
         # embeddings may stand for other tokens, and fewer tokens than the mask has are only the newest ones
         shown = ids if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
@@ -242,7 +245,7 @@ def _candidates(
     named = by_name(method, args, kwargs)
     passed = named["model_kwargs"]
     # what needs more outputs than logits is not replayed. A drafter has taken a copy of these keywords
-    if bring is not None and isinstance(passed.get("past_key_values"), TurboCache):
+    if bring is not None and isinstance(passed.get(CACHE), TurboCache):
         runner = None if generator.requires_model_outputs else bring(model, named["generation_config"])
         if runner is not None:
             passed[RUNNER] = runner
@@ -274,10 +277,9 @@ def _check_rows(mask: Any) -> None:
         )
     padded = [row for row, token in enumerate(ends) if not token]
     if padded:
-        warnings.warn(
+        _warn(
             f"turbo_hf: rows {padded} of attention_mask end in padding, and generate would continue from there. Pad on "
-            'the left (tokenizer.padding_side = "left").',
-            stacklevel=5,
+            'the left (tokenizer.padding_side = "left").'
         )
 
 
@@ -286,9 +288,9 @@ def _may_replay(
 ) -> bool:
     """In place of `_valid_auto_compile_criteria`: whether `generate` calls a runner as its forward pass."""
     hand_off.give(None)
-    # drafts have theirs among their keywords
-    may_run = _may_run(generation_config) and not generation_config.is_assistant
-    if may_run and isinstance(model_kwargs.get("past_key_values"), TurboCache):
+    # drafts, and the passes over them, have theirs among their keywords
+    may_run = _may_run(generation_config) and not generation_config.is_assistant and RUNNER not in model_kwargs
+    if may_run and isinstance(model_kwargs.get(CACHE), TurboCache):
         compiles = hand_off.compiled is not None
         make = _compiling_runner if compiles else functools.partial(_new_runner, inside=False)
         runner = make(hand_off, None, model, generation_config)

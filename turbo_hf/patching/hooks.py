@@ -95,7 +95,7 @@ def _around(model: torch.nn.Module, modules: Collection[torch.nn.Module]) -> lis
 
 
 def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TurboCache | None:
-    return next((x for x in (kwargs.get("past_key_values"), *args) if isinstance(x, TurboCache)), None)
+    return next((x for x in (given_cache(kwargs), *args) if isinstance(x, TurboCache)), None)
 
 
 @outside_of_steps(-1)

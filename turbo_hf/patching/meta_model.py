@@ -26,7 +26,7 @@ from turbo_hf.cache.memory import LayerCost, layer_bytes
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported, shortened
 from turbo_hf.models.model_layers import layer_windows
-from turbo_hf.models.versions import NEWEST, OLDEST
+from turbo_hf.models.versions import CACHE, NEWEST, OLDEST
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
 from turbo_hf.patching.patch_model import patch
@@ -180,7 +180,7 @@ def uncompressed_layers(model: PreTrainedModel) -> list[UncompressedLayer]:
         cache = DynamicCache(config=text)
         ids = torch.ones(1, tokens, dtype=torch.long, device="meta")
         try:
-            call(input_ids=ids, past_key_values=cache, use_cache=True)
+            call(input_ids=ids, use_cache=True, **{CACHE: cache})
         except Exception as error:  # meta tensors have no numbers to read
             raise ValueError(
                 f"what the cache of a {model.config.model_type} takes cannot be told without its weights: "

@@ -14,6 +14,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.layout import type_16bit
 from turbo_hf.models.model_layers import layer_windows
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import input_device
 
 DECODED = 16
@@ -128,7 +129,7 @@ def probe(model: PreTrainedModel, cache: Any = None) -> torch.Tensor:
     for end, count in zip(torch.tensor(passes).cumsum(0).tolist(), passes, strict=True):
         here = slice(end - count, end)
         wanted = min(count, total - parts[0] + kept if cache is None else max(kept, parts[1]))
-        options: dict[str, Any] = {"past_key_values": cache} if cache is not None else {"use_cache": False}
+        options: dict[str, Any] = {CACHE: cache} if cache is not None else {"use_cache": False}
         if "position_ids" in known:
             options["position_ids"] = places[:, here]
         if "logits_to_keep" in known:
