@@ -7,7 +7,7 @@ import pytest
 import torch
 from graphs_support import Again
 from models import prompts, tiny_llama, tiny_mistral
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.requests import RequestState
 
@@ -30,6 +30,10 @@ NEAR = 0.02
 def requests(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     """One prompt of each length."""
     return [prompts(1, length, seed=length)[0].tolist() for length in lengths]
+
+
+PREFIXED = [*requests((5, 70, 90, 30, 64, 40)), *([*requests((128,))[0], *range(n, 3 * n + 17)] for n in range(6))]
+"""Prompts, some of which have a prefix of two blocks."""
 
 
 def options(blocks: int = 24, **others: Any) -> ContinuousBatchingConfig:
@@ -142,3 +146,27 @@ def check_same(model: Any, handle: Any, inputs: list[list[int]], outputs: dict[s
     for prompt, (name, output) in zip(inputs, outputs.items(), strict=True):
         assert output.error is None
         assert output.generated_tokens == in_static_batches(model, handle, prompt, passes[name]), name
+
+
+def one_by_one(model: Any, inputs: list[list[int]], passes: Any, cb: Any) -> tuple[dict[str, Any], list[Any]]:
+    """40 tokens of each prompt, which is sent when the one before it has its first token; and the runner's layouts.
+
+    Of a prompt whose prefix is stored, `passes` gets that part as a pass of its own, as if it had been cut there.
+    """
+    outputs: dict[str, Any] = {}
+    names: list[str] = []
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=40)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=cb) as manager:
+        for prompt in inputs:
+            names.append(manager.add_request(prompt, streaming=True))
+            while names[-1] not in outputs:
+                output = manager.get_result()
+                outputs[output.request_id] = output
+        while not all(output.is_finished() for output in outputs.values()):
+            output = manager.get_result()
+            outputs[output.request_id] = output
+        layouts = list(manager.batch_processor.model_runner._layouts)
+    for name, edges in passes.items():
+        if edges[0][0]:
+            passes[name] = [(0, edges[0][0]), *edges]
+    return {name: outputs[name] for name in names}, layouts
