@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from serving_support import (  # noqa: E402
     MODELS,
+    ONE_WIDER,
     PRESETS,
     check_same,
     in_static_batches,
@@ -27,8 +28,10 @@ from transformers.generation.configuration_utils import GenerationConfig  # noqa
 from turbo_hf.serving import runner  # noqa: E402
 
 
-@pytest.mark.parametrize(("preset", "kind"), [*((preset, "llama") for preset in PRESETS), ("turbo-mixed", "sliding")])
-def test_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any) -> None:
+@pytest.mark.parametrize(
+    ("preset", "kind"), [*((preset, "llama") for preset in (*PRESETS, ONE_WIDER)), ("turbo-mixed", "sliding")]
+)
+def test_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any) -> None:
     model, inputs = MODELS[kind](), requests()
     with turbo_hf.patch(model, preset) as handle:
         outputs = model.generate_batch(inputs, max_new_tokens=24, continuous_batching_config=options())

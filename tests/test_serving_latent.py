@@ -33,7 +33,7 @@ from turbo_hf.layout import Scoring, page_bytes  # noqa: E402
 from turbo_hf.serving import runner, storage  # noqa: E402
 
 EXACT = TurboConfig(bits=16)
-WIDTHS = {"16": EXACT, "int8": "int8", "turbo4": "turbo4"}
+WIDTHS: dict[str, str | TurboConfig] = {"16": EXACT, "int8": "int8", "turbo4": "turbo4"}
 
 
 def tiny(version: int = 3, **changes: Any) -> Any:
@@ -42,8 +42,9 @@ def tiny(version: int = 3, **changes: Any) -> Any:
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-        "q_lora_rank": None if version == 2 else 16, "qk_nope_head_dim": 16, "v_head_dim": 24, "first_k_dense_replace": 9,
-        "initializer_range": 0.2, "max_position_embeddings": 1024, "eos_token_id": None, "pad_token_id": None,
+        "q_lora_rank": None if version == 2 else 16, "qk_nope_head_dim": 16, "v_head_dim": 24,
+        "first_k_dense_replace": 9, "initializer_range": 0.2, "max_position_embeddings": 1024, "eos_token_id": None,
+        "pad_token_id": None,
     }  # fmt: skip
     kind: Any = {2: DeepseekV2Config, 3: DeepseekV3Config}[version]
     return AutoModelForCausalLM.from_config(kind(**(sizes | changes))).eval()

@@ -19,6 +19,7 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 from serving_support import (  # noqa: E402
     LENGTHS,
     MODELS,
+    ONE_WIDER,
     PREFIXED,
     PRESETS,
     WINDOW,
@@ -281,12 +282,12 @@ def wide(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("preset", "kind"),
     [
-        *((preset, "llama") for preset in PRESETS),
+        *((preset, "llama") for preset in (*PRESETS, ONE_WIDER)),
         *((preset, "sliding") for preset in ("turbo-mixed", "int8", "turbo4")),
     ],
 )
 @pytest.mark.usefixtures("unrefused")
-def test_on_a_gpu_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any, runners: Any) -> None:
+def test_on_a_gpu_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any, runners: Any) -> None:
     model, inputs = wide(kind), requests((*LENGTHS, 300, 17))
     with turbo_hf.patch(model, preset) as handle:
         # pressure, so that some request starts again

@@ -11,6 +11,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.requests import RequestState
 
+from turbo_hf import TurboConfig
 from turbo_hf.patching import continuous_batching
 from turbo_hf.serving import manager as manager_of
 from turbo_hf.serving import runner
@@ -23,6 +24,8 @@ MODELS = {
     "llama": lambda: tiny_llama().double(),
     "sliding": lambda: tiny_mistral(WINDOW).double(),
 }
+ONE_WIDER = TurboConfig(bits=4, low_bits=2, low_heads=0.5, int8_layers=(1,))
+"""Layers whose pages differ in size: of one all heads are in 8 bit."""
 NEAR = 0.02
 """On a GPU: how far, in standard deviations of its logits, a token may be from the likeliest one of static batches."""
 

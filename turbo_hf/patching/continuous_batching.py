@@ -17,6 +17,7 @@ SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
 
 CHECKED_ON_GPUS = {((8,), ""), ((4,), ""), ((2,), ""), ((4, 2), ""), ((4, 2), "windows"), (((4, 2),), "")}
+CHECKED_ON_GPUS |= {((16,), "latents"), ((8,), "latents"), ((4,), "latents")}
 """(widths of the heads of a layer, what is special: "windows" or "latents") whose tokens were compared with those of
 static batches on a GPU."""
 

@@ -76,6 +76,7 @@ SHORT = 1024
 MOST_ROWS, LEAST, MOST = 8, 128, 1024
 """Of a `Layout`: prompts, columns of each, and columns of all of them. On fewer tokens a pass spends as long."""
 
+
 class Row(NamedTuple):
     """One request in a pass.
 

@@ -217,7 +217,7 @@ class Storage:
     def _store(self, blocks: Blocks, layer: int, qkv: NewQKV) -> None:
         """The new tokens of prompts: whole blocks are sealed, what is behind them goes to the slots."""
         count, heads, dim, block = blocks.count, self.shape.heads, self.shape.dim, self.shape.block
-        opened = {"dtype": self.shape.opened, "device": self.device}
+        opened: dict[str, Any] = {"dtype": self.shape.opened, "device": self.device}
         k, v = (x[0].index_select(1, blocks.tokens).unflatten(1, (count, block)).transpose(0, 1) for x in qkv[1:])
         k_open = torch.empty(count, heads, block, dim, **opened)
         v_open = torch.empty(count, heads, self._channels, block, **opened)
@@ -313,11 +313,11 @@ def _carve(pool: torch.Tensor, blocks: int, shape: Shape) -> list[tuple[PagedHea
     like = [[empty_pages(width, blocks, slots, *rest) for width, slots in groups] for groups in shape.groups]
     carved: list[list[list[Any]]] = [[[pages.bits] for pages in layer] for layer in like]
     at = 0
-    # k, v, meta and scale: numbers of four bytes last, behind multiples of 16 bytes
-    for part in range(1, 5):
+    # numbers of four bytes last, behind multiples of 16 bytes
+    for name in ("k", "v", "meta", "scale"):
         for layer, own in zip(like, carved, strict=True):
             for pages, parts in zip(layer, own, strict=True):
-                x = pages[part]
+                x = getattr(pages, name)
                 parts.append(pool[at : at + x.nbytes].view(x.dtype).view(x.shape))
                 at += x.nbytes
     return [tuple(PagedHeads(*parts) for parts in own) for own in carved]
