@@ -217,10 +217,10 @@ class Storage:
     def _store(self, blocks: Blocks, layer: int, qkv: NewQKV) -> None:
         """The new tokens of prompts: whole blocks are sealed, what is behind them goes to the slots."""
         count, heads, dim, block = blocks.count, self.shape.heads, self.shape.dim, self.shape.block
-        opened: dict[str, Any] = {"dtype": self.shape.opened, "device": self.device}
+        how: dict[str, Any] = {"dtype": self.shape.opened, "device": self.device}
         k, v = (x[0].index_select(1, blocks.tokens).unflatten(1, (count, block)).transpose(0, 1) for x in qkv[1:])
-        k_open = torch.empty(count, heads, block, dim, **opened)
-        v_open = torch.empty(count, heads, self._channels, block, **opened)
+        k_open = torch.empty(count, heads, block, dim, **how)
+        v_open = torch.empty(count, heads, self._channels, block, **how)
         k_scale, v_scale = torch.empty(2, count, heads, block, device=self.device)
         # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
         store = KVStore(
@@ -236,13 +236,13 @@ class Storage:
             block,
         )
         self._append(blocks, layer, NewQKV(qkv.query, k, v), store, None)
-        new = _tokens_last(k_open, v_open, k_scale, v_scale)
-        pairs = list(zip(new, _tokens_last(*(x[layer] for x in self._opened())), strict=True))
+        opened = _tokens_last(k_open, v_open, k_scale, v_scale)
+        pairs = list(zip(opened, _tokens_last(*(x[layer] for x in self._opened())), strict=True))
         if blocks.holds:
             for x, y in pairs:
-                before, after = y.index_select(0, blocks.slots)[..., :block], x.index_select(0, blocks.begin)
+                before, new = y.index_select(0, blocks.slots)[..., :block], x.index_select(0, blocks.begin)
                 held = blocks.held if x.dim() == 4 else blocks.held[:, 0]
-                x.index_copy_(0, blocks.begin, torch.where(held, before, after))
+                x.index_copy_(0, blocks.begin, torch.where(held, before, new))
         if blocks.seals:
             self._seal(store, blocks.first_blocks, layer, blocks.first)
         for x, y in pairs:
