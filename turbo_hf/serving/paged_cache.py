@@ -385,6 +385,13 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         """See `PackedCache`."""
         return self.storage.attend(self.now, module, NewQKV(query, key, value), scoring, window)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See Transformers: from 5.24 on attention modules call it, and keep the cache from attention, which stores."""
+        kwargs["cache"] = self
+        return key_states, value_states
+
     def _blocks_in_use(self) -> int:
         """Blocks of requests and of stored prefixes."""
         return self.num_sectors - int(self.pool.num_free_sectors) - int(self.pool.count_free_blocks(0))
