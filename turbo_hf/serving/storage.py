@@ -75,8 +75,6 @@ class Storage:
         prompts, channels = qkv, shape.dim
         if shape.rotary_dim is not None:
             require_plain(layer, scoring)
-            # FP8 weights of steps are none of a CUDA graph's, if they are made in the first pass
-            up_projections(module, qkv.query.dtype)
             channels = module.v_head_dim
             if now.prompts:
                 prompts = NewQKV(qkv.query, *expanded(module, qkv.key, qkv.value))
