@@ -7,6 +7,7 @@ import pytest
 import torch
 from all_pairs import in_one_test
 from models import LAB_MODEL, VOCABULARY
+from tiny_families import build, mistral4
 
 import turbo_hf
 from turbo_hf import TurboConfig, Unsupported
@@ -72,6 +73,15 @@ def test_tokens_are_those_of_static_batches(kind: str, width: str, passes: Any) 
         assert "prompt tokens" in handle.report().serving
     if kind == "lab":
         assert {at.storage for at in handle.report().layers} == {"latent 4 bit", "latent 8 bit"}
+
+
+@pytest.mark.parametrize("family", ["axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu"])
+def test_other_families(family: str, passes: Any) -> None:
+    model = (mistral4() if family == "mistral4" else build(family)).double()
+    inputs = [[token % 97 + 1 for token in prompt] for prompt in requests((5, 131))]
+    with turbo_hf.patch(model, EXACT) as handle:
+        outputs = model.generate_batch(inputs, max_new_tokens=6, continuous_batching_config=options())
+        check_same(model, handle, inputs, outputs, passes)
 
 
 def test_a_small_pool_starts_requests_again(passes: Any) -> None:
@@ -180,8 +190,6 @@ def test_kernels_give_the_same_tokens(runners: Any) -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused(family: str, config: TurboConfig, reason: str) -> None:
-    from tiny_families import build  # noqa: PLC0415
-
     model: Any = build(family)
     with turbo_hf.patch(model, config), pytest.raises(Unsupported, match=reason):
         model.generate_batch(requests())
