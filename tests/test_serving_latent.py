@@ -77,7 +77,8 @@ def test_tokens_are_those_of_static_batches(kind: str, width: str, passes: Any) 
 
 @pytest.mark.parametrize("family", ["axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu"])
 def test_other_families(family: str, passes: Any) -> None:
-    model = (mistral4() if family == "mistral4" else build(family)).double()
+    model: Any = mistral4() if family == "mistral4" else build(family)
+    model.double()
     inputs = [[token % 97 + 1 for token in prompt] for prompt in requests((5, 131))]
     with turbo_hf.patch(model, EXACT) as handle:
         outputs = model.generate_batch(inputs, max_new_tokens=6, continuous_batching_config=options())
