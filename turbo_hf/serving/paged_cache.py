@@ -373,6 +373,14 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         storage = self.storage
         self.now = mixed_pass(rows, self.allocator.rows(), storage.shape, storage.device, storage.spare)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by attention modules from transformers 5.24 on, where they, not their keywords, have the cache: it
+        joins `kwargs`, where attention looks for it."""
+        kwargs["cache"] = self
+        return key_states, value_states
+
     def attend(
         self,
         module: Any,
@@ -384,13 +392,6 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
     ) -> torch.Tensor:
         """See `PackedCache`."""
         return self.storage.attend(self.now, module, NewQKV(query, key, value), scoring, window)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Transformers: from 5.24 on attention modules call it, and keep the cache from attention, which stores."""
-        kwargs["cache"] = self
-        return key_states, value_states
 
     def _blocks_in_use(self) -> int:
         """Blocks of requests and of stored prefixes."""
