@@ -205,8 +205,8 @@ def test_widths_without_kernels_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyP
 
 
 def on_gpu() -> Any:
-    """Latents of DeepSeek's own sizes, for which Hopper has kernels of its own. In float16, whose rounding is an eighth of
-    bfloat16's: `check_near` then tells it from a wrong token."""
+    """Latents of DeepSeek's own sizes, for which Hopper has kernels of its own. In float16, whose rounding is an eighth
+    of bfloat16's: `check_near` then tells it from a wrong token."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "hidden_size": 256}
     return tiny(initializer_range=0.05, **sizes).half().cuda()
 
