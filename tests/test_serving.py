@@ -39,12 +39,14 @@ def test_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any)
         check_same(model, handle, inputs, outputs, passes)
 
 
-@pytest.mark.parametrize("preset", ["turbo-mixed", "turbo4"])
+@pytest.mark.parametrize(("preset", "kind"), [("turbo-mixed", "llama"), ("turbo4", "llama"), ("turbo4", "latent")])
 @pytest.mark.usefixtures("asynchronous", "runners")
-def test_requests_that_come_and_go_at_random(preset: str, passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_come_and_go_at_random(
+    preset: str, kind: str, passes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cancelled at any moment, in a pool that is too small: those that end have their own tokens, no slot is lost."""
     monkeypatch.setattr(runner, "LEAST", 16)
-    model, draw = MODELS["llama"](), random.Random(4)
+    model, draw = MODELS[kind](), random.Random(4)
     # no two alike, so that no prefix is found but a request's own
     inputs = requests(tuple(draw.sample(range(1, 151), 10)))
     new = [draw.randint(20, 80) for _ in inputs]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from all_pairs import in_one_test
-from models import LAB_MODEL, VOCABULARY
+from models import LAB_MODEL
 from tiny_families import build, mistral4
 
 import turbo_hf
@@ -23,8 +23,9 @@ from serving_support import (  # noqa: E402
     one_by_one,
     options,
     requests,
+    tiny_deepseek,
 )
-from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.generation.configuration_utils import GenerationConfig  # noqa: E402
 
 from turbo_hf.attention.latent import expanded_attention  # noqa: E402
@@ -37,26 +38,12 @@ EXACT = TurboConfig(bits=16)
 WIDTHS: dict[str, str | TurboConfig] = {"16": EXACT, "int8": "int8", "turbo4": "turbo4"}
 
 
-def tiny(version: int = 3, **changes: Any) -> Any:
-    """A random model of DeepSeek V2 or V3 with a latent of 32 channels and a rotary part of 16."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-        "q_lora_rank": None if version == 2 else 16, "qk_nope_head_dim": 16, "v_head_dim": 24,
-        "first_k_dense_replace": 9, "initializer_range": 0.2, "max_position_embeddings": 1024, "eos_token_id": None,
-        "pad_token_id": None,
-    }  # fmt: skip
-    kind: Any = {2: DeepseekV2Config, 3: DeepseekV3Config}[version]
-    return AutoModelForCausalLM.from_config(kind(**(sizes | changes))).eval()
-
-
 def lab(dtype: torch.dtype = torch.float64) -> Any:
     """The trained model, of whose six layers one has its latents in 8 bit beside five in 4."""
     return AutoModelForCausalLM.from_pretrained(LAB_MODEL.parent / "lab-deepseek-3m", dtype=dtype).eval()
 
 
-MODELS = {"v2": lambda: tiny(2).double(), "v3": lambda: tiny(3).double(), "lab": lab}
+MODELS = {"v2": lambda: tiny_deepseek(2).double(), "v3": lambda: tiny_deepseek(3).double(), "lab": lab}
 
 
 @pytest.mark.parametrize(
@@ -86,7 +73,7 @@ def test_other_families(family: str, passes: Any) -> None:
 
 
 def test_a_small_pool_starts_requests_again(passes: Any) -> None:
-    model, inputs = tiny().double(), requests((70, 80, 90))
+    model, inputs = tiny_deepseek().double(), requests((70, 80, 90))
     with turbo_hf.patch(model, "turbo4") as handle:
         outputs = model.generate_batch(inputs, max_new_tokens=70, continuous_batching_config=options(blocks=4))
         assert any(sum(past == 0 for past, _ in edges) > 1 for edges in passes.values()), "the pool was not too small"
@@ -100,7 +87,7 @@ def test_captured_passes_and_stored_prefixes_give_the_same_tokens(
     if ahead:
         request.getfixturevalue("asynchronous")
     monkeypatch.setattr(runner, "LEAST", 16)
-    model = tiny().double()
+    model = tiny_deepseek().double()
     with turbo_hf.patch(model, WIDTHS[width]) as handle:
         cb = options(40, max_batch_tokens=300, use_async_batching=ahead)
         outputs, layouts = one_by_one(model, PREFIXED, passes, cb)
@@ -113,7 +100,7 @@ def test_captured_passes_and_stored_prefixes_give_the_same_tokens(
 
 
 def test_several_sequences_cancelling_and_late_requests() -> None:
-    model = tiny().double()
+    model = tiny_deepseek().double()
     # so cold that sampling takes the likeliest token
     config = GenerationConfig(
         num_return_sequences=3, max_new_tokens=70, do_sample=True, temperature=1e-5, eos_token_id=-1
@@ -164,7 +151,7 @@ def apart(config: Any, qkv: Any, edges: torch.Tensor, longest: int, window: Any,
 
 
 def test_prompts_are_packed(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = tiny().double(), requests((5, 70, 131, 64, 1, 90, 30, 200, 3))
+    model, inputs = tiny_deepseek().double(), requests((5, 70, 131, 64, 1, 90, 30, 200, 3))
     monkeypatch.setattr(storage, "packed_attention", apart)
     with turbo_hf.patch(model, "turbo4") as handle:
         config = options(60, max_batch_tokens=300)
@@ -173,7 +160,7 @@ def test_prompts_are_packed(passes: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_kernels_give_the_same_tokens(runners: Any) -> None:
-    model, inputs = tiny(num_hidden_layers=2), requests((5, 62))
+    model, inputs = tiny_deepseek(num_hidden_layers=2), requests((5, 62))
     tokens = {}
     for backend in ("reference", "triton"):
         with turbo_hf.patch(model, TurboConfig(bits=4, int8_layers=(1,), backend=backend)):
@@ -197,7 +184,7 @@ def test_what_cannot_be_served_is_refused(family: str, config: TurboConfig, reas
 
 
 def test_widths_without_kernels_are_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny()
+    model = tiny_deepseek()
     with turbo_hf.patch(model, "turbo2"):
         monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
         with pytest.raises(Unsupported, match="not been checked on a GPU at 2 bit with latents"):
@@ -208,7 +195,7 @@ def on_gpu() -> Any:
     """Latents of DeepSeek's own sizes, for which Hopper has kernels of its own. In float16, whose rounding is an eighth
     of bfloat16's: `check_near` then tells it from a wrong token."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "hidden_size": 256}
-    return tiny(initializer_range=0.05, **sizes).half().cuda()
+    return tiny_deepseek(initializer_range=0.05, **sizes).half().cuda()
 
 
 @pytest.mark.gpu

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from graphs_support import Again
-from models import prompts, tiny_llama, tiny_mistral
+from models import VOCABULARY, prompts, tiny_llama, tiny_mistral
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
 from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.requests import RequestState
@@ -17,12 +18,28 @@ from turbo_hf.serving import manager as manager_of
 from turbo_hf.serving import runner
 from turbo_hf.serving.paged_cache import TurboPagedCache
 
+
+def tiny_deepseek(version: int = 3, **changes: Any) -> Any:
+    """A random model of DeepSeek V2 or V3 with a latent of 32 channels and a rotary part of 16."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+        "q_lora_rank": None if version == 2 else 16, "qk_nope_head_dim": 16, "v_head_dim": 24,
+        "first_k_dense_replace": 9, "initializer_range": 0.2, "max_position_embeddings": 1024, "eos_token_id": None,
+        "pad_token_id": None,
+    }  # fmt: skip
+    kind: Any = {2: DeepseekV2Config, 3: DeepseekV3Config}[version]
+    return AutoModelForCausalLM.from_config(kind(**(sizes | changes))).eval()
+
+
 WINDOW = 24
 LENGTHS = (5, 70, 131, 64, 1, 90)
 PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2")
 MODELS = {
     "llama": lambda: tiny_llama().double(),
     "sliding": lambda: tiny_mistral(WINDOW).double(),
+    "latent": lambda: tiny_deepseek().double(),
 }
 ONE_WIDER = TurboConfig(bits=4, low_bits=2, low_heads=0.5, int8_layers=(1,))
 """Layers whose pages differ in size: of one all heads are in 8 bit."""
