@@ -56,6 +56,7 @@ def test_kernels_compile_and_fit() -> None:
         "score_means_kernel",
         "rank_kernel",
         "latent_kernel",
+        "seal_latents_kernel",
         "merge_kernel",
         "score_tiles_kernel",
         "keep_tiles_kernel",

@@ -377,6 +377,7 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         latent = torch.zeros(1, 1, 70, 64, device=device, dtype=torch.bfloat16 if device.type == "cuda" else None)
         layer = TurboLayer(TurboConfig(bits=8, **KERNELS), latent=True)
         layer.append(latent, latent[..., :16].clone(), NewColumns(70))
+        layer.commit()
         latent_decode(latent[:, :, :1], latent[:, :, :1, :16], layer.kv_store(), 1.0, **KERNELS)
         plain, k = TurboLayer(TurboConfig(bits=8, **KERNELS)), torch.zeros(1, 2, 3, 16, device=device)
         plain.append(k, k.clone(), NewColumns(3))

@@ -11,7 +11,7 @@ import torch
 import transformers
 from all_pairs import in_one_test
 from models import LAB_MODEL, left_padded, prompts
-from tiny_families import build
+from tiny_families import build, mistral4
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 import turbo_hf
@@ -303,23 +303,6 @@ def test_other_layouts_of_rotary_embedding_and_queries(family: str) -> None:
     with turbo_hf.patch(model, EXACT) as handle:
         assert torch.equal(generated(model, given), want)
         assert handle.report().layers[0].storage == "latent 16 bit"
-
-
-@functools.cache
-def mistral4() -> Any:
-    torch.manual_seed(0)
-    config = transformers.Mistral4Config(
-        vocab_size=99, hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=4, n_routed_experts=2, num_experts_per_tok=2, kv_lora_rank=32,
-        q_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, initializer_range=0.2,
-        eos_token_id=None, pad_token_id=0, first_k_dense_replace=1,
-        rope_parameters={
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64,
-            "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
-        },
-    )  # fmt: skip
-    kind: Any = transformers.models.mistral4.modeling_mistral4.Mistral4ForCausalLM
-    return kind._from_config(config, attn_implementation="eager").eval()
 
 
 def test_tensor_parallel_is_refused() -> None:

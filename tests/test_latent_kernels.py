@@ -17,7 +17,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.layout import AttentionOutput
 from turbo_hf.ops import gpu
 from turbo_hf.ops.latent.contract import latent_decode
-from turbo_hf.ops.store.append import append_step
+from turbo_hf.ops.store.append import append_step, append_tokens, seal_open
 from turbo_hf.ops.store.quantize import dequantize
 
 RANK, ROTARY = 64, 16
@@ -188,3 +188,24 @@ def test_a_replayable_step_seals_and_stores_as_the_reference(device: torch.devic
     for one, other in zip(made[0][0], made[1][0], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     assert [x.tolist() for x in made[0][1:]] == [x.tolist() for x in made[1][1:]]
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_whole_blocks_are_sealed_as_the_reference_seals_them(device: torch.device, bits: int) -> None:
+    dtype, made = torch.float32 if device.type == "cpu" else torch.bfloat16, []
+    for backend in ("triton", "reference"):
+        layer = layer_of(bits, "reference", [127, 63, 10], device, dtype)
+        state, seeded = layer.state, torch.Generator().manual_seed(3)
+        layer.pool.reserve(state.sealed, [2, 1, 1])
+        layer.buffer.reserve(160, state.open)
+        store, nonfinite = layer.kv_store(), torch.zeros(1, dtype=torch.int32, device=device)
+        store = store._replace(open_len=store.open_len.clone(), sealed=store.sealed.clone())
+        k, v = (torch.randn(3, 1, 70, n, generator=seeded).to(device, dtype) for n in (RANK, ROTARY))
+        append_tokens(k, v, store, nonfinite=nonfinite, rotate=layer.config.rotates, backend=backend)
+        # two blocks, two blocks of which the first has left, and one
+        whole = torch.tensor([2, 1, 1], device=device)
+        seal_open(store._replace(sealed=store.sealed + whole), 2, backend=backend)
+        made.append([x[store.table[row, int(store.sealed[row])]] for row in range(3) for x in store.paged[0][1:]])
+        made[-1].append(store.paged[0].k[store.table[0, 2]])
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)

@@ -180,7 +180,7 @@ def test_report() -> None:
             "  decode steps: CUDA graphs, once the model is on a GPU",
             f"  {report.serving}",
         ]
-        assert report.serving.startswith("continuous batching: no (")
+        assert report.serving.startswith("continuous batching: ")
     assert "Scores are capped" in report.notes
     assert report.config is config
     with turbo_hf.patch(tiny("stablelm")) as handle:

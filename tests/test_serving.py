@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from serving_support import (  # noqa: E402
     MODELS,
+    ONE_WIDER,
     PRESETS,
     check_same,
     in_static_batches,
@@ -27,8 +28,10 @@ from transformers.generation.configuration_utils import GenerationConfig  # noqa
 from turbo_hf.serving import runner  # noqa: E402
 
 
-@pytest.mark.parametrize(("preset", "kind"), [*((preset, "llama") for preset in PRESETS), ("turbo-mixed", "sliding")])
-def test_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any) -> None:
+@pytest.mark.parametrize(
+    ("preset", "kind"), [*((preset, "llama") for preset in (*PRESETS, ONE_WIDER)), ("turbo-mixed", "sliding")]
+)
+def test_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any) -> None:
     model, inputs = MODELS[kind](), requests()
     with turbo_hf.patch(model, preset) as handle:
         outputs = model.generate_batch(inputs, max_new_tokens=24, continuous_batching_config=options())
@@ -36,12 +39,14 @@ def test_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any)
         check_same(model, handle, inputs, outputs, passes)
 
 
-@pytest.mark.parametrize("preset", ["turbo-mixed", "turbo4"])
+@pytest.mark.parametrize(("preset", "kind"), [("turbo-mixed", "llama"), ("turbo4", "llama"), ("turbo4", "latent")])
 @pytest.mark.usefixtures("asynchronous", "runners")
-def test_requests_that_come_and_go_at_random(preset: str, passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_come_and_go_at_random(
+    preset: str, kind: str, passes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Cancelled at any moment, in a pool that is too small: those that end have their own tokens, no slot is lost."""
     monkeypatch.setattr(runner, "LEAST", 16)
-    model, draw = MODELS["llama"](), random.Random(4)
+    model, draw = MODELS[kind](), random.Random(4)
     # no two alike, so that no prefix is found but a request's own
     inputs = requests(tuple(draw.sample(range(1, 151), 10)))
     new = [draw.randint(20, 80) for _ in inputs]
@@ -198,7 +203,7 @@ def test_a_persistent_manager_lives_on_and_is_removed_with_the_patch() -> None:
         (TurboConfig(recent_tokens=64), "recent_tokens cannot be served"),
         (TurboConfig(bits=16), "16-bit pages"),
         (TurboConfig(dense_layers=(0,)), "layer 0 is not compressed"),
-        (TurboConfig(int8_layers=(1,)), r"pages of several sizes.*layer 1: 8 bit"),
+        (TurboConfig(bits=16, int8_layers=(1,)), r"16-bit pages beside others.*layer 1: 8 bit"),
         (TurboConfig(sas=True), "SAS without a given sas_threshold"),
     ],
 )

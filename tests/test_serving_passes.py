@@ -19,11 +19,14 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 from serving_support import (  # noqa: E402
     LENGTHS,
     MODELS,
+    ONE_WIDER,
+    PREFIXED,
     PRESETS,
     WINDOW,
     check_near,
     check_same,
     in_static_batches,
+    one_by_one,
     options,
     requests,
 )
@@ -58,33 +61,6 @@ def test_captured_steps_give_the_same_tokens(
     assert made.captures > 2, "several numbers of rows"
     assert sum(replay is not None for replay in made._replays.values()) <= 2
     assert made._device.replayed > made._device.warmed
-
-
-def one_by_one(model: Any, inputs: list[list[int]], passes: Any, cb: Any) -> tuple[dict[str, Any], list[Any]]:
-    """40 tokens of each prompt, which is sent when the one before it has its first token; and the runner's layouts.
-
-    Of a prompt whose prefix is stored, `passes` gets that part as a pass of its own, as if it had been cut there.
-    """
-    outputs: dict[str, Any] = {}
-    names: list[str] = []
-    config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=40)
-    with model.continuous_batching_context_manager(config, continuous_batching_config=cb) as manager:
-        for prompt in inputs:
-            names.append(manager.add_request(prompt, streaming=True))
-            while names[-1] not in outputs:
-                output = manager.get_result()
-                outputs[output.request_id] = output
-        while not all(output.is_finished() for output in outputs.values()):
-            output = manager.get_result()
-            outputs[output.request_id] = output
-        layouts = list(manager.batch_processor.model_runner._layouts)
-    for name, edges in passes.items():
-        if edges[0][0]:
-            passes[name] = [(0, edges[0][0]), *edges]
-    return {name: outputs[name] for name in names}, layouts
-
-
-PREFIXED = [*requests((5, 70, 90, 30, 64, 40)), *([*requests((128,))[0], *range(n, 3 * n + 17)] for n in range(6))]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +158,7 @@ def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
 
 def test_prompts_over_long_pasts_are_not_captured_together() -> None:
     """Each past is unpacked for the pass: no more than in passes that are launched."""
-    stored = SimpleNamespace(ranks=[False], shape=SimpleNamespace(block=64))
+    stored = SimpleNamespace(ranks=[False], shape=SimpleNamespace(block=64, together=rows.TOGETHER))
     cache = SimpleNamespace(storage=stored, allocator=SimpleNamespace(rows=lambda: 4), max_batch_tokens=8192)
     made: Any = SimpleNamespace(cache=cache, _device=object(), _prompts=True)
 
@@ -306,12 +282,12 @@ def wide(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("preset", "kind"),
     [
-        *((preset, "llama") for preset in PRESETS),
+        *((preset, "llama") for preset in (*PRESETS, ONE_WIDER)),
         *((preset, "sliding") for preset in ("turbo-mixed", "int8", "turbo4")),
     ],
 )
 @pytest.mark.usefixtures("unrefused")
-def test_on_a_gpu_tokens_are_those_of_static_batches(preset: str, kind: str, passes: Any, runners: Any) -> None:
+def test_on_a_gpu_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any, runners: Any) -> None:
     model, inputs = wide(kind), requests((*LENGTHS, 300, 17))
     with turbo_hf.patch(model, preset) as handle:
         # pressure, so that some request starts again
@@ -366,7 +342,7 @@ def test_on_a_gpu_prefixes_forks_late_and_cancelled_requests(passes: Any) -> Non
         cache = manager.batch_processor.cache
         # pages are views of the pool: nothing lies beside it but the slots
         pool = cache.cache_tensor.untyped_storage()
-        for pages in cache.storage.paged:
+        for pages in (pages for groups in cache.storage.paged for pages in groups):
             assert all(x.untyped_storage().data_ptr() == pool.data_ptr() for x in pages[1:])
         assert torch.cuda.memory_allocated() - before < 1.2 * (pool.nbytes() + cache.storage.k_open.nbytes * 3) + 2**26
     assert [passes[name][0][0] for name in outputs] == [0, 128, 128]

@@ -368,9 +368,10 @@ def page_bytes(head_dim: int, width: Width, block: int = 64, rotary_dim: int | N
     return packed_bytes(block * head_dim, bits) + values + meta_lines(bits, value_bits) * head_dim + 8
 
 
-def open_token_bytes(head_dim: int, *, unquantized: bool = False) -> int:
-    """Bytes of one open token of one KV head: codes or 16-bit numbers, and a float32 scale, for K and V."""
-    return 2 * (head_dim * (2 if unquantized else 1) + 4)
+def open_token_bytes(head_dim: int, *, unquantized: bool = False, rotary_dim: int | None = None) -> int:
+    """Bytes of one open token of one KV head: codes or 16-bit numbers, and a float32 scale, for K and V. rotary_dim: as
+    in `page_bytes`."""
+    return (head_dim + (rotary_dim or head_dim)) * (2 if unquantized else 1) + 8
 
 
 def empty_means(pages: int, slots: int, head_dim: int, device: torch.device) -> PageMeans:

@@ -334,6 +334,10 @@ two were as close as that. "Unpatched" says what the model does without turbo_hf
 - chunks: the same prompts with `prefill_chunk_size`.
 - second turn: `generate` goes on with the cache of a first answer and more tokens.
 - un-patch: after `remove()` logits are bit-identical, and all attributes are the same objects as before.
+
+Continuous batching has no column: it serves the families all of whose layers are compressed, with heads of one number
+and size, those of latent attention (`axk1`, `deepseek_v2`, `deepseek_v3`, `glm4_moe_lite`, `longcat_flash`, `minicpm3`,
+`youtu`) included; `report()` says so, and [limits.md](limits.md) why others are refused.
 """
 
 REFUSED_WORDS = """`patch` raises `turbo_hf.Unsupported` with this sentence, or `generate` does.

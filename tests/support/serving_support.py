@@ -6,15 +6,32 @@ from typing import Any
 import pytest
 import torch
 from graphs_support import Again
-from models import prompts, tiny_llama, tiny_mistral
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from models import VOCABULARY, prompts, tiny_llama, tiny_mistral
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config
+from transformers.generation.configuration_utils import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.requests import RequestState
 
+from turbo_hf import TurboConfig
 from turbo_hf.patching import continuous_batching
 from turbo_hf.serving import manager as manager_of
 from turbo_hf.serving import runner
 from turbo_hf.serving.paged_cache import TurboPagedCache
+
+
+def tiny_deepseek(version: int = 3, **changes: Any) -> Any:
+    """A random model of DeepSeek V2 or V3 with a latent of 32 channels and a rotary part of 16."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+        "q_lora_rank": None if version == 2 else 16, "qk_nope_head_dim": 16, "v_head_dim": 24,
+        "first_k_dense_replace": 9, "initializer_range": 0.2, "max_position_embeddings": 1024, "eos_token_id": None,
+        "pad_token_id": None,
+    }  # fmt: skip
+    kind: Any = {2: DeepseekV2Config, 3: DeepseekV3Config}[version]
+    return AutoModelForCausalLM.from_config(kind(**(sizes | changes))).eval()
+
 
 WINDOW = 24
 LENGTHS = (5, 70, 131, 64, 1, 90)
@@ -22,7 +39,10 @@ PRESETS = ("int8", "turbo4", "turbo-mixed", "turbo2", "turbo-k4v2")
 MODELS = {
     "llama": lambda: tiny_llama().double(),
     "sliding": lambda: tiny_mistral(WINDOW).double(),
+    "latent": lambda: tiny_deepseek().double(),
 }
+ONE_WIDER = TurboConfig(bits=4, low_bits=2, low_heads=0.5, int8_layers=(1,))
+"""Layers whose pages differ in size: of one all heads are in 8 bit."""
 NEAR = 0.02
 """On a GPU: how far, in standard deviations of its logits, a token may be from the likeliest one of static batches."""
 
@@ -30,6 +50,10 @@ NEAR = 0.02
 def requests(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
     """One prompt of each length."""
     return [prompts(1, length, seed=length)[0].tolist() for length in lengths]
+
+
+PREFIXED = [*requests((5, 70, 90, 30, 64, 40)), *([*requests((128,))[0], *range(n, 3 * n + 17)] for n in range(6))]
+"""Prompts, some of which have a prefix of two blocks."""
 
 
 def options(blocks: int = 24, **others: Any) -> ContinuousBatchingConfig:
@@ -142,3 +166,27 @@ def check_same(model: Any, handle: Any, inputs: list[list[int]], outputs: dict[s
     for prompt, (name, output) in zip(inputs, outputs.items(), strict=True):
         assert output.error is None
         assert output.generated_tokens == in_static_batches(model, handle, prompt, passes[name]), name
+
+
+def one_by_one(model: Any, inputs: list[list[int]], passes: Any, cb: Any) -> tuple[dict[str, Any], list[Any]]:
+    """40 tokens of each prompt, which is sent when the one before it has its first token; and the runner's layouts.
+
+    Of a prompt whose prefix is stored, `passes` gets that part as a pass of its own, as if it had been cut there.
+    """
+    outputs: dict[str, Any] = {}
+    names: list[str] = []
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=40)
+    with model.continuous_batching_context_manager(config, continuous_batching_config=cb) as manager:
+        for prompt in inputs:
+            names.append(manager.add_request(prompt, streaming=True))
+            while names[-1] not in outputs:
+                output = manager.get_result()
+                outputs[output.request_id] = output
+        while not all(output.is_finished() for output in outputs.values()):
+            output = manager.get_result()
+            outputs[output.request_id] = output
+        layouts = list(manager.batch_processor.model_runner._layouts)
+    for name, edges in passes.items():
+        if edges[0][0]:
+            passes[name] = [(0, edges[0][0]), *edges]
+    return {name: outputs[name] for name in names}, layouts

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from turbo_hf.cache.layer import TurboLayer
-from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
+from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import Scoring
+from turbo_hf.layout import KVStore, Scoring
 from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.store.quantize import dequantize
 from turbo_hf.ops.store.rotate_latents import rotate_latent_queries, unrotate_latents
@@ -60,18 +61,32 @@ def latent_step(
     qkv: queries [B, H, M, nope + R], latents [B, 1, M, rank], rotary parts [B, 1, M, R]. Returns [B, H, M, Dv].
     """
     q, latent, rotary = (new.align(x) for x in qkv)
-    up, config = up_projections(module, q.dtype), layer.config
+    up = up_projections(module, q.dtype)
     layer.append(latent, rotary, new, check_later=True)
-    q_nope, q_rotary = q.split((up.keys.shape[1], rotary.shape[-1]), -1)
+    out = absorbed_attention(layer.config, up, q, layer.kv_store(), new.starts_on(q.device), scoring)
+    layer.commit(check_later=True)
+    return out
+
+
+def absorbed_attention(
+    config: TurboConfig,
+    up: UpProjections,
+    q: torch.Tensor,
+    store: KVStore,
+    starts: torch.Tensor | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention [B, H, M, Dv] of the newest tokens over the latents of a store, which holds theirs already.
+
+    q: [B, H, M, nope + R]. starts: as in `latent_decode`.
+    """
+    q_nope, q_rotary = q.split((up.keys.shape[1], store.v_open.shape[2]), -1)
     absorbed = _by_head(q_nope, up.keys)
     if config.rotates:
         absorbed = rotate_latent_queries(absorbed)
-    out = latent_decode(
-        absorbed, q_rotary, layer.kv_store(), scoring.scaling, starts=new.starts_on(q.device), backend=config.backend
-    ).out
+    out = latent_decode(absorbed, q_rotary, store, scoring.scaling, starts=starts, backend=config.backend).out
     if config.rotates:
         out = unrotate_latents(out)
-    layer.commit(check_later=True)
     return _by_head(out, up.values.mT)
 
 
@@ -91,24 +106,44 @@ def latent_prompt(
     # made here, FP8 weights of steps are none of a CUDA graph's
     up_projections(module, q.dtype)
     # what padding holds is arbitrary, and 0 times NaN is NaN
-    keys, values = expanded(module, new.blank(latent), new.blank(rotary))
-    starts, tokens = new.starts_on(q.device), new.tokens
+    given = NewQKV(q, *expanded(module, new.blank(latent), new.blank(rotary)))
+    past = layer.kv_store() if layer.seen else None
+    out = expanded_attention(layer.config, module, given, past, new.starts_on(q.device), scoring)
+    cache.store_prompt(layer, latent, rotary, new, None)
+    return out
+
+
+def expanded_attention(
+    config: TurboConfig,
+    module: Any,
+    qkv: NewQKV,
+    past: KVStore | None,
+    starts: torch.Tensor | None,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attention [B, H, M, Dv] of new tokens, whose keys and values are expanded, over themselves and the latents of a
+    past. starts: int64 [B], the first column that holds a token; None: all do."""
+    (q, keys, values), tokens = qkv, qkv.query.shape[2]
     mask: Any = None
-    if starts is not None or layer.seen:
+    if starts is not None or past is not None:
         column = torch.arange(tokens, device=q.device)
         mask = (column <= column[:, None]).expand(len(q), 1, tokens, tokens)
         if starts is not None:
             # padding sees itself rather than nothing
             mask = mask & ((column >= starts[:, None, None]) | (column == column[:, None]))[:, None]
-    if layer.seen:
-        store = layer.kv_store()
-        past = expanded(module, *dequantize(store, q.dtype, layer.config.rotates))
-        keys, values = (torch.cat(pair, 2) for pair in zip(past, (keys, values), strict=True))
-        place = torch.arange(past[0].shape[2], device=q.device)
-        held = place < (store.sealed * store.block + store.open_len)[:, None]
+    if past is not None:
+        earlier = expanded(module, *dequantize(past, q.dtype, config.rotates))
+        keys, values = (torch.cat(pair, 2) for pair in zip(earlier, (keys, values), strict=True))
+        place = torch.arange(earlier[0].shape[2], device=q.device)
+        held = place < (past.sealed * past.block + past.open_len)[:, None]
         mask = torch.cat((held[:, None, None].expand(-1, 1, tokens, -1), mask), -1)
-    out = torch.nn.functional.scaled_dot_product_attention(
+    out: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(
         q, keys, values, attn_mask=mask, is_causal=mask is None, scale=scoring.scaling
     )
-    cache.store_prompt(layer, latent, rotary, new, None)
     return out
+
+
+def require_plain(index: int, scoring: Scoring) -> None:
+    """Unsupported for scores of a layer that latent attention does not know."""
+    if scoring.softcap is not None or scoring.sinks is not None:
+        raise Unsupported(f"layer {index}: latent attention with softcap or sinks is not known here.")

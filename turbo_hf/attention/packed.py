@@ -35,7 +35,7 @@ class PackedCache:
     @abstractmethod
     def attend(
         self,
-        layer: int,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -43,7 +43,9 @@ class PackedCache:
         window: int | None,
     ) -> torch.Tensor:
         """Store the new tokens of the pass and attend. query: [1, Hq, T, D]; key, value: [1, Hkv, T, D], all requests
-        of the pass one after the other. Returns [1, Hq, T, D]."""
+        of the pass one after the other; of latent attention [1, H, T, nope + R], latents [1, 1, T, rank] and rotary
+        parts [1, 1, T, R]. Returns [1, Hq, T, D], or [1, H, T, Dv]. module: the attention module, of the layer
+        `layer_idx`."""
 
 
 @contextmanager

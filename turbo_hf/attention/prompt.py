@@ -108,18 +108,23 @@ def packed_attention(
     """Attention [1, Hq, T, D] of first prompts that lie one after the other, each over its own tokens.
 
     edges: int32 [prompts + 1], where each begins, and the end. longest: the most tokens of one. None: one launch does
-    not compute that, as the prompts are not plain causal attention in the model's precision.
+    not compute that, as the prompts are not plain causal attention in the model's precision. Values may have fewer
+    channels than keys (latent attention, expanded): the output then has as many.
     """
-    q, k, v = (x[0].transpose(0, 1) for x in qkv)
     mode = prefill_mode(config.prompt_attention, qkv.query[:, :, :longest])
     plain = mode == "fp16" and config.backend == "auto" and config.sparse_prompt is None
     if not plain or not _is_plain(qkv.query[:, :, :longest], None, window, scoring):
         return None
+    channels, missing = qkv.value.shape[3], qkv.key.shape[3] - qkv.value.shape[3]
+    if missing > 0 and qkv.value.is_cuda:
+        # the kernel has one head dim
+        qkv = qkv._replace(value=torch.nn.functional.pad(qkv.value, (0, missing)))
     if not _flash_serves(*qkv, qkv.query.shape[1] != qkv.key.shape[1]):
         return None
+    q, k, v = (x[0].transpose(0, 1) for x in qkv)
     flash: Any = torch.ops.aten._flash_attention_forward.default
     out: torch.Tensor = flash(q, k, v, edges, edges, longest, longest, 0.0, True, False, scale=scoring.scaling)[0]
-    return out.transpose(0, 1)[None]
+    return out.transpose(0, 1)[None, ..., :channels]
 
 
 def _is_plain(q: torch.Tensor, starts: torch.Tensor | None, window: int | None, scoring: Scoring) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from turbo_hf.attention.context_group import decode_parts
 from turbo_hf.attention.full_precision import decompressed, full_precision_attention, hf_attention
-from turbo_hf.attention.latent import latent_prompt, latent_step
+from turbo_hf.attention.latent import latent_prompt, latent_step, require_plain
 from turbo_hf.attention.packed import PACKED_KEYWORDS, packed_cache
 from turbo_hf.attention.prompt import attend_prompt
 from turbo_hf.attention.sparse_step import Source, attend_sparse, new_buckets_and_query_info
@@ -160,7 +160,7 @@ def _attention(
         if reason is not None:
             raise Unsupported(f"layer {layer}: {reason}")
         qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
-        out = packed.attend(layer, *qkv, scoring, call.window)
+        out = packed.attend(module, *qkv, scoring, call.window)
         return out.transpose(1, 2).contiguous(), None
     options = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, "scaling": scale}
     if call.cache is not None and call.layer is not None:
@@ -318,8 +318,7 @@ def _latent(
     cache: TurboCache, layer: TurboLayer, source: Source, qkv: NewQKV, new: NewColumns, scoring: Scoring
 ) -> torch.Tensor:
     """Attention of a layer that keeps latents."""
-    if scoring.softcap is not None or scoring.sinks is not None:
-        raise Unsupported(f"layer {layer.index}: latent attention with softcap or sinks is not known here.")
+    require_plain(layer.index, scoring)
     if layer.is_decoding(new.tokens):
         return latent_step(layer, source.module, qkv, new, scoring)
     return latent_prompt(cache, layer, source.module, qkv, new, scoring)

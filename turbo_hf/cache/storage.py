@@ -458,12 +458,11 @@ class LayerStorage:
             store = self.kv_store()
             if index.sorts or kept or after.recent:
                 store = store._replace(open_len=shared([row.whole * block for row in rows], self.device))
-            backend = "reference" if self.latent else self.config.backend
             most = max(row.whole for row in rows)
             if after.context is not None:
                 store, most = after.context.own_blocks(store, before.sealed, [row.whole for row in rows])
             if most:
-                seal_open(store, most, backend=backend)
+                seal_open(store, most, backend=self.config.backend)
         if any(row.whole for row in rows):
             state, gone = self.state, [row.whole * block for row in rows]
             opened = [held - count for held, count in zip(state.open, gone, strict=True)]

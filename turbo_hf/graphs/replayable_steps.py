@@ -431,7 +431,7 @@ class ReplayableSteps:
             elif before.recent:
                 store = store._replace(open_len=shared(gone, device))
             if most:
-                seal_open(store, most, backend="reference" if layer.latent else layer.config.backend)
+                seal_open(store, most, backend=layer.config.backend)
             layer.buffer.drop_front_in_place(gone, after.open)
         group.open.sub_(shared(gone, device))
         group.become(after)

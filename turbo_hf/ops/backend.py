@@ -72,7 +72,8 @@ def why_no_kernel(x: torch.Tensor, mode: str = "fp16") -> str | None:
 
 
 def why_no_latent_kernel(latent: torch.Tensor, rotary_dim: int, bits: int, block: int) -> str | None:
-    """Why no kernel serves latents like `latent` [..., rank] beside rotary parts of so many channels; None if one does.
+    """Why no kernel serves latents like `latent` [..., rank], new ones or open ones, beside rotary parts of so many
+    channels; None if one does.
 
     bits, block: width and tokens of the blocks that hold them.
     """
@@ -80,7 +81,8 @@ def why_no_latent_kernel(latent: torch.Tensor, rotary_dim: int, bits: int, block
     reason: str | None = gpu.why_no_kernels_on(latent.device)
     if reason is not None:
         return reason
-    if latent.dtype not in (torch.float16, torch.bfloat16) and (latent.is_cuda or latent.dtype == torch.float64):
+    known = torch.float16, torch.bfloat16, torch.int8
+    if latent.dtype not in known and (latent.is_cuda or latent.dtype == torch.float64):
         return f"latent attention has kernels for 16-bit models, and this is {latent.dtype}"
     if block != LATENT_BLOCK:
         return f"latents in blocks of {block} tokens have no kernel; blocks of {LATENT_BLOCK} have"

@@ -1,7 +1,7 @@
 """Whether continuous batching can serve a patched model, and the method that begins it."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import transformers
@@ -11,14 +11,27 @@ from transformers import PreTrainedModel
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.step_runner import why_no_replay_of
-from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words
+from turbo_hf.layout import UNQUANTIZED, HeadGroups, in_words, type_16bit
 
 SINCE = Version("5.19")
 """The first version of Transformers whose continuous batching leaves the layout of its pool to others."""
 
-CHECKED_ON_GPUS = {((8,), False), ((4,), False), ((2,), False), ((4, 2), False), ((4, 2), True), (((4, 2),), False)}
-"""(widths of the heads, whether layers have sliding windows) whose tokens were compared with those of static batches on
-a GPU."""
+CHECKED_ON_GPUS = {((8,), ""), ((4,), ""), ((2,), ""), ((4, 2), ""), ((4, 2), "windows"), (((4, 2),), "")}
+CHECKED_ON_GPUS |= {((16,), "latents"), ((8,), "latents"), ((4,), "latents")}
+"""(widths of the heads of a layer, what is special: "windows" or "latents") whose tokens were compared with those of
+static batches on a GPU."""
+
+CHANNELS = 2048
+"""Channels of keys and values of a token, in all heads, of which `Shape.together` tokens of a past are unpacked."""
+
+
+class HeadSizes(NamedTuple):
+    """Channels of a KV head; of latent attention those of the latent and of the rotary part, and of the keys and values
+    that all heads make of them."""
+
+    dim: int
+    rotary_dim: int | None = None
+    expanded: int = 0
 
 
 class Layer(Protocol):
@@ -48,28 +61,38 @@ class Maker(Protocol):
     config: TurboConfig
     head_orders: Mapping[int, tuple[int, ...]]
     active: bool
-    groups: HeadGroups
-    dims: frozenset[int]
+    groups: tuple[HeadGroups, ...]
+    sizes: frozenset[HeadSizes]
     why_not_served: str | None
     why_not_captured: str | None
     serving: Any
 
 
-def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: TurboConfig, dims: set[int]) -> str | None:
-    """Why continuous batching cannot run on compressed pages of this model; None: it can. dims: head dims."""
+def latent_sizes(module: Any) -> HeadSizes:
+    """Of an attention module of latent attention."""
+    nope, rotary, value = module.qk_nope_head_dim, module.qk_rope_head_dim, module.v_head_dim
+    heads = module.kv_b_proj.out_features // (nope + value)
+    return HeadSizes(module.kv_lora_rank, rotary, heads * (nope + rotary + value))
+
+
+def why_not_served(
+    model: PreTrainedModel, layers: Sequence[Layer], config: TurboConfig, sizes: Collection[HeadSizes]
+) -> str | None:
+    """Why continuous batching cannot run on compressed pages of this model; None: it can. sizes: those that occur."""
     here = Version(transformers.__version__)
     if Version(f"{here.major}.{here.minor}") < SINCE:
         return f"it needs transformers {SINCE} or newer, and {here} is installed. Upgrade transformers, use generate"
     other = next((at for at in layers if not at.groups), None)
     if other is not None:
         return f"layer {other.index} is not compressed, and all layers share one pool. Use generate"
-    if any(at.latent for at in layers):
-        return "latent attention (MLA) is not served to requests that come and go. Use generate"
-    if len({at.groups for at in layers}) > 1 or len(dims) > 1:
+    widths = {at.groups for at in layers}
+    heads, latent = {sum(count for _, count in groups) for groups in widths}, layers[0].latent
+    wide = [groups for groups in widths if UNQUANTIZED in dict(groups)]
+    if len(sizes) > 1 or len(heads) > 1 or (wide and len(widths) > 1):
         odd = next((at for at in layers if at.groups != layers[0].groups), layers[0])
         return (
-            "its layers need pages of several sizes, and those of the pool have one (layer "
-            f"{odd.index}: {odd.storage}). Choose a config with one width for all layers (int8), use generate"
+            "its layers have heads of several sizes or numbers, or 16-bit pages beside others, and the pool's are "
+            f"alike (layer {odd.index}: {odd.storage}). Use generate"
         )
     if len({x.device for x in model.parameters()}) > 1:
         return "the model is spread over several devices. Use generate"
@@ -77,24 +100,27 @@ def why_not_served(model: PreTrainedModel, layers: Sequence[Layer], config: Turb
         ("sparse steps", config.sparse is not None),
         ('buffer_scale="universal", whose scale is that of a whole prompt,', config.buffer_scale == "universal"),
         ("recent_tokens", config.recent_tokens > 0),
-        ("16-bit pages", UNQUANTIZED in dict(layers[0].groups)),
+        ("16-bit pages", bool(wide) and not latent),
         ("SAS without a given sas_threshold", config.sas and config.sas_threshold is None),
     ):
         if found:
             return f"{reason} cannot be served to requests that come and go. Choose another config, use generate"
-    return unchecked(model, layers[0].groups)
+    return unchecked(model, widths, latent)
 
 
-def unchecked(model: Any, groups: HeadGroups) -> str | None:
-    """Why this GPU may not serve; None: it may, or the model is on none. groups: as in `TurboConfig.head_groups`."""
+def unchecked(model: Any, groups: Iterable[HeadGroups], latent: bool) -> str | None:
+    """Why this GPU may not serve; None: it may, or the model is on none. groups: of the layers, as in
+    `TurboConfig.head_groups`. latent: whether they keep latents."""
     slides = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) is not None
-    widths = tuple(width for width, _ in groups)
-    if model.device.type != "cuda" or (widths, slides) in CHECKED_ON_GPUS:
+    kind = "latents" if latent else "windows" if slides else ""
+    found = {tuple(width for width, _ in own) for own in groups}
+    left = sorted((widths for widths in found if (widths, kind) not in CHECKED_ON_GPUS), key=str)
+    if model.device.type != "cuda" or not left:
         return None
-    own = f"{' and '.join(map(in_words, widths))} bit{' with sliding windows' if slides else ''}"
+    own = f"{' and '.join(map(in_words, left[0]))} bit{f' with {kind}' if kind else ''}"
     return (
         f"its answers have not been checked on a GPU at {own}. Choose int8, turbo4, turbo-mixed or turbo2 (windows: "
-        "turbo-mixed), use generate"
+        "turbo-mixed; latents: int8, turbo4 or 16 bit), use generate"
     )
 
 
@@ -106,7 +132,8 @@ def words(why_not: str | None) -> str:
 def begin(maker: Maker, is_own: Callable[[Any], bool], model: Any, *args: Any, **kwargs: Any) -> Any:
     """In place of `init_continuous_batching`: a manager whose cache is compressed. is_own: as in `why_no_replay_of`."""
     # again, as it may have been moved since the patch
-    reason = maker.why_not_served or unchecked(model, maker.groups)
+    latent = any(sizes.rotary_dim is not None for sizes in maker.sizes)
+    reason = maker.why_not_served or unchecked(model, maker.groups, latent)
     if reason is not None or not maker.active:
         reason = reason or "this model is a copy of a patched one, or its patch was removed. Use generate"
         raise Unsupported(f"continuous batching (generate_batch) on compressed pages: {reason}, or remove the patch.")
@@ -125,10 +152,19 @@ def begin(maker: Maker, is_own: Callable[[Any], bool], model: Any, *args: Any, *
 def serving_of(maker: Maker, model: Any) -> Any:
     """What the managers of this patch have in common."""
     from turbo_hf.serving.paged_cache import Serving  # noqa: PLC0415 - as above
-    from turbo_hf.serving.rows import Shape  # noqa: PLC0415 - as above
+    from turbo_hf.serving.rows import TOGETHER, Shape  # noqa: PLC0415 - as above
 
-    config, (dim,) = maker.config, maker.dims
-    shape = Shape(maker.layers, maker.groups, dim, config.block_size)
+    config, (sizes,) = maker.config, maker.sizes
+    wide = any(UNQUANTIZED in dict(groups) for groups in maker.groups)
+    shape = Shape(
+        maker.groups,
+        sizes.dim,
+        config.block_size,
+        sizes.rotary_dim,
+        sizes.expanded,
+        type_16bit(model.dtype) if wide else torch.int8,
+        TOGETHER // max(1, sizes.expanded // CHANNELS),
+    )
     return Serving(shape, config, [maker.head_orders.get(n) for n in range(maker.layers)])
 
 

@@ -21,6 +21,7 @@ from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.layout import HeadGroups, in_words
 from turbo_hf.patching import continuous_batching
+from turbo_hf.patching.continuous_batching import HeadSizes
 from turbo_hf.ranks import ALONE, Ranks
 from turbo_hf.sparse.prompts import PromptShares, PromptTally
 from turbo_hf.sparse.selectors import Selectivity, Selector
@@ -163,7 +164,8 @@ class CacheMaker:
         active: whether the patch is on.
         ranks: those that share the model, or one context.
         uncompressed: caches of Transformers' own that plain calls have made; passing one on causes a warning.
-        groups, dims: of the compressed layers: (width, KV heads) of each width, and the head dims that occur.
+        groups: of each layer, (width, KV heads) of each width; (): not compressed.
+        sizes: those of the heads of compressed layers.
         why_not_served: why continuous batching cannot run; None: it can.
         why_not_captured: why its steps cannot be CUDA graphs, as far as the patch knows; None: they can.
         serving: what its managers have in common; None before the first one.
@@ -183,8 +185,8 @@ class CacheMaker:
     active: bool = True
     ranks: Ranks = ALONE
     uncompressed: "weakref.WeakSet[Cache]" = field(default_factory=weakref.WeakSet)
-    groups: HeadGroups = ()
-    dims: frozenset[int] = frozenset()
+    groups: tuple[HeadGroups, ...] = ()
+    sizes: frozenset[HeadSizes] = frozenset()
     why_not_served: str | None = None
     why_not_captured: str | None = None
     serving: Any = None

@@ -24,6 +24,7 @@ from turbo_hf.ops.tuning import describe_prefill
 from turbo_hf.patches.families import Family, family_of
 from turbo_hf.patches.layers import AttentionLayer, attention_layers
 from turbo_hf.patching import continuous_batching
+from turbo_hf.patching.continuous_batching import HeadSizes, latent_sizes
 from turbo_hf.patching.generate_methods import PREPARE, replace_methods
 from turbo_hf.patching.handle import CacheMaker, Handle, Report
 from turbo_hf.patching.hooks import add_hooks
@@ -216,7 +217,8 @@ def _plan(
     if config.cuda_graphs is True and no_graphs is not None:
         notices.refuse(f"cuda_graphs=True: {no_graphs}.")
     compiled = _compiled_step(config, uncompressed, notices)
-    no_serving = continuous_batching.why_not_served(model, layers, config, dims)
+    sizes = {HeadSizes(dim) for dim in dims} | {latent_sizes(module) for module in latents}
+    no_serving = continuous_batching.why_not_served(model, layers, config, sizes)
     if sharing is not ranks:
         require_spread_layers(layers)
         no_serving = f"{CONTEXT} is not served to requests that come and go. Use generate"
@@ -247,8 +249,8 @@ def _plan(
         loaded.orders,
         selectors,
         ranks=ranks,
-        groups=layers[0].groups,
-        dims=frozenset(dims),
+        groups=tuple(at.groups for at in layers),
+        sizes=frozenset(sizes),
         why_not_served=no_serving,
         why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )

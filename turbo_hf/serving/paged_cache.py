@@ -16,12 +16,13 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
     CacheAllocator,
     compute_block_hash,
 )
+from transformers.generation.continuous_batching.utils import find_head_dim
 
 from turbo_hf.attention.packed import PackedCache
 from turbo_hf.cache.memory import Memory
 from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import Scoring, open_token_bytes, power_of_two
+from turbo_hf.layout import Scoring, power_of_two
 from turbo_hf.serving.rows import Pass, Row, Shape, mixed_pass
 from turbo_hf.serving.storage import Storage
 
@@ -82,7 +83,8 @@ class TurboAllocator(CacheAllocator):
 
     def __init__(self, shape: Shape, slots: int, share: bool):
         self.shape, self.slots = shape, slots
-        self._before_cache_tensor_init(0, list(range(shape.layers)), shape.block, shape.page, share)
+        # to Transformers, the pages of a block are one page: those of its layers may differ in size
+        self._before_cache_tensor_init(0, [0], shape.block, shape.block_bytes, share)
         self.slot_of: dict[str, int] = {}
         # a heap: the lowest first, as steps have a row for each slot up to the highest in use
         self.free_slots = list(range(slots))
@@ -202,9 +204,14 @@ class _Planner(PagedAttentionMemoryHandler):
     def __init__(self, shape: Shape, **options: Any):
         super().__init__(**options)
         self.num_attention_masks = 0
-        heads = self.config.num_attention_heads
+        heads, dim = self.config.num_attention_heads, find_head_dim(self.config)
         # queries, keys and values of a chunk in INT8 or rotated, beside what is charged anyway
         self.kv_heads_at_peak = heads + 2 * shape.heads
+        if shape.expanded:
+            # `head_dim` is that of rotary parts: queries, keys and values as they are expanded, and put together
+            self.kv_heads_at_peak = -(-3 * shape.expanded // dim)
+        # what is expanded of pasts, and joined with new tokens
+        self.past_bytes = 2 * shape.expanded * shape.together * self.activation_dtype.itemsize
         most, share = self.cb_config.max_requests_per_batch, self.available_memory // SLOT_SHARE
         tokens = self.cb_config.max_batch_tokens or self._default_max_batch_tokens
         self.slots = max(1, min(most or 1, tokens, share // shape.slot))
@@ -218,8 +225,8 @@ class _Planner(PagedAttentionMemoryHandler):
 
     @property
     def fixed_overhead_bytes(self) -> int:
-        """The slots are allocated beside the pool."""
-        return super().fixed_overhead_bytes + self.slot_bytes
+        """The slots are allocated beside the pool, and so are keys and values expanded of latents."""
+        return super().fixed_overhead_bytes + self.slot_bytes + self.past_bytes
 
 
 class TurboPagedCache(PagedAttentionCache, PackedCache):
@@ -238,7 +245,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         self.config, self.dtype, self.device, self.serving = config, dtype, device, serving
         # passes in which each request brings one token are marked, however long the requests are
         self.max_blocks_per_request, self.max_decode_fast_path_length = 1, 1 << 62
-        self.bytes_per_sector, self.tokens_per_sector = shape.page * shape.layers, shape.block
+        self.bytes_per_sector, self.tokens_per_sector = shape.block_bytes, shape.block
         # `num_blocks` counts blocks of `page_size` tokens, as in Transformers, whatever their bytes
         counted = -(-self.bytes_per_sector * cb.page_size // shape.block)
         planner = _Planner(
@@ -252,7 +259,9 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
             attn_types=[FULL],
             model_supports_logits_to_keep=model_supports_logits_to_keep,
         )
-        self.max_batch_tokens, self.num_sectors = planner.infer_max_batch_tokens_and_num_sectors()
+        self.max_batch_tokens, sectors = planner.infer_max_batch_tokens_and_num_sectors()
+        # an even number, so that the scales of each layer begin at a multiple of 16 bytes
+        self.num_sectors = max(1, sectors - sectors % 2)
         total = self.num_sectors * self.bytes_per_sector
         self.cache_tensor = torch.zeros(total, dtype=torch.uint8, device=device)
         self.pool = CachePool(self.num_sectors, 1, num_reserved_sectors=0)
@@ -364,9 +373,17 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         storage = self.storage
         self.now = mixed_pass(rows, self.allocator.rows(), storage.shape, storage.device, storage.spare)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by attention modules from transformers 5.24 on, where they, not their keywords, have the cache: it
+        joins `kwargs`, where attention looks for it."""
+        kwargs["cache"] = self
+        return key_states, value_states
+
     def attend(
         self,
-        layer: int,
+        module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -374,7 +391,7 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         window: int | None,
     ) -> torch.Tensor:
         """See `PackedCache`."""
-        return self.storage.attend(self.now, layer, NewQKV(query, key, value), scoring, window)
+        return self.storage.attend(self.now, module, NewQKV(query, key, value), scoring, window)
 
     def _blocks_in_use(self) -> int:
         """Blocks of requests and of stored prefixes."""
@@ -389,12 +406,12 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         shape, allocator = self.serving.shape, self.allocator
         blocks = self._blocks_in_use()
         opened = sum(tokens % shape.block for tokens in list(allocator.held.values()))
-        scales = sum(x[0].nbytes for pages in self.storage.paged for x in pages[3:])
-        layer = {
-            "codes": blocks * (shape.page - scales),
-            "scales": blocks * scales,
-            "open": len(allocator.slot_of) * shape.heads * shape.room * open_token_bytes(shape.dim),
-        }
+        layers = []
+        for page, groups in zip(shape.pages, self.storage.paged, strict=True):
+            scales = sum(x[0].nbytes for pages in groups for x in pages[3:])
+            slots = len(allocator.slot_of) * shape.slot // shape.layers
+            layers.append({"codes": blocks * (page - scales), "scales": blocks * scales, "open": slots})
         tokens = blocks * shape.block + opened
-        full = 2 * shape.layers * shape.heads * shape.dim * self.dtype.itemsize * tokens
-        return Memory(tuple(dict(layer) for _ in range(shape.layers)), tokens, full)
+        channels = shape.dim + (shape.rotary_dim or shape.dim)
+        full = shape.layers * shape.heads * channels * self.dtype.itemsize * tokens
+        return Memory(tuple(layers), tokens, full)

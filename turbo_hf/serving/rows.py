@@ -11,30 +11,51 @@ from turbo_hf.layout import HeadGroups, open_token_bytes, page_bytes, power_of_t
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import shared
 
+TOGETHER = 1 << 16
+"""Maximum number of tokens that prompts computed together hold and bring, all as long as the longest: what is unpacked
+at a time."""
+
 
 class Shape(NamedTuple):
-    """What is stored, alike in every layer.
+    """What is stored: as many KV heads of as many channels in every layer.
 
-    layers: number of layers.
-    groups: (width, KV heads) of each width, as in `TurboConfig.head_groups`.
+    groups: of each layer, (width, KV heads) of each width, as in `TurboConfig.head_groups`.
     dim: channels per head.
     block: tokens per block.
+    rotary_dim: of latent attention, as in `layout.page_bytes`.
+    expanded: of latent attention, channels of a token's keys and values in all heads.
+    opened: the type of open tokens.
+    together: tokens of pasts that are unpacked at a time, but for a longer past.
     """
 
-    layers: int
-    groups: HeadGroups
+    groups: tuple[HeadGroups, ...]
     dim: int
     block: int
+    rotary_dim: int | None = None
+    expanded: int = 0
+    opened: torch.dtype = torch.int8
+    together: int = TOGETHER
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.groups)
 
     @property
     def heads(self) -> int:
-        """KV heads of a layer."""
-        return sum(heads for _, heads in self.groups)
+        """KV heads of a layer; one of latents."""
+        return sum(heads for _, heads in self.groups[0])
 
     @property
-    def page(self) -> int:
-        """Bytes of one page: one block of one layer."""
-        return sum(heads * page_bytes(self.dim, width, self.block) for width, heads in self.groups)
+    def pages(self) -> list[int]:
+        """Bytes of one page of each layer."""
+        rest = self.block, self.rotary_dim
+        return [sum(heads * page_bytes(self.dim, width, *rest) for width, heads in groups) for groups in self.groups]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: a page of each layer."""
+        return sum(self.pages)
 
     @property
     def room(self) -> int:
@@ -44,7 +65,9 @@ class Shape(NamedTuple):
     @property
     def slot(self) -> int:
         """Bytes of one slot: the open tokens of one request in all layers."""
-        return self.layers * self.heads * self.room * open_token_bytes(self.dim)
+        wide = self.opened != torch.int8
+        token = open_token_bytes(self.dim, unquantized=wide, rotary_dim=self.rotary_dim)
+        return self.layers * self.heads * self.room * token
 
 
 SHORT = 1024
@@ -52,9 +75,6 @@ SHORT = 1024
 
 MOST_ROWS, LEAST, MOST = 8, 128, 1024
 """Of a `Layout`: prompts, columns of each, and columns of all of them. On fewer tokens a pass spends as long."""
-
-TOGETHER = 1 << 16
-"""Maximum number of tokens that they hold and bring, all as long as the longest: what is unpacked at a time."""
 
 
 class Row(NamedTuple):
@@ -465,19 +485,19 @@ def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device, s
     prompts = [row for row in rows if not row.is_step]
     if not prompts:
         return Pass(steps, [])
-    groups = [Prompts.of(group, shape.block, device) for group in _together(prompts)]
+    groups = [Prompts.of(group, shape.block, device) for group in _together(prompts, shape.together)]
     packed = Packed.of([row for row in prompts if not row.past and row.new <= SHORT], device)
     return Pass(steps, groups, Blocks.of(prompts, shape, device, spare), packed)
 
 
-def _together(rows: list[Row]) -> list[list[Row]]:
-    """Short prompts of about the same length; each long one by itself."""
+def _together(rows: list[Row], most: int) -> list[list[Row]]:
+    """Short prompts of about the same length; each long one by itself. most: as `Shape.together`."""
     groups: list[list[Row]] = []
     growing: dict[tuple[int, int], list[Row]] = {}
     for row in rows:
         like = power_of_two(row.new), row.past and power_of_two(row.past)
         group = growing.get(like, [])
-        room = (len(group) + 1) * max(each.past + each.new for each in (*group, row)) <= TOGETHER
+        room = (len(group) + 1) * max(each.past + each.new for each in (*group, row)) <= most
         if group and row.new <= SHORT and room:
             group.append(row)
         else:

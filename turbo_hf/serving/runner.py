@@ -17,7 +17,7 @@ from turbo_hf.graphs.devices import CudaDevice, Device
 from turbo_hf.layout import power_of_two
 from turbo_hf.ops.decode.stream_k import SteadyPlans
 from turbo_hf.ops.host_device import require_finite
-from turbo_hf.serving.rows import LEAST, MOST, MOST_ROWS, TOGETHER, Layout, Prompts, Row, StepRows, most_blocks
+from turbo_hf.serving.rows import LEAST, MOST, MOST_ROWS, Layout, Prompts, Row, StepRows, most_blocks
 
 GRAPHS = 48
 """Maximum number of captures that are kept: each takes megabytes outside of what is planned."""
@@ -104,7 +104,7 @@ class TurboModelRunner(ModelRunner):
         own = self._device is None or not self._prompts or ranks or len({row.past > 0 for row in prompts}) > 1
         most = of_steps[0] + count * new > self.cache.max_batch_tokens
         # a past is unpacked for all rows at once
-        most |= count * max(row.past + row.new for row in prompts) > TOGETHER
+        most |= count * max(row.past + row.new for row in prompts) > self.cache.storage.shape.together
         if own or most or count > MOST_ROWS or count * new > MOST:
             return None
         return (*of_steps, count, new, max(16, most_blocks(prompts)), int(prompts[0].past > 0))

@@ -2,29 +2,25 @@
 
 The pool's blocks hold one page for each layer; the bytes of a page are those of `turbo_hf.layout`, but all keys of all
 pages come first, then all values, and so on, layer by layer, so that the ops see ordinary `PagedHeads`: the page of
-block n of each layer has the number n. A slot holds the open tokens of one request in every layer.
+block n of each layer has the number n. A slot holds the open tokens of one request in every layer. Layers of latent
+attention store latents in the place of keys, and rotary parts in that of values.
 """
+
+from typing import Any
 
 import torch
 
+from turbo_hf.attention.latent import absorbed_attention, expanded_attention, require_plain, up_projections
 from turbo_hf.attention.prompt import packed_attention, prompt_attention
 from turbo_hf.cache.new_columns import NewQKV
 from turbo_hf.cache.open_buffer import Tokens, ranked_heads
 from turbo_hf.config.turbo_config import TurboConfig
 from turbo_hf.errors import Unsupported
-from turbo_hf.layout import (
-    KVStore,
-    PagedHeads,
-    Scoring,
-    Width,
-    code_type,
-    meta_lines,
-    packed_bytes,
-    widths_of,
-)
+from turbo_hf.layout import KVStore, PagedHeads, Scoring, empty_pages
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.append import append_tokens, seal_open
+from turbo_hf.patches.latent import expanded
 from turbo_hf.serving.rows import Blocks, Pass, Prompts, Shape, StepRows
 
 
@@ -46,21 +42,16 @@ class Storage:
         orders: list[tuple[int, ...] | None],
     ):
         self.shape, self.config, self.device = shape, config, pool.device
-        self.blocks = pool.numel() // shape.page // shape.layers
-        self.paged = _carve(pool, self.blocks * shape.layers, shape)
+        self.blocks = pool.numel() // shape.block_bytes
         # of each layer
-        self._paged = [
-            tuple(
-                PagedHeads(pages.bits, *(x.unflatten(0, (-1, self.blocks))[n] for x in pages[1:]))
-                for pages in self.paged
-            )
-            for n in range(shape.layers)
-        ]
+        self.paged = _carve(pool, self.blocks, shape)
         layers, heads, dim, room = shape.layers, shape.heads, shape.dim, shape.room
+        # of what is stored in the place of values
+        self._channels = shape.rotary_dim or dim
         # and one of no request
         self.spare, every = slots, slots + 1
-        self.k_open = torch.empty(layers, every, heads, room, dim, dtype=torch.int8, device=self.device)
-        self.v_open = torch.empty(layers, every, heads, dim, room, dtype=torch.int8, device=self.device)
+        self.k_open = torch.empty(layers, every, heads, room, dim, dtype=shape.opened, device=self.device)
+        self.v_open = torch.empty(layers, every, heads, self._channels, room, dtype=shape.opened, device=self.device)
         self.k_scale, self.v_scale = torch.empty(2, layers, every, heads, room, device=self.device)
         self.nonfinite = torch.zeros(layers, dtype=torch.int32, device=self.device)
         plain = torch.arange(heads, device=self.device)
@@ -68,54 +59,64 @@ class Storage:
         # of each row
         self._given = torch.stack(given)[:, None].repeat(1, slots, 1)
         # whether each request's first block ranks its heads; the order then belongs to that block
-        self.ranks = [len(shape.groups) > 1 and order is None for order in orders]
+        self.ranks = [len(own) > 1 and order is None for own, order in zip(shape.groups, orders, strict=True)]
         self._order_of_block = plain.repeat(layers, self.blocks if any(self.ranks) else 0, 1)
 
-    def attend(self, now: Pass, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
-        """Store the new tokens of one layer, [1, H, T, D], and attend: [1, Hq, T, D]."""
-        heads, dim = self.shape.heads, self.shape.dim
-        if qkv.key.shape != qkv.value.shape or (qkv.key.shape[1], qkv.key.shape[3]) != (heads, dim):
+    def attend(self, now: Pass, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
+        """Store the new tokens of one layer, and attend; shapes as in `PackedCache.attend`."""
+        shape, layer, tokens = self.shape, module.layer_idx, qkv.key.shape[2]
+        heads = (1, shape.heads, tokens)
+        if (qkv.key.shape, qkv.value.shape) != ((*heads, shape.dim), (*heads, self._channels)):
             raise Unsupported(
-                f"layer {layer}: the pool has pages for {heads} KV heads of {dim} channels, and this layer brings keys "
-                f"{list(qkv.key.shape)} and values {list(qkv.value.shape)}. Use generate, or remove the patch."
+                f"layer {layer}: the pool has pages for {heads[1]} KV heads of {shape.dim} channels, and this layer "
+                f"brings keys {list(qkv.key.shape)} and values {list(qkv.value.shape)}. Use generate, or remove the "
+                "patch."
             )
+        prompts, channels = qkv, shape.dim
+        if shape.rotary_dim is not None:
+            require_plain(layer, scoring)
+            channels = module.v_head_dim
+            if now.prompts:
+                prompts = NewQKV(qkv.query, *expanded(module, qkv.key, qkv.value))
         if now.fixed:
-            return self._fixed(now, layer, qkv, scoring, window)
+            return self._fixed(now, module, qkv, prompts, scoring, window)
         # zeros for tokens that only fill a pass up
-        out = torch.zeros_like(qkv.query)
+        out = qkv.query.new_zeros(*qkv.query.shape[:3], channels)
         for rows in now.steps:
             own = NewQKV(*(rows.take(x) for x in qkv))
-            rows.put(out, self._steps(rows, layer, own, scoring, window, False))
+            rows.put(out, self._steps(rows, module, own, scoring, window, False))
         packed = now.packed
         if packed is not None:
             at = slice(packed.begin, packed.end)
-            own = NewQKV(*(x[:, :, at] for x in qkv))
+            own = NewQKV(*(x[:, :, at] for x in prompts))
             found = packed_attention(self.config, own, packed.edges, packed.longest, window, scoring)
             if found is None:
                 packed = None
             else:
                 out[:, :, at] = found
-        for prompts in now.prompts:
+        for group in now.prompts:
             # of a group, all or none are packed
-            if packed is None or prompts.rows[0] not in packed.rows:
-                own = NewQKV(*(prompts.take(x) for x in qkv))
-                prompts.put(out, self._prompts(prompts, layer, own, scoring, window))
+            if packed is None or group.rows[0] not in packed.rows:
+                own = NewQKV(*(group.take(x) for x in prompts))
+                group.put(out, self._prompts(group, module, own, scoring, window))
         if now.blocks is not None:
             self._store(now.blocks, layer, qkv)
         return out
 
-    def _fixed(self, now: Pass, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
-        """As `attend`, where tokens lie as in `Layout`."""
+    def _fixed(
+        self, now: Pass, module: Any, qkv: NewQKV, prompts: NewQKV, scoring: Scoring, window: int | None
+    ) -> torch.Tensor:
+        """As `attend`, where tokens lie as in `Layout`. prompts: as prompts attend to them."""
         outs, at = [], 0
         for rows in now.steps:
             own = NewQKV(*(x[0, :, : rows.size].transpose(0, 1).unsqueeze(2) for x in qkv))
-            outs.append(self._steps(rows, layer, own, scoring, window, True).squeeze(2).transpose(0, 1)[None])
+            outs.append(self._steps(rows, module, own, scoring, window, True).squeeze(2).transpose(0, 1)[None])
             at += rows.size
-        for prompts in now.prompts:
-            own = NewQKV(*(x[0, :, at:].unflatten(1, (prompts.count, prompts.new)).transpose(0, 1) for x in qkv))
-            outs.append(self._prompts(prompts, layer, own, scoring, window).transpose(0, 1).flatten(1, 2)[None])
+        for group in now.prompts:
+            own = NewQKV(*(x[0, :, at:].unflatten(1, (group.count, group.new)).transpose(0, 1) for x in prompts))
+            outs.append(self._prompts(group, module, own, scoring, window).transpose(0, 1).flatten(1, 2)[None])
         if now.blocks is not None:
-            self._store(now.blocks, layer, qkv)
+            self._store(now.blocks, module.layer_idx, qkv)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     def _order(self, layer: int, table: torch.Tensor) -> torch.Tensor:
@@ -130,17 +131,17 @@ class Storage:
         return self.k_open, self.v_open, self.k_scale, self.v_scale
 
     def _steps(
-        self, rows: StepRows, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None, fixed: bool
+        self, rows: StepRows, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None, fixed: bool
     ) -> torch.Tensor:
         """The new tokens join the open ones, then attention reads them; blocks that have become whole are sealed.
 
         The tensors of `rows` alone determine what it does where nobody's first block ranks its heads, so that it can be
         replayed.
         """
-        config = self.config
+        config, layer, latent = self.config, module.layer_idx, self.shape.rotary_dim is not None
         k, v, k_scale, v_scale = (x[layer, : rows.size] for x in self._opened())
         store = KVStore(
-            self._paged[layer],
+            self.paged[layer],
             self._order(layer, rows.table),
             rows.table,
             rows.sealed,
@@ -150,19 +151,24 @@ class Storage:
             v_scale,
             rows.open_len[layer],
             self.shape.block,
-            rows.sealed_host,
+            # a capture must do for rows of any length
+            None if latent else rows.sealed_host,
             rows.plans,
         )
-        turned = self._append(rows, layer, qkv, store, rows.starts, qkv.query)
-        out = decode(
-            qkv.query if turned is None else turned,
-            store,
-            scoring,
-            starts=rows.starts,
-            window=window,
-            mode=config.decode_attention,
-            backend=config.backend,
-        ).out
+        turned = self._append(rows, layer, qkv, store, rows.starts, None if latent else qkv.query)
+        if latent:
+            up = up_projections(module, qkv.query.dtype)
+            out = absorbed_attention(config, up, qkv.query, store, rows.starts, scoring)
+        else:
+            out = decode(
+                qkv.query if turned is None else turned,
+                store,
+                scoring,
+                starts=rows.starts,
+                window=window,
+                mode=config.decode_attention,
+                backend=config.backend,
+            ).out
         # a capture seals whenever it must
         if fixed or rows.sealing:
             store = store._replace(sealed=rows.after, sealed_host=None)
@@ -181,14 +187,16 @@ class Storage:
             for x in (k.transpose(1, 2), v, k_scale, v_scale):
                 x[..., to] = x[..., behind]
 
-    def _prompts(self, prompts: Prompts, layer: int, qkv: NewQKV, scoring: Scoring, window: int | None) -> torch.Tensor:
+    def _prompts(
+        self, prompts: Prompts, module: Any, qkv: NewQKV, scoring: Scoring, window: int | None
+    ) -> torch.Tensor:
         """Attention of prompts, or chunks of such, which reads the tokens as they come."""
-        past = None
+        past, layer = None, module.layer_idx
         if prompts.past:
             k, v, k_scale, v_scale = (x[layer].index_select(0, prompts.slots) for x in self._opened())
             order, table = self._order(layer, prompts.table), prompts.table
             past = KVStore(
-                self._paged[layer],
+                self.paged[layer],
                 order,
                 table,
                 prompts.sealed,
@@ -200,18 +208,21 @@ class Storage:
                 self.shape.block,
             )
         starts = prompts.starts if prompts.padded else None
+        if self.shape.rotary_dim is not None:
+            return expanded_attention(self.config, module, qkv, past, starts, scoring)
         return prompt_attention(self.config, qkv, past, starts, window, scoring)
 
     def _store(self, blocks: Blocks, layer: int, qkv: NewQKV) -> None:
         """The new tokens of prompts: whole blocks are sealed, what is behind them goes to the slots."""
         count, heads, dim, block = blocks.count, self.shape.heads, self.shape.dim, self.shape.block
+        how: dict[str, Any] = {"dtype": self.shape.opened, "device": self.device}
         k, v = (x[0].index_select(1, blocks.tokens).unflatten(1, (count, block)).transpose(0, 1) for x in qkv[1:])
-        k_open = torch.empty(count, heads, block, dim, dtype=torch.int8, device=self.device)
-        v_open = torch.empty(count, heads, dim, block, dtype=torch.int8, device=self.device)
+        k_open = torch.empty(count, heads, block, dim, **how)
+        v_open = torch.empty(count, heads, self._channels, block, **how)
         k_scale, v_scale = torch.empty(2, count, heads, block, device=self.device)
         # entry 0 of a row of the table is its block, which is sealed if `sealed` counts it
         store = KVStore(
-            self._paged[layer],
+            self.paged[layer],
             self._order(layer, blocks.first[:, None]),
             blocks.table,
             blocks.sealed,
@@ -275,10 +286,8 @@ class Storage:
     def copy_blocks(self, source: list[int], target: list[int]) -> None:
         """Blocks `target` become copies of blocks `source`, in all layers."""
         old, new = shared(source, self.device), shared(target, self.device)
-        for pages in self.paged:
-            for x in pages[1:]:
-                of_layers = x.unflatten(0, (-1, self.blocks))
-                of_layers.index_copy_(1, new, of_layers.index_select(1, old))
+        for x in (x for groups in self.paged for pages in groups for x in pages[1:]):
+            x.index_copy_(0, new, x.index_select(0, old))
         if self._order_of_block.numel():
             self._order_of_block.index_copy_(1, new, self._order_of_block.index_select(1, old))
 
@@ -296,24 +305,17 @@ def _tokens_last(
     return k.transpose(2, 3), v, k_scale, v_scale
 
 
-def _carve(pool: torch.Tensor, pages: int, shape: Shape) -> tuple[PagedHeads, ...]:
-    """`PagedHeads` for `pages` pages in the bytes of `pool`."""
-    dim, block, at = shape.dim, shape.block, 0
-    parts: dict[tuple[Width, str], torch.Tensor] = {}
+def _carve(pool: torch.Tensor, blocks: int, shape: Shape) -> list[tuple[PagedHeads, ...]]:
+    """For each layer, `PagedHeads` of `blocks` pages in the bytes of `pool`."""
+    rest = shape.dim, shape.block, torch.device("meta"), shape.opened, shape.rotary_dim
+    like = [[empty_pages(width, blocks, slots, *rest) for width, slots in groups] for groups in shape.groups]
+    carved: list[list[list[Any]]] = [[[pages.bits] for pages in layer] for layer in like]
+    at = 0
     # numbers of four bytes last, behind multiples of 16 bytes
     for name in ("k", "v", "meta", "scale"):
-        for width, slots in shape.groups:
-            bits, value_bits = widths_of(width)
-            size, dtype = {
-                "k": ((slots, block, packed_bytes(dim, bits)), code_type(bits)),
-                "v": ((slots, dim, packed_bytes(block, value_bits)), code_type(value_bits)),
-                "meta": ((slots, meta_lines(bits, value_bits), dim), torch.int8),
-                "scale": ((slots, 2), torch.float32),
-            }[name]
-            end = at + pages * torch.Size(size).numel() * dtype.itemsize
-            parts[width, name] = pool[at:end].view(dtype).view(pages, *size)
-            at = end
-    return tuple(
-        PagedHeads(widths_of(width)[0], *(parts[width, name] for name in ("k", "v", "meta", "scale")))
-        for width, _ in shape.groups
-    )
+        for layer, own in zip(like, carved, strict=True):
+            for pages, parts in zip(layer, own, strict=True):
+                x = getattr(pages, name)
+                parts.append(pool[at : at + x.nbytes].view(x.dtype).view(x.shape))
+                at += x.nbytes
+    return [tuple(PagedHeads(*parts) for parts in own) for own in carved]

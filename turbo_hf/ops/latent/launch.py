@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore
+from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.latent.kernel import latent_kernel, merge_kernel
 
@@ -57,6 +57,12 @@ def launch_latent_decode(
     interpreted: bool,
 ) -> AttentionOutput:
     """`ops.latent.contract.latent_decode`, but for the output of padding, which is arbitrary."""
+    asked = q_latent.shape[2]
+    more = power_of_two(asked) - asked
+    if more:
+        # kernels are compiled for each number of tokens: padding before a row's newest tokens, which is dropped
+        q_latent, q_rotary = (torch.nn.functional.pad(q, (0, 0, more, 0)) for q in (q_latent, q_rotary))
+        starts = None if starts is None else starts + more
     (batch, heads, tokens, rank), device = q_latent.shape, q_latent.device
     (pages,), count, rotary = store.paged, heads * tokens, q_rotary.shape[-1]
     rows = min(MOST_ROWS, max(ROWS, triton.next_power_of_2(count)))
@@ -103,7 +109,7 @@ def launch_latent_decode(
             RANK=rank, MOST=most, CHANNELS=channels, num_warps=8,
             **gpu.pdl(device),
         )  # fmt: skip
-    return AttentionOutput(out, lse)
+    return AttentionOutput(out[:, :, more:], lse[:, :, more:])
 
 
 def _hopper_serves(store: KVStore, rank: int, rotary: int, interpreted: bool) -> bool:

@@ -199,6 +199,15 @@ def seal_open(store: KVStore, blocks: int, *, backend: str = "auto") -> None:
 
     Source: as for `ops.store.quantize.seal_blocks`, which gives the same bits.
     """
+    if store.k_open.shape[3] != store.v_open.shape[2]:
+        bits = max(pages.bits for pages in store.paged)
+        reason = why_no_latent_kernel(store.k_open, store.v_open.shape[2], bits, store.block)
+        if uses_triton(backend, store.k_open.device, reason):
+            from turbo_hf.ops.store.launch_latent import launch_seal_latents  # noqa: PLC0415 - needs Triton
+
+            launch_seal_latents(store, blocks)
+            return
+        backend = "reference"
     if uses_triton(backend, store.k_open.device, why_no_kernel(store.k_open)):
         from turbo_hf.ops.store.launch import launch_seal_open  # noqa: PLC0415 - needs Triton
 

@@ -1,4 +1,4 @@
-"""Kernels that store new latents and rotary parts (MLA), and seal whole blocks of them in replayed steps."""
+"""Kernels that store new latents and rotary parts (MLA), and seal whole blocks of them."""
 
 import triton
 import triton.language as tl
@@ -69,37 +69,63 @@ def latent_step_kernel(
     held, sealed = tl.load(open_ptr + row), tl.load(sealed_ptr + row)
     is_due = held == BLOCK
     if is_due:
-        k_out, v_out, meta_out, scale_out = paged
-        k_open, v_open, k_scales, v_scales = opened
         page = tl.load(table_ptr + row * table_stride + sealed)
-        k_from, v_from = k_open + row * cap * RANK, v_open + row * ROTARY * cap
-        n, r = tl.arange(0, BLOCK), tl.arange(0, ROTARY)
-        inside = (r >= 0)[:, None] & (n >= 0)[None, :]
-        to = (page * ROTARY + r)[:, None] * BLOCK + n[None, :]
-        if BITS == 16:
-            c = tl.arange(0, RANK)
-            at = n[:, None] * RANK + c[None, :]
-            tl.store(k_out + page * BLOCK * RANK + at, tl.load(k_from + at))
-            tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + n[None, :]))
-            tl.store(scale_out + page * 2, 1.0)
-            tl.store(scale_out + page * 2 + 1, 1.0)
-        else:
-            k_scale, k_ratio = ratios(k_scales + row * cap, 0, n)
-            token = value_order(n)
-            v_scale, v_ratio = ratios(v_scales + row * cap, 0, token)
-            tl.store(scale_out + page * 2, k_scale)
-            tl.store(scale_out + page * 2 + 1, v_scale)
-            LANES: tl.constexpr = 2 if BITS == 4 else 1
-            meta = meta_out + page * 2 * RANK
-            seal_lines(k_from, RANK, 1, k_ratio, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
-            q1 = stage1(v_from, r[:, None] * cap + token[None, :], inside, v_ratio[None, :])
-            tl.store(v_out + to, q1.to(tl.int8))
+        _seal(paged, opened, page, row, 0, cap, RANK, ROTARY, BITS, BLOCK)
         # all threads have now read the place that the new token takes
         tl.debug_barrier()
     at = tl.where(is_due, 0, held)
     _store_token(k_ptr, v_ptr, row, opened, row, at, cap, nonfinite_ptr, RANK, ROTARY, BITS != 16)
     tl.store(open_ptr + row, at + 1)
     tl.store(sealed_ptr + row, tl.where(is_due, sealed + 1, sealed))
+
+
+@triton.jit
+def seal_latents_kernel(
+    paged, opened,  # as in `latent_step_kernel`
+    table_ptr, sealed_ptr, open_ptr,  # int64 [B, blocks], [B], [B]
+    table_stride, cap,
+    RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Seal the n-th whole block of open tokens of one row, which `sealed` counts already."""
+    n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    whole = tl.load(open_ptr + row) // BLOCK
+    entry = tl.load(sealed_ptr + row) - whole + n
+    if (n < whole) & (entry >= 0):
+        page = tl.load(table_ptr + row * table_stride + entry)
+        _seal(paged, opened, page, row, n * BLOCK, cap, RANK, ROTARY, BITS, BLOCK)
+
+
+@triton.jit
+def _seal(
+    paged, opened, page, row, first, cap,
+    RANK: tl.constexpr, ROTARY: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Seal the open tokens of a row from place `first` on to page `page`."""
+    k_out, v_out, meta_out, scale_out = paged
+    k_open, v_open, k_scales, v_scales = opened
+    at_token = row * cap + first
+    k_from, v_from = k_open + at_token * RANK, v_open + row * ROTARY * cap + first
+    n, r = tl.arange(0, BLOCK), tl.arange(0, ROTARY)
+    inside = (r >= 0)[:, None] & (n >= 0)[None, :]
+    to = (page * ROTARY + r)[:, None] * BLOCK + n[None, :]
+    if BITS == 16:
+        c = tl.arange(0, RANK)
+        at = n[:, None] * RANK + c[None, :]
+        tl.store(k_out + page * BLOCK * RANK + at, tl.load(k_from + at))
+        tl.store(v_out + to, tl.load(v_from + r[:, None] * cap + n[None, :]))
+        tl.store(scale_out + page * 2, 1.0)
+        tl.store(scale_out + page * 2 + 1, 1.0)
+    else:
+        k_scale, k_ratio = ratios(k_scales + at_token, 0, n)
+        token = value_order(n)
+        v_scale, v_ratio = ratios(v_scales + at_token, 0, token)
+        tl.store(scale_out + page * 2, k_scale)
+        tl.store(scale_out + page * 2 + 1, v_scale)
+        LANES: tl.constexpr = 2 if BITS == 4 else 1
+        meta = meta_out + page * 2 * RANK
+        seal_lines(k_from, RANK, 1, k_ratio, k_out, meta, page, RANK, BLOCK, BITS, LANES, RANK // LANES)
+        q1 = stage1(v_from, r[:, None] * cap + token[None, :], inside, v_ratio[None, :])
+        tl.store(v_out + to, q1.to(tl.int8))
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import torch
 
 from turbo_hf.layout import KVStore
-from turbo_hf.ops.store.kernel_latent import append_latent_kernel, latent_step_kernel
+from turbo_hf.ops.store.kernel_latent import append_latent_kernel, latent_step_kernel, seal_latents_kernel
 
 
 def launch_append_latents(
@@ -26,6 +26,20 @@ def launch_append_latents(
                 enable_fp_fusion=False,
             )  # fmt: skip
     store.open_len.add_(tokens if starts is None else tokens - starts)
+
+
+def launch_seal_latents(store: KVStore, blocks: int) -> None:
+    """`ops.store.append.seal_open` for latents."""
+    (pages,) = store.paged
+    batch, _, cap, rank = store.k_open.shape
+    with torch.cuda.device_of(store.k_open):
+        seal_latents_kernel[(blocks, batch)](
+            tuple(pages[1:]), (store.k_open, store.v_open, store.k_scale, store.v_scale),
+            store.table, store.sealed, store.open_len,
+            store.table.stride(0), cap,
+            RANK=rank, ROTARY=store.v_open.shape[2], BITS=pages.bits, BLOCK=store.block, num_warps=8,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def launch_latent_step(latent: torch.Tensor, rotary: torch.Tensor, store: KVStore, nonfinite: torch.Tensor) -> None:
