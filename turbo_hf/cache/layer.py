@@ -180,10 +180,7 @@ class TurboLayer(DequantizedLayer):
         return self.heads * channels * self.dtype.itemsize * tokens
 
     def nbytes(self) -> dict[str, int]:
-        """Allocated bytes by kind: sealed codes, their metadata (scales, steps, table), open tokens, index.
-
-        Without a kernel, what steps over a short context have laid out counts as open.
-        """
+        """Allocated bytes by kind: sealed codes, their metadata (scales, steps, table), open tokens, index."""
         if not self.is_initialized:
             return {"codes": 0, "scales": 0, "open": 0}
         codes, scales = self.pool.nbytes()
@@ -193,8 +190,7 @@ class TurboLayer(DequantizedLayer):
         index = {"index": self.bucket_index.nbytes()} if self.bucket_index.tables else {}
         if self.pool.means is not None:
             index = {"index": sum(x.nbytes for x in self.pool.means)}
-        opened = self.buffer.nbytes() + self._repeats.nbytes()
-        return {"codes": codes, "scales": scales, "open": opened, **index}
+        return {"codes": codes, "scales": scales, "open": self.buffer.nbytes(), **index}
 
     def offload(self) -> NoReturn:
         """Refused, as `prefetch` is. Raises: Unsupported."""

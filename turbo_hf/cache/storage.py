@@ -59,10 +59,6 @@ class _Repeats:
         self.state: RowState | None = None
         self.known: dict[Any, Repeat] = {}
 
-    def nbytes(self) -> int:
-        """Bytes of numbers that steps without a kernel have laid out."""
-        return sum(getattr(each.decode, "nbytes", 0) for each in self.known.values())
-
     def __reduce__(self) -> Any:
         return _Repeats, ()
 
@@ -272,6 +268,10 @@ class LayerStorage:
         out, _ = repeat.decode(q if turned is None else turned, scoring.sas_threshold)
         self.commit(check_later=True)
         return out
+
+    def laid_out_bytes(self) -> int:
+        """Bytes beside the cache: the numbers of a short context, which steps without a kernel have laid out."""
+        return sum(getattr(each.decode, "nbytes", 0) for each in self._repeats.known.values())
 
     def forget_repeats(self) -> None:
         """Before tensors are replaced: nothing keeps the old ones alive."""

@@ -6,8 +6,8 @@ from turbo_hf.layout import INT8_MAX, UNQUANTIZED, KVStore, Scoring
 from turbo_hf.ops.decode.reference_products import LaidOutProducts, StoredProducts
 from turbo_hf.ops.reference_flash import rounded, sas_exp
 
-LAID_OUT = 1 << 16
-"""Up to so many numbers of a layer's keys, they and the values are laid out in float32: 512 KiB at most."""
+LAID_OUT = 1 << 17
+"""Up to so many numbers of a layer's keys, they and the values are laid out in float32: 1 MiB at most."""
 
 
 class RepeatedDecode:
