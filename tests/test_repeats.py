@@ -11,6 +11,8 @@ from models import prompts, tiny_llama
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.cache.storage import LayerStorage
+from turbo_hf.layout import Scoring
+from turbo_hf.ops.decode.reference_repeat import RepeatedDecode
 from turbo_hf.ops.kernel_launch import addressed
 from turbo_hf.ops.repeat import Repeat
 
@@ -109,6 +111,83 @@ def test_repeated_steps_are_those_made_anew(
             made.append(Again.count)
     assert all(map(torch.equal, *seen))
     assert device.type == "cuda" or made[0] == made[1] > 10
+
+
+@pytest.mark.parametrize("laid_out", [0, 1 << 20])
+@pytest.mark.parametrize(
+    ("options", "shape", "padding", "dtype"),
+    [
+        pytest.param({"bits": 4}, {}, [0], torch.float32, id="4bit"),
+        pytest.param({"bits": 2, "recent_tokens": 32}, {}, [0, 0], torch.bfloat16, id="2bit-recent"),
+        pytest.param({"bits": 4, "low_heads": 0.5}, {}, [0, 5], torch.bfloat16, id="two-widths-padded"),
+        pytest.param({"bits": 3, "rotate_keys": False, "value_bits": 2}, {}, [3, 0], torch.float16, id="3bit-plain"),
+        pytest.param({"bits": 8}, {"sliding_window": 40}, [0, 2], torch.float32, id="window"),
+        pytest.param({"bits": 8, "buffer_scale": "universal"}, {}, [0], torch.float32, id="universal"),
+        pytest.param({"bits": 16}, {}, [0], torch.float32, id="16bit"),
+        pytest.param({"bits": 4, "sas": True}, {}, [0], torch.float32, id="sas"),
+    ],
+)
+def test_repeated_steps_without_kernels(
+    options: dict[str, Any],
+    shape: dict[str, Any],
+    padding: list[int],
+    dtype: torch.dtype,
+    laid_out: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same bits, over several sealed blocks; `memory` tells of numbers that are laid out."""
+    falls = "turbo_hf.attention.turbo_attention.sas_threshold"
+    monkeypatch.setattr(falls, lambda config, tokens: -3 - tokens / 64 if config.sas else None)
+    monkeypatch.setattr("turbo_hf.ops.decode.reference_repeat.LAID_OUT", laid_out)
+    calls: list[RepeatedDecode] = []
+    decode = RepeatedDecode.__call__
+
+    def counted(self: RepeatedDecode, *given: Any) -> Any:
+        calls.append(self)
+        return decode(self, *given)
+
+    monkeypatch.setattr(RepeatedDecode, "__call__", counted)
+    model = tiny_llama(num_hidden_layers=2, **shape).to(dtype)
+    ids = prompts(len(padding), 90)
+    mask = torch.stack([(torch.arange(90) >= count).long() for count in padding])
+    config = TurboConfig(backend="reference", block_size=32, **options)
+    seen: list[list[torch.Tensor]] = []
+    made: list[int] = []
+    with turbo_hf.patch(model, config) as handle, torch.no_grad():
+        for kept in (True, False):
+            if not kept:
+                monkeypatch.setattr(LayerStorage, "to_repeat", lambda self, key: (self.kv_store(), None))
+            cache = handle.new_cache()
+            logits = [model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache).logits]
+            for step in range(20, 90):
+                here = mask[:, : step + 1]
+                # what is kept in one mode is used in the other
+                with torch.inference_mode(step % 3 == 0):
+                    logits.append(model(ids[:, step : step + 1], attention_mask=here, past_key_values=cache).logits)
+            seen.append(logits)
+            made.append(len(calls))
+            memory = cache.memory()
+            assert (memory.laid_out > 0) is (kept and laid_out > 0 and made[0] > 0)
+            assert ("laid out for steps" in str(memory)) is (memory.laid_out > 0)
+    assert all(map(torch.equal, *seen))
+    assert made[0] == made[1]
+    assert (made[0] > 100) is not (options["bits"] == 16)
+
+
+def test_a_step_with_nan_is_refused_before_it_is_stored() -> None:
+    """Also one that would be repeated: the cache goes on as if it had not been tried."""
+    model = tiny_llama(num_hidden_layers=1)
+    ids = prompts(1, 20)
+    with turbo_hf.patch(model, TurboConfig(backend="reference")) as handle, torch.no_grad():
+        caches = [handle.new_cache() for _ in range(2)]
+        for step in range(4):
+            part = ids[:, :16] if step == 0 else ids[:, 15 + step : 16 + step]
+            logits = [model(part, past_key_values=cache).logits for cache in caches]
+            assert torch.equal(*logits)
+            layer = caches[1].layers[0]
+            bad = torch.full((1, layer.heads, 1, layer.dim), torch.nan)
+            queries = torch.zeros(1, 2 * layer.heads, 1, layer.dim)
+            assert layer.repeat_step(queries, bad, bad, None, Scoring(1.0)) is None
 
 
 def test_a_copy_keeps_no_addresses() -> None:

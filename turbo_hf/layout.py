@@ -461,9 +461,11 @@ def half_merge(packed: torch.Tensor, bits: int) -> torch.Tensor:
     for width in PLANES[bits]:
         per = 8 // width
         byte = packed[..., start : start + n // per]
-        lanes = [(byte >> (lane * width)) & ((1 << width) - 1) for lane in range(per)]
-        plane = torch.cat(lanes, -1) << done
-        out = plane if out is None else out | plane
+        mask = (1 << width) - 1
+        # the first lane needs no shift, the last one no mask
+        lanes = [byte & mask, *((byte >> (lane * width)) & mask for lane in range(1, per - 1)), byte >> (8 - width)]
+        plane = torch.cat(lanes, -1)
+        out = plane if out is None else out | (plane << done)
         done, start = done + width, start + n // per
     assert out is not None
     return out

@@ -1,5 +1,6 @@
 """What a layer of the compressed cache stores, and how: the part of it that the attention function calls."""
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -60,6 +61,12 @@ class _Repeats:
 
     def __reduce__(self) -> Any:
         return _Repeats, ()
+
+
+def _surely_finite(*stored: torch.Tensor) -> bool:
+    """Whether sums of these numbers are finite: a rotation only adds and subtracts them."""
+    sums = [torch.linalg.vector_norm(x, 1, dtype=torch.promote_types(x.dtype, torch.float32)) for x in stored]
+    return math.isfinite(sum(sums))
 
 
 class RowBlocks(NamedTuple):
@@ -248,6 +255,9 @@ class LayerStorage:
             return None
         if most + tokens > store.k_open.shape[2] or state.is_due() or not self.is_decoding(tokens):
             return None
+        # without a kernel, NaN and Inf are refused before anything is written
+        if not (self.in_place or _surely_finite(k, v)):
+            return None
         integrity, after = self.integrity, self.states.stored(state, tokens, None, True)
         integrity.turn(self.index, state.seen)
         integrity.writing, before = self.name, integrity.writing
@@ -258,6 +268,10 @@ class LayerStorage:
         out, _ = repeat.decode(q if turned is None else turned, scoring.sas_threshold)
         self.commit(check_later=True)
         return out
+
+    def laid_out_bytes(self) -> int:
+        """Bytes beside the cache: the numbers of a short context, which steps without a kernel have laid out."""
+        return sum(getattr(each.decode, "nbytes", 0) for each in self._repeats.known.values())
 
     def forget_repeats(self) -> None:
         """Before tensors are replaced: nothing keeps the old ones alive."""

@@ -449,6 +449,7 @@ class ReplayableSteps:
         # each mask with what becomes of it: layers may share one
         masks = dict[int, tuple[torch.Tensor, torch.Tensor]]()
         for layer in self.layers:
+            layer.forget_repeats()
             layer.pool.select_rows_in_place(layer.state.pages(), rows)
             mask = layer.valid_prefix
             if mask is not None:

@@ -162,7 +162,7 @@ def _run(state: State, run: Run, options: FlashOptions) -> State:
     finite = top.masked_fill(top == -torch.inf, 0.0)
     moved, moves = torch.exp(state.top - finite), torch.exp(own - finite[..., None])
     p_type = None if run.exact else options.p_type
-    codes, unit = _rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), p_type)
+    codes, unit = rounded(p * run.v.scale[:, :, None, None].unflatten(-1, (-1, run.tile)), p_type)
     if run.products is None:
         part = (codes * (unit * moves[..., None])).flatten(-2).flatten(2, 3) @ run.v.x
     else:
@@ -180,7 +180,7 @@ def sas_exp(x: torch.Tensor, threshold: float) -> torch.Tensor:
     return torch.where(x < threshold, 0.0, torch.exp(-whole) * cubic)
 
 
-def _rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
+def rounded(weight: torch.Tensor, p_type: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [..., tile] as the second product reads them: codes, and what one of them is worth [..., 1]."""
     peak = weight.amax(-1, keepdim=True)
     peak = torch.where(peak > 0, peak, 1.0)

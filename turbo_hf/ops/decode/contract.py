@@ -6,6 +6,7 @@ from turbo_hf.layout import UNQUANTIZED, AttentionOutput, KVStore, Scoring, powe
 from turbo_hf.ops import gpu
 from turbo_hf.ops.backend import uses_triton, why_no_kernel
 from turbo_hf.ops.decode.reference import reference_decode
+from turbo_hf.ops.decode.reference_repeat import repeated_decode
 from turbo_hf.ops.prefill.contract import check_queries, check_scoring
 from turbo_hf.ops.repeat import Repeat
 
@@ -62,6 +63,10 @@ def decode(
         from turbo_hf.ops.decode.launch import launch_decode  # noqa: PLC0415 - needs Triton
 
         return launch_decode(q, store, scoring, starts, window, mode, repeat)
+    if repeat is not None and starts is None:
+        repeat.decode = repeated_decode(q, store, scoring, window, mode)
+        if repeat.decode is not None:
+            return AttentionOutput(*repeat.decode(q, scoring.sas_threshold))
     return reference_decode(q, store, scoring, starts, window, mode)
 
 

@@ -75,7 +75,7 @@ def _of_codes(store: KVStore, q: Operand, plain: Operand, chosen: torch.Tensor |
     place = products.place()
     # pages beyond a row's end are another row's or uninitialized: their scales must not reach a product
     none = (place < 0)[:, None]
-    k, v = (Operand(q.x, scale.masked_fill(none, 0.0).to(q.x.dtype), place) for scale in products.scales())
+    k, v = (Operand(q.x, scale, place) for scale in products.scales().masked_fill_(none, 0.0).to(q.x.dtype))
     if chosen is not None:
         chosen = chosen.gather(3, place.clamp(min=0)[:, None, None].expand(*chosen.shape[:3], -1))
     return [Run(q, k, v, store.block, chosen=chosen, products=products)]

@@ -4,11 +4,9 @@ A code c of a channel with step s and zero z stands for c s + z (TurboAttention 
 and the weighted sum of v is s times that of c, plus z times the sum of weights: all exact integers, also in float32.
 """
 
-from collections.abc import Iterator
-
 import torch
 
-from turbo_hf.layout import KVStore, PagedHeads, half_merge, in_value_order
+from turbo_hf.layout import KVStore, PagedHeads, half_merge, in_time_order, in_value_order
 from turbo_hf.ops.store.reference_pages import by_index, index_of_slots
 
 CODES = 1 << 19
@@ -22,21 +20,44 @@ class StoredProducts:
 
     Args:
         dtype: the type of products.
+
+    Attributes:
+        tokens: T.
+        opened: how many of these are places for open tokens.
     """
+
+    nbytes = 0
+    """Bytes held beside the store."""
 
     def __init__(self, store: KVStore, dtype: torch.dtype):
         # blocks that no row has sealed are left out: sums must not depend on what a table has room for
         self.store = store._replace(table=store.table[:, : int(store.sealed.max())])
         self.dtype = dtype
         self._head_of_slot = index_of_slots(store.order)
+        # heads that are stored in their own order are not looked up
+        self._in_order = torch.equal(self._head_of_slot, torch.arange(store.order.numel(), device=store.order.device))
         self._slot_of_head = self._head_of_slot.argsort()
         self._sealed = self.store.table.shape[1] * store.block
         self._tail = -store.k_open.shape[2] % store.block
+        self.opened = store.k_open.shape[2] + self._tail
+        self.tokens = self._sealed + self.opened
+        # slots of one width, some blocks, the pages of that width, and which of them: a slice, or int64 [B x n]
+        self._parts: list[tuple[slice, slice, PagedHeads, slice | torch.Tensor]] = []
+        table, first = self.store.table, 0
+        for pages in store.paged:
+            slots = slice(first, first + pages.k.shape[1])
+            first = slots.stop
+            step = max(1, CODES // (table.shape[0] * pages.k.shape[1] * store.block * store.k_open.shape[3]))
+            for begin in range(0, table.shape[1], step):
+                part = slice(begin, min(begin + step, table.shape[1]))
+                self._parts.append((slots, part, pages, _pages(table[:, part])))
+        # of keys and of values
+        self._block_scales = self._scales_of_blocks() if self._sealed else None
 
     def place(self) -> torch.Tensor:
         """int64 [B, T]: the token's place in its row, -1 where there is none."""
         sealed, opened = self.store.sealed[:, None] * self.store.block, self.store.open_len[:, None]
-        at = torch.arange(self._sealed + self.store.k_open.shape[2] + self._tail, device=sealed.device)
+        at = torch.arange(self.tokens, device=sealed.device)
         first = sealed - self._sealed
         return torch.where(
             at < self._sealed,
@@ -44,77 +65,157 @@ class StoredProducts:
             torch.where(at - self._sealed < opened, at + first, -1),
         )
 
-    def scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of keys and of values, float32 [B, Hkv, T]; where a row has no token, whatever."""
-        store, table = self.store, self.store.table
-        pad = torch.nn.functional.pad
-        opened = (pad(store.k_scale, (0, self._tail)), pad(store.v_scale, (0, self._tail)))
-        if not self._sealed:
-            return opened
-        parts = [p.scale.index_select(0, table.flatten()).unflatten(0, table.shape) for p in store.paged]
-        scale = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
-        sealed = by_index(scale.transpose(1, 2), self._slot_of_head).repeat_interleave(store.block, 2)
-        k, v = (torch.cat(both, 2) for both in zip(sealed.unbind(-1), opened, strict=True))
-        return k, v
+    def _scales_of_blocks(self) -> torch.Tensor:
+        """float32 [2, B, Hkv, blocks]."""
+        page = _pages(self.store.table)
+        parts = [_taken(pages.scale, page) for pages in self.store.paged]
+        scale = torch.cat(parts, 1).view(*self.store.table.shape, -1, 2).transpose(1, 2)
+        return (scale if self._in_order else by_index(scale, self._slot_of_head)).permute(3, 0, 1, 2)
+
+    def scales(self) -> torch.Tensor:
+        """Of keys and of values, new float32 [2, B, Hkv, T]; where a row has no token, whatever."""
+        parts = [torch.stack((self.store.k_scale, self.store.v_scale))]
+        if self._block_scales is not None:
+            parts.insert(0, self._block_scales[..., None].expand(-1, -1, -1, -1, self.store.block).flatten(3))
+        if self._tail:
+            parts.append(parts[0].new_zeros(*parts[0].shape[:3], self._tail))
+        return torch.cat(parts, 3) if len(parts) > 1 else parts[0]
 
     def scores(self, q: torch.Tensor) -> torch.Tensor:
         """q . k without the scales of keys: q [B, Hkv, R, D] -> [B, Hkv, R, T]."""
+        block = self.store.block
+        score: torch.Tensor = q.new_empty(*q.shape[:3], self.tokens)
         # in whole blocks, here and below, so that results do not depend on what else the buffer has room for
-        opened = q @ torch.nn.functional.pad(self.store.k_open.to(self.dtype), (0, 0, 0, self._tail)).mT
+        score[..., self._sealed :] = q @ self._whole(self.store.k_open, 2).mT
         if not self._sealed:
-            return opened
-        q = by_index(q, self._head_of_slot)[:, None]
-        blocks, block = self.store.table.shape[1], self.store.block
-        score = q.new_empty(*q.shape[:1], *q.shape[2:4], blocks, block)
-        for slots, part, pages, page in self._parts():
-            query, codes = q[:, :, slots], self._codes(pages.k, page, pages.bits)
+            return score
+        of_slot = (q if self._in_order else by_index(q, self._head_of_slot))[:, None]
+        sealed = score[..., : self._sealed] if self._in_order else q.new_empty(*q.shape[:3], self._sealed)
+        tiles = sealed.unflatten(-1, (-1, block))
+        for slots, part, pages, page in self._parts:
+            query, codes = of_slot[:, :, slots], self._codes(pages.k, page, pages.bits)
             if pages.bits < 8:
                 step, zero = self._meta(pages, page, 0)
-                products = (query * step) @ codes.mT + (query * zero).sum(-1, keepdim=True)
+                products = ((query * step) @ codes.mT).add_((query * zero).sum(-1, keepdim=True))
             else:
                 products = query @ codes.mT
-            score[:, slots, :, part] = products.permute(0, 2, 3, 1, 4)
-        return torch.cat((by_index(score.flatten(3), self._slot_of_head), opened), 3)
+            tiles[:, slots, :, part] = products.permute(0, 2, 3, 1, 4)
+        if not self._in_order:
+            score[..., : self._sealed] = by_index(sealed, self._slot_of_head)
+        return score
 
     def weighted(self, weight: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
         """Sums of values: weight [B, Hkv, R, T/b, b], what a block's are worth [B, Hkv, R, T/b] -> [B, Hkv, R, D]."""
         store, blocks = self.store, self.store.table.shape[1]
-        opened = (weight[..., blocks:, :] * worth[..., blocks:, None]).flatten(3)
-        total = opened @ torch.nn.functional.pad(store.v_open.to(self.dtype), (0, self._tail)).mT
+        values = self._whole(store.v_open, 3).unflatten(3, (-1, store.block)).permute(0, 1, 3, 4, 2)
+        tiles = weight[..., blocks:, :].transpose(2, 3) @ values
+        total: torch.Tensor = tiles.mul_(worth[..., blocks:, None].transpose(2, 3)).sum(2)
         if not self._sealed:
             return total
-        weight = by_index(in_value_order(weight[..., :blocks, :]), self._head_of_slot).permute(0, 3, 1, 2, 4)
-        worth = by_index(worth[..., :blocks], self._head_of_slot).permute(0, 3, 1, 2)[..., None]
+        weight, worth = in_value_order(weight[..., :blocks, :]), worth[..., :blocks]
+        if not self._in_order:
+            weight, worth = by_index(weight, self._head_of_slot), by_index(worth, self._head_of_slot)
+        weight, worth = weight.permute(0, 3, 1, 2, 4), worth.permute(0, 3, 1, 2)[..., None]
         sealed = torch.zeros_like(total)
-        for slots, part, pages, page in self._parts():
+        for slots, part, pages, page in self._parts:
             share, codes = weight[:, part, slots], self._codes(pages.v, page, pages.value_bits)
             products = share @ codes.mT
             if pages.value_bits < 8:
                 step, zero = self._meta(pages, page, pages.meta.shape[2] - 2)
-                products = products * step + share.sum(-1, keepdim=True) * zero
-            sealed[:, slots] += (products * worth[:, part, slots]).sum(1)
-        return total + by_index(sealed, self._slot_of_head)
+                products = products.mul_(step).add_(share.sum(-1, keepdim=True) * zero)
+            sealed[:, slots].add_(products.mul_(worth[:, part, slots]).sum(1))
+        return total.add_(sealed if self._in_order else by_index(sealed, self._slot_of_head))
 
-    def _parts(self) -> Iterator[tuple[slice, slice, PagedHeads, torch.Tensor]]:
-        """Slots of one width, some blocks, the pages of that width, and those of the blocks, int64 [B x n]."""
-        table, (_, _, _, dim) = self.store.table, self.store.k_open.shape
-        first = 0
-        for pages in self.store.paged:
-            slots = slice(first, first + pages.k.shape[1])
-            first = slots.stop
-            step = max(1, CODES // (table.shape[0] * pages.k.shape[1] * self.store.block * dim))
-            for begin in range(0, table.shape[1], step):
-                yield slots, slice(begin, begin + step), pages, table[:, begin : begin + step].flatten()
+    def lay_out(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write the numbers of all sealed blocks, without their scales, to k and v [B, Hkv, blocks, b, D]."""
+        found = [k, v] if self._in_order else [torch.empty_like(k), torch.empty_like(v)]
+        for slots, part, pages, page in self._parts:
+            own = [
+                self._codes(pages.k, page, pages.bits),
+                in_time_order(self._codes(pages.v, page, pages.value_bits)).mT,
+            ]
+            for i, bits in enumerate((pages.bits, pages.value_bits)):
+                if bits < 8:
+                    step, zero = self._meta(pages, page, 0 if i == 0 else pages.meta.shape[2] - 2)
+                    own[i] = own[i] * step + zero
+                found[i][:, slots, part] = own[i].transpose(1, 2)
+        if not self._in_order:
+            for x, by_slot in zip((k, v), found, strict=True):
+                x.copy_(by_index(by_slot, self._slot_of_head))
 
-    def _codes(self, packed: torch.Tensor, page: torch.Tensor, bits: int) -> torch.Tensor:
+    def _whole(self, codes: torch.Tensor, dim: int) -> torch.Tensor:
+        """Open codes as numbers, in whole blocks of tokens, which are dimension `dim` of 4."""
+        numbers = codes.to(self.dtype)
+        return torch.nn.functional.pad(numbers, (0, 0) * (3 - dim) + (0, self._tail)) if self._tail else numbers
+
+    def _codes(self, packed: torch.Tensor, page: slice | torch.Tensor, bits: int) -> torch.Tensor:
         """[B, n, S, b, D] of keys, [B, n, S, D, b] of values in VALUE_ORDER."""
-        codes = packed.index_select(0, page)
-        codes = codes if bits == 8 else half_merge(codes, bits)
-        numbers: torch.Tensor = codes.to(self.dtype).unflatten(0, (len(self.store.table), -1))
-        return numbers
+        codes = _taken(packed, page)
+        codes = (codes if bits == 8 else half_merge(codes, bits)).to(self.dtype)
+        return codes.view(len(self.store.table), -1, *codes.shape[1:])
 
-    def _meta(self, pages: PagedHeads, page: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _meta(self, pages: PagedHeads, page: slice | torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Step and zero [B, n, S, 1, D] of keys (`first`: 0) or values (2, or 0 beside keys of 8 bit)."""
-        meta = pages.meta.index_select(0, page)[:, :, first : first + 2].to(self.dtype)
-        step, zero = meta.unflatten(0, (len(self.store.table), -1)).split(1, 3)
+        meta = _taken(pages.meta, page)[:, :, first : first + 2].to(self.dtype)
+        step, zero = meta.view(len(self.store.table), -1, *meta.shape[1:]).split(1, 3)
         return step, zero
+
+
+class LaidOutProducts:
+    """The same products, and the same bits, of a store that is small: its numbers are laid out once.
+
+    Args:
+        products: of a store whose sealed blocks stay the same, while open tokens may come.
+    """
+
+    def __init__(self, products: StoredProducts):
+        store = products.store
+        self._store, self._blocks = store, store.table.shape[1]
+        self.tokens, self.opened, self.place = products.tokens, products.opened, products.place
+        batch, heads, held, dim = store.k_open.shape
+        shape = (batch, heads, products.tokens // store.block, store.block, dim)
+        self._k, self._v = (torch.zeros(shape, dtype=products.dtype, device=store.k_open.device) for _ in range(2))
+        if self._blocks:
+            products.lay_out(self._k[:, :, : self._blocks], self._v[:, :, : self._blocks])
+        self._scales = products.scales()
+        # where open tokens lie in them
+        first = self._blocks * store.block
+        self._open = tuple(x.flatten(2, 3)[:, :, first : first + held] for x in (self._k, self._v))
+        self._open_scales = self._scales[..., first : first + held].unbind()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held beside the store."""
+        return self._k.nbytes + self._v.nbytes + self._scales.nbytes
+
+    def scales(self) -> torch.Tensor:
+        """As of `StoredProducts`, in memory that is written again."""
+        for own, of_store in zip(self._open_scales, (self._store.k_scale, self._store.v_scale), strict=True):
+            own.copy_(of_store)
+        return self._scales
+
+    def scores(self, q: torch.Tensor) -> torch.Tensor:
+        """As of `StoredProducts`."""
+        self._open[0].copy_(self._store.k_open)
+        return q @ self._k.flatten(2, 3).mT
+
+    def weighted(self, weight: torch.Tensor, worth: torch.Tensor) -> torch.Tensor:
+        """As of `StoredProducts`."""
+        self._open[1].copy_(self._store.v_open.mT)
+        tiles = (weight.transpose(2, 3) @ self._v).mul_(worth.transpose(2, 3)[..., None])
+        if not self._blocks:
+            return tiles.sum(2)
+        # in the order of `StoredProducts`
+        return tiles[:, :, self._blocks :].sum(2).add_(tiles[:, :, : self._blocks].sum(2))
+
+
+def _pages(table: torch.Tensor) -> slice | torch.Tensor:
+    """The pages of a table [B, n]: a slice if they follow each other, which is a view and not a copy."""
+    page = table.flatten()
+    first = int(page[0]) if page.numel() else 0
+    follow = torch.equal(page, torch.arange(first, first + page.numel(), device=page.device))
+    return slice(first, first + page.numel()) if follow else page
+
+
+def _taken(x: torch.Tensor, page: slice | torch.Tensor) -> torch.Tensor:
+    return x[page] if isinstance(page, slice) else x.index_select(0, page)

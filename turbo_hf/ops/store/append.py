@@ -10,6 +10,7 @@ from turbo_hf.ops.backend import uses_triton, why_no_kernel, why_no_latent_kerne
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.quantize import check_float
 from turbo_hf.ops.store.reference_append import reference_append_step, reference_append_tokens, reference_seal_open
+from turbo_hf.ops.store.reference_repeat import repeated_append
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.store.rotate_latents import rotate_latents
 
@@ -100,6 +101,8 @@ def append_tokens(
     reference_append_tokens(
         k, v, store, starts=starts, given_scale=given_scale, max_scale=max_scale, nonfinite=nonfinite
     )
+    if repeat is not None and starts is None:
+        repeat.append = repeated_append(k, store, given_scale)
     return None if queries is None else rotate_queries(queries, backend)
 
 
