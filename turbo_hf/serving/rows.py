@@ -307,22 +307,20 @@ class Blocks:
         first: int64 [count], the first block of its request.
         open_len: int64 [layers, count], zeros.
         slots, begin, last: int64 [requests], the slot of each request, its first row, and its last one.
-        held: bool [requests, 1, 1, block], the places of that first row that were open before.
-        holds: whether there may be such places.
+        held: int64 [requests], how many places of that first row were open before.
         first_blocks: the rows that are a request's first block, and whole.
         seals: whether some row is whole.
     """
 
     def __init__(self, count: int, requests: int, shape: Shape, device: torch.device, spare: int):
         self.count, self.shape, self.spare = count, shape, spare
-        self.holds = self.seals = True
+        self.seals = True
         block = shape.block
-        self._sizes = [count * block, count, count, count, count * shape.layers, *[requests] * 3, requests * block]
+        self._sizes = [count * block, count, count, count, count * shape.layers, *[requests] * 4]
         self._flat = torch.zeros(_room(self._sizes), dtype=torch.int64, device=device)
         parts = _cut(self._flat, self._sizes)
-        self.tokens, table, self.sealed, self.first, opened, self.slots, self.begin, self.last, self._held = parts
+        self.tokens, table, self.sealed, self.first, opened, self.slots, self.begin, self.last, self.held = parts
         self.table, self.open_len = table.view(count, 1), opened.view(shape.layers, count)
-        self.held = torch.zeros(requests, 1, 1, block, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
         self.first_blocks: list[int] = []
 
@@ -341,13 +339,11 @@ class Blocks:
             tokens[at * block : (at + count) * block] = place + columns.clip(0, row.new - 1)
             table[at : at + whole], sealed[at : at + whole] = row.blocks[before : before + whole], 1
             first[at : at + count] = row.blocks[0] if row.blocks else 0
-            slots[n], begin[n], last[n] = row.slot, at, at + count - 1
-            held[n * block : n * block + opened] = 1
+            slots[n], begin[n], last[n], held[n] = row.slot, at, at + count - 1, opened
             if whole and not before:
                 self.first_blocks.append(at)
             at += count
         self._flat.copy_(flat, non_blocking=True)
-        self.held.copy_(self._held.view(self.held.shape))
 
     @classmethod
     def of(cls, rows: list[Row], shape: Shape, device: torch.device, spare: int) -> "Blocks":
@@ -355,7 +351,6 @@ class Blocks:
         count = _multiple(1 + sum(blocks_of(row, shape.block) for row in rows))
         made = cls(count, len(rows), shape, device, spare)
         made.fill(rows, [row.first for row in rows])
-        made.holds = any(row.past % shape.block for row in rows)
         made.seals = any(row.past % shape.block + row.new >= shape.block for row in rows)
         return made
 
@@ -386,7 +381,6 @@ class Layout:
         if prompts is not None:
             most = -(-(prompts.new + (shape.block - 1) * prompts.past) // shape.block)
             self.blocks = Blocks(_multiple(1 + prompts.count * most), prompts.count, shape, device, spare)
-            self.blocks.holds = prompts.past
         self.size = 0 if steps is None else steps.size
         count, new = (0, 0) if prompts is None else (prompts.count, prompts.new)
         self.tokens, self.outputs = self.size + count * new, self.size + count

@@ -25,6 +25,7 @@ from turbo_hf.layout import (
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.append import append_tokens, seal_open
+from turbo_hf.ops.store.exchange import exchange_open
 from turbo_hf.serving.rows import Blocks, Pass, Prompts, Shape, StepRows
 
 
@@ -223,17 +224,11 @@ class Storage:
             block,
         )
         self._append(blocks, layer, NewQKV(qkv.query, k, v), store, None)
-        opened = _tokens_last(k_open, v_open, k_scale, v_scale)
-        pairs = list(zip(opened, _tokens_last(*(x[layer] for x in self._opened())), strict=True))
-        if blocks.holds:
-            for x, y in pairs:
-                before, new = y.index_select(0, blocks.slots)[..., :block], x.index_select(0, blocks.begin)
-                held = blocks.held if x.dim() == 4 else blocks.held[:, 0]
-                x.index_copy_(0, blocks.begin, torch.where(held, before, new))
+        opened = (k_open, v_open, k_scale, v_scale)
+        slots = (self.k_open[layer], self.v_open[layer], self.k_scale[layer], self.v_scale[layer])
+        exchange_open(opened, slots, blocks.slots, blocks.begin, blocks.last, blocks.held, backend=self.config.backend)
         if blocks.seals:
             self._seal(store, blocks.first_blocks, layer, blocks.first)
-        for x, y in pairs:
-            y[..., :block].index_copy_(0, blocks.slots, x.index_select(0, blocks.last))
 
     def _append(
         self,
@@ -287,13 +282,6 @@ class Storage:
         old, new = shared(source, self.device), shared(target, self.device)
         for x in self._opened():
             x.index_copy_(1, new, x.index_select(1, old))
-
-
-def _tokens_last(
-    k: torch.Tensor, v: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Open tokens, whose last dimension is then that of tokens."""
-    return k.transpose(2, 3), v, k_scale, v_scale
 
 
 def _carve(pool: torch.Tensor, pages: int, shape: Shape) -> tuple[PagedHeads, ...]:

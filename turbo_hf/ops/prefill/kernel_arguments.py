@@ -96,6 +96,7 @@ class PrefillForm(NamedTuple):
     wide: type of the queries, where keys are not INT8.
     k_token: whether keys have a scale per token.
     own: whether queries attend to the chunk.
+    split: whether several programs share the past of a tile of queries.
     """
 
     heads: int
@@ -113,3 +114,4 @@ class PrefillForm(NamedTuple):
     wide: Any
     k_token: bool
     own: bool
+    split: bool

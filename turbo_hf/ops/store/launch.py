@@ -14,6 +14,7 @@ from turbo_hf.ops.maths import query_shift
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_arguments import NewTokens, Noted, RotatedQueries, StoreForm
+from turbo_hf.ops.store.kernel_exchange import exchange_open_kernel
 from turbo_hf.ops.store.kernel_rotate import rotate_kernel
 from turbo_hf.ops.store.kernel_rows import select_rows_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
@@ -189,6 +190,23 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.means,
         store.table.stride(0), cap,
         FORM=_form_of(store.paged, heads, dim, store.block), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def launch_exchange_open(
+    blocks: tuple[torch.Tensor, ...],
+    slots: tuple[torch.Tensor, ...],
+    slot: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    held: torch.Tensor,
+) -> None:
+    """`ops.store.exchange.exchange_open`."""
+    _, heads, block, dim = blocks[0].shape
+    launch(
+        exchange_open_kernel, slot, (len(slot) * heads,),
+        blocks, slots, slot, first, last, held, slots[0].shape[2],
+        HEADS=heads, D=dim, DP=power_of_two(dim), BLOCK=block, PADDED=power_of_two(block),
     )  # fmt: skip
 
 
