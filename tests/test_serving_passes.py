@@ -34,6 +34,7 @@ from turbo_hf.cache.new_columns import NewQKV  # noqa: E402
 from turbo_hf.layout import Scoring  # noqa: E402
 from turbo_hf.patching import continuous_batching  # noqa: E402
 from turbo_hf.serving import rows, runner, storage  # noqa: E402
+from turbo_hf.serving.paged_cache import TurboAllocator  # noqa: E402
 
 
 @pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("turbo-mixed", "llama"), ("int8", "sliding")])
@@ -139,6 +140,42 @@ def test_batches_prepared_ahead_give_the_same_tokens(
             assert got == in_static_batches(model, handle, prompt, passes[name])[: len(got)], name
         again = any(sum(past == 0 for past, _ in edges) > 1 for edges in passes.values())
         assert again == (len(lengths) == 3)
+
+
+@pytest.mark.usefixtures("asynchronous")
+def test_one_capture_serves_both_sets_of_inputs(runners: Any) -> None:
+    model, inputs = tiny_llama().double(), requests((20, 30))
+    with turbo_hf.patch(model):
+        model.generate_batch(inputs, max_new_tokens=12, continuous_batching_config=options(use_async_batching=True))
+    (made,) = runners
+    assert made.inputs_and_outputs.io_pairs
+    assert made.captures == 1
+    assert made._device.replayed >= 9
+
+
+def test_rows_have_few_sizes() -> None:
+    allocator: Any = SimpleNamespace(slots=1000, slot_of={})
+    sizes = []
+    for used in (1, 2, 3, 60, 65, 128, 129, 161, 250, 257, 999):
+        allocator.slot_of = {"highest": used - 1}
+        sizes.append(TurboAllocator.rows(allocator))
+    assert sizes == [2, 2, 4, 64, 128, 128, 160, 192, 256, 320, 1000]
+
+
+def test_what_lies_between_packed_prompts_is_cut_like_prompts() -> None:
+    def row(first: int, new: int) -> rows.Row:
+        return rows.Row(str(first), 0, new, first, 0, [])
+
+    cpu = torch.device("cpu")
+    every = [row(first, new) for first, new in ((0, 1), (1, 1), (2, 5), (7, 9), (16, 3), (19, 14))]
+    packed = rows.Packed.of(every, [every[2], every[4]], cpu)
+    assert packed is not None
+    assert packed.edges.tolist() == [0, 2, 7, 12, 16, 19, 24, 29, 33]
+    assert (packed.longest, packed.tokens) == (5, 33)
+    assert rows.Packed.of(every, every[:1], cpu) is None
+    both = rows.Packed.of(every[:2], every[:2], cpu)
+    assert both is not None
+    assert both.edges.tolist() == [0, 1, 2]
 
 
 def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ LATENT_TYPES = (
 )
 """Types of text models whose full-attention layers keep a latent and a rotary part (MLA), and read all of them."""
 
-CACHE_KEYWORDS = ("past_key_values", "layer_past")
+CACHE_KEYWORDS = ("past_key_values", "layer_past", "cache")
 """Names under which attention modules are given the cache."""
 
 HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")

@@ -367,6 +367,14 @@ class TurboPagedCache(PagedAttentionCache, PackedCache):
         storage = self.storage
         self.now = mixed_pass(rows, self.allocator.rows(), storage.shape, storage.device, storage.spare)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by attention modules from transformers 5.24 on, where they, not their keywords, have the cache: it
+        joins `kwargs`, where attention looks for it."""
+        kwargs["cache"] = self
+        return key_states, value_states
+
     def attend(
         self,
         layer: int,

@@ -262,29 +262,34 @@ class Prompts:
 
 
 class Packed(NamedTuple):
-    """Prompts of requests that hold no tokens, which lie one after the other: for attention without padding.
+    """Prompts of requests that hold no tokens, for attention in one launch over all tokens of a pass, without padding.
+
+    What lies between them is computed like prompts, too, and then overwritten: so nothing is copied.
 
     rows: the requests.
-    begin, end: their first token in the pass, and the one behind their last.
-    edges: int32 [requests + 1], where each begins, counted from `begin`, and the end.
+    edges: int32 [prompts + 1], where each begins in the pass, and the end.
     longest: the most tokens of one.
+    tokens: all tokens of the pass.
     """
 
     rows: list[Row]
-    begin: int
-    end: int
     edges: torch.Tensor
     longest: int
+    tokens: int
 
     @classmethod
-    def of(cls, rows: list[Row], device: torch.device) -> "Packed | None":
-        """None: there are fewer than two, or others lie between them."""
-        first = [row.first for row in rows]
-        ends = [row.first + row.new for row in rows]
-        if len(rows) < 2 or first[1:] != ends[:-1]:
+    def of(cls, rows: list[Row], own: list[Row], device: torch.device) -> "Packed | None":
+        """Of the requests `own` among those of a pass; None: there are fewer than two."""
+        if len(own) < 2:
             return None
-        edges = shared([at - first[0] for at in (*first, ends[-1])], device).to(torch.int32)
-        return cls(rows, first[0], ends[-1], edges, max(row.new for row in rows))
+        longest, tokens = max(row.new for row in own), rows[-1].first + rows[-1].new
+        edges, at = [0], 0
+        for row in own:
+            edges += [*range(at + longest, row.first, longest), *[row.first] * (row.first > at)]
+            at = row.first + row.new
+            edges.append(at)
+        edges += [*range(at + longest, tokens, longest), *[tokens] * (tokens > at)]
+        return cls(own, shared(edges, device).to(torch.int32), longest, tokens)
 
 
 class Blocks:
@@ -460,7 +465,7 @@ def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device, s
     if not prompts:
         return Pass(steps, [])
     groups = [Prompts.of(group, shape.block, device) for group in _together(prompts)]
-    packed = Packed.of([row for row in prompts if not row.past and row.new <= SHORT], device)
+    packed = Packed.of(rows, [row for row in prompts if not row.past and row.new <= SHORT], device)
     return Pass(steps, groups, Blocks.of(prompts, shape, device, spare), packed)
 
 

@@ -82,23 +82,19 @@ class Storage:
             )
         if now.fixed:
             return self._fixed(now, layer, qkv, scoring, window)
-        # zeros for tokens that only fill a pass up
-        out = torch.zeros_like(qkv.query)
+        packed, out = now.packed, None
+        if packed is not None and packed.tokens == qkv.query.shape[2]:
+            out = packed_attention(self.config, qkv, packed.edges, packed.longest, window, scoring)
+        done = [] if packed is None or out is None else packed.rows
+        if out is None:
+            # zeros for tokens that only fill a pass up
+            out = torch.zeros_like(qkv.query)
         for rows in now.steps:
             own = NewQKV(*(rows.take(x) for x in qkv))
             rows.put(out, self._steps(rows, layer, own, scoring, window, False))
-        packed = now.packed
-        if packed is not None:
-            at = slice(packed.begin, packed.end)
-            own = NewQKV(*(x[:, :, at] for x in qkv))
-            found = packed_attention(self.config, own, packed.edges, packed.longest, window, scoring)
-            if found is None:
-                packed = None
-            else:
-                out[:, :, at] = found
         for prompts in now.prompts:
             # of a group, all or none are packed
-            if packed is None or prompts.rows[0] not in packed.rows:
+            if prompts.rows[0] not in done:
                 own = NewQKV(*(prompts.take(x) for x in qkv))
                 prompts.put(out, self._prompts(prompts, layer, own, scoring, window))
         if now.blocks is not None:
