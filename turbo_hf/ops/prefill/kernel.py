@@ -229,17 +229,20 @@ def _past(state, query, past, row, kv_row, m, d, first, part, parts, scoring, FO
     k_base = past.k + kv_row * past.sealed_room * D
     v_base = past.v + kv_row * past.sealed_room * D
     scales = past.scale + kv_row * (past.sealed_room // BLOCK) * 2
+    # the pipeline of loads leaves it out: it is loaded one tile ahead
+    v_next = tl.load(scales + begin // BLOCK * 2 + 1, mask=begin < end, other=1.0)
     for n0 in range(begin, end, TILE):
         place = (n0 + n).to(tl.int64)
         k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
         v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
         v = tl.load(v_at, mask=(d < D)[None, :], other=0)
         k_scale = tl.load(scales + n0 // BLOCK * 2)
-        v_scale = _log2_scale(tl.load(scales + n0 // BLOCK * 2 + 1))
+        v_scale = _log2_scale(v_next)
+        v_next = tl.load(scales + (n0 + TILE) // BLOCK * 2 + 1, mask=n0 + TILE < end, other=1.0)
         allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
         state = _step(
             state, query, None, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0, K_TOKEN=False,
-            V_TOKEN=False, ORDERED=True, CLEAN=False,
+            V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
         )  # fmt: skip
     k_base = past.k_open + kv_row * past.open_room * D
     v_base = past.v_open + kv_row * past.open_room * D

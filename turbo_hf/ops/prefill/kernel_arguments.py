@@ -97,6 +97,7 @@ class PrefillForm(NamedTuple):
     k_token: whether keys have a scale per token.
     own: whether queries attend to the chunk.
     split: whether several programs share the past of a tile of queries.
+    in_time: whether sealed values are in the order of time, not in VALUE_ORDER.
     """
 
     heads: int
@@ -115,3 +116,4 @@ class PrefillForm(NamedTuple):
     k_token: bool
     own: bool
     split: bool
+    in_time: bool

@@ -35,6 +35,9 @@ MOST_PARTS = 16
 LEAST_SHARE = 512
 """Tokens of the past that such a program reads at least, if the table is full."""
 
+WIDE_PAST = 1 << 29
+"""Bytes of an unpacked past up to which it is in the type of the queries, where products are in that."""
+
 MERGED = 8
 """Queries whose parts a program merges."""
 
@@ -114,15 +117,20 @@ def _quantize(
     return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
 
 
-def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sealed blocks of a cache in INT8: k [B, Hkv, T, D], v [B, Hkv, D, T] in VALUE_ORDER, scales [B, Hkv, T/b, 2].
+def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sealed blocks of a cache: codes k [B, Hkv, T, D], v [B, Hkv, D, T], scales [B, Hkv, T/b, 2].
 
-    With 16-bit heads, k and v are in the type of their pages. Places past a row's end are not written.
+    wide: the queries' type, if products are in it; k and v are then in this type, unless that is too much memory, and
+        v is in the order of time. Else they are INT8, v in VALUE_ORDER. With 16-bit heads, they are in the type of
+        their pages. Places past a row's end are not written.
     """
     batch, heads, _, dim = past.k_open.shape
-    blocks, device = past.table.shape[1], past.k_open.device
-    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=past.k_open.dtype, device=device)
-    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=past.v_open.dtype, device=device)
+    blocks, device, dtype = past.table.shape[1], past.k_open.device, past.k_open.dtype
+    shape = (batch, heads, blocks * past.block, dim)
+    if wide is not None and dtype == torch.int8 and 2 * math.prod(shape) * wide.itemsize <= WIDE_PAST:
+        dtype = wide
+    k = torch.empty(shape, dtype=dtype, device=device)
+    v = torch.empty(batch, heads, dim, shape[2], dtype=dtype, device=device)
     scale = torch.empty(batch, heads, blocks, 2, device=device)
     first = 0
     order, table = past.order.contiguous(), past.table.contiguous()
@@ -133,15 +141,17 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
                     blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits, VALUE_BITS=pages.value_bits, **gpu.FMA,
+                    BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=wide is not None, **gpu.FMA,
                 )  # fmt: skip
             first += slots
     return k, v, scale
 
 
-def _held(past: KVStore) -> Past:
+def _held(past: KVStore, wide: torch.dtype | None) -> Past:
+    """wide: as in `unpack_past`."""
     opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
-    return Past(*unpack_past(past), past.sealed, *opened, past.table.shape[1] * past.block, past.k_open.shape[2])
+    room = past.table.shape[1] * past.block
+    return Past(*unpack_past(past, wide), past.sealed, *opened, room, past.k_open.shape[2])
 
 
 def launch_prefill(
@@ -171,7 +181,7 @@ def launch_prefill(
     result, lse = _outputs(q, starts is not None and parts == 1)
     flags = torch.empty if rounding.mode == "fp16" else torch.zeros
     broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
-    held = None if past is None else _held(past)
+    held = None if past is None else _held(past, q.dtype if rounding.mode == "fp16" else None)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
     listed = None if kept is None else launch_list_tiles(kept, tokens)
 
@@ -201,7 +211,7 @@ def launch_prefill(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
             block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
             p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
-            k_token=mode.k_scale == "token", own=own, split=split,
+            k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "fp16",
         )  # fmt: skip
         programs = -(-tokens // tiles.block_m) * pairs * (1 if repair else parts)
         to = PrefillResult(_view(result), lse, broken)
