@@ -8,21 +8,23 @@ from turbo_hf.ops.store.exchange import Opened, exchange_open
 BLOCK, ROOM = 32, 48
 
 
-def some_open(count: int, tokens: int, dim: int, device: torch.device) -> Opened:
+def some_open(count: int, tokens: int, dims: tuple[int, int], device: torch.device) -> Opened:
+    # latents, which are wider than their rotary parts, are in 16 bit
+    dtype = torch.int8 if dims[0] == dims[1] else torch.float16
     codes = [
-        torch.randint(-119, 120, shape, dtype=torch.int8)
-        for shape in ((count, 2, tokens, dim), (count, 2, dim, tokens))
+        torch.randint(-119, 120, shape).to(dtype)
+        for shape in ((count, 2, tokens, dims[0]), (count, 2, dims[1], tokens))
     ]
     k, v, k_scale, v_scale = (x.to(device) for x in (*codes, *torch.rand(2, count, 2, tokens)))
     return k, v, k_scale.contiguous(), v_scale.contiguous()
 
 
-@pytest.mark.parametrize("dim", [16, 80])
+@pytest.mark.parametrize("dims", [(16, 16), (80, 80), (160, 32)])
 def test_what_a_slot_holds_begins_the_first_block_and_the_last_one_stays(
-    dim: int, backend: str, device: torch.device
+    dims: tuple[int, int], backend: str, device: torch.device
 ) -> None:
-    torch.manual_seed(dim)
-    blocks, slots = some_open(7, BLOCK, dim, device), some_open(6, ROOM, dim, device)
+    torch.manual_seed(dims[0])
+    blocks, slots = some_open(7, BLOCK, dims, device), some_open(6, ROOM, dims, device)
     # one block each, several, nothing held, and two of no request that share a slot and a row
     requests = [(3, 0, 0, 5), (0, 1, 3, 31), (1, 4, 4, 0), (5, 6, 6, 0), (5, 6, 6, 0)]
     want_blocks, want_slots = (tuple(x.clone() for x in each) for each in (blocks, slots))
@@ -37,9 +39,10 @@ def test_what_a_slot_holds_begins_the_first_block_and_the_last_one_stays(
 
 
 def test_what_does_not_agree_is_refused() -> None:
-    blocks, slots = some_open(2, BLOCK, 16, torch.device("cpu")), some_open(2, ROOM, 16, torch.device("cpu"))
+    cpu = torch.device("cpu")
+    blocks, slots = some_open(2, BLOCK, (16, 16), cpu), some_open(2, ROOM, (16, 16), cpu)
     one = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="32 of them at least; got"):
-        exchange_open(blocks, some_open(2, 16, 16, torch.device("cpu")), one, one, one, one)
+        exchange_open(blocks, some_open(2, 16, (16, 16), cpu), one, one, one, one)
     with pytest.raises(ValueError, match="an entry per request; got 1 slots"):
         exchange_open(blocks, slots, one, one, one, torch.zeros(2, dtype=torch.int64))

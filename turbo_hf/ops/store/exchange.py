@@ -22,8 +22,8 @@ def exchange_open(
     """Each request's first block begins with the tokens that its slot holds; then the slot holds its last block.
 
     Args:
-        blocks: INT8 k [N, Hkv, b, D] and v [N, Hkv, D, b], float32 scales [N, Hkv, b]; contiguous. The first `held`
-            tokens of each request's first block change.
+        blocks: k [N, Hkv, b, D] and v [N, Hkv, Dv, b] of any types, float32 scales [N, Hkv, b]; contiguous. The first
+            `held` tokens of each request's first block change.
         slots: the same of S slots, with room for b tokens at least. Those of the requests change.
         slot, first, last: int64 [R], of each request its slot, and its first and last row among `blocks`. Requests
             without tokens may share a slot and a row.
@@ -37,13 +37,18 @@ def exchange_open(
         ValueError: shapes that do not agree, or a backend that cannot run.
     """
     heads, block, dim = blocks[0].shape[1:]
-    room = slots[0].shape[2]
+    channels, room = blocks[1].shape[2], slots[0].shape[2]
+    types = [x.dtype for x in blocks]
     for opened, tokens in ((blocks, block), (slots, room)):
         count = len(opened[0])
-        wanted = [(count, heads, tokens, dim), (count, heads, dim, tokens), *[(count, heads, tokens)] * 2]
+        wanted = [(count, heads, tokens, dim), (count, heads, channels, tokens), *[(count, heads, tokens)] * 2]
         found = [tuple(x.shape) for x in opened]
-        if found != wanted or room < block or not all(x.is_contiguous() for x in opened):
-            raise ValueError(f"open tokens must be {wanted}, contiguous, {block} of them at least; got {found}.")
+        alike = [x.dtype for x in opened] == types and all(x.is_contiguous() for x in opened)
+        if found != wanted or room < block or not alike:
+            raise ValueError(
+                f"open tokens must be {wanted}, contiguous, of the types {types}, {block} of them at least; got "
+                f"{found} of {[x.dtype for x in opened]}."
+            )
     if {x.shape for x in (slot, first, last, held)} != {slot.shape}:
         raise ValueError(f"slot, first, last and held must have an entry per request; got {len(slot)} slots.")
     if uses_triton(backend, slot.device, why_no_kernels_on(slot.device)):

@@ -28,6 +28,9 @@ ROTATED = 32
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
 
+EXCHANGED = 128
+"""Channels of open tokens that a program moves between slots and blocks."""
+
 MOVED = 4096
 """32-bit words that a program moves when rows are permuted: they fit in registers."""
 
@@ -202,11 +205,12 @@ def launch_exchange_open(
     held: torch.Tensor,
 ) -> None:
     """`ops.store.exchange.exchange_open`."""
-    _, heads, block, dim = blocks[0].shape
+    (_, heads, block, dim), channels = blocks[0].shape, blocks[1].shape[2]
+    part = min(EXCHANGED, power_of_two(max(dim, channels)))
     launch(
-        exchange_open_kernel, slot, (len(slot) * heads,),
+        exchange_open_kernel, slot, (len(slot) * heads, -(-max(dim, channels) // part)),
         blocks, slots, slot, first, last, held, slots[0].shape[2],
-        HEADS=heads, D=dim, DP=power_of_two(dim), BLOCK=block, PADDED=power_of_two(block),
+        HEADS=heads, D=dim, V=channels, PART=part, BLOCK=block, PADDED=power_of_two(block),
     )  # fmt: skip
 
 
