@@ -85,8 +85,8 @@ def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple
     return codes, own
 
 
-def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
-    """`ops.store.rotate`: x times the matrix with entries +-2^-shift."""
+def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype, clamp: bool = False) -> torch.Tensor:
+    """`ops.store.rotate`: x times the matrix with entries +-2^-shift. clamp: to the range of `dtype`."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(batch, heads, tokens, dim, dtype=dtype, device=x.device)
@@ -95,7 +95,8 @@ def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tens
     launch(
         rotate_kernel, x, (-(-runs // ROTATED),),
         x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, RUNS_PER_TOKEN=dim // size, SIZE=size,
-        LEVELS=_levels(dim), ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
+        LEVELS=_levels(dim), ROWS=ROTATED, TOP=torch.finfo(dtype).max if clamp else None, num_warps=2,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
