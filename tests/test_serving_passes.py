@@ -160,6 +160,9 @@ def test_rows_have_few_sizes() -> None:
         allocator.slot_of = {"highest": used - 1}
         sizes.append(TurboAllocator.rows(allocator))
     assert sizes == [2, 2, 4, 64, 128, 128, 160, 192, 256, 320, 1000]
+    for used, size in ((2, 2), (3, 8), (9, 32), (33, 128), (129, 160)):
+        allocator.slot_of = {"highest": used - 1}
+        assert TurboAllocator.rows(allocator, prompts=True) == size
 
 
 def test_what_lies_between_packed_prompts_is_cut_like_prompts() -> None:
@@ -220,7 +223,7 @@ def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
 def test_prompts_over_long_pasts_are_not_captured_together() -> None:
     """Each past is unpacked for the pass: no more than in passes that are launched."""
     stored = SimpleNamespace(ranks=[False], shape=SimpleNamespace(block=64))
-    cache = SimpleNamespace(storage=stored, allocator=SimpleNamespace(rows=lambda: 4), max_batch_tokens=8192)
+    cache = SimpleNamespace(storage=stored, allocator=SimpleNamespace(rows=lambda prompts: 4), max_batch_tokens=8192)
     made: Any = SimpleNamespace(cache=cache, _device=object(), _prompts=True)
 
     def key(past: int, count: int) -> Any:

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 import transformers
 from packaging.version import Version
 
-OLDEST, NEWEST = Version("5.17"), Version("5.24")
+OLDEST, NEWEST = Version("5.17"), Version("5.23")
 
 
 def version_of(package: str) -> str | None:

@@ -96,6 +96,13 @@ def _cut(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     return [flat[end - size - size % 2 : end - size % 2] for size, end in zip(sizes, ends, strict=True)]
 
 
+def gathered(x: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """These tokens of x [1, H, T, D], the same number for each of `count` rows, as [count, H, n, D]."""
+    # models have tokens before heads in memory: then one token is one run of memory
+    found: torch.Tensor = x[0].transpose(0, 1).index_select(0, tokens).unflatten(0, (count, -1)).transpose(1, 2)
+    return found
+
+
 class StepRows:
     """Requests of a pass that bring equally many tokens, as rows of the ops: row s is the request in slot s, so that
     open tokens are read and written where they are. A slot without such a request is a row without a token.
@@ -163,8 +170,7 @@ class StepRows:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows' tokens of x [1, H, T, D], as [size, H, new, D]; any token in a row without one."""
-        rows: torch.Tensor = x[0].index_select(1, self.tokens).unflatten(1, (self.size, self.new)).transpose(0, 1)
-        return rows
+        return gathered(x, self.tokens, self.size)
 
     def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """x [size, H, new, D] to the rows' tokens of out [1, H, T, D]."""
@@ -247,8 +253,7 @@ class Prompts:
         """The rows' tokens of x [1, H, T, D], as [B, H, new, D]."""
         if len(self.rows) == 1 and not self.padded:
             return x[:, :, self.rows[0].first : self.rows[0].first + self.new]
-        rows: torch.Tensor = x[0].index_select(1, self.tokens).unflatten(1, (-1, self.new)).transpose(0, 1)
-        return rows
+        return gathered(x, self.tokens, len(self.rows))
 
     def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """x [B, H, new, D] to the rows' tokens of out [1, H, T, D]."""

@@ -125,7 +125,7 @@ class TurboModelRunner(ModelRunner):
         steps, prompts = [row for row in rows if row.is_step], [row for row in rows if not row.is_step]
         if any(row.new > 1 for row in steps):
             return None
-        of_steps = (self.cache.allocator.rows(), most_blocks(steps)) if steps else (0, 0)
+        of_steps = (self.cache.allocator.rows(prompts=bool(prompts)), most_blocks(steps)) if steps else (0, 0)
         if not prompts:
             return (*of_steps, 0, 0, 0, 0)
         count, new = power_of_two(len(prompts)), power_of_two(max(LEAST, *(row.new for row in prompts)))

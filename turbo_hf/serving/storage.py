@@ -26,7 +26,7 @@ from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.append import append_tokens, seal_open
 from turbo_hf.ops.store.exchange import exchange_open
-from turbo_hf.serving.rows import Blocks, Pass, Prompts, Shape, StepRows
+from turbo_hf.serving.rows import Blocks, Pass, Prompts, Shape, StepRows, gathered
 
 
 class Storage:
@@ -202,7 +202,7 @@ class Storage:
     def _store(self, blocks: Blocks, layer: int, qkv: NewQKV) -> None:
         """The new tokens of prompts: whole blocks are sealed, what is behind them goes to the slots."""
         count, heads, dim, block = blocks.count, self.shape.heads, self.shape.dim, self.shape.block
-        k, v = (x[0].index_select(1, blocks.tokens).unflatten(1, (count, block)).transpose(0, 1) for x in qkv[1:])
+        k, v = (gathered(x, blocks.tokens, count) for x in qkv[1:])
         k_open = torch.empty(count, heads, block, dim, dtype=torch.int8, device=self.device)
         v_open = torch.empty(count, heads, dim, block, dtype=torch.int8, device=self.device)
         k_scale, v_scale = torch.empty(2, count, heads, block, device=self.device)
