@@ -62,6 +62,8 @@ def test_kernels_compile_and_fit() -> None:
         "keep_tiles_kernel",
         "list_tiles_kernel",
         "dropped_mass_kernel",
+        "merge_parts_kernel",
+        "exchange_open_kernel",
     }
     assert {kernel["kernel"] for kernel in kernels} >= wanted
     assert not [kernel for kernel in kernels if kernel["shared"] > 227 << 10]

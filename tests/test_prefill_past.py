@@ -12,6 +12,8 @@ from prefill_support import check_prefill, inputs, random_past
 
 from turbo_hf.config.turbo_config import ATTENTION_MODES
 from turbo_hf.layout import BITS
+from turbo_hf.ops import gpu
+from turbo_hf.ops.prefill import launch
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -65,6 +67,27 @@ def test_a_past_that_is_not_sealed_yet(mode: str, device: torch.device) -> None:
 def test_dtypes_over_a_past(dtype: torch.dtype, mode: str, device: torch.device) -> None:
     q, k, v = inputs(1, 30, device, dtype=dtype)
     check_prefill(q, k, v, mode, past=random_past([100], k))
+
+
+@pytest.fixture
+def many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pasts are shared among programs, however short they are."""
+    monkeypatch.setattr(gpu, "sms", lambda device: 132)
+    monkeypatch.setattr(launch, "LEAST_SHARE", 32)
+
+
+@in_modes(length=[pytest.param(n, id=f"past{n}") for n in (3, 64, 200, 330)])
+@pytest.mark.usefixtures("many_programs")
+def test_a_past_shared_among_programs(length: int, mode: str, device: torch.device) -> None:
+    q, k, v = inputs(2, 70, device)
+    check_prefill(q, k, v, mode, past=random_past([length, 40], k, groups=((4, 1), (2, 1))), starts=[0, 30])
+
+
+@in_modes(options=PROMPT_OPTIONS)
+@pytest.mark.usefixtures("many_programs")
+def test_a_shared_past_and_every_option(options: dict[str, Any], mode: str, device: torch.device) -> None:
+    q, k, v = inputs(3, 66, device)
+    check_prefill(q, k, v, mode, past=random_past([300, 0, 90], k), starts=[0, 66, 20], **options)
 
 
 @settings(max_examples=150)

@@ -36,6 +36,15 @@ def test_the_kernel_gives_the_references_bits(dim: int, dtype: torch.dtype, devi
         assert torch.equal(rotate(k, "triton"), rotate(k, "reference"))
 
 
+def test_rotated_keys_in_their_own_type_are_clamped_to_its_range(backend: str, device: torch.device) -> None:
+    k = tokens(1, 2, 40, 64, device=device).half()
+    assert torch.equal(rotate_keys(k, backend, narrow=True), rotate_keys(k, backend).half())
+    k[0, 0, 0], k[0, 1, 0, 0] = 60000.0, torch.nan
+    turned = rotate_keys(k, backend, narrow=True)
+    assert turned[0, 0, 0, 0] == torch.finfo(torch.float16).max
+    assert turned[0, 1, 0].isnan().all()
+
+
 @pytest.mark.parametrize("dim", DIMS)
 def test_keys_come_back(dim: int, backend: str, device: torch.device) -> None:
     k = tokens(1, 2, 40, dim, device=device)

@@ -37,6 +37,7 @@ from turbo_hf.cache.new_columns import NewQKV  # noqa: E402
 from turbo_hf.layout import Scoring  # noqa: E402
 from turbo_hf.patching import continuous_batching  # noqa: E402
 from turbo_hf.serving import rows, runner, storage  # noqa: E402
+from turbo_hf.serving.paged_cache import TurboAllocator  # noqa: E402
 
 
 @pytest.mark.parametrize(("preset", "kind"), [("turbo4", "llama"), ("turbo-mixed", "llama"), ("int8", "sliding")])
@@ -117,6 +118,45 @@ def test_batches_prepared_ahead_give_the_same_tokens(
         assert again == (len(lengths) == 3)
 
 
+@pytest.mark.usefixtures("asynchronous")
+def test_one_capture_serves_both_sets_of_inputs(runners: Any) -> None:
+    model, inputs = tiny_llama().double(), requests((20, 30))
+    with turbo_hf.patch(model):
+        model.generate_batch(inputs, max_new_tokens=12, continuous_batching_config=options(use_async_batching=True))
+    (made,) = runners
+    assert made.inputs_and_outputs.io_pairs
+    assert made.captures == 1
+    assert made._device.replayed >= 9
+
+
+def test_rows_have_few_sizes() -> None:
+    allocator: Any = SimpleNamespace(slots=1000, slot_of={})
+    sizes = []
+    for used in (1, 2, 3, 60, 65, 128, 129, 161, 250, 257, 999):
+        allocator.slot_of = {"highest": used - 1}
+        sizes.append(TurboAllocator.rows(allocator))
+    assert sizes == [2, 2, 4, 64, 128, 128, 160, 192, 256, 320, 1000]
+    for used, size in ((2, 2), (3, 8), (9, 32), (33, 128), (129, 160)):
+        allocator.slot_of = {"highest": used - 1}
+        assert TurboAllocator.rows(allocator, prompts=True) == size
+
+
+def test_what_lies_between_packed_prompts_is_cut_like_prompts() -> None:
+    def row(first: int, new: int) -> rows.Row:
+        return rows.Row(str(first), 0, new, first, 0, [])
+
+    cpu = torch.device("cpu")
+    every = [row(first, new) for first, new in ((0, 1), (1, 1), (2, 5), (7, 9), (16, 3), (19, 14))]
+    packed = rows.Packed.of(every, [every[2], every[4]], cpu)
+    assert packed is not None
+    assert packed.edges.tolist() == [0, 2, 7, 12, 16, 19, 24, 29, 33]
+    assert (packed.longest, packed.tokens) == (5, 33)
+    assert rows.Packed.of(every, every[:1], cpu) is None
+    both = rows.Packed.of(every[:2], every[:2], cpu)
+    assert both is not None
+    assert both.edges.tolist() == [0, 1, 2]
+
+
 def test_steps_that_cannot_be_captured_are_launched(passes: Any, runners: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "capture_device", lambda device: Again(fails="no graph"))
     model, inputs = tiny_llama().double(), requests((70, 20))
@@ -159,7 +199,7 @@ def test_a_short_rest_of_a_prompt_fills_a_block(passes: Any) -> None:
 def test_prompts_over_long_pasts_are_not_captured_together() -> None:
     """Each past is unpacked for the pass: no more than in passes that are launched."""
     stored = SimpleNamespace(ranks=[False], shape=SimpleNamespace(block=64, together=rows.TOGETHER))
-    cache = SimpleNamespace(storage=stored, allocator=SimpleNamespace(rows=lambda: 4), max_batch_tokens=8192)
+    cache = SimpleNamespace(storage=stored, allocator=SimpleNamespace(rows=lambda prompts: 4), max_batch_tokens=8192)
     made: Any = SimpleNamespace(cache=cache, _device=object(), _prompts=True)
 
     def key(past: int, count: int) -> Any:

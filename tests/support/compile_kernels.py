@@ -152,6 +152,21 @@ def latents() -> list[Any]:
     return stores
 
 
+def _long(past: Any) -> Any:
+    """The past with a table that has room for 4,096 tokens."""
+    return past._replace(table=torch.zeros(2, 64, dtype=torch.int64))
+
+
+def exchange() -> None:
+    """Open tokens between 5 blocks and 3 slots, of 2 requests."""
+    codes = (
+        (torch.zeros(5, 2, 64, 80), torch.zeros(5, 2, 80, 64)),
+        (torch.zeros(3, 2, 80, 80), torch.zeros(3, 2, 80, 80)),
+    )
+    blocks, slots = ((k.to(torch.int8), v.to(torch.int8), *torch.zeros(2, len(k), 2, k.shape[2])) for k, v in codes)
+    launch_store.launch_exchange_open(blocks, slots, *torch.zeros(4, 2, dtype=torch.int64))
+
+
 QUICK = [(256, torch.bfloat16, "turbo"), (256, torch.bfloat16, "half"), (80, torch.float32, "half")]
 """The cases that come nearest to the limit of shared memory. Each compiles the 16-bit mode too, for heads with NaN."""
 
@@ -211,6 +226,12 @@ def main(everything: bool) -> None:
     sparse_prompt(128, torch.bfloat16)
     # the past alone, of a rank of a context group that does not hold the open tokens
     prefill("turbo", 64, torch.bfloat16, pasts[64], own=False)
+    case[0] = "a past that programs share"
+    few, vars(gpu)["sms"] = gpu.sms, lambda device: 132
+    prefill("fp16", 128 if everything else 64, torch.bfloat16, _long(pasts[128 if everything else 64]))
+    vars(gpu)["sms"] = few
+    case[0] = "exchange open tokens"
+    exchange()
     x = torch.zeros(2, 2, 64, 80, dtype=torch.int8)
     for dim in (64, 80, 256):
         case[0] = f"rotate, d = {dim}"

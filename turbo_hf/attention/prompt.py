@@ -12,7 +12,7 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.layout import KVStore, Rounding, Scoring, narrowed
+from turbo_hf.layout import KVStore, Rounding, Scoring
 from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.store.rotate import rotate_keys, rotate_queries
 from turbo_hf.ops.tuning import prefill_mode
@@ -83,7 +83,7 @@ def prompt_attention(
         past, scoring = own_part(context, past, scoring)
     found = prefill(
         rotate_queries(q, config.backend) if turned else q,
-        narrowed(rotate_keys(k, config.backend), k.dtype) if turned else k,
+        rotate_keys(k, config.backend, narrow=True) if turned else k,
         v,
         scoring,
         rounding,

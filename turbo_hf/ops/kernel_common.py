@@ -69,6 +69,14 @@ def in_value_order(p):
 
 
 @triton.jit
+def in_time_order(v):
+    """Columns of v [M, N], which are in `layout.VALUE_ORDER`, in the order of time."""
+    m: tl.constexpr = v.shape[0]
+    n: tl.constexpr = v.shape[1]
+    return v.reshape(m, n // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(m, n)
+
+
+@triton.jit
 def value_order(position):
     """The token of its group of 16 that a stored position holds (`layout.VALUE_ORDER`)."""
     inside = position % 16

@@ -118,11 +118,17 @@ class TurboAllocator(CacheAllocator):
         """Whether the request has a slot, or can get one."""
         return request_id in self.slot_of or bool(self.free_slots)
 
-    def rows(self) -> int:
-        """Slots up to the highest in use, rounded up by less than a quarter, or to a power of two up to 8."""
+    def rows(self, *, prompts: bool = False) -> int:
+        """Slots up to the highest in use, rounded up to a power of two up to 128, then by less than a quarter.
+
+        The products of a model's weights take as long with 128 rows as with one. Few sizes are few captures: beside
+        `prompts`, of which there are many kinds, every other power of two is left out.
+        """
         # two at least: what is cut from one tensor is then aligned as kernels want it
         used = max(2, 1 + max(self.slot_of.values(), default=0))
-        step = power_of_two(used) if used < 8 else power_of_two(used) // 8
+        step = power_of_two(used) if used <= 128 else power_of_two(used) // 8
+        if prompts and used <= 64 and step in (4, 16, 64):
+            step *= 2
         return min(self.slots, -(-used // step) * step)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:

@@ -116,6 +116,13 @@ def _cut(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     return [flat[end - size - size % 2 : end - size % 2] for size, end in zip(sizes, ends, strict=True)]
 
 
+def gathered(x: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """These tokens of x [1, H, T, D], the same number for each of `count` rows, as [count, H, n, D]."""
+    # models have tokens before heads in memory: then one token is one run of memory
+    found: torch.Tensor = x[0].transpose(0, 1).index_select(0, tokens).unflatten(0, (count, -1)).transpose(1, 2)
+    return found
+
+
 class StepRows:
     """Requests of a pass that bring equally many tokens, as rows of the ops: row s is the request in slot s, so that
     open tokens are read and written where they are. A slot without such a request is a row without a token.
@@ -183,8 +190,7 @@ class StepRows:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """The rows' tokens of x [1, H, T, D], as [size, H, new, D]; any token in a row without one."""
-        rows: torch.Tensor = x[0].index_select(1, self.tokens).unflatten(1, (self.size, self.new)).transpose(0, 1)
-        return rows
+        return gathered(x, self.tokens, self.size)
 
     def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """x [size, H, new, D] to the rows' tokens of out [1, H, T, D]."""
@@ -267,8 +273,7 @@ class Prompts:
         """The rows' tokens of x [1, H, T, D], as [B, H, new, D]."""
         if len(self.rows) == 1 and not self.padded:
             return x[:, :, self.rows[0].first : self.rows[0].first + self.new]
-        rows: torch.Tensor = x[0].index_select(1, self.tokens).unflatten(1, (-1, self.new)).transpose(0, 1)
-        return rows
+        return gathered(x, self.tokens, len(self.rows))
 
     def put(self, out: torch.Tensor, x: torch.Tensor) -> None:
         """x [B, H, new, D] to the rows' tokens of out [1, H, T, D]."""
@@ -282,29 +287,34 @@ class Prompts:
 
 
 class Packed(NamedTuple):
-    """Prompts of requests that hold no tokens, which lie one after the other: for attention without padding.
+    """Prompts of requests that hold no tokens, for attention in one launch over all tokens of a pass, without padding.
+
+    What lies between them is computed like prompts, too, and then overwritten: so nothing is copied.
 
     rows: the requests.
-    begin, end: their first token in the pass, and the one behind their last.
-    edges: int32 [requests + 1], where each begins, counted from `begin`, and the end.
+    edges: int32 [prompts + 1], where each begins in the pass, and the end.
     longest: the most tokens of one.
+    tokens: all tokens of the pass.
     """
 
     rows: list[Row]
-    begin: int
-    end: int
     edges: torch.Tensor
     longest: int
+    tokens: int
 
     @classmethod
-    def of(cls, rows: list[Row], device: torch.device) -> "Packed | None":
-        """None: there are fewer than two, or others lie between them."""
-        first = [row.first for row in rows]
-        ends = [row.first + row.new for row in rows]
-        if len(rows) < 2 or first[1:] != ends[:-1]:
+    def of(cls, rows: list[Row], own: list[Row], device: torch.device) -> "Packed | None":
+        """Of the requests `own` among those of a pass; None: there are fewer than two."""
+        if len(own) < 2:
             return None
-        edges = shared([at - first[0] for at in (*first, ends[-1])], device).to(torch.int32)
-        return cls(rows, first[0], ends[-1], edges, max(row.new for row in rows))
+        longest, tokens = max(row.new for row in own), rows[-1].first + rows[-1].new
+        edges, at = [0], 0
+        for row in own:
+            edges += [*range(at + longest, row.first, longest), *[row.first] * (row.first > at)]
+            at = row.first + row.new
+            edges.append(at)
+        edges += [*range(at + longest, tokens, longest), *[tokens] * (tokens > at)]
+        return cls(own, shared(edges, device).to(torch.int32), longest, tokens)
 
 
 class Blocks:
@@ -327,22 +337,20 @@ class Blocks:
         first: int64 [count], the first block of its request.
         open_len: int64 [layers, count], zeros.
         slots, begin, last: int64 [requests], the slot of each request, its first row, and its last one.
-        held: bool [requests, 1, 1, block], the places of that first row that were open before.
-        holds: whether there may be such places.
+        held: int64 [requests], how many places of that first row were open before.
         first_blocks: the rows that are a request's first block, and whole.
         seals: whether some row is whole.
     """
 
     def __init__(self, count: int, requests: int, shape: Shape, device: torch.device, spare: int):
         self.count, self.shape, self.spare = count, shape, spare
-        self.holds = self.seals = True
+        self.seals = True
         block = shape.block
-        self._sizes = [count * block, count, count, count, count * shape.layers, *[requests] * 3, requests * block]
+        self._sizes = [count * block, count, count, count, count * shape.layers, *[requests] * 4]
         self._flat = torch.zeros(_room(self._sizes), dtype=torch.int64, device=device)
         parts = _cut(self._flat, self._sizes)
-        self.tokens, table, self.sealed, self.first, opened, self.slots, self.begin, self.last, self._held = parts
+        self.tokens, table, self.sealed, self.first, opened, self.slots, self.begin, self.last, self.held = parts
         self.table, self.open_len = table.view(count, 1), opened.view(shape.layers, count)
-        self.held = torch.zeros(requests, 1, 1, block, dtype=torch.bool, device=device)
         self.arrived = torch.zeros(count, dtype=torch.int32, device=device)
         self.first_blocks: list[int] = []
 
@@ -361,13 +369,11 @@ class Blocks:
             tokens[at * block : (at + count) * block] = place + columns.clip(0, row.new - 1)
             table[at : at + whole], sealed[at : at + whole] = row.blocks[before : before + whole], 1
             first[at : at + count] = row.blocks[0] if row.blocks else 0
-            slots[n], begin[n], last[n] = row.slot, at, at + count - 1
-            held[n * block : n * block + opened] = 1
+            slots[n], begin[n], last[n], held[n] = row.slot, at, at + count - 1, opened
             if whole and not before:
                 self.first_blocks.append(at)
             at += count
         self._flat.copy_(flat, non_blocking=True)
-        self.held.copy_(self._held.view(self.held.shape))
 
     @classmethod
     def of(cls, rows: list[Row], shape: Shape, device: torch.device, spare: int) -> "Blocks":
@@ -375,7 +381,6 @@ class Blocks:
         count = _multiple(1 + sum(blocks_of(row, shape.block) for row in rows))
         made = cls(count, len(rows), shape, device, spare)
         made.fill(rows, [row.first for row in rows])
-        made.holds = any(row.past % shape.block for row in rows)
         made.seals = any(row.past % shape.block + row.new >= shape.block for row in rows)
         return made
 
@@ -406,7 +411,6 @@ class Layout:
         if prompts is not None:
             most = -(-(prompts.new + (shape.block - 1) * prompts.past) // shape.block)
             self.blocks = Blocks(_multiple(1 + prompts.count * most), prompts.count, shape, device, spare)
-            self.blocks.holds = prompts.past
         self.size = 0 if steps is None else steps.size
         count, new = (0, 0) if prompts is None else (prompts.count, prompts.new)
         self.tokens, self.outputs = self.size + count * new, self.size + count
@@ -486,7 +490,7 @@ def mixed_pass(rows: list[Row], size: int, shape: Shape, device: torch.device, s
     if not prompts:
         return Pass(steps, [])
     groups = [Prompts.of(group, shape.block, device) for group in _together(prompts, shape.together)]
-    packed = Packed.of([row for row in prompts if not row.past and row.new <= SHORT], device)
+    packed = Packed.of(rows, [row for row in prompts if not row.past and row.new <= SHORT], device)
     return Pass(steps, groups, Blocks.of(prompts, shape, device, spare), packed)
 
 

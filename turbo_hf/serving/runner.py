@@ -23,6 +23,34 @@ GRAPHS = 48
 """Maximum number of captures that are kept: each takes megabytes outside of what is planned."""
 
 
+STAGED = ("input_ids", "position_ids", "logits_indices", "logits_processor_args")
+"""What a pass reads of its inputs, beside what the cache knows."""
+
+
+class SharedInputs:
+    """Tensors that captures read and write in place of the two sets of asynchronous batching, so that one capture
+    serves both."""
+
+    def __init__(self) -> None:
+        self._own: list[torch.Tensor] = []
+        # of each set, all of the memory in which its tensors lie
+        self._given: dict[int, dict[int, torch.Tensor]] = {}
+
+    def take(self, pair: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of these tensors of set number `pair`, at the same addresses each time."""
+        if pair not in self._given:
+            wholes = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+            self._given[pair] = {
+                place: torch.empty(0, dtype=torch.int32, device=tensors[0].device).set_(storage)
+                for place, storage in wholes.items()
+            }
+            self._own = self._own or [x.clone() for x in self._given[pair].values()]
+        of = dict(zip(self._given[pair], self._own, strict=True))
+        for given, own in zip(self._given[pair].values(), self._own, strict=True):
+            own.copy_(given)
+        return [of[x.untyped_storage().data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset()) for x in tensors]
+
+
 def capture_device(device: torch.device) -> Device | None:
     """How passes on `device` are captured; None: they are not."""
     return CudaDevice(device) if device.type == "cuda" else None
@@ -50,7 +78,8 @@ class TurboModelRunner(ModelRunner):
         self._device, self._demanded, self._prompts = device, demanded, prompts
         self._rows: dict[tuple[int, int], StepRows] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        # by inputs and layout; None: that was launched once
+        self._shared = SharedInputs()
+        # by layout; None: that was launched once
         self._replays: dict[tuple[int, ...], Callable[[], Any] | None] = {}
         self.captures = 0
         layers = len(self.cache.storage.nonfinite)
@@ -96,7 +125,7 @@ class TurboModelRunner(ModelRunner):
         steps, prompts = [row for row in rows if row.is_step], [row for row in rows if not row.is_step]
         if any(row.new > 1 for row in steps):
             return None
-        of_steps = (self.cache.allocator.rows(), most_blocks(steps)) if steps else (0, 0)
+        of_steps = (self.cache.allocator.rows(prompts=bool(prompts)), most_blocks(steps)) if steps else (0, 0)
         if not prompts:
             return (*of_steps, 0, 0, 0, 0)
         count, new = power_of_two(len(prompts)), power_of_two(max(LEAST, *(row.new for row in prompts)))
@@ -136,19 +165,24 @@ class TurboModelRunner(ModelRunner):
             batch_data[name] = _sized(batch_data[name], layout.outputs)
         # those of an earlier pass may lie there
         batch_data["logits_indices"][known:].zero_()
+        given = [*(batch_data[name] for name in STAGED), *self.inputs_and_outputs.get_cb_kwargs()]
+        read = given
+        if self._device is not None and hasattr(self.inputs_and_outputs, "io_pairs"):
+            read = self._shared.take(self._pair, given)
+        batch_data |= zip(STAGED, read, strict=False)
         if self.supports_logits_to_keep(model):
             batch_data["logits_to_keep"] = batch_data["logits_indices"]
         forward: Any = functools.partial(_in_layout, model, layout)
-        step = functools.partial(
-            self._forward_process_and_sample, forward, batch_data, *self.inputs_and_outputs.get_cb_kwargs()
-        )
+        step = functools.partial(self._forward_process_and_sample, forward, batch_data, *read[len(STAGED) :])
         if self._device is None:
             step()
         elif any(self.cache.storage.ranks) and layout.ranks:
             # the host tells which rows rank their heads
             self._device.warm(step)
         else:
-            self._replay(self._device, (self._pair, *key), step)
+            self._replay(self._device, key, step)
+        if read is not given:
+            given[-1][:, : layout.outputs].copy_(read[-1][:, : layout.outputs])
 
     def _replay(self, device: Device, key: tuple[int, ...], step: Callable[[], Any]) -> None:
         """Compute a step, by its capture from the second time on."""
@@ -163,7 +197,7 @@ class TurboModelRunner(ModelRunner):
             try:
                 replay = device.capture(step)
             except Exception as error:
-                of_prompts = bool(key[3])
+                of_prompts = bool(key[2])
                 if self._demanded and not of_prompts:
                     raise
                 name = "passes with prompts" if of_prompts else "steps"

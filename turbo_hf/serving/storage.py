@@ -20,8 +20,9 @@ from turbo_hf.layout import KVStore, PagedHeads, Scoring, empty_pages
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.ops.host_device import shared
 from turbo_hf.ops.store.append import append_tokens, seal_open
+from turbo_hf.ops.store.exchange import exchange_open
 from turbo_hf.patches.latent import expanded
-from turbo_hf.serving.rows import Blocks, Pass, Prompts, Shape, StepRows
+from turbo_hf.serving.rows import Blocks, Pass, Prompts, Shape, StepRows, gathered
 
 
 class Storage:
@@ -80,23 +81,19 @@ class Storage:
                 prompts = NewQKV(qkv.query, *expanded(module, qkv.key, qkv.value))
         if now.fixed:
             return self._fixed(now, module, qkv, prompts, scoring, window)
-        # zeros for tokens that only fill a pass up
-        out = qkv.query.new_zeros(*qkv.query.shape[:3], channels)
+        packed, out = now.packed, None
+        if packed is not None and packed.tokens == tokens:
+            out = packed_attention(self.config, prompts, packed.edges, packed.longest, window, scoring)
+        done = [] if packed is None or out is None else packed.rows
+        if out is None:
+            # zeros for tokens that only fill a pass up
+            out = qkv.query.new_zeros(*qkv.query.shape[:3], channels)
         for rows in now.steps:
             own = NewQKV(*(rows.take(x) for x in qkv))
             rows.put(out, self._steps(rows, module, own, scoring, window, False))
-        packed = now.packed
-        if packed is not None:
-            at = slice(packed.begin, packed.end)
-            own = NewQKV(*(x[:, :, at] for x in prompts))
-            found = packed_attention(self.config, own, packed.edges, packed.longest, window, scoring)
-            if found is None:
-                packed = None
-            else:
-                out[:, :, at] = found
         for group in now.prompts:
             # of a group, all or none are packed
-            if packed is None or group.rows[0] not in packed.rows:
+            if group.rows[0] not in done:
                 own = NewQKV(*(group.take(x) for x in prompts))
                 group.put(out, self._prompts(group, module, own, scoring, window))
         if now.blocks is not None:
@@ -216,7 +213,7 @@ class Storage:
         """The new tokens of prompts: whole blocks are sealed, what is behind them goes to the slots."""
         count, heads, dim, block = blocks.count, self.shape.heads, self.shape.dim, self.shape.block
         how: dict[str, Any] = {"dtype": self.shape.opened, "device": self.device}
-        k, v = (x[0].index_select(1, blocks.tokens).unflatten(1, (count, block)).transpose(0, 1) for x in qkv[1:])
+        k, v = (gathered(x, blocks.tokens, count) for x in qkv[1:])
         k_open = torch.empty(count, heads, block, dim, **how)
         v_open = torch.empty(count, heads, self._channels, block, **how)
         k_scale, v_scale = torch.empty(2, count, heads, block, device=self.device)
@@ -234,17 +231,11 @@ class Storage:
             block,
         )
         self._append(blocks, layer, NewQKV(qkv.query, k, v), store, None)
-        opened = _tokens_last(k_open, v_open, k_scale, v_scale)
-        pairs = list(zip(opened, _tokens_last(*(x[layer] for x in self._opened())), strict=True))
-        if blocks.holds:
-            for x, y in pairs:
-                before, new = y.index_select(0, blocks.slots)[..., :block], x.index_select(0, blocks.begin)
-                held = blocks.held if x.dim() == 4 else blocks.held[:, 0]
-                x.index_copy_(0, blocks.begin, torch.where(held, before, new))
+        opened = (k_open, v_open, k_scale, v_scale)
+        slots = (self.k_open[layer], self.v_open[layer], self.k_scale[layer], self.v_scale[layer])
+        exchange_open(opened, slots, blocks.slots, blocks.begin, blocks.last, blocks.held, backend=self.config.backend)
         if blocks.seals:
             self._seal(store, blocks.first_blocks, layer, blocks.first)
-        for x, y in pairs:
-            y[..., :block].index_copy_(0, blocks.slots, x.index_select(0, blocks.last))
 
     def _append(
         self,
@@ -296,13 +287,6 @@ class Storage:
         old, new = shared(source, self.device), shared(target, self.device)
         for x in self._opened():
             x.index_copy_(1, new, x.index_select(1, old))
-
-
-def _tokens_last(
-    k: torch.Tensor, v: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Open tokens, whose last dimension is then that of tokens."""
-    return k.transpose(2, 3), v, k_scale, v_scale
 
 
 def _carve(pool: torch.Tensor, blocks: int, shape: Shape) -> list[tuple[PagedHeads, ...]]:

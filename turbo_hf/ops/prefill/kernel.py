@@ -201,8 +201,11 @@ def _log2_scale(scale):
 
 
 @triton.jit
-def _past(state, query, past, row, kv_row, m, d, first, scoring, FORM: tl.constexpr):
-    """Sealed blocks (one scale per block) and open tokens (one scale per token). Every query comes after them."""
+def _past(state, query, past, row, kv_row, m, d, first, part, parts, scoring, FORM: tl.constexpr):
+    """Sealed blocks (one scale per block) and open tokens (one scale per token). Every query comes after them.
+
+    Of several parts each reads a share of the sealed blocks; the last one, whose share is smaller, the open tokens.
+    """
     D: tl.constexpr = FORM.dim
     BLOCK: tl.constexpr = FORM.past_block
     TILE: tl.constexpr = FORM.past_tile
@@ -214,24 +217,36 @@ def _past(state, query, past, row, kv_row, m, d, first, scoring, FORM: tl.conste
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(tokens + first - WINDOW + 1, 0)
+    begin, end, open_end = lowest // TILE * TILE, sealed, opened
+    if FORM.split:
+        # the open tokens and the chunk are read besides by the last part
+        rest = (first + FORM.block_m) // TILE + 1
+        share = tl.cdiv(tl.maximum(sealed - begin, 0) // TILE + rest, parts) * TILE
+        begin += part * share
+        if part < parts - 1:
+            end = tl.minimum(begin + share, sealed)
+            open_end = 0
     k_base = past.k + kv_row * past.sealed_room * D
     v_base = past.v + kv_row * past.sealed_room * D
     scales = past.scale + kv_row * (past.sealed_room // BLOCK) * 2
-    for n0 in range(lowest // TILE * TILE, sealed, TILE):
+    # the pipeline of loads leaves it out: it is loaded one tile ahead
+    v_next = tl.load(scales + begin // BLOCK * 2 + 1, mask=begin < end, other=1.0)
+    for n0 in range(begin, end, TILE):
         place = (n0 + n).to(tl.int64)
         k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None], other=0)
         v_at = v_base + place[:, None] + d[None, :].to(tl.int64) * past.sealed_room
         v = tl.load(v_at, mask=(d < D)[None, :], other=0)
         k_scale = tl.load(scales + n0 // BLOCK * 2)
-        v_scale = _log2_scale(tl.load(scales + n0 // BLOCK * 2 + 1))
+        v_scale = _log2_scale(v_next)
+        v_next = tl.load(scales + (n0 + TILE) // BLOCK * 2 + 1, mask=n0 + TILE < end, other=1.0)
         allowed = (n0 + n)[None, :] > (tokens + m)[:, None] - WINDOW
         state = _step(
             state, query, None, k, k_scale, v, v_scale, allowed, scoring, FORM, MASKED=WINDOW > 0, K_TOKEN=False,
-            V_TOKEN=False, ORDERED=True, CLEAN=False,
+            V_TOKEN=False, ORDERED=not FORM.in_time, CLEAN=False,
         )  # fmt: skip
     k_base = past.k_open + kv_row * past.open_room * D
     v_base = past.v_open + kv_row * past.open_room * D
-    for n0 in range(tl.maximum(lowest - sealed, 0) // TILE * TILE, opened, TILE):
+    for n0 in range(tl.maximum(lowest - sealed, 0) // TILE * TILE, open_end, TILE):
         place = (n0 + n).to(tl.int64)
         here = n0 + n < opened
         k = tl.load(k_base + place[None, :] * D + d[:, None], mask=(d < D)[:, None] & here[None, :], other=0)
@@ -295,9 +310,10 @@ def _of_head(view, row, head, start, STARTS: tl.constexpr):
 
 @triton.jit
 def _attend(
-    tile, row_head, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, tokens, FORM: tl.constexpr
+    tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, pairs, tokens,
+    FORM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one head."""
+    """One tile of queries of one head, or one of the parts of it."""
     GROUP: tl.constexpr = FORM.group
     D: tl.constexpr = FORM.dim
     DP: tl.constexpr = FORM.padded_dim
@@ -323,7 +339,7 @@ def _attend(
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         state = acc, total, top, top, total
         if past is not None:
-            state = _past(state, (q, row_scale), past, row, kv_row, m, d, first, scoring, FORM)
+            state = _past(state, (q, row_scale), past, row, kv_row, m, d, first, part, parts, scoring, FORM)
 
         if queries.rotated is not None:
             q, row_scale = _queries(
@@ -340,6 +356,10 @@ def _attend(
                 state = acc / channel[None, :], total, top, ref, worth
 
         lowest, clear_from, clear_to, last = _edges(first, count, BLOCK_M, FORM.block, FORM.window, FORM.causal)
+        if FORM.split:
+            # the last part alone reads the chunk
+            last = tl.where(part < parts - 1, lowest, last)
+            clear_from, clear_to = tl.minimum(clear_from, last), tl.minimum(clear_to, last)
         k_base = _of_head(chunk.k, row, head // GROUP, start, chunk.starts is not None)
         v_base = _of_head(chunk.v, row, head // GROUP, start, chunk.starts is not None)
         query = q, row_scale
@@ -370,24 +390,34 @@ def _attend(
         sink = float("-inf")
         if scoring.sinks is not None:
             sink = tl.load(scoring.sinks + head).to(tl.float32) * LOG2_E
+            if FORM.split:
+                sink = tl.where(part < parts - 1, float("-inf"), sink)
         out, lse = _finish(state, sink, FORM.p_log2)
         if INT8:
             too_large = (m < count) & (tl.abs(lse) > SCORE_LIMIT) & (tl.abs(lse) < float("inf"))
             tl.store(broken, 1, mask=tl.max(too_large.to(tl.int32), 0) != 0)
         if chunk.channel is not None:
             out = out * channel[None, :]
-        stride_b, stride_h, stride_m = result.out.strides
-        to = row * stride_b + head * stride_h + column[:, None] * stride_m + d[None, :]
-        tl.store(result.out.data + to, out.to(result.out.data.dtype.element_ty), mask=inside)
-        tl.store(result.lse + row_head * tokens + column, lse, mask=m < count)
+        if FORM.split:
+            at = (part * pairs + row_head) * tokens + column
+            tl.store(result.out.data + at[:, None] * D + d[None, :], out, mask=inside)
+            tl.store(result.lse + at, lse, mask=m < count)
+        else:
+            stride_b, stride_h, stride_m = result.out.strides
+            to = row * stride_b + head * stride_h + column[:, None] * stride_m + d[None, :]
+            tl.store(result.out.data + to, out.to(result.out.data.dtype.element_ty), mask=inside)
+            tl.store(result.lse + row_head * tokens + column, lse, mask=m < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def prefill_kernel(
-    queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, pairs, tokens,
+    queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, pairs, tokens, parts,
     FORM: tl.constexpr, REPAIR: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes one tile; with REPAIR, a few compute all tiles of the heads in `result.broken`.
+
+    With `FORM.split`, `parts` programs share the past of a tile, and the result is [parts, B*Hq, M, D] and
+    [parts, B*Hq, M], contiguous (`merge_parts_kernel`).
 
     `result.broken`: int32 [B*Hq + B*Hkv], not 0 for a head whose queries hold NaN or Inf or whose scores are too large
     for INT8, and then for one whose keys or values hold NaN or Inf; FLAGS: a power of two that covers them.
@@ -400,9 +430,16 @@ def prefill_kernel(
     tiles = tl.cdiv(tokens, FORM.block_m)
     # heads that share keys run side by side, and the longest tiles of each first
     if not REPAIR:
-        tile = tiles - 1 - tl.program_id(0) % tiles
-        row_head = (tl.program_id(0) // tiles).to(tl.int64)
-        _attend(tile, row_head, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, tokens, FORM)
+        program = tl.program_id(0)
+        part = 0
+        if FORM.split:
+            part, program = program % parts, program // parts
+        tile = tiles - 1 - program % tiles
+        row_head = (program // tiles).to(tl.int64)
+        _attend(
+            tile, row_head, part, parts, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, pairs, tokens,
+            FORM,
+        )  # fmt: skip
     else:
         n = tl.arange(0, FLAGS)
         kv_heads = pairs // FORM.group
@@ -412,6 +449,6 @@ def prefill_kernel(
                 kv_row = row_head // FORM.heads * (FORM.heads // FORM.group) + row_head % FORM.heads // FORM.group
                 if tl.load(result.broken + row_head) + tl.load(result.broken + pairs + kv_row) != 0:
                     _attend(
-                        at % tiles, row_head, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result, tokens,
-                        FORM,
+                        at % tiles, row_head, 0, 1, queries, k_tiles, v_tiles, chunk, past, listed, scoring, result,
+                        pairs, tokens, FORM,
                     )  # fmt: skip

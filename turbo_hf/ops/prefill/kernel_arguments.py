@@ -96,6 +96,8 @@ class PrefillForm(NamedTuple):
     wide: type of the queries, where keys are not INT8.
     k_token: whether keys have a scale per token.
     own: whether queries attend to the chunk.
+    split: whether several programs share the past of a tile of queries.
+    in_time: whether sealed values are in the order of time, not in VALUE_ORDER.
     """
 
     heads: int
@@ -113,3 +115,5 @@ class PrefillForm(NamedTuple):
     wide: Any
     k_token: bool
     own: bool
+    split: bool
+    in_time: bool

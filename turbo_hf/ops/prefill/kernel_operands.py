@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from turbo_hf.ops.kernel_common import as_int8, value_order
+from turbo_hf.ops.kernel_common import as_int8, in_time_order, value_order
 
 
 @triton.jit
@@ -114,11 +114,11 @@ def _lane(packed_ptr, at, bits: tl.constexpr, codes: tl.constexpr, index):
 def unpack_past_kernel(
     k_ptr, v_ptr, meta_ptr, scale_ptr, table_ptr, sealed_ptr, order_ptr, k_out_ptr, v_out_ptr, scale_out_ptr,
     blocks, first_slot, HEADS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BLOCK: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    BLOCK: tl.constexpr, BITS: tl.constexpr, VALUE_BITS: tl.constexpr, IN_TIME: tl.constexpr,
 ):  # fmt: skip
-    """One sealed block of one slot to INT8: keys [BLOCK, D], values [D, BLOCK] in `VALUE_ORDER`, both scales.
+    """One sealed block of one slot: codes of keys [BLOCK, D] and of values [D, BLOCK], both scales.
 
-    With 16-bit heads in the cache: to their type, which represents codes too.
+    Values are in `VALUE_ORDER`, or with IN_TIME in the order of time. Codes are INT8, or in a wider type.
     """
     block, slot, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if block >= tl.load(sealed_ptr + row):
@@ -135,7 +135,8 @@ def unpack_past_kernel(
     V_LINE: tl.constexpr = 2 if BITS < 8 else 0
     LINES: tl.constexpr = V_LINE + (2 if VALUE_BITS < 8 else 0)
     k = _lane(k_ptr, (at * BLOCK + n)[:, None] * K_BYTES, BITS, D, channel[None, :])
-    stored = value_order(n) if BITS == 16 else n
+    # pages hold values in VALUE_ORDER, unless they are in 16 bit
+    stored = value_order(n) if BITS == 16 and not IN_TIME else n
     v = _lane(v_ptr, (at * D + channel)[:, None] * V_BYTES, VALUE_BITS, BLOCK, stored[None, :])
     meta = meta_ptr + at * LINES * D + channel
     if BITS < 8:
@@ -149,6 +150,8 @@ def unpack_past_kernel(
     token = (block * BLOCK + n).to(tl.int64)
     room = blocks * BLOCK
     tl.store(k_out_ptr + (kv_row * room + token)[:, None] * D + d[None, :], k.to(k_out_ptr.dtype.element_ty), mask=kept)
+    if IN_TIME and BITS < 16:
+        v = in_time_order(v)
     to = (kv_row * D + d)[:, None] * room + token[None, :]
     tl.store(v_out_ptr + to, v.to(v_out_ptr.dtype.element_ty), mask=tl.trans(kept))
     for i in tl.static_range(2):

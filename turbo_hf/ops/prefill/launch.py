@@ -21,12 +21,25 @@ from turbo_hf.ops.maths import align, key_mean, key_shift, query_shift, ratio
 from turbo_hf.ops.prefill.kernel import prefill_kernel
 from turbo_hf.ops.prefill.kernel_arguments import Chunk, Past, PrefillForm, PrefillQueries, PrefillResult, View
 from turbo_hf.ops.prefill.kernel_operands import channel_range_kernel, quantize_operands_kernel, unpack_past_kernel
+from turbo_hf.ops.prefill.kernel_parts import merge_parts_kernel
 from turbo_hf.ops.prefill.launch_tiles import launch_list_tiles
 from turbo_hf.ops.store.launch import launch_rotate, pairs_of
-from turbo_hf.ops.tuning import prefill_tiles
+from turbo_hf.ops.tuning import PrefillTiles, prefill_tiles
 
 REPAIR_PROGRAMS = 264
 """Programs that check whether any head holds NaN or Inf: two per SM of an H200."""
+
+MOST_PARTS = 16
+"""Maximum number of programs that share the past of a tile of queries."""
+
+LEAST_SHARE = 512
+"""Tokens of the past that such a program reads at least, if the table is full."""
+
+WIDE_PAST = 1 << 29
+"""Bytes of an unpacked past up to which it is in the type of the queries, where products are in that."""
+
+MERGED = 8
+"""Queries whose parts a program merges."""
 
 TL_TYPES = {
     torch.float16: tl.float16,
@@ -104,15 +117,20 @@ def _quantize(
     return Operands(k_codes, k_scale, v_codes, v_block, channel, mean), v_log2
 
 
-def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sealed blocks of a cache in INT8: k [B, Hkv, T, D], v [B, Hkv, D, T] in VALUE_ORDER, scales [B, Hkv, T/b, 2].
+def unpack_past(past: KVStore, wide: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sealed blocks of a cache: codes k [B, Hkv, T, D], v [B, Hkv, D, T], scales [B, Hkv, T/b, 2].
 
-    With 16-bit heads, k and v are in the type of their pages. Places past a row's end are not written.
+    wide: the queries' type, if products are in it; k and v are then in this type, unless that is too much memory, and
+        v is in the order of time. Else they are INT8, v in VALUE_ORDER. With 16-bit heads, they are in the type of
+        their pages. Places past a row's end are not written.
     """
     batch, heads, _, dim = past.k_open.shape
-    blocks, device = past.table.shape[1], past.k_open.device
-    k = torch.empty(batch, heads, blocks * past.block, dim, dtype=past.k_open.dtype, device=device)
-    v = torch.empty(batch, heads, dim, blocks * past.block, dtype=past.v_open.dtype, device=device)
+    blocks, device, dtype = past.table.shape[1], past.k_open.device, past.k_open.dtype
+    shape = (batch, heads, blocks * past.block, dim)
+    if wide is not None and dtype == torch.int8 and 2 * math.prod(shape) * wide.itemsize <= WIDE_PAST:
+        dtype = wide
+    k = torch.empty(shape, dtype=dtype, device=device)
+    v = torch.empty(batch, heads, dim, shape[2], dtype=dtype, device=device)
     scale = torch.empty(batch, heads, blocks, 2, device=device)
     first = 0
     order, table = past.order.contiguous(), past.table.contiguous()
@@ -123,15 +141,17 @@ def unpack_past(past: KVStore) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
                 unpack_past_kernel[(blocks, slots, batch)](
                     pages.k, pages.v, pages.meta, pages.scale, table, past.sealed, order, k, v, scale,
                     blocks, first, HEADS=heads, SLOTS=slots, D=dim, DP=_padded_dim(dim), BLOCK=past.block,
-                    BITS=pages.bits, VALUE_BITS=pages.value_bits, **gpu.FMA,
+                    BITS=pages.bits, VALUE_BITS=pages.value_bits, IN_TIME=wide is not None, **gpu.FMA,
                 )  # fmt: skip
             first += slots
     return k, v, scale
 
 
-def _held(past: KVStore) -> Past:
+def _held(past: KVStore, wide: torch.dtype | None) -> Past:
+    """wide: as in `unpack_past`."""
     opened = (past.k_open, past.v_open, past.k_scale, past.v_scale, past.open_len)
-    return Past(*unpack_past(past), past.sealed, *opened, past.table.shape[1] * past.block, past.k_open.shape[2])
+    room = past.table.shape[1] * past.block
+    return Past(*unpack_past(past, wide), past.sealed, *opened, room, past.k_open.shape[2])
 
 
 def launch_prefill(
@@ -151,20 +171,22 @@ def launch_prefill(
     batch, heads, tokens, dim = q.shape
     kv_heads, pairs = k.shape[1], batch * heads
     q, k, v = (_last_contiguous(x) for x in (q, k, v))
-    # padding is never written: it must be 0
-    out = torch.zeros if starts is not None else torch.empty
-    result = out(batch, tokens, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2)
-    lse = torch.empty(batch, heads, tokens, device=q.device)
-    if starts is not None:
-        lse.fill_(-torch.inf)
-    broken = torch.zeros(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
-    held = None if past is None else _held(past)
-    block, written = rounding.block, PrefillResult(_view(result), lse, broken)
+    padded_dim, block = _padded_dim(dim), rounding.block
+
+    def tiles_of(name: str) -> PrefillTiles:
+        tile = SAS_TILE if name == "fp16" and scoring.sas_threshold is not None else block
+        return prefill_tiles(name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
+
+    parts = 1 if past is None else _parts(-(-tokens // tiles_of(rounding.mode).block_m) * pairs, past, q.device)
+    result, lse = _outputs(q, starts is not None and parts == 1)
+    flags = torch.empty if rounding.mode == "fp16" else torch.zeros
+    broken = flags(pairs + batch * kv_heads, dtype=torch.int32, device=q.device)
+    held = None if past is None else _held(past, q.dtype if rounding.mode == "fp16" else None)
     kernel_scoring = scoring._replace(softcap=_log2(scoring.softcap))
     listed = None if kept is None else launch_list_tiles(kept, tokens)
 
     def run(
-        parts: Operands,
+        operands: Operands,
         name: str,
         logs: torch.Tensor | None = None,
         rotated: torch.Tensor | None = None,
@@ -172,59 +194,93 @@ def launch_prefill(
         *,
         repair: bool = False,
     ) -> None:
-        mode, precise = MODES[name], name == "fp16"
-        padded_dim = _padded_dim(dim)
-        tile = SAS_TILE if precise and scoring.sas_threshold is not None else block
-        tiles = prefill_tiles(name, padded_dim, q.element_size(), tile, gpu.shared_memory(q.device))
+        mode, precise, tiles = MODES[name], name == "fp16", tiles_of(name)
+        split = parts > 1 and not repair
         past_block = 64 if past is None else past.block
         past_tile = min(past_block, tiles.block_n) if precise else past_block
         k_tiles = v_tiles = None
         if not precise:
-            k_tiles = TensorDescriptor.from_tensor(parts.k.view(-1, dim), [block, padded_dim])
-        if parts.v is not None:
-            v_tiles = TensorDescriptor.from_tensor(parts.v.view(-1, parts.v.shape[3]), [padded_dim, block])
+            k_tiles = TensorDescriptor.from_tensor(operands.k.view(-1, dim), [block, padded_dim])
+        if operands.v is not None:
+            v_tiles = TensorDescriptor.from_tensor(operands.v.view(-1, operands.v.shape[3]), [padded_dim, block])
         chunk = Chunk(
-            None if k_tiles else _view(k), None if v_tiles else _view(v), parts.k_scale, logs, parts.v_channel, starts,
-            parts.k.shape[2],
+            None if k_tiles else _view(k), None if v_tiles else _view(v), operands.k_scale, logs, operands.v_channel,
+            starts, operands.k.shape[2],
         )  # fmt: skip
         form = PrefillForm(
             heads=heads, group=heads // kv_heads, dim=dim, padded_dim=padded_dim, block_m=tiles.block_m,
             block=tiles.block_n, past_block=past_block, past_tile=past_tile, window=window or 0, causal=causal,
             p_type=TL_TYPES[mode.p_type(q.dtype) or q.dtype], p_log2=math.log2(mode.v_top), wide=TL_TYPES[q.dtype],
-            k_token=mode.k_scale == "token", own=own,
+            k_token=mode.k_scale == "token", own=own, split=split, in_time=rounding.mode == "fp16",
         )  # fmt: skip
-        programs = -(-tokens // tiles.block_m) * pairs
+        programs = -(-tokens // tiles.block_m) * pairs * (1 if repair else parts)
+        to = PrefillResult(_view(result), lse, broken)
+        if split:
+            outs, lses = (torch.empty(parts, *x.shape, device=q.device) for x in (result, lse))
+            to = PrefillResult(View(outs, None), lses, broken)
         prefill_kernel[(min(programs, REPAIR_PROGRAMS) if repair else programs,)](
             PrefillQueries(_view(q), None if rotated is None else _view(rotated), bias), k_tiles, v_tiles, chunk, held,
             # what is repaired is computed densely
-            None if repair else listed, kernel_scoring, written, pairs, tokens, FORM=form, REPAIR=repair,
+            None if repair else listed, kernel_scoring, to, pairs, tokens, parts, FORM=form, REPAIR=repair,
             FLAGS=power_of_two(broken.numel()) if repair else 1, num_warps=tiles.warps, num_stages=tiles.stages,
             **gpu.FMA,
         )  # fmt: skip
+        if split:
+            _merge_parts(outs, lses, starts, AttentionOutput(result, lse))
 
     precise_parts = Operands(k, k)
     with torch.cuda.device_of(q), gpu.explain_out_of_resources(q):
         if rounding.mode == "fp16":
             run(precise_parts, "fp16")
             return AttentionOutput(result, lse)
-        parts, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
-        bias = None
-        if parts.k_mean is not None:
-            grouped = q.unflatten(1, (kv_heads, -1)).float()
-            bias = torch.einsum("bhgmd,bhd->bhgm", grouped, parts.k_mean).flatten(1, 2).contiguous() * scoring.scaling
+        operands, v_log2 = _quantize(k, v, rounding, starts, broken[pairs:])
+        bias = None if operands.k_mean is None else _bias(q, operands.k_mean) * scoring.scaling
         rotated = launch_rotate(q, query_shift(dim), torch.float32) if rounding.hadamard else None
         plain = past is None and starts is None and scoring.is_plain and not rounding.hadamard
-        if plain and (window is None or window >= tokens) and _hopper_serves(q, parts, rounding):
+        if plain and (window is None or window >= tokens) and _hopper_serves(q, operands, rounding):
             from turbo_hf.ops.prefill.launch_hopper import launch_hopper_prefill  # noqa: PLC0415 - needs Gluon
 
             assert v_log2 is not None
-            to = AttentionOutput(result, lse)
-            launch_hopper_prefill(q, parts, v_log2, to, broken, scoring, causal, listed)
+            launch_hopper_prefill(q, operands, v_log2, AttentionOutput(result, lse), broken, scoring, causal, listed)
         else:
-            run(parts, rounding.mode, v_log2, rotated, bias)
+            run(operands, rounding.mode, v_log2, rotated, bias)
         # what INT8 cannot represent (NaN, Inf, extreme scores) is recomputed in the model's own precision
         run(precise_parts, "fp16", repair=True)
     return AttentionOutput(result, lse)
+
+
+def _parts(programs: int, past: KVStore, device: torch.device) -> int:
+    """How many programs share the past of a tile of queries, where there are fewer tiles than SMs.
+
+    What the host knows alone decides: a captured launch is replayed over other lengths.
+    """
+    room = past.table.shape[1] * past.block
+    return max(1, min(gpu.sms(device) // programs, room // LEAST_SHARE, MOST_PARTS))
+
+
+def _bias(q: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """What queries [B, Hq, M, D] score with the mean keys [B, Hkv, D] that were subtracted."""
+    grouped = q.unflatten(1, (mean.shape[1], -1)).float()
+    return torch.einsum("bhgmd,bhd->bhgm", grouped, mean).flatten(1, 2).contiguous()
+
+
+def _outputs(q: torch.Tensor, padded: bool) -> AttentionOutput:
+    """Where results go. padded: not all of it will be written: 0, and -inf for the lse."""
+    batch, heads, tokens, dim = q.shape
+    out = torch.zeros if padded else torch.empty
+    lse = torch.empty(batch, heads, tokens, device=q.device)
+    if padded:
+        lse.fill_(-torch.inf)
+    return AttentionOutput(out(batch, tokens, heads, dim, dtype=q.dtype, device=q.device).transpose(1, 2), lse)
+
+
+def _merge_parts(outs: torch.Tensor, lses: torch.Tensor, starts: torch.Tensor | None, to: AttentionOutput) -> None:
+    """outs float32 [parts, B, Hq, M, D] and their lse to one result."""
+    parts, batch, heads, tokens, dim = outs.shape
+    merge_parts_kernel[(-(-tokens // MERGED) * batch * heads,)](
+        outs, lses, starts, to.out, *to.out.stride()[:3], to.lse, batch * heads, tokens, PARTS=parts, HEADS=heads,
+        D=dim, DP=_padded_dim(dim), ROWS=MERGED, **gpu.FMA,
+    )  # fmt: skip
 
 
 def _hopper_serves(q: torch.Tensor, parts: Operands, rounding: Rounding) -> bool:

@@ -29,9 +29,9 @@ def rotated(x, LEVELS: tl.constexpr):
 def rotate_kernel(
     x_ptr, out_ptr,  # [B, H, M, D], the second contiguous
     stride_b, stride_h, stride_m, heads, tokens, runs, scale,
-    RUNS_PER_TOKEN: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
+    RUNS_PER_TOKEN: tl.constexpr, SIZE: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, TOP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS runs of SIZE = 2^LEVELS channels, RUNS_PER_TOKEN of them per token."""
+    """ROWS runs of SIZE = 2^LEVELS channels, RUNS_PER_TOKEN of them per token. TOP: what is clamped to, or None."""
     run = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token = run // RUNS_PER_TOKEN
     row_head = token // tokens
@@ -41,4 +41,7 @@ def rotate_kernel(
     inside = (run < runs)[:, None]
     x = tl.load(x_ptr + at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     x = rotated(x, LEVELS) * scale
+    if TOP is not None:
+        # not minimum, which drops NaN
+        x = tl.where(x > TOP, TOP, tl.where(x < -TOP, -TOP, x))
     tl.store(out_ptr + (run * SIZE)[:, None] + d[None, :], x.to(out_ptr.dtype.element_ty), mask=inside)

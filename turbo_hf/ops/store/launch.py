@@ -14,6 +14,7 @@ from turbo_hf.ops.maths import query_shift
 from turbo_hf.ops.repeat import Repeat
 from turbo_hf.ops.store.kernel_append import QUERIES, append_kernel, append_step_kernel, seal_open_kernel
 from turbo_hf.ops.store.kernel_arguments import NewTokens, Noted, RotatedQueries, StoreForm
+from turbo_hf.ops.store.kernel_exchange import exchange_open_kernel
 from turbo_hf.ops.store.kernel_rotate import rotate_kernel
 from turbo_hf.ops.store.kernel_rows import select_rows_kernel
 from turbo_hf.ops.store.kernel_seal import quantize_tokens_kernel, seal_kernel
@@ -26,6 +27,9 @@ ROTATED = 32
 
 APPENDED = 32
 """Maximum number of new tokens that a program appends: keys and values fit in registers."""
+
+EXCHANGED = 128
+"""Channels of open tokens that a program moves between slots and blocks."""
 
 MOVED = 4096
 """32-bit words that a program moves when rows are permuted: they fit in registers."""
@@ -81,8 +85,8 @@ def launch_quantize_tokens(x: torch.Tensor, scale: torch.Tensor | None) -> tuple
     return codes, own
 
 
-def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tensor:
-    """`ops.store.rotate`: x times the matrix with entries +-2^-shift."""
+def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype, clamp: bool = False) -> torch.Tensor:
+    """`ops.store.rotate`: x times the matrix with entries +-2^-shift. clamp: to the range of `dtype`."""
     batch, heads, tokens, dim = x.shape
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(batch, heads, tokens, dim, dtype=dtype, device=x.device)
@@ -91,7 +95,8 @@ def launch_rotate(x: torch.Tensor, shift: int, dtype: torch.dtype) -> torch.Tens
     launch(
         rotate_kernel, x, (-(-runs // ROTATED),),
         x, out, *x.stride()[:3], heads, tokens, runs, 2.0**-shift, RUNS_PER_TOKEN=dim // size, SIZE=size,
-        LEVELS=_levels(dim), ROWS=ROTATED, num_warps=2, enable_fp_fusion=False,
+        LEVELS=_levels(dim), ROWS=ROTATED, TOP=torch.finfo(dtype).max if clamp else None, num_warps=2,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -189,6 +194,24 @@ def launch_seal_open(store: KVStore, blocks: int) -> None:
         Rows(store.order.contiguous(), store.sealed, store.open_len, None), store.table, store.means,
         store.table.stride(0), cap,
         FORM=_form_of(store.paged, heads, dim, store.block), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def launch_exchange_open(
+    blocks: tuple[torch.Tensor, ...],
+    slots: tuple[torch.Tensor, ...],
+    slot: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    held: torch.Tensor,
+) -> None:
+    """`ops.store.exchange.exchange_open`."""
+    (_, heads, block, dim), channels = blocks[0].shape, blocks[1].shape[2]
+    part = min(EXCHANGED, power_of_two(max(dim, channels)))
+    launch(
+        exchange_open_kernel, slot, (len(slot) * heads, -(-max(dim, channels) // part)),
+        blocks, slots, slot, first, last, held, slots[0].shape[2],
+        HEADS=heads, D=dim, V=channels, PART=part, BLOCK=block, PADDED=power_of_two(block),
     )  # fmt: skip
 
 
