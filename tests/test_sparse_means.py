@@ -236,7 +236,7 @@ def check_choice(q: Tensor, store: KVStore, scoring: Scoring, left: float, alway
                     break
                 covered += float(p[n])
                 need.add(n)
-                allowed |= {m for m in range(whole) if x[m] >= x[n] - 0.0035 * math.log(2)}
+                allowed |= {m for m in range(whole) if x[m] >= x[n] - 0.0065 * math.log(2)}
             if at >= 0 and whole:
                 rest += 1 - float(p[[n for n in got if n < whole]].sum())
         assert need <= got <= allowed | forced

@@ -26,7 +26,7 @@ def sparse_decode(
     A query at position p of its row attends to the key at position t <= p if t < sink_tokens, or t > p - window_tokens,
     or the key's bucket is visited, either by all query heads of its KV head together or by the head itself. With
     `ByMeans`, it attends to whole blocks: to those with an always-read token, those that a query head of the KV head
-    needs (each takes the fewest that leave no more than `left` of its estimated softmax, give or take 0.2 % of a
+    needs (each takes the fewest that leave no more than `left` of its estimated softmax, give or take 0.5 % of a
     block's mass), and to all open tokens. The M queries are independent: the result for one does not depend on the
     others. Scores and sums are computed as in `ops.decode.contract`.
 

@@ -9,8 +9,8 @@ from turbo_hf.layout import NOTED_UNIT, AlwaysRead, ByMeans, KVStore, Scoring
 DEEPEST = 24.0
 """Blocks of less than 2^-24 of the largest block's mass count as nothing."""
 
-HALVINGS = 13
-"""Steps by which the cut is found: to 0.003 in log2. What is that little below the exact cut is read, too."""
+HALVINGS = 12
+"""Steps by which the cut is found: to 0.006 in log2. What is that little below the exact cut is read, too."""
 
 
 def reference_read_blocks(
