@@ -137,7 +137,7 @@ def run_case(
             if call is not None:
                 calls[name] = call
     if any(row.density is not None for row in rows):
-        calls[CHOICE] = partial(_choose, q, k, scaling, backend)
+        calls[CHOICE] = partial(_choose, q, k, Scoring(scaling), backend)
     how.tell(f"{case}: timing")
     times = side_by_side(calls, how.stopwatch, how.seconds) if calls else {}
     return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]
@@ -151,11 +151,11 @@ def _random_tiles(q: torch.Tensor, share: float, seed: int) -> torch.Tensor:
     return (drawn < share).to(torch.uint8)
 
 
-def _choose(q: torch.Tensor, k: torch.Tensor, scaling: float, backend: str) -> torch.Tensor:
+def _choose(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, backend: str) -> torch.Tensor:
     """What a sparse prompt does before its attention."""
-    kept = choose_tiles(q, k, TileRule(), scaling, backend=backend)
+    kept = choose_tiles(q, k, TileRule(), scoring, backend=backend)
     places = torch.arange(AUDIT_ROWS, device=q.device) * (q.shape[2] // AUDIT_ROWS)
-    return dropped_mass(q, k, kept, places.clamp(max=q.shape[2] - 1), scaling, backend=backend)
+    return dropped_mass(q, k, kept, places.clamp(max=q.shape[2] - 1), scoring, backend=backend)
 
 
 def options_of(mode: str, options: dict[str, Any]) -> dict[str, Any]:

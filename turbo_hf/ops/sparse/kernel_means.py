@@ -83,8 +83,8 @@ def _add3(a, b, c, d, e, f):
 
 
 @triton.jit
-def _add7(a, b, c, d, e, f, g, h, i, j, k, l, m, n):
-    return a + h, b + i, c + j, d + k, e + l, f + m, g + n
+def _add7(a, b, c, d, e, f, g, h, i, j, k, m, n, o):
+    return a + h, b + i, c + j, d + k, e + m, f + n, g + o
 
 
 @triton.jit
