@@ -66,9 +66,8 @@ def score_means_kernel(
 
 
 @triton.jit
-def _shares(x, top):
-    """Masses of blocks relative to that of the largest score."""
-    x -= tl.where(top == -float("inf"), 0.0, top)
+def _shares(x):
+    """Masses of blocks relative to that of the largest score, of which x is short by so much in log2."""
     return tl.where(x > -DEEPEST, tl.exp2(x), 0.0)
 
 
@@ -101,74 +100,83 @@ def _above(p, low, step):
 
 @triton.jit
 def _list(
-    scores, sealed, table, listed, BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
+    scores, capacity, cuts, seen, table, listed, BLOCK: tl.constexpr, GROUP: tl.constexpr, SCAN: tl.constexpr,
+    NOTED: tl.constexpr,
 ):  # fmt: skip
-    """List the blocks that a head reads: those whose share is negative.
+    """List the blocks above the cut of any head, and those that are always read.
 
-    sealed: tokens of sealed blocks that the query sees. Returns how many blocks are listed, their tokens, and the sum
-    over heads of the share that is left of each one's mass.
+    seen: tokens of sealed blocks that the query sees, their whole blocks, and the first and last block by choice.
+    Returns how many blocks are listed, their tokens, and, if NOTED, the sum over heads of the share that is left.
     """
+    sealed, whole, begin, end = seen
     blocks = tl.cdiv(sealed, BLOCK)
     count, read, left = blocks * 0, blocks * 0, blocks.to(tl.float32) * 0
     for start in tl.range(0, blocks, SCAN, num_stages=1):
         n = start + tl.arange(0, SCAN)
-        wanted = n < 0
+        wanted = (n < begin) | (n >= end)
         rest = n.to(tl.float32) * 0
         for head in tl.range(0, GROUP, loop_unroll_factor=4):
-            share = tl.load(scores + head * BLOCKS + n, cache_modifier=".cg")
-            wanted |= share < 0
-            rest += share
+            top = tl.load(cuts + 3 * head, cache_modifier=".cg")
+            low = tl.load(cuts + 3 * head + 1, cache_modifier=".cg")
+            x = tl.load(scores + head * capacity + n, mask=n < whole, other=-float("inf"), cache_modifier=".cg") - top
+            # what is not a number is read
+            wanted |= (x < low) == 0
+            if NOTED:
+                rest += _shares(x) * tl.load(cuts + 3 * head + 2, cache_modifier=".cg")
         kept = wanted & (n < blocks)
-        page = tl.load(table + n, mask=kept, other=0)
+        page = tl.load(table + n, mask=n < blocks, other=0)
         ones = kept.to(tl.int32)
         tl.store(listed + count + tl.cumsum(ones, 0) - 1, (page << 32) + n, mask=kept)
         more, tokens, unread = tl.reduce(
-            (ones, tl.where(kept, tl.minimum(sealed - n * BLOCK, BLOCK), 0), tl.where(wanted, 0.0, rest)), 0, _add3
+            (ones, tl.where(kept, tl.minimum(sealed - n * BLOCK, BLOCK), 0), tl.where(kept, 0.0, rest)), 0, _add3
         )
         count, read, left = count + more, read + tokens, left + unread
     return count, read, left
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "window"],
-    do_not_specialize_on_alignment=["arrived_ptr", "read_ptr", "noted_ptr"],
+    do_not_specialize=["table_stride", "capacity", "list_stride", "window"],
+    do_not_specialize_on_alignment=["cuts_ptr", "arrived_ptr", "read_ptr", "noted_ptr"],
 )
 def list_by_means_kernel(
-    scores_ptr,  # as above, of BLOCKS each; overwritten by shares
+    scores_ptr,  # as above
     rows,  # `Rows`
     table_ptr,  # int64 [B, blocks]
     lists,  # `Lists`
-    arrived_ptr,  # int32 [lists]: zeros before and after
+    cuts_ptr, arrived_ptr,  # float32 [lists, GROUP, 3], int32 [lists]: zeros before and after
     read_ptr, noted_ptr,  # int64 [1], to which the number of tokens read is added, or None; as in `ByMeans`, or None
     left,  # as in `ByMeans`
-    table_stride, window,  # of the table's rows; newest tokens always read
-    tokens, sink,  # M; first tokens always read
+    table_stride, capacity, list_stride,  # of the table's rows, of a list; scores of a list
+    window, tokens, sink,  # newest tokens always read; M; first tokens always read
     KV: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr,
     PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The cut of one query head of one [row, slot, query]; the last of its heads to arrive lists and counts the blocks.
 
-    BLOCKS: of the table, padded: room of a list. What lies behind a row's own is loaded, and replaced, as loads without
-    a mask are vectors. SCAN: blocks that are listed at a time.
+    BLOCKS: of the table, padded. SCAN: blocks that are listed at a time. list_stride is GROUP capacity, which Triton
+    should not know: it would give four neighbours to a thread, load them one by one, and move all of them again to
+    store the list.
     """
     own, head = tl.program_id(0), tl.program_id(1)
     query, slot = own % tokens, own // tokens
     row = slot // KV
     place, closed = place_of(query, row, tokens, True, rows, BLOCK)
     first, recent, sealed, opened = extent(place, closed, sink, window)
-    whole, begin, blocks = sealed // BLOCK, tl.cdiv(first, BLOCK), tl.cdiv(sealed, BLOCK)
+    whole, begin = sealed // BLOCK, tl.cdiv(first, BLOCK)
     end = tl.maximum(recent // BLOCK, begin)
     table = table_ptr + row * table_stride
     n = tl.arange(0, BLOCKS)
     if ASM:
         line = tl.arange(0, (BLOCKS + 15) // 16) * 16
-        to_l2(table + line, line < blocks)
+        to_l2(table + line, line < tl.cdiv(sealed, BLOCK))
     pdl_wait(PDL)
-    scores = scores_ptr + own.to(tl.int64) * (GROUP * BLOCKS)
-    x = tl.where(n < whole, tl.load(scores + head * BLOCKS + n, cache_modifier=".cg"), -float("inf"))
-    p = _shares(x, tl.max(x, 0))
-    forced = (n < begin) | (n >= end)
-    free = tl.where(forced, 0.0, p)
+    scores = scores_ptr + own.to(tl.int64) * list_stride
+    x = tl.load(scores + head * capacity + n, mask=n < whole, other=-float("inf"), cache_modifier=".cg")
+    top = tl.max(x, 0)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    p = _shares(x - top)
+    # what is left to choose from
+    free = tl.where((n < begin) | (n >= end), 0.0, p)
     total, covered = tl.reduce((p, p - free), 0, _add2)
     need = total * (1 - left)
     low, step = total * 0 - DEEPEST, (DEEPEST + 1) * 0.125
@@ -179,15 +187,18 @@ def list_by_means_kernel(
         times += (covered + e >= need).to(tl.float32) + (covered + f >= need).to(tl.float32)
         low += (times + (covered + g >= need).to(tl.float32)) * step
         step *= 0.125
-    # what is not a number is read
-    wanted = forced | ((p < tl.exp2(low)) == 0)
-    share = tl.where(total > 0, p / total, 0.0)
-    tl.store(scores + head * BLOCKS + n, tl.where(wanted, -1.0, share))
+    cuts = cuts_ptr + own * (3 * GROUP)
+    tl.store(cuts + 3 * head, top)
+    tl.store(cuts + 3 * head + 1, low)
+    tl.store(cuts + 3 * head + 2, tl.where(total > 0, 1 / total, 0.0))
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + own, 1, sem="acq_rel") == GROUP - 1:
         tl.store(arrived_ptr + own, 0)
-        listed = lists.blocks + own.to(tl.int64) * BLOCKS
-        count, read, share_left = _list(scores, sealed, table, listed, BLOCK, GROUP, BLOCKS, SCAN)
+        seen = sealed, whole, begin, end
+        listed = lists.blocks + own.to(tl.int64) * capacity
+        count, read, share_left = _list(
+            scores, capacity, cuts, seen, table, listed, BLOCK, GROUP, SCAN, noted_ptr is not None
+        )
         tl.store(lists.counts + own, count)
         if read_ptr is not None:
             tl.atomic_add(read_ptr, (read + opened).to(tl.int64), sem="relaxed")

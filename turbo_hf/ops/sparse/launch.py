@@ -279,7 +279,8 @@ def launch_sparse_decode(
     # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
     capacity = power_of_two(max(16, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
-    scores = lists * group * capacity if isinstance(visits, ByMeans) else 0
+    # and three numbers of each head
+    scores = lists * group * (capacity + 3) if isinstance(visits, ByMeans) else 0
     shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats, scores)
     if store.plans is None:
         workspace = _workspace(*shape)
@@ -332,7 +333,7 @@ def launch_sparse_decode(
 class Scratch(NamedTuple):
     """Memory of `_list_by_means`.
 
-    scores: room for float32 [lists, group, capacity].
+    scores: room for float32 [lists, group, capacity], and [lists, group, 3] behind it.
     arrived: int32 [lists], zeros.
     capacity: of a list.
     """
@@ -365,7 +366,8 @@ def _list_by_means(
     )  # fmt: skip
     room = scratch.capacity
     list_by_means_kernel[(asked, group)](
-        scratch.scores, rows, store.table, lists, scratch.arrived, read, rule.noted, rule.left, stride,
-        always.window_tokens, queries, always.sink_tokens, KV=kv_heads, BLOCK=store.block, GROUP=group, BLOCKS=room,
-        SCAN=min(room, LISTED), **pdl, ASM=q.is_cuda, num_warps=min(16, max(4, room // 512)), **gpu.FMA,
+        scratch.scores, rows, store.table, lists, scratch.scores[asked * group * room :], scratch.arrived, read,
+        rule.noted, rule.left, stride, room, group * room, always.window_tokens, queries, always.sink_tokens,
+        KV=kv_heads, BLOCK=store.block, GROUP=group, BLOCKS=room, SCAN=min(room, LISTED), **pdl, ASM=q.is_cuda,
+        num_warps=min(16, max(4, room // 512)), **gpu.FMA,
     )  # fmt: skip
