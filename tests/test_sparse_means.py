@@ -122,7 +122,9 @@ def require_means(layer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"low_bits": 2, "low_heads": 0.5}, {"bits": 16}, {"backend": "triton"}], ids=str
+    "options",
+    [{}, {"low_bits": 2, "low_heads": 0.5}, {"bits": 16}, {"bits": 8}, {"value_bits": 3}, {"backend": "triton"}],
+    ids=str,
 )
 def test_means_stay_with_their_pages(options: dict[str, Any]) -> None:
     """Through new blocks, a crop into a block, beams, copies, and pages that move as others leave."""
