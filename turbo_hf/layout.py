@@ -175,6 +175,13 @@ class KVStore(NamedTuple):
     plans: dict[Any, Any] | None = None
     means: PageMeans | None = None
 
+    def of_rows(self, own: slice) -> "KVStore":
+        """The same of these rows alone, for launches that nothing replays."""
+        known = None if self.sealed_host is None else self.sealed_host[own]
+        opened = [x[own] for x in (self.k_open, self.v_open, self.k_scale, self.v_scale, self.open_len)]
+        rows = (self.order[own], self.table[own], self.sealed[own])
+        return KVStore(self.paged, *rows, *opened, self.block, known, None, self.means)
+
 
 class Operands(NamedTuple):
     """Keys and values of a chunk as the flash loop reads them. Each row begins at place 0; places past its end are 0.
@@ -307,10 +314,12 @@ class ByMeans(NamedTuple):
 
     left: share of the estimated softmax that may fall on sealed blocks which are not read; above 0 and below 1.
     noted: int64 [2], to which each query head adds the share so left, times `NOTED_UNIT`, and 1; None: not noted.
+    lefts: float32 [B, Hkv], instead of `left` for each row and KV head; 0: all of its blocks are read. None: `left`.
     """
 
     left: float
     noted: torch.Tensor | None = None
+    lefts: torch.Tensor | None = None
 
 
 class AlwaysRead(NamedTuple):

@@ -111,7 +111,7 @@ def _list(
 
 @triton.jit(
     do_not_specialize=["table_stride", "capacity", "window"],
-    do_not_specialize_on_alignment=["cuts_ptr", "arrived_ptr", "read_ptr", "noted_ptr"],
+    do_not_specialize_on_alignment=["cuts_ptr", "arrived_ptr", "read_ptr", "noted_ptr", "lefts_ptr"],
 )
 def list_by_means_kernel(
     scores_ptr,  # as above
@@ -120,7 +120,7 @@ def list_by_means_kernel(
     lists,  # `Lists`
     cuts_ptr, arrived_ptr,  # float32 [lists, GROUP, 2], int32 [lists]: zeros before and after
     read_ptr, noted_ptr,  # int64 [1], to which the number of tokens read is added, or None; as in `ByMeans`, or None
-    left,  # as in `ByMeans`
+    left, lefts_ptr,  # as in `ByMeans`
     table_stride, capacity, window,  # of the table's rows, of a list; newest tokens always read
     tokens, sink,  # M; first tokens always read
     KV: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, G: tl.constexpr, BLOCKS: tl.constexpr,
@@ -144,6 +144,8 @@ def list_by_means_kernel(
     x = tl.load(scores + head * capacity + n, mask=n < whole, other=-float("inf"), cache_modifier=".cg")
     top = tl.max(x, 0)
     p = _shares(x, top)
+    if lefts_ptr is not None:
+        left = tl.load(lefts_ptr + row * KV + tl.load(rows.order + slot))
     need = tl.sum(p, 0) * (1 - left)
     forced = (n < begin) | (n >= end)
     low = need * 0 - DEEPEST
@@ -154,7 +156,8 @@ def list_by_means_kernel(
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
     cuts = cuts_ptr + own * (2 * GROUP)
     tl.store(cuts + 2 * head, top)
-    tl.store(cuts + 2 * head + 1, tl.exp2(low))
+    # below any share: every block is read
+    tl.store(cuts + 2 * head + 1, tl.where(left > 0, tl.exp2(low), -1.0))
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + own, 1, sem="acq_rel") == GROUP - 1:
         tl.store(arrived_ptr + own, 0)

@@ -367,7 +367,8 @@ def _list_by_means(
     padded, looked = power_of_two(group), max(16, power_of_two(blocks))
     list_by_means_kernel[(asked, group)](
         scratch.scores, rows, store.table, lists, scratch.scores[asked * group * scratch.capacity :], scratch.arrived,
-        read, rule.noted, rule.left, stride, scratch.capacity, always.window_tokens, queries, always.sink_tokens,
+        read, rule.noted, rule.left, rule.lefts, stride, scratch.capacity, always.window_tokens, queries,
+        always.sink_tokens,
         KV=kv_heads, BLOCK=store.block, GROUP=group, G=padded, BLOCKS=looked,
         SCAN=min(looked, max(16, LISTED // padded)), **pdl, num_warps=min(16, max(4, looked // 512)), **gpu.FMA,
     )  # fmt: skip
