@@ -356,10 +356,12 @@ def test_the_choice_and_attention_over_it(case: str, rule: str, backend: str, de
     full = sparse_decode(q, store, scoring, None, AlwaysRead(0, 1 << 30), **options)
     mixed = sparse_decode(q, store, scoring, ByMeans(0.5, None, lefts), how["always"], **options)
     group = query_heads // store.order.shape[1]
-    assert torch.equal(mixed.lse[:, :-group], got.lse[:, :-group])
-    assert torch.equal(mixed.out[:, :-group], got.out[:, :-group])
-    # the whole blocks of open tokens apart, in other tiles
-    assert_close(mixed.lse[:, -group:], full.lse[:, -group:], rtol=1e-3, atol=1e-3)
+    # other lists, other parts of an output
+    want_lse, want_out = (
+        torch.cat((x[:, :-group], y[:, -group:]), 1) for x, y in zip(got[::-1], full[::-1], strict=True)
+    )
+    assert_close(mixed.lse, want_lse, rtol=1e-3, atol=1e-3)
+    assert (mixed.out - want_out).norm() <= 0.02 * want_out.norm()
 
 
 @in_one_test(

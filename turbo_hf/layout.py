@@ -278,13 +278,17 @@ PROMPT_TILE = 128
 
 
 class TileRule(NamedTuple):
-    """Which tiles of keys a tile of queries of a long prompt reads; as in `PromptSparsity`."""
+    """Which tiles of keys a tile of queries of a long prompt reads; as in `PromptSparsity`.
+
+    heads: float32 [Hq, 2], mass and peak of each query head; None: `mass` and `peak`.
+    """
 
     mass: float = 0.95
     peak: float = 0.02
     sink_tokens: int = 128
     window_tokens: int = 512
     tail_tokens: int = 256
+    heads: torch.Tensor | None = None
 
 
 class Visits(NamedTuple):

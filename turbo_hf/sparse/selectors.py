@@ -211,12 +211,19 @@ class Means(Selector):
 
     by_means = True
 
+    def __init__(self, config: SparseConfig, layer: int, backend: str = "auto", calibrated: torch.Tensor | None = None):
+        super().__init__(config, layer, backend)
+        self._calibrated = calibrated
+
     def lefts(self, rows: int, heads: int, device: torch.device) -> torch.Tensor:
+        if self._calibrated is not None:
+            return self._calibrated.to(device).expand(rows, -1).contiguous()
         return torch.full((rows, heads), self.config.left, dtype=torch.float32, device=device)
 
     def __str__(self) -> str:
         audited = "audited" if self.config.bound < 1 else "not audited"
-        return f"{super().__str__()}, blocks of all but {self.config.left:g} of the mass, {audited}"
+        share = f"{self.config.left:g}" if self._calibrated is None else "a calibrated share"
+        return f"{super().__str__()}, blocks of all but {share} of the mass, {audited}"
 
 
 class Centroids(Selector):
