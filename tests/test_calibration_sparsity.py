@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,9 +60,10 @@ def test_a_calibration_keeps_rules_and_a_patch_takes_them(found: Calibration, tm
         assert half is not None
         assert half.shape[0] == 1
     # all heads of layer 1 are to read everything
-    dense = replace(
-        read.layers[1], prompt=torch.ones_like(found.layers[1].prompt), lefts=torch.zeros_like(read.layers[1].lefts)
-    )
+    prompt, lefts = read.layers[1].prompt, read.layers[1].lefts
+    assert prompt is not None
+    assert lefts is not None
+    dense = replace(read.layers[1], prompt=torch.ones_like(prompt), lefts=torch.zeros_like(lefts))
     read = replace(read, layers=(read.layers[0], dense, *read.layers[2:]))
     config = TurboConfig(
         sparse_prompt=PromptSparsity(from_tokens=1024), sparse=SparseConfig(selector="means", window_tokens=128)
@@ -84,7 +86,8 @@ def test_a_calibration_keeps_rules_and_a_patch_takes_them(found: Calibration, tm
 
 @pytest.mark.parametrize(("name", "value"), [("prompt", 1.5), ("lefts", -0.1)])
 def test_a_calibration_without_shares_is_refused(name: str, value: float, found: Calibration, tmp_path: Path) -> None:
-    wrong = replace(found.layers[0], **{name: torch.full_like(getattr(found.layers[0], name), value)})
+    changed: dict[str, Any] = {name: torch.full_like(getattr(found.layers[0], name), value)}
+    wrong = replace(found.layers[0], **changed)
     replace(found, layers=(wrong, *found.layers[1:])).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"layer 0: {name} is .* or holds no shares"):
         Calibration.from_pretrained(tmp_path)

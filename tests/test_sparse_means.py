@@ -182,7 +182,8 @@ def test_a_head_that_looks_for_one_key_reads_everything(
     """The mean of its block does not show the key: the audit of the prompt's newest queries does, for each row."""
     monkeypatch.setattr(sparse_step, "AUDITED_AT_ONCE", 64)
     model = tiny_llama(num_hidden_layers=1)
-    config = replace(sparse("means", mass=0.4, window_tokens=64, dense_layers=()), backend=backend, rotate_keys=False)
+    options: dict[str, Any] = {"backend": backend, "rotate_keys": False}
+    config = replace(sparse("means", mass=0.4, window_tokens=64, dense_layers=()), **options)
     with turbo_hf.patch(model, config) as handle, torch.no_grad():
         cache = handle.new_cache()
         model(**ragged(rows), past_key_values=cache)

@@ -178,9 +178,9 @@ class KVStore(NamedTuple):
     def of_rows(self, own: slice) -> "KVStore":
         """The same of these rows alone, for launches that nothing replays."""
         known = None if self.sealed_host is None else self.sealed_host[own]
-        opened = [x[own] for x in (self.k_open, self.v_open, self.k_scale, self.v_scale, self.open_len)]
-        rows = (self.order[own], self.table[own], self.sealed[own])
-        return KVStore(self.paged, *rows, *opened, self.block, known, None, self.means)
+        by_row = ("order", "table", "sealed", "k_open", "v_open", "k_scale", "v_scale", "open_len")
+        rows: dict[str, Any] = {name: getattr(self, name)[own] for name in by_row}
+        return self._replace(**rows, sealed_host=known, plans=None)
 
 
 class Operands(NamedTuple):

@@ -15,6 +15,7 @@ from turbo_hf.eval.bench.options import Folder, Seed, prepare_folder
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.bench.tile_choice import density, dropped_mass
+from turbo_hf.eval.output import write_png
 from turbo_hf.layout import PROMPT_TILE as TILE
 from turbo_hf.ops.prefill.reference_tiles import first_of_tail, reference_choose_tiles
 
