@@ -103,6 +103,20 @@ def test_choice(
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_rules_of_heads(backend: str, device: torch.device) -> None:
+    """Each query head has its own mass and peak."""
+    q, k, _ = inputs(6 * TILE + 7, device)
+    heads = torch.tensor([[1.0, 1.0], [1e-6, 0.9]], device=device)
+    got = choose_tiles(q, k, BARE._replace(heads=heads), SCORING, backend=backend)
+    for head, (mass, peak) in enumerate(heads.tolist()):
+        want = choose_tiles(q, k, BARE._replace(mass=mass, peak=peak), SCORING, backend=backend)
+        assert torch.equal(got[:, head], want[:, head])
+    assert not torch.equal(got[:, 0], got[:, 1])
+    with pytest.raises(ValueError, match=r"rule.heads must be torch.float32 \[2, 2\]"):
+        choose_tiles(q, k, BARE._replace(heads=heads[:1]), SCORING, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_what_is_not_a_number_is_read(backend: str, device: torch.device) -> None:
     q, k, _ = inputs(5 * TILE, device)
     k[0, 0, TILE] = torch.nan

@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.context_group import merged, own_part
-from turbo_hf.attention.sparse_step import Source, new_buckets
+from turbo_hf.attention.sparse_step import Source, audit_by_means, new_buckets
 from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
@@ -44,6 +44,7 @@ def attend_prompt(
     }
     out = prompt_attention(layer.config, *given, **how)
     cache.store_prompt(layer, k, v, new, buckets)
+    audit_by_means(layer, q, starts, scoring)
     return out
 
 

@@ -88,8 +88,12 @@ class _Pass(NamedTuple):
 
 @dataclass(slots=True)
 class PromptTally:
-    """What the sparse prompts of one layer have read. It stays on the device until a report reads it."""
+    """What the sparse prompts of one layer have read. It stays on the device until a report reads it.
 
+    heads: float32 [Hq, 2], calibrated mass and peak of each query head; None: those of the config.
+    """
+
+    heads: torch.Tensor | None = None
     prompts: int = 0
     passes: deque[_Pass] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     dense: Counter[str] = field(default_factory=Counter)
@@ -173,7 +177,10 @@ class PromptTally:
     ) -> torch.Tensor:
         """`kept` of rows without padding, which are long enough; noted."""
         tokens = q.shape[2]
-        kept = choose_tiles(q, k, rule.rule, scoring, backend=backend)
+        if self.heads is not None and self.heads.device != q.device:
+            with torch.inference_mode(False):
+                self.heads = self.heads.to(q.device)
+        kept = choose_tiles(q, k, rule.rule._replace(heads=self.heads), scoring, backend=backend)
         read, dropped = density(kept, tokens), None
         dense = torch.zeros_like(read, dtype=torch.bool)
         if rule.audit:

@@ -45,6 +45,7 @@ def score_tiles_kernel(
     scores,  # float32 [B*Hq, triangle]
     scoring,  # `Scoring`
     stride_b, stride_h, stride_m, tokens, tiles, whole, last, peak, first_head,
+    heads_ptr,  # float32 [Hq, 2], mass and peak of each head; None: `peak`
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per tile of queries before `last` and tile of keys: the mean over the queries of their estimated share of it,
@@ -56,6 +57,8 @@ def score_tiles_kernel(
     tile = last - 1 - tl.program_id(0) % (last - 1)
     pair = tl.program_id(0) // (last - 1)
     row, head = pair // HEADS, pair % HEADS
+    if heads_ptr is not None:
+        peak = tl.load(heads_ptr + 2 * head + 1)
     m = tile * TILE + tl.arange(0, TILE)
     d = tl.arange(0, DP)
     base = q_ptr + row.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
@@ -93,7 +96,7 @@ def score_tiles_kernel(
 def keep_tiles_kernel(
     scores,  # float32 [B*Hq, triangle]
     kept,  # uint8 [B*Hq, triangle]
-    tiles, tail, sink, window, mass, ALL: tl.constexpr,
+    tiles, tail, sink, window, mass, heads_ptr, ALL: tl.constexpr,
 ):  # fmt: skip
     """1 for each tile that is read: forced, wanted by one query, or among the fewest that cover `mass` (ties: all).
 
@@ -110,6 +113,8 @@ def keep_tiles_kernel(
     if tile < tail:
         raw = tl.load(scores + at + e, mask=inside, other=0.0)
         mean = tl.abs(raw)
+        if heads_ptr is not None:
+            mass = tl.load(heads_ptr + 2 * pair)
         goal = mass * tl.sum(mean, 0)
         low = tl.zeros((1,), tl.int32)
         high = tl.full((1,), 0x40000000, tl.int32)

@@ -46,13 +46,14 @@ def launch_choose_tiles(q: torch.Tensor, k: torch.Tensor, rule: TileRule, scorin
                 some = q[row : row + 1, first : first + together]
                 of_kv = means[row : row + 1, first // group :]
                 count = some.shape[1]
+                own = None if rule.heads is None else rule.heads[first:]
                 if tail > 1:
                     score_tiles_kernel[(count * (tail - 1),)](
                         some, of_kv, scores, scoring, *some.stride()[:3], tokens, tiles, means.shape[2], tail,
-                        rule.peak, first, **shape, BLOCK=block, num_warps=warps, num_stages=stages, **gpu.FMA,
+                        rule.peak, first, own, **shape, BLOCK=block, num_warps=warps, num_stages=stages, **gpu.FMA,
                     )  # fmt: skip
                 keep_tiles_kernel[(count * tiles,)](
-                    scores, kept[row, first:], tiles, tail, sink, window, rule.mass, ALL=_all(tiles),
+                    scores, kept[row, first:], tiles, tail, sink, window, rule.mass, own, ALL=_all(tiles),
                     num_warps=_warps(tiles), **gpu.FMA,
                 )  # fmt: skip
     return kept

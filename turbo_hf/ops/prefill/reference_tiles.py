@@ -26,6 +26,7 @@ def reference_choose_tiles(
     tiles, wide = -(-tokens // PROMPT_TILE), torch.promote_types(q.dtype, torch.float32)
     kept = forced_tiles(tokens, rule, q.device).repeat(heads, 1, 1)
     means = tile_means(k, q.dtype).to(wide).mT
+    mass, peak = (rule.mass, rule.peak) if rule.heads is None else rule.heads[..., None].to(wide).unbind(1)
     for tile in range(1, tiles):
         rows = q[:, tile * PROMPT_TILE : (tile + 1) * PROMPT_TILE].to(wide)
         score = _scores(rows, means[:, :, :tile], scoring)
@@ -34,10 +35,10 @@ def reference_choose_tiles(
         if sinks is not None:
             total = torch.logaddexp(total, sinks.detach().to(score)[:, None, None])
         share = torch.exp(score - total)
-        wanted, mean = share.amax(1) >= rule.peak, share.mean(1)
+        wanted, mean = share.amax(1) >= peak, share.mean(1)
         ordered = mean.sort(-1, descending=True).values
         # tiles before the cut cover less than the mass of what all tiles hold
-        short = ordered.cumsum(-1) < rule.mass * ordered.sum(-1, keepdim=True)
+        short = ordered.cumsum(-1) < mass * ordered.sum(-1, keepdim=True)
         cut = ordered.gather(-1, short.sum(-1, keepdim=True).clamp(max=tile - 1))
         # what is not a number is read
         kept[:, tile, :tile] |= wanted | ~(mean < cut)

@@ -37,6 +37,14 @@ def choose_tiles(
     Source: estimated shares are those of `reference_choose_tiles`. Keeping the fewest blocks that cover a mass:
     XAttention (arXiv 2503.16428) sec. 2; scores by mean keys: FlashPrefill (arXiv 2603.06199).
     """
+    heads = rule.heads
+    if heads is not None and (
+        heads.shape != (q.shape[1], 2) or heads.dtype != torch.float32 or heads.device != q.device
+    ):
+        raise ValueError(
+            f"rule.heads must be torch.float32 [{q.shape[1]}, 2] on {q.device}; got {heads.dtype} {list(heads.shape)} "
+            f"on {heads.device}."
+        )
     if not uses_triton(backend, q.device, why_no_choice(q)):
         below = torch.ones(2 * (-(-q.shape[2] // PROMPT_TILE),), dtype=torch.bool, device=q.device).tril(-1)
         how: Any = {"scaling": scoring.scaling, "softcap": scoring.softcap, "sinks": scoring.sinks}
