@@ -79,6 +79,7 @@ def test_a_calibration_keeps_rules_and_a_patch_takes_them(found: Calibration, tm
             model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
             report = handle.report()
             assert (report.sparse_prompts[1].density == 1) == taken
+            assert ("; of 6 layers by calibration" in report.prompts) == taken
             share = {each.layer: each.share for each in report.selectivity}
             assert share[1] == 1
             assert "blocks of all but a calibrated share of the mass" in str(report)
