@@ -27,7 +27,7 @@ def test_each_head_gets_the_rule_that_reads_least_within_the_bound() -> None:
     rules = HeadRules()
     count = len(RULES)
     read = torch.linspace(0.1, 0.9, count)[:, None].repeat(1, 3)
-    dropped = torch.full((count, 3, 40), 0.05)
+    dropped = torch.full((count, 3, 40), 0.04)
     # the second head drops too much by the first four rules, the third by all
     dropped[:4, 1, :4] = 0.5
     dropped[:, 2, :4] = 0.5
@@ -79,6 +79,7 @@ def test_a_calibration_keeps_rules_and_a_patch_takes_them(found: Calibration, tm
             model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
             report = handle.report()
             assert (report.sparse_prompts[1].density == 1) == taken
+            assert ("; of 6 layers by calibration" in report.prompts) == taken
             share = {each.layer: each.share for each in report.selectivity}
             assert share[1] == 1
             assert "blocks of all but a calibrated share of the mass" in str(report)

@@ -23,7 +23,7 @@ class Settings:
         windows: maximum number of windows; fewer if the texts are shorter, at least 2. One in five is held out.
         index: also make centroids and query classifiers; False: head priorities only, in a fraction of the time.
         sparsity: also choose, for each head, the cheapest rule of sparse prompts and of steps by means that lets at
-            most one query in twenty drop more than a tenth of its softmax, on 128 random queries of each window.
+            most one query in twenty drop more than a twentieth of its softmax, on 128 random queries of each window.
         clusters: centroids per KV head (C), at most 32,768; None: 1024, or fewer if there are under 32 keys for each.
         iterations: k-means iterations (SAAP appendix A: 10).
         queries: number of positions per window whose queries are kept.

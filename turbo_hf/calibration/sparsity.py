@@ -31,6 +31,9 @@ BLOCK = 64
 COVERED = 0.95
 """Share of the queries that must drop no more than the bound."""
 
+BOUND = 0.05
+"""The most that they may drop: what the defaults leave by estimate."""
+
 
 @dataclass(slots=True)
 class HeadRules:
@@ -71,20 +74,19 @@ class HeadRules:
     def found(self, kv_heads: int) -> dict[str, Any]:
         """`LayerCalibration.prompt` and `lefts`: of each head the rule that reads least within the bound; {}: none."""
         made: dict[str, Any] = {}
-        bound = PromptSparsity().bound
         if self.densities:
-            best = _cheapest(self.densities, self.dropped, bound)
+            best = _cheapest(self.densities, self.dropped)
             rules = torch.tensor([*RULES, EVERYTHING])[best]
             made["prompt"] = rules.unflatten(0, (kv_heads, -1))
         if self.read:
-            made["lefts"] = torch.tensor([*LEFTS, 0.0])[_cheapest(self.read, self.left, bound)]
+            made["lefts"] = torch.tensor([*LEFTS, 0.0])[_cheapest(self.read, self.left)]
         return made
 
 
-def _cheapest(read: list[torch.Tensor], dropped: list[torch.Tensor], bound: float) -> torch.Tensor:
+def _cheapest(read: list[torch.Tensor], dropped: list[torch.Tensor]) -> torch.Tensor:
     """int64 [H], for each head the rule within the bound that reads least; the number of rules: none is."""
     share, drops = torch.stack(read).mean(0), torch.cat(dropped, -1)
-    within = drops.quantile(COVERED, -1) <= bound
+    within = drops.quantile(COVERED, -1) <= BOUND
     cost = torch.cat((share.masked_fill(~within, 2.0), torch.ones_like(share[:1])))
     return cost.argmin(0)
 

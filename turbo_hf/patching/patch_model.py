@@ -201,6 +201,7 @@ def _plan(
     loaded = loaded.of_heads({index: sharing.heads(heads[index][1]) for index in split}, config.head_metric)
     windowed = {at.index: "it has a sliding window" if at.window else "" for at in layers if at.groups}
     selectors, sparse = choose_selectors(config, windowed, loaded, len(layers), notices)
+    rules = prompt_rules(config, loaded.found)
     uncompressed = tuple(at.index for at in layers if not at.groups)
     apart = why_no_replay_over(devices, is_dispatched(model))
     steps, no_graphs = describe(
@@ -229,7 +230,7 @@ def _plan(
         prompts=LATENT_PROMPTS
         if latents
         else describe_prefill(config.prompt_attention, model.device, dims)
-        + describe_sparse_prompts(config.sparse_prompt),
+        + describe_sparse_prompts(config.sparse_prompt, len(rules)),
         steps=steps,
         warnings=tuple(notices.messages),
         heads=words,
@@ -250,7 +251,7 @@ def _plan(
         groups=layers[0].groups,
         dims=frozenset(dims),
         why_not_served=no_serving,
-        prompt_tallies={index: PromptTally(rules) for index, rules in prompt_rules(config, loaded.found).items()},
+        prompt_tallies={index: PromptTally(heads) for index, heads in rules.items()},
         why_not_captured=no_graphs or ("cuda_graphs=False" if config.cuda_graphs is False else None),
     )
     graphs = config.cuda_graphs is not False and no_graphs is None

@@ -211,9 +211,10 @@ def _why_dense(q: torch.Tensor, past: KVStore | None, mode: str, backend: str) -
     return None
 
 
-def describe_sparse_prompts(rule: PromptSparsity | None) -> str:
-    """How long prompts are sparse, for reports; "" if they are not."""
+def describe_sparse_prompts(rule: PromptSparsity | None, calibrated: int = 0) -> str:
+    """How long prompts are sparse, for reports; "" if they are not. calibrated: layers whose heads have rules."""
     if rule is None:
         return ""
     audit = "audited" if rule.audit else "not audited"
-    return f"; from {rule.from_tokens} tokens up sparse (mass {rule.mass:g}, peak {rule.peak:g}, {audit})"
+    own = f"; of {calibrated} layers by calibration" if calibrated else ""
+    return f"; from {rule.from_tokens} tokens up sparse (mass {rule.mass:g}, peak {rule.peak:g}{own}, {audit})"
