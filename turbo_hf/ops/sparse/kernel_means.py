@@ -179,7 +179,8 @@ def list_by_means_kernel(
     free = tl.where((n < begin) | (n >= end), 0.0, p)
     total, covered = tl.reduce((p, p - free), 0, _add2)
     if lefts_ptr is not None:
-        left = tl.load(lefts_ptr + row * KV + tl.load(rows.order + slot))
+        own_head = tl.load(rows.order + slot, cache_modifier=".cg")
+        left = tl.load(lefts_ptr + row * KV + own_head, cache_modifier=".cg")
     need = total * (1 - left)
     low, step = total * 0 - DEEPEST, (DEEPEST + 1) * 0.125
     for _ in tl.static_range(HALVINGS // 3):
@@ -193,7 +194,7 @@ def list_by_means_kernel(
     tl.store(cuts + 3 * head, top)
     # where nothing may be left, every block is read
     tl.store(cuts + 3 * head + 1, tl.where(left > 0, low, -float("inf")))
-    tl.store(cuts + 3 * head + 2, tl.where(total > 0, 1 / total, 0.0))
+    tl.store(cuts + 3 * head + 2, tl.where(total > 0, 1 / tl.where(total > 0, total, 1.0), 0.0))
     tl.debug_barrier()
     if tl.atomic_add(arrived_ptr + own, 1, sem="acq_rel") == GROUP - 1:
         tl.store(arrived_ptr + own, 0)
