@@ -139,7 +139,6 @@ def eval_command(
             if json_line:
                 print(as_json(result))  # noqa: T201
             return
-        _require_unpadded(wanted, batch)
         sizes = _batch_sizes(batch, batch_tokens, device)
         most = longest or LONGEST.get(suite, 16384)
         if shortest > most:
@@ -160,17 +159,6 @@ def _require_servable(of_tasks: bool) -> None:
         raise ValueError("the suite serve runs in one process; start it without torchrun.")
     if of_tasks:
         raise ValueError("the suite serve takes no --task, --shortest or --calibration; it has no tasks.")
-
-
-def _require_unpadded(names: list[str], batch: int | None) -> None:
-    """ValueError if prompts that are to be sparse would be padded, and so be dense. batch: rows that were asked for."""
-    for name in names:
-        config = method_named(name).config
-        if config is not None and config.sparse_prompt is not None and batch != 1:
-            raise ValueError(
-                f"{name} has sparse prompts, which are dense in padded batches: the answers would say nothing of it. "
-                "Pass --batch 1."
-            )
 
 
 def _own_folder(folder: Path, ranks: Ranks) -> Path:

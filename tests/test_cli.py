@@ -58,7 +58,6 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         (["doctor", LAB, "--device", "meta"], "--device meta holds no weights"),
         (["eval", LAB, "--methods", ""], "--methods names none; methods are fp16, fp16-eager, int8"),
         (["eval", LAB, "--methods", "fp16,turbo5"], "unknown method turbo5; methods are fp16, fp16-eager, int8"),
-        (["eval", LAB, "--methods", "turbo4,turbo4-long"], "turbo4-long has sparse prompts, .* Pass --batch 1."),
         (["eval", LAB, "--suite", "all"], "unknown suite all; suites are smoke, core, reasoning, long, ruler, serve"),
         (["eval", LAB, "--data", "no/such-folder"], "expected the data folder at no/such-folder; there is none"),
         (["eval", "no/such-folder"], "cannot load 'no/such-folder'"),

@@ -28,6 +28,19 @@ def outcome(*tasks: list[int], one_length: tuple[int, ...] = ()) -> Outcome:
     return Outcome({"results": {}}, samples, [Batch(4, 8, 2.0, 100, 10)])
 
 
+def test_sparse_prompts_are_told_by_what_they_read_and_drop() -> None:
+    specs, layers = (
+        [Spec("t0", {}, OWN)],
+        [{"density": 0.5, "dropped_mean": 0.01}, {"density": 0.7, "dropped_mean": None}],
+    )
+    sparse = outcome([1])
+    sparse.results["sparse_prompts"] = layers
+    found = report(specs, {BASELINE: outcome([1]), "x": sparse})
+    assert found["prompts"] == {"x": layers}
+    titled = {title: rows for title, _, rows in tables(found)}
+    assert titled["the newest 16 sparse prompts, means"] == [["x", "60.0%", "50.0%, 70.0%", "1.00%", "1.00%"]]
+
+
 def test_means_leave_out_what_the_baseline_cannot_do() -> None:
     good, bad = [1, 1, 1, 1, 0], [1, 0, 0, 0, 0]
     specs = [Spec("t0", {}, OWN), Spec("t1", {}, (Scorer("other", metric="right"), *OWN))]

@@ -386,8 +386,8 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
             held.buffer.reserve(64, held.state.open)
             append_step(new[:, :, :1], v[:, :, :1], held.kv_store(), nonfinite=flag[0], arrived=flag[1], **KERNELS)
         prompt, places = torch.zeros(1, 2, 300, 16, device=device), torch.arange(2, device=device)
-        kept = choose_tiles(prompt, prompt, TileRule(tail_tokens=0), 1.0, **KERNELS)
-        dropped_mass(prompt, prompt, kept, places, 1.0, **KERNELS)
+        kept = choose_tiles(prompt, prompt, TileRule(tail_tokens=0), Scoring(1.0), **KERNELS)
+        dropped_mass(prompt, prompt, kept, places, Scoring(1.0), **KERNELS)
         prefill(prompt, prompt, prompt, Scoring(1.0), Rounding("fp16"), kept=kept, **KERNELS)
     assert launched == dict.fromkeys(launched, True)
     in_gluon = {"hopper_prefill_kernel", "hopper_latent_kernel", "few_latent_kernel"}

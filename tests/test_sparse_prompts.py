@@ -71,6 +71,10 @@ def test_a_sparse_prompt_of_a_trained_model() -> None:
         assert layer.dropped_max is not None
         assert 0 < layer.dropped_mean <= layer.dropped_p95 <= layer.dropped_max < 1
         assert layer.dropped_mean <= SHORT.bound
+        assert len(layer.by_head) == layer.heads
+        assert all(head.dropped_mean is not None and head.dropped_mean <= SHORT.bound for head in layer.by_head)
+        assert sum(head.density for head in layer.by_head) / layer.heads == pytest.approx(layer.density)
+        assert max(head.dropped_max or 0 for head in layer.by_head) == layer.dropped_max
     assert "% of the key tiles read by 1 sparse prompts; dropped softmax: mean" in str(report)
     assert "from 512 tokens up sparse (mass 0.3, peak 1, audited)" in str(report)
     # the last queries read every key, so that the first token of a model of one layer is the dense one
@@ -89,32 +93,34 @@ def test_the_tail_of_the_first_layer_is_dense() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    "model",
     [
-        pytest.param(tiny_llama, "their rows are padded", id="padded"),
-        pytest.param(lambda: tiny_mistral(64), None, id="window"),
-        pytest.param(
-            lambda: tiny("gemma2", layer_types=["full_attention"] * 2, attn_logit_softcapping=5.0),
-            "their scores are capped, or have sinks",
-            id="cap",
-        ),
+        pytest.param(lambda: tiny("gemma2", layer_types=["full_attention"] * 2, attn_logit_softcapping=5.0), id="cap"),
         pytest.param(
             lambda: tiny("gpt_oss", layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=2),
-            "their scores are capped, or have sinks",
             id="sinks",
         ),
     ],
 )
-def test_what_is_dense_is_said(model: Any, reason: str | None) -> None:
-    model = model()
-    given = left_padded([prompts(1, 600)[0], prompts(1, 520)[0]]) if reason == "their rows are padded" else {}
-    ids = given.pop("input_ids", prompts(2, 600))
-    got, report = run(model, TurboConfig(sparse_prompt=SHORT), ids, **given)
-    assert torch.equal(got, run(model, TurboConfig(), ids, **given)[0])
+def test_caps_and_sinks_are_part_of_the_choice(model: Any) -> None:
+    model, ids = model(), prompts(2, 700)
+    config = TurboConfig(backend="reference")
+    dense, _ = run(model, config, ids)
+    assert torch.equal(run(model, replace(config, sparse_prompt=EVERY), ids)[0], dense)
+    got, report = run(model, replace(config, sparse_prompt=SHORT), ids)
+    assert not torch.equal(got, dense)
     for layer in report.sparse_prompts:
-        assert layer.prompts == 0
-        assert layer.dense == ({} if reason is None else {reason: 2})
-    assert (f"2 long prompts dense: {reason}" in str(report)) == (reason is not None)
+        assert layer.prompts == 2
+        assert layer.density < 1
+        assert layer.dropped_mean is not None
+        assert 0 < layer.dropped_mean <= SHORT.bound
+
+
+def test_windows_are_short_already() -> None:
+    model, ids = tiny_mistral(64), prompts(2, 600)
+    got, report = run(model, TurboConfig(sparse_prompt=SHORT), ids)
+    assert torch.equal(got, run(model, TurboConfig(), ids)[0])
+    assert all(layer.prompts == 0 and not layer.dense for layer in report.sparse_prompts)
 
 
 def test_a_second_turn_reads_every_key_of_the_first() -> None:
@@ -143,6 +149,31 @@ def test_rows_of_a_batch_read_as_they_do_alone() -> None:
         torch.testing.assert_close(alone[0, 0], batch[0, row], rtol=1e-4, atol=1e-4)
 
 
+def test_padded_rows_read_as_they_do_alone() -> None:
+    """Those that are long enough; the others read every key."""
+    llama, lengths, tally = tiny_llama(), (700, 520, 300), PromptTally()
+    rows = [prompts(1, n, n)[0] for n in lengths]
+    given = left_padded(rows)
+    batch, report = run(llama, TurboConfig(sparse_prompt=SHORT), given.pop("input_ids"), **given)
+    assert [layer.prompts for layer in report.sparse_prompts] == [2, 2]
+    for row, ids in enumerate(rows):
+        alone, own = run(llama, TurboConfig(sparse_prompt=SHORT), ids[None])
+        assert [layer.prompts for layer in own.sparse_prompts] == [int(len(ids) >= SHORT.from_tokens)] * 2
+        torch.testing.assert_close(alone[0, 0], batch[0, row], rtol=1e-4, atol=1e-4)
+    q, k = (torch.cat([x] * 3) for x in heads(700))
+    starts = [700 - n for n in lengths]
+    given = {"seen": 0, "mode": "turbo", "backend": "auto"}
+    kept = tally.tiles_to_read(SHORT, q, k, None, None, Scoring(1.0), starts=starts, **given)
+    assert kept is not None
+    for row in range(2):
+        own = q[row : row + 1, :, starts[row] :], k[row : row + 1, :, starts[row] :]
+        want = PromptTally().tiles_to_read(SHORT, *own, None, None, Scoring(1.0), **given)
+        assert want is not None
+        assert torch.equal(kept[row, :, : want.shape[2]], want[0])
+    assert kept[2].all()
+    assert tally.shares(0).prompts == 2
+
+
 def heads(tokens: int = 8 * TILE) -> tuple[Tensor, Tensor]:
     """q [1, 2, tokens, 16], k [1, 2, tokens, 16]: keys of the second head cancel in the means of their tiles."""
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +185,7 @@ def heads(tokens: int = 8 * TILE) -> tuple[Tensor, Tensor]:
 
 def read_by(rule: PromptSparsity, tally: PromptTally, **options: Any) -> Tensor | None:
     given = {"seen": 0, "mode": "turbo", "backend": "auto", **options}
-    return tally.tiles_to_read(rule, *heads(), None, None, None, Scoring(1.0), **given)
+    return tally.tiles_to_read(rule, *heads(), None, None, Scoring(1.0), **given)
 
 
 def test_a_head_that_drops_too_much_is_computed_densely() -> None:

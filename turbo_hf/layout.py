@@ -175,6 +175,13 @@ class KVStore(NamedTuple):
     plans: dict[Any, Any] | None = None
     means: PageMeans | None = None
 
+    def of_rows(self, own: slice) -> "KVStore":
+        """The same of these rows alone, for launches that nothing replays."""
+        known = None if self.sealed_host is None else self.sealed_host[own]
+        by_row = ("order", "table", "sealed", "k_open", "v_open", "k_scale", "v_scale", "open_len")
+        rows: dict[str, Any] = {name: getattr(self, name)[own] for name in by_row}
+        return self._replace(**rows, sealed_host=known, plans=None)
+
 
 class Operands(NamedTuple):
     """Keys and values of a chunk as the flash loop reads them. Each row begins at place 0; places past its end are 0.
@@ -271,13 +278,17 @@ PROMPT_TILE = 128
 
 
 class TileRule(NamedTuple):
-    """Which tiles of keys a tile of queries of a long prompt reads; as in `PromptSparsity`."""
+    """Which tiles of keys a tile of queries of a long prompt reads; as in `PromptSparsity`.
+
+    heads: float32 [Hq, 2], mass and peak of each query head; None: `mass` and `peak`.
+    """
 
     mass: float = 0.95
     peak: float = 0.02
     sink_tokens: int = 128
     window_tokens: int = 512
     tail_tokens: int = 256
+    heads: torch.Tensor | None = None
 
 
 class Visits(NamedTuple):
@@ -307,10 +318,12 @@ class ByMeans(NamedTuple):
 
     left: share of the estimated softmax that may fall on sealed blocks which are not read; above 0 and below 1.
     noted: int64 [2], to which each query head adds the share so left, times `NOTED_UNIT`, and 1; None: not noted.
+    lefts: float32 [B, Hkv], instead of `left` for each row and KV head; 0: all of its blocks are read. None: `left`.
     """
 
     left: float
     noted: torch.Tensor | None = None
+    lefts: torch.Tensor | None = None
 
 
 class AlwaysRead(NamedTuple):

@@ -15,6 +15,7 @@ from turbo_hf.eval.bench.options import Folder, Seed, prepare_folder
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import parse_tokens
 from turbo_hf.eval.bench.tile_choice import density, dropped_mass
+from turbo_hf.eval.output import write_png
 from turbo_hf.layout import PROMPT_TILE as TILE
 from turbo_hf.ops.prefill.reference_tiles import first_of_tail, reference_choose_tiles
 
@@ -97,7 +98,7 @@ def density_command(
             raise ValueError(f"--length must be at least --tail + {2 * TILE} = {tail + 2 * TILE}; got {min(lengths)}.")
         if text is not None and not text.is_file():
             raise ValueError(f"there is no file {text}.")
-        prepare_folder(folder)
+        prepare_folder(folder, plot=True)
         loaded, tokenizer = load(model, device)
         rows = [row for n in lengths for row in _of_model(loaded, token_ids(tokenizer, text, n), rules, seed)]
         if not rows:
@@ -106,6 +107,8 @@ def density_command(
     _print(rows)
     given = {"model": Path(model).name, "text": text and text.name, "tail": tail, "seed": seed}
     bench.keep(rows, options=given)
+    if folder is not None:
+        plot_density(rows, bench.headline, folder / "density.png")
     bench.finish(json_line)
 
 
@@ -126,3 +129,27 @@ def _print(rows: list[DensityRow]) -> None:
             cells.append([str(row.layer), *figures, f"{row.heads_over} of {row.heads}", repaired])
         headings = ("layer", "density %", "dropped %: mean", "p95", "max", "heads over", "density, these dense")
         show_table(f"{tokens} tokens, mass {mass}, peak {own[0].peak}", headings, cells)
+
+
+def plot_density(rows: list[DensityRow], title: str, path: Path) -> None:
+    """Density and dropped shares by layer: one panel a length, one colour a mass."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  an extra: only drawing needs it
+
+    lengths, masses = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("tokens", "mass"))
+    figure = Figure(figsize=(1.5 + 4.5 * len(lengths), 6), layout="constrained")
+    figure.suptitle(title, fontsize="small")
+    panels = figure.subplots(2, len(lengths), squeeze=False, sharex="col", sharey="row")
+    for column, tokens in enumerate(lengths):
+        panels[0, column].set_title(f"{tokens:,} tokens", fontsize="small")
+        for colour, mass in enumerate(masses):
+            own = [row for row in rows if (row.tokens, row.mass) == (tokens, mass)]
+            layers = [row.layer for row in own]
+            read, dropped = panels[:, column]
+            read.plot(layers, [row.density for row in own], marker="o", color=f"C{colour}", label=f"mass {mass:g}")
+            dropped.plot(layers, [row.dropped_mean for row in own], marker="o", color=f"C{colour}")
+            dropped.plot(layers, [row.dropped_p95 for row in own], linestyle=":", color=f"C{colour}")
+    panels[0, 0].set_ylabel("share of key tiles read")
+    panels[1, 0].set_ylabel("softmax dropped: mean, 95 % below (dotted)")
+    figure.supxlabel("layer")
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    write_png(path, figure)

@@ -35,6 +35,7 @@ from turbo_hf.eval.bench.rivals import BASELINES, Rival, rivals
 from turbo_hf.eval.bench.runner import BenchRun
 from turbo_hf.eval.bench.shapes import SHAPES, SIZES, PromptCase, find_shape, parse_size, tokens_label
 from turbo_hf.eval.bench.tables import print_rows, untimed
+from turbo_hf.eval.bench.tile_choice import random_tiles
 from turbo_hf.eval.bench.timing import Call, Ceilings, Conditions, Stopwatch, ceilings, side_by_side
 from turbo_hf.eval.output import write_png
 from turbo_hf.layout import (
@@ -128,7 +129,8 @@ def run_case(
             if mode != "fp16":
                 calls[_apart(mode)] = partial(operands.quantize_operands, k, v, rounding, backend=backend)
         for share in densities if case.causal else ():
-            kept = _random_tiles(q, share, seed)
+            tiles = -(-case.tokens // PROMPT_TILE)
+            kept = random_tiles(q.new_empty(*q.shape[:2], tiles * (tiles - 1) // 2), share, seed)
             name, read = f"{mode} {share:.0%}", density_of(kept, case.tokens).mean().item()
             row, call = _checked(
                 replace(_row(case, name), ours=True, density=read), q, k, v, sample, {**given, "kept": kept}, backend
@@ -137,25 +139,17 @@ def run_case(
             if call is not None:
                 calls[name] = call
     if any(row.density is not None for row in rows):
-        calls[CHOICE] = partial(_choose, q, k, scaling, backend)
+        calls[CHOICE] = partial(_choose, q, k, Scoring(scaling), backend)
     how.tell(f"{case}: timing")
     times = side_by_side(calls, how.stopwatch, how.seconds) if calls else {}
     return [_timed(row, case, times, limits, dtype.itemsize) for row in rows]
 
 
-def _random_tiles(q: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """`kept` of `ops.prefill` for q [B, Hq, M, D]: each earlier key tile with this probability."""
-    tiles = -(-q.shape[2] // PROMPT_TILE)
-    generator = torch.Generator(q.device).manual_seed(seed)
-    drawn = torch.rand(*q.shape[:2], tiles * (tiles - 1) // 2, generator=generator, device=q.device)
-    return (drawn < share).to(torch.uint8)
-
-
-def _choose(q: torch.Tensor, k: torch.Tensor, scaling: float, backend: str) -> torch.Tensor:
+def _choose(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, backend: str) -> torch.Tensor:
     """What a sparse prompt does before its attention."""
-    kept = choose_tiles(q, k, TileRule(), scaling, backend=backend)
+    kept = choose_tiles(q, k, TileRule(), scoring, backend=backend)
     places = torch.arange(AUDIT_ROWS, device=q.device) * (q.shape[2] // AUDIT_ROWS)
-    return dropped_mass(q, k, kept, places.clamp(max=q.shape[2] - 1), scaling, backend=backend)
+    return dropped_mass(q, k, kept, places.clamp(max=q.shape[2] - 1), scoring, backend=backend)
 
 
 def options_of(mode: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -42,12 +42,13 @@ def with_means(store: KVStore, q: torch.Tensor, share: float, generator: torch.G
     return store._replace(means=means)
 
 
-def step(
-    store: KVStore, q: torch.Tensor, always: AlwaysRead, backend: str, read: torch.Tensor | None = None
-) -> AttentionOutput:
-    """All that a sparse layer does in a step except storing the token: choice and attention."""
-    scoring = Scoring(q.shape[3] ** -0.5)
-    return sparse_decode(q, store, scoring, ByMeans(LEFT), always, read=read, backend=backend)
+def step(store: KVStore, q: torch.Tensor, always: AlwaysRead, backend: str, counts: torch.Tensor) -> AttentionOutput:
+    """All that a sparse layer does in a step except storing the token: choice, attention, and what a report counts.
+
+    counts: int64 [3], keys read and what `ByMeans.noted` sums up.
+    """
+    rule, scoring = ByMeans(LEFT, counts[1:]), Scoring(q.shape[3] ** -0.5)
+    return sparse_decode(q, store, scoring, rule, always, read=counts[:1], backend=backend)
 
 
 def check_means(case: Case, q: torch.Tensor, store: KVStore, always: AlwaysRead, got: AttentionOutput) -> Check:
@@ -83,21 +84,22 @@ def means_steps(
     """The rows of these shares with their checks, and what to time if the results are right."""
     found, generator, groups = [], torch.Generator(how.device).manual_seed(how.seed), groups_of(width, case.heads.kv)
     sizes = {share: means_bytes(case, width, share, always) for share in shares}
+    timed = torch.zeros(3, dtype=torch.int64, device=how.device)
     stores = packed_stores(case, groups, cold_copies(min(sizes.values()), how.device), how.device, how.seed + 1)
     for share in shares:
         how.tell(f"{case}: {width} bit, {share:.2%} of the blocks")
         layers = [with_means(store, q, share, generator) for store in stores]
-        read = torch.zeros(1, dtype=torch.int64, device=how.device)
+        counts = torch.zeros_like(timed)
 
-        def prepare(layers: list[KVStore] = layers, read: torch.Tensor = read) -> tuple[Check, partial[Rotation]]:
+        def prepare(layers: list[KVStore] = layers, counts: torch.Tensor = counts) -> tuple[Check, partial[Rotation]]:
             with poisoned():
-                got = step(layers[0], q, always, how.backend, read)
-            calls: list[Call] = [partial(step, layer, q, always, how.backend) for layer in layers]
+                got = step(layers[0], q, always, how.backend, counts)
+            calls: list[Call] = [partial(step, layer, q, always, how.backend, timed) for layer in layers]
             return check_means(case, q, layers[0], always, got), partial(Rotation, calls, how.device)
 
         row, rotation = checked(new_row(case, f"{width} bit, {share:.2%}", True, sizes[share]), prepare)
         if rotation is not None:
-            density = int(read) / sum(case.lengths) / case.heads.kv
+            density = int(counts[0]) / sum(case.lengths) / case.heads.kv
             row = replace(row, note=f"{density:.2%} of the keys, always-read blocks included")
         found.append((row, rotation))
     return found

@@ -1,15 +1,50 @@
 """What the key tiles that a long prompt reads leave out, exactly: the judge of `ops.prefill.tiles`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
 from turbo_hf.eval.bench.oracle import weights
 from turbo_hf.layout import PROMPT_TILE
+from turbo_hf.sparse import prompts
 
 
 def density(kept: torch.Tensor) -> torch.Tensor:
     """float [Hq]: share of the causal tiles that are read."""
     tiles = kept.shape[-1]
     return kept.sum((1, 2)) / (tiles * (tiles + 1) / 2)
+
+
+def random_tiles(like: torch.Tensor, share: float, seed: int) -> torch.Tensor:
+    """`kept` of `ops.prefill` in the shape of `like`: each earlier key tile with this probability."""
+    generator = torch.Generator(like.device).manual_seed(seed)
+    return (torch.rand(like.shape, generator=generator, device=like.device) < share).to(torch.uint8)
+
+
+@contextmanager
+def at_density(share: float) -> Iterator[None]:
+    """Sparse prompts choose tiles and audit the choice, and then read a random share of the tiles instead."""
+    ops: Any = prompts
+    choose, audit = ops.choose_tiles, ops.dropped_mass
+    # of the newest shape: they are drawn in the first pass, which is not timed
+    drawn: dict[torch.Size, torch.Tensor] = {}
+
+    def instead(*args: Any, **options: Any) -> torch.Tensor:
+        kept = choose(*args, **options)
+        if kept.shape not in drawn:
+            drawn.clear()
+            drawn[kept.shape] = random_tiles(kept, share, 0)
+        return drawn[kept.shape]
+
+    ops.choose_tiles = instead
+    # no head becomes dense
+    ops.dropped_mass = lambda *args, **options: audit(*args, **options) * 0
+    try:
+        yield
+    finally:
+        ops.choose_tiles, ops.dropped_mass = choose, audit
 
 
 def dropped_mass(

@@ -1,12 +1,13 @@
 """A prompt's attention: over the new tokens, and over what the cache holds already."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turbo_hf.attention.context_group import merged, own_part
-from turbo_hf.attention.sparse_step import Source, new_buckets
+from turbo_hf.attention.sparse_step import Source, audit_by_means, new_buckets
 from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns, NewQKV
@@ -35,8 +36,15 @@ def attend_prompt(
     buckets = new_buckets(layer, source, qkv.key, new)
     past = layer.kv_store() if layer.seen else None
     given = (NewQKV(q, k, v), past, starts, layer.window, scoring)
-    out = prompt_attention(layer.config, *given, tally=layer.prompt_tally, seen=layer.seen, context=layer.state.context)
+    how: dict[str, Any] = {
+        "tally": layer.prompt_tally,
+        "begins": new.starts,
+        "seen": layer.seen,
+        "context": layer.state.context,
+    }
+    out = prompt_attention(layer.config, *given, **how)
     cache.store_prompt(layer, k, v, new, buckets)
+    audit_by_means(layer, q, starts, scoring)
     return out
 
 
@@ -49,19 +57,20 @@ def prompt_attention(
     scoring: Scoring,
     *,
     tally: PromptTally | None = None,
+    begins: Sequence[int] | None = None,
     seen: int = 0,
     context: ContextRanks | None = None,
 ) -> torch.Tensor:
     """Attention [B, Hq, M, D] of new tokens, aligned, over themselves and a past; nothing is stored.
 
-    tally: notes what sparse prompts read; None: every key is read. seen: columns that the cache holds. context:
-    the ranks over which the past is spread; without a past, each computes all of it.
+    tally: notes what sparse prompts read; None: every key is read. begins: `starts` as the host knows them. seen:
+    columns that the cache holds. context: the ranks over which the past is spread; without a past, each computes all.
     """
     q, k, v = qkv
     mode, rule, kept = prefill_mode(config.prompt_attention, q), config.sparse_prompt, None
     if tally is not None and rule is not None:
-        given = (past, starts, window, scoring)
-        kept = tally.tiles_to_read(rule, q, k, *given, seen=seen, mode=mode, backend=config.backend)
+        where: dict[str, Any] = {"starts": begins, "seen": seen, "mode": mode, "backend": config.backend}
+        kept = tally.tiles_to_read(rule, q, k, past, window, scoring, **where)
     if kept is not None:
         # a window as long as the prompt
         window = None

@@ -31,6 +31,8 @@ LOCK, WAIT = f"{FACTS}.lock", 60.0
 """Held while the files are replaced, and how many seconds another process waits for that."""
 NO_INDEX = "no index: "
 """Start of the note of a layer that has head priorities alone; the reason follows."""
+SINGLE = ("centroids", "rotated_centroids", "prompt", "lefts")
+"""Tensors of a layer, each of which may be missing."""
 SHAPE_FIELDS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -46,6 +48,8 @@ class LayerCalibration:
     note: why parts of it are missing; "" if none are.
     quality: the figures of `quality.evaluate`, as JSON.
     rotated_centroids: like centroids, but of keys after rotary embedding, for comparison.
+    prompt: float32 [Hkv, G, 2], mass and peak of sparse prompts for each query head; None: not chosen.
+    lefts: float32 [Hkv], the share that steps by means may leave; 0: everything is read. None: not chosen.
     """
 
     index: int
@@ -55,25 +59,24 @@ class LayerCalibration:
     note: str = ""
     quality: Mapping[str, Any] = field(default_factory=dict)
     rotated_centroids: torch.Tensor | None = None
+    prompt: torch.Tensor | None = None
+    lefts: torch.Tensor | None = None
 
     def of_heads(self, heads: range) -> "LayerCalibration":
         """What it says of these KV heads alone, as for a layer that has no others."""
         own = slice(heads.start, heads.stop)
-        rotated = self.rotated_centroids
+        single = {name: x[own] for name in SINGLE if (x := getattr(self, name)) is not None}
         return replace(
             self,
             scores={metric: x[own] for metric, x in self.scores.items()},
-            centroids=None if self.centroids is None else self.centroids[own],
             classifier={name: x[own] for name, x in self.classifier.items()},
-            rotated_centroids=None if rotated is None else rotated[own],
+            **single,
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What the layer stores, by name."""
         parts = {f"scores.{metric}": x for metric, x in self.scores.items()} | dict(self.classifier)
-        for name, x in (("centroids", self.centroids), ("rotated_centroids", self.rotated_centroids)):
-            if x is not None:
-                parts[name] = x
+        parts |= {name: x for name in SINGLE if (x := getattr(self, name)) is not None}
         return {f"layers.{self.index}.{name}": x.contiguous().cpu() for name, x in parts.items()}
 
     def facts(self) -> dict[str, Any]:
@@ -88,10 +91,11 @@ def layer_from(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) ->
     own = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
     scores = {metric: own[f"scores.{metric}"] for metric in HEAD_METRICS if f"scores.{metric}" in own}
     classifier = {name: own[name] for name in CLASSIFIER if name in own}
-    note, quality, rotated = facts["note"], dict(facts["quality"]), own.get("rotated_centroids")
+    note, quality = facts["note"], dict(facts["quality"])
     if not isinstance(note, str):
         raise TypeError(f"the note of layer {index} is {note!r}, no text")
-    return LayerCalibration(index, scores, own.get("centroids"), classifier, note, quality, rotated)
+    single = {name: own.get(name) for name in SINGLE}
+    return LayerCalibration(index, scores, classifier=classifier, note=note, quality=quality, **single)
 
 
 def fingerprint(model: PreTrainedModel, checkpoint: Checkpoint, tokenizer: Any = None) -> dict[str, Any]:
@@ -209,7 +213,7 @@ class Calibration:
             f"Made from {self.tokens:,} tokens. `turbo_hf.patch(model, ...)` finds these files beside the checkpoint.",
             "",
             f"- `{FACTS}`: fingerprint, settings, quality",
-            f"- `{TENSORS}`: head priorities, centroids, query classifiers",
+            f"- `{TENSORS}`: head priorities, centroids, query classifiers, rules of sparse prompts and steps",
             "",
             "| layer | priorities | centroids | note |",
             "|---|---|---|---|",
@@ -331,7 +335,7 @@ def _read(facts_bytes: bytes, content: bytes, source: str) -> Calibration:
             "this version has the MLP alone. Calibrate again."
         )
     for layer in layers:
-        wrong = _misfit(layer, found.fingerprint)
+        wrong = _misfit(layer, found.fingerprint) or _wrong_rules(layer)
         if wrong is not None:
             raise ValueError(f"{damaged}layer {layer.index}: {wrong}.{AGAIN}")
         if any(not bool(torch.isfinite(x).all()) for x in layer.tensors().values()):
@@ -374,6 +378,18 @@ def _misfit(layer: LayerCalibration, made_for: Mapping[str, Any]) -> str | None:
     for part, shape in index.items():
         if shape != wanted[part]:
             return f"{part} is {shape}, and should be {wanted[part]}"
+    return None
+
+
+def _wrong_rules(layer: LayerCalibration) -> str | None:
+    """Which of a layer's rules has another shape than its heads, or holds no shares."""
+    prompt, lefts = layer.prompt, layer.lefts
+    if prompt is not None and (
+        prompt.dim() != 3 or prompt.shape[2] != 2 or not bool(((prompt > 0) & (prompt <= 1)).all())
+    ):
+        return f"prompt is {list(prompt.shape)}, or holds no shares; it should be [KV heads, query heads of each, 2]"
+    if lefts is not None and (lefts.dim() != 1 or not bool(((lefts >= 0) & (lefts < 1)).all())):
+        return f"lefts is {list(lefts.shape)}, or holds no shares; it should be one for each KV head"
     return None
 
 

@@ -22,6 +22,7 @@ from turbo_hf.calibration.quality import evaluate
 from turbo_hf.calibration.query_model import train
 from turbo_hf.calibration.samples import Samples
 from turbo_hf.calibration.settings import Settings, resolve_settings
+from turbo_hf.calibration.sparsity import HeadRules
 from turbo_hf.calibration.texts import token_windows
 from turbo_hf.calibration.unfinished import Unfinished
 from turbo_hf.errors import warn
@@ -277,6 +278,7 @@ def _calibrate_group(
     settings = plan.settings
     priorities = {index: HeadPriorities() for index in group.layers}
     samples: dict[int, Samples] = {}
+    rules: dict[int, HeadRules] = {}
     current, left = 0, set(group.layers)
 
     def receive(seen: Seen) -> None:
@@ -288,6 +290,8 @@ def _calibrate_group(
             priorities[source.index].add(seen.key, seen.value)
         except ValueError as error:
             raise ValueError(f"layer {source.index}: {error}") from error
+        if settings.sparsity:
+            rules.setdefault(source.index, HeadRules()).add(seen, current, settings.seed)
         if group.indexed:
             held = samples.setdefault(source.index, Samples(seen.scaling, seen.softcap, seen.key.device))
             held.add(seen, settings, current)
@@ -302,10 +306,11 @@ def _calibrate_group(
                 run_window(model, ids[None])
             step(_depth(group, plan))
     scores = {index: priorities[index].scores() for index in group.layers}
-    if not group.indexed:
-        return tuple(LayerCalibration(i, scores[i], note=plan.notes.get(i, "")) for i in group.layers)
-    with ranks_of(model).together():
-        return tuple(_index(group, settings, samples, scores, len(windows), step))
+    made = (LayerCalibration(i, scores[i], note=plan.notes.get(i, "")) for i in group.layers)
+    with ranks_of(model).together() if group.indexed else nullcontext():
+        found = _index(group, settings, samples, scores, len(windows), step) if group.indexed else made
+        heads = group.shape[0]
+        return tuple(replace(x, **rules[x.index].found(heads)) if x.index in rules else x for x in found)
 
 
 HARDLY_VARY = f"{NO_INDEX}its queries hardly vary around a large mean, and the query classifier does not fit float16"

@@ -33,6 +33,7 @@ USED_BY = {
     "buckets": ("lsh-reformer", "lsh-gray", "lsh-tables", "random"),
     "tables": ("lsh-tables",),
     "mass": ("saap", "means"),
+    "most_dropped": ("means",),
     "most_probes": ("saap",),
     "probes": tuple(name for name in SELECTORS if name not in ("lsh-tables", *NO_BUCKETS)),
     "independent": tuple(name for name in SELECTORS if name not in NO_BUCKETS),
@@ -88,6 +89,10 @@ class SparseConfig(Options):
             all keys, in plain torch. Selector "means": each query head reads the fewest sealed blocks, the always-read
             ones among them, that leave no more than this share of its estimated attention to others; None: 0.05. A
             block that one head of a KV head needs is read for all.
+        most_dropped: share of its softmax that any of a prompt's newest 32 queries may truly lose by selector "means",
+            above 0. It is measured, against all keys, when the prompt has been stored; a KV head in which one query
+            would lose more reads every key from then on, in that row. None: four times `mass`, at most 0.9. 1: the
+            estimate is trusted, and nothing is measured.
         most_probes: the maximum number of buckets visited under `mass`; None: no limit.
         buckets: number of buckets per KV head, for the selectors without a calibration; for "lsh-tables", per hash
             table.
@@ -119,6 +124,7 @@ class SparseConfig(Options):
     ] = "saap"
     probes: int | None = None
     mass: float | None = None
+    most_dropped: float | None = None
     most_probes: int | None = None
     buckets: int = 1024
     tables: int = 16
@@ -154,7 +160,11 @@ class SparseConfig(Options):
         share = self.mass
         if share is not None and (not isinstance(share, float) or not 0 < share < 1):
             raise ValueError(f"SparseConfig.mass must be a number between 0 and 1; got {share!r}.")
-        if self.most_probes is not None and share is None:
+        share = self.most_dropped
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        if share is not None and not (number and 0 < share <= 1):
+            raise ValueError(f"SparseConfig.most_dropped must be above 0 and at most 1; got {share!r}.")
+        if self.most_probes is not None and self.mass is None:
             raise ValueError("SparseConfig.most_probes has no effect without mass.")
         one_of("independent", self.independent, (True, False), "SparseConfig")
         self._refuse_unused()
@@ -197,6 +207,11 @@ class SparseConfig(Options):
     def left(self) -> float:
         """`mass` of selector "means", 0.05 by default."""
         return 0.05 if self.mass is None else self.mass
+
+    @property
+    def bound(self) -> float:
+        """`most_dropped` of selector "means", four times its share by default; 1: there is no audit."""
+        return min(4 * self.left, 0.9) if self.most_dropped is None else self.most_dropped
 
     @property
     def index_bytes(self) -> int:

@@ -253,7 +253,8 @@ class CacheMaker:
 
     def __reduce__(self) -> Any:
         # a copied or pickled model makes its own caches, and needs the names in its config to be registered
-        kept = (dict(self.head_orders), dict(self.selectors), self.ranks)
+        rules = {index: tally.heads for index, tally in self.prompt_tallies.items()}
+        kept = (dict(self.head_orders), dict(self.selectors), self.ranks, rules)
         return _maker_of_a_copy, (self.layers, self.config, self.int8_layers, self.dense_layers, *kept)
 
 
@@ -265,10 +266,13 @@ def _maker_of_a_copy(
     head_orders: dict[int, tuple[int, ...]],
     selectors: dict[int, Selector],
     ranks: Ranks,
+    rules: dict[int, torch.Tensor | None],
 ) -> CacheMaker:
     register()
+    tallies = {index: PromptTally(heads) for index, heads in rules.items()}
     # a copy has no handle, so no message can name one
-    return CacheMaker(layers, config, int8_layers, dense_layers, head_orders, selectors, active=False, ranks=ranks)
+    kept = (layers, config, int8_layers, dense_layers, head_orders, selectors)
+    return CacheMaker(*kept, active=False, ranks=ranks, prompt_tallies=tallies)
 
 
 @dataclass(slots=True, repr=False, eq=False)

@@ -1,7 +1,7 @@
 """Sparse attention of long prompts: which are sparse, what they read, and what the audit finds."""
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,15 @@ REMEMBERED = 16
 """Sparse prompts whose shares are remembered: the newest ones."""
 
 
+class HeadShares(NamedTuple):
+    """Of one query head, what `PromptShares` has of all of its layer's."""
+
+    density: float
+    dropped_mean: float | None
+    dropped_p95: float | None
+    dropped_max: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class PromptShares:
     """What the newest sparse prompts of one layer have read and dropped, as shares of key tiles and of the softmax.
@@ -32,6 +41,7 @@ class PromptShares:
         heads, dense_heads: heads times rows, and those that were computed densely because the audit found too much, or
             because their density passed `most_density`.
         dense: prompts that were long enough and ran densely, by the reason.
+        by_head: the shares of each query head.
     """
 
     layer: int
@@ -43,6 +53,7 @@ class PromptShares:
     heads: int
     dense_heads: int
     dense: Mapping[str, int]
+    by_head: tuple[HeadShares, ...] = ()
 
     def __str__(self) -> str:
         parts = []
@@ -58,6 +69,15 @@ class PromptShares:
         return "; ".join(parts)
 
 
+def _shares(read: torch.Tensor, dropped: torch.Tensor | None) -> HeadShares:
+    """read: densities; dropped: of audited queries, None without audit."""
+    if dropped is None:
+        return HeadShares(read.mean().item(), None, None, None)
+    found = dropped.flatten().sort().values
+    p95 = found[int(0.95 * (len(found) - 1))].item()
+    return HeadShares(read.mean().item(), found.mean().item(), p95, found[-1].item())
+
+
 class _Pass(NamedTuple):
     """Of one pass: density [B, Hq], dropped shares [B, Hq, R] or None, and which heads became dense, bool [B, Hq]."""
 
@@ -68,8 +88,12 @@ class _Pass(NamedTuple):
 
 @dataclass(slots=True)
 class PromptTally:
-    """What the sparse prompts of one layer have read. It stays on the device until a report reads it."""
+    """What the sparse prompts of one layer have read. It stays on the device until a report reads it.
 
+    heads: float32 [Hq, 2], calibrated mass and peak of each query head; None: those of the config.
+    """
+
+    heads: torch.Tensor | None = None
     prompts: int = 0
     passes: deque[_Pass] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     dense: Counter[str] = field(default_factory=Counter)
@@ -85,20 +109,15 @@ class PromptTally:
 
     def shares(self, layer: int) -> PromptShares:
         """Read from the device."""
-        read = [one.density.flatten().float().cpu() for one in self.passes]
-        dropped = [one.dropped.flatten().cpu() for one in self.passes if one.dropped is not None]
-        found = torch.cat(dropped).double() if dropped else None
+        if not self.passes:
+            return PromptShares(layer, self.prompts, 0.0, None, None, None, 0, 0, dict(self.dense))
+        read = torch.cat([one.density.float().cpu() for one in self.passes])
+        dropped = [one.dropped.double().cpu().mT.flatten(0, 1) for one in self.passes if one.dropped is not None]
+        found = torch.cat(dropped) if dropped else None
+        heads = [_shares(read[:, i], None if found is None else found[:, i]) for i in range(read.shape[1])]
         dense = sum(int(one.dense.sum()) for one in self.passes)
         return PromptShares(
-            layer,
-            self.prompts,
-            float(torch.cat(read).mean()) if read else 0.0,
-            None if found is None else found.mean().item(),
-            None if found is None else found.sort().values[int(0.95 * (len(found) - 1))].item(),
-            None if found is None else found.max().item(),
-            sum(len(one) for one in read),
-            dense,
-            dict(self.dense),
+            layer, self.prompts, *_shares(read, found), read.numel(), dense, dict(self.dense), (*heads,)
         )
 
     def places(self, queries: int, device: torch.device) -> torch.Tensor:
@@ -119,33 +138,54 @@ class PromptTally:
         q: torch.Tensor,
         k: torch.Tensor,
         past: KVStore | None,
-        starts: torch.Tensor | None,
         window: int | None,
         scoring: Scoring,
         *,
+        starts: Sequence[int] | None = None,
         seen: int,
         mode: str,
         backend: str,
     ) -> torch.Tensor | None:
         """`kept` for `prefill`; None if this prompt reads every key.
 
-        q [B, Hq, M, D], k [B, Hkv, M, D] and what follows: as of `prefill`. seen: columns that the cache holds.
+        q [B, Hq, M, D], k [B, Hkv, M, D] and what follows: as of `prefill`. starts: of each row, the first real column.
+        seen: columns that the cache holds. A row reads what it would alone.
         """
         tokens = q.shape[2]
-        if seen + tokens < rule.from_tokens or (window is not None and window < tokens):
+        first = [0] * len(q) if starts is None else starts
+        long = [row for row, start in enumerate(first) if seen + tokens - start >= rule.from_tokens]
+        if not long or (window is not None and window < tokens):
             return None
-        reason = _why_dense(q, past, starts, scoring, mode, backend)
+        reason = _why_dense(q, past, mode, backend)
         if reason is not None:
-            self.dense[reason] += len(q)
-        last = first_of_tail(tokens, rule.rule)
-        if reason is not None or last < 2:
+            self.dense[reason] += len(long)
+        sparse = [row for row in long if first_of_tail(tokens - first[row], rule.rule) > 1]
+        if reason is not None or not sparse:
             return None
-        kept = choose_tiles(q, k, rule.rule, scoring.scaling, backend=backend)
+        if not any(first):
+            return self._chosen(rule, q, k, scoring, backend)
+        tiles = -(-tokens // PROMPT_TILE)
+        kept = torch.ones(*q.shape[:2], tiles * (tiles - 1) // 2, dtype=torch.uint8, device=q.device)
+        for row in sparse:
+            own = (slice(row, row + 1), slice(None), slice(first[row], None))
+            found = self._chosen(rule, q[own], k[own], scoring, backend)
+            kept[row, :, : found.shape[2]] = found[0]
+        return kept
+
+    def _chosen(
+        self, rule: PromptSparsity, q: torch.Tensor, k: torch.Tensor, scoring: Scoring, backend: str
+    ) -> torch.Tensor:
+        """`kept` of rows without padding, which are long enough; noted."""
+        tokens = q.shape[2]
+        if self.heads is not None and self.heads.device != q.device:
+            with torch.inference_mode(False):
+                self.heads = self.heads.to(q.device)
+        kept = choose_tiles(q, k, rule.rule._replace(heads=self.heads), scoring, backend=backend)
         read, dropped = density(kept, tokens), None
         dense = torch.zeros_like(read, dtype=torch.bool)
         if rule.audit:
-            places = self.places(last * PROMPT_TILE, q.device)
-            dropped = dropped_mass(q, k, kept, places, scoring.scaling, backend=backend)
+            places = self.places(first_of_tail(tokens, rule.rule) * PROMPT_TILE, q.device)
+            dropped = dropped_mass(q, k, kept, places, scoring, backend=backend)
             # a mean that is not a number is over the bound
             dense = ~(dropped.mean(-1) <= rule.bound)
         if rule.most_density is not None:
@@ -159,21 +199,10 @@ class PromptTally:
         return kept
 
 
-def _why_dense(
-    q: torch.Tensor,
-    past: KVStore | None,
-    starts: torch.Tensor | None,
-    scoring: Scoring,
-    mode: str,
-    backend: str,
-) -> str | None:
+def _why_dense(q: torch.Tensor, past: KVStore | None, mode: str, backend: str) -> str | None:
     """Why a long prompt reads every key; None: it may be sparse."""
     if past is not None:
         return "they continue a cache"
-    if starts is not None:
-        return "their rows are padded"
-    if not scoring.is_plain:
-        return "their scores are capped, or have sinks"
     if q.shape[2] > MOST_TILES * PROMPT_TILE:
         return f"they have more than {MOST_TILES * PROMPT_TILE} tokens"
     # plain torch would save nothing on a GPU, and hold all scores; in float32, lists of tiles failed a test there
@@ -182,9 +211,10 @@ def _why_dense(
     return None
 
 
-def describe_sparse_prompts(rule: PromptSparsity | None) -> str:
-    """How long prompts are sparse, for reports; "" if they are not."""
+def describe_sparse_prompts(rule: PromptSparsity | None, calibrated: int = 0) -> str:
+    """How long prompts are sparse, for reports; "" if they are not. calibrated: layers whose heads have rules."""
     if rule is None:
         return ""
     audit = "audited" if rule.audit else "not audited"
-    return f"; from {rule.from_tokens} tokens up sparse (mass {rule.mass:g}, peak {rule.peak:g}, {audit})"
+    own = f"; of {calibrated} layers by calibration" if calibrated else ""
+    return f"; from {rule.from_tokens} tokens up sparse (mass {rule.mass:g}, peak {rule.peak:g}{own}, {audit})"

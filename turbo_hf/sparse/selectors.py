@@ -24,6 +24,8 @@ class Selectivity:
     read: all keys that were read; a key that several query heads of a KV head read counts once.
     left: of selector "means", the share of the softmax that fell on unread blocks, as estimated: the mean over query
         heads and steps. None: not estimated.
+    heads, dense_heads: of selector "means", KV heads times rows that prompts have audited, and those that read every
+        key since, because a query would have lost more than `most_dropped`.
     """
 
     layer: int
@@ -31,6 +33,8 @@ class Selectivity:
     dense: int
     read: int
     left: float | None = None
+    heads: int = 0
+    dense_heads: int = 0
 
     @property
     def share(self) -> float:
@@ -46,7 +50,8 @@ class Selectivity:
         if self.there == self.dense:
             return "every key read: all are always read"
         left = "" if self.left is None else f"; {self.left:.2%} of the attention left out, by estimate"
-        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those not always read{left}"
+        dense = f"; {self.dense_heads} of {self.heads} audited heads dense" if self.heads else ""
+        return f"{self.share:.2%} of the keys read, {self.share_beyond:.2%} of those not always read{left}{dense}"
 
 
 @dataclass(slots=True)
@@ -55,7 +60,7 @@ class Tally:
 
     there: int = 0
     dense: int = 0
-    # int64 [3] of each device: keys read, and what `ByMeans.noted` sums up
+    # int64 [5] of each device: keys read, what `ByMeans.noted` sums up, heads that were audited and became dense
     counts: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:
@@ -64,11 +69,21 @@ class Tally:
 
     def counters(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 [1] for `ops.sparse.decode.sparse_decode(read=...)`, and int64 [2] for `ByMeans.noted`."""
+        counts = self._on(device)
+        return counts[:1], counts[1:3]
+
+    def audited(self, dense: torch.Tensor) -> None:
+        """Note which heads an audit has found to need every key: bool [B, Hkv]."""
+        counts = self._on(dense.device)
+        counts[3] += dense.numel()
+        counts[4] += dense.sum()
+
+    def _on(self, device: torch.device) -> torch.Tensor:
         if device not in self.counts:
             # a cache may be used in inference mode first, and outside it later
             with torch.inference_mode(False):
-                self.counts[device] = torch.zeros(3, dtype=torch.int64, device=device)
-        return self.counts[device][:1], self.counts[device][1:]
+                self.counts[device] = torch.zeros(5, dtype=torch.int64, device=device)
+        return self.counts[device]
 
     def add(self, lengths: list[int], tokens: list[int], heads: int, always: int) -> None:
         """Note a step: row r holds `lengths[r]` tokens, the newest `tokens[r]` of which ask."""
@@ -80,8 +95,9 @@ class Tally:
     def selectivity(self, layer: int) -> Selectivity:
         """Read from the device."""
         counts = [x.tolist() for x in self.counts.values()]
-        read, left, times = (sum(each[i] for each in counts) for i in range(3))
-        return Selectivity(layer, self.there, self.dense, read, left / times / NOTED_UNIT if times else None)
+        read, left, times, heads, dense = (sum(each[i] for each in counts) for i in range(5))
+        share = left / times / NOTED_UNIT if times else None
+        return Selectivity(layer, self.there, self.dense, read, share, heads, dense)
 
 
 class Selector:
@@ -157,6 +173,10 @@ class Selector:
             return found
         return torch.as_tensor(found.unflatten(2, (-1, group)).movedim(3, 2).flatten(1, 2))
 
+    def lefts(self, rows: int, heads: int, device: torch.device) -> torch.Tensor | None:
+        """float32 [B, Hkv] for `ByMeans.lefts`, before an audit; None: it does not choose by means."""
+        return None
+
     def weights(self) -> Mapping[str, torch.Tensor]:
         """What a calibration has trained of it."""
         return {}
@@ -191,8 +211,19 @@ class Means(Selector):
 
     by_means = True
 
+    def __init__(self, config: SparseConfig, layer: int, backend: str = "auto", calibrated: torch.Tensor | None = None):
+        super().__init__(config, layer, backend)
+        self._calibrated = calibrated
+
+    def lefts(self, rows: int, heads: int, device: torch.device) -> torch.Tensor:
+        if self._calibrated is not None:
+            return self._calibrated.to(device).expand(rows, -1).contiguous()
+        return torch.full((rows, heads), self.config.left, dtype=torch.float32, device=device)
+
     def __str__(self) -> str:
-        return f"{super().__str__()}, blocks of all but {self.config.left:g} of the mass"
+        audited = "audited" if self.config.bound < 1 else "not audited"
+        share = f"{self.config.left:g}" if self._calibrated is None else "a calibrated share"
+        return f"{super().__str__()}, blocks of all but {share} of the mass, {audited}"
 
 
 class Centroids(Selector):

@@ -42,8 +42,8 @@ def prefill(
         causal: query i sees no key after its own; its position follows the past.
         window: how many tokens a query sees, including itself; None: all.
         kept: uint8 [B, Hq, T (T - 1) / 2], the key tiles that each tile of 128 queries reads beside its own
-            (`ops.prefill.tiles.choose_tiles`); None: all. Heads that are computed again, because INT8 cannot represent
-            them, read all.
+            (`ops.prefill.tiles.choose_tiles`), counted from a row's first real column; None: all. Heads that are
+            computed again, because INT8 cannot represent them, read all.
         own: whether queries attend to the new tokens; if not, to the past alone.
         backend: "auto", "triton" or "reference".
 
@@ -77,8 +77,8 @@ def prefill(
     elif not own:
         raise ValueError("own=False leaves the past to attend to; got none.")
     if kept is not None:
-        if not causal or past is not None or starts is not None or window is not None:
-            raise ValueError("kept is for causal prompts without a past, starts and a window. Leave it out.")
+        if not causal or past is not None or window is not None:
+            raise ValueError("kept is for causal prompts without a past and a window. Leave it out.")
         check_kept(kept, q)
     if mode == "fp16" and (rounding.smooth_k or rounding.hadamard):
         raise ValueError('smooth_k and hadamard prepare keys for rounding; mode "fp16" rounds none. Leave them out.')

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 from turbo_hf.layout import PROMPT_TILE
-from turbo_hf.ops.kernel_common import LOG2_E
+from turbo_hf.ops.kernel_common import LOG2_E, tanh
 
 TILE = tl.constexpr(PROMPT_TILE)
+LOG2_TILE = tl.constexpr(float(PROMPT_TILE.bit_length() - 1))
 
 
 @triton.jit
@@ -27,21 +28,37 @@ def _means(means, first, tile, d, D: tl.constexpr, BLOCK: tl.constexpr):
     return tl.load(means + b[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0), b, here
 
 
+@triton.jit
+def _scores(a, b, scoring):
+    """a [M, D] times b [D, N], scaled and capped, in log2."""
+    s = tl.dot(a, b, input_precision="ieee")
+    if scoring.softcap is None:
+        return s * (scoring.scaling * LOG2_E)
+    else:
+        return tanh(s * scoring.scaling / scoring.softcap) * (scoring.softcap * LOG2_E)
+
+
 @triton.jit(do_not_specialize=["tokens", "tiles", "whole", "last"])
 def score_tiles_kernel(
     q_ptr,  # [B, Hq, M, D]
     means,  # [B, Hkv, whole tiles, D], in q's dtype
     scores,  # float32 [B*Hq, triangle]
-    stride_b, stride_h, stride_m, tokens, tiles, whole, last, scaling, peak,
+    scoring,  # `Scoring`
+    stride_b, stride_h, stride_m, tokens, tiles, whole, last, peak, first_head,
+    heads_ptr,  # float32 [Hq, 2], mass and peak of each head; None: `peak`
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Per tile of queries before `last` and tile of keys: the mean over the queries of their estimated share of it,
     negative where one query alone gives it at least `peak`. Of a key tile's whole row, two passes: sums, then shares.
+
+    first_head: the number of the first of these heads, for `scoring.sinks`.
     """
     # the longest rows first; no tile lies before the first one
     tile = last - 1 - tl.program_id(0) % (last - 1)
     pair = tl.program_id(0) // (last - 1)
     row, head = pair // HEADS, pair % HEADS
+    if heads_ptr is not None:
+        peak = tl.load(heads_ptr + 2 * head + 1)
     m = tile * TILE + tl.arange(0, TILE)
     d = tl.arange(0, DP)
     base = q_ptr + row.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
@@ -49,12 +66,15 @@ def score_tiles_kernel(
         base + m.to(tl.int64)[:, None] * stride_m + d[None, :], mask=(m < tokens)[:, None] & (d < D)[None, :], other=0.0
     )
     means += (row * (HEADS // GROUP) + head // GROUP).to(tl.int64) * whole * D
-    scale = scaling * LOG2_E
     top = tl.full((TILE,), float("-inf"), tl.float32)
     total = tl.zeros((TILE,), tl.float32)
+    if scoring.sinks is not None:
+        # a score counts for each key of its tile
+        top = total + tl.load(scoring.sinks + first_head + head).to(tl.float32) * LOG2_E - LOG2_TILE
+        total += 1.0
     for first in range(0, tile, BLOCK):
         mean, _, here = _means(means, first, tile, d, D, BLOCK)
-        s = tl.dot(q, tl.trans(mean), input_precision="ieee") * scale
+        s = _scores(q, tl.trans(mean), scoring)
         s = tl.where(here[None, :], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         total = total * tl.exp2(top - higher) + tl.sum(tl.exp2(s - higher[:, None]), 1)
@@ -66,7 +86,7 @@ def score_tiles_kernel(
     # here a tile is a row, so that sums over queries stay within a warp, too
     for first in range(0, tile, BLOCK):
         mean, b, here = _means(means, first, tile, d, D, BLOCK)
-        s = tl.dot(mean, tl.trans(q), input_precision="ieee") * scale
+        s = _scores(mean, tl.trans(q), scoring)
         share = tl.where(inside[None, :], tl.exp2(s - log_total[None, :]), 0.0)
         average = tl.sum(share, 1) / count
         tl.store(out + b, tl.where(tl.max(share, 1) >= peak, -average, average), mask=here)
@@ -76,7 +96,7 @@ def score_tiles_kernel(
 def keep_tiles_kernel(
     scores,  # float32 [B*Hq, triangle]
     kept,  # uint8 [B*Hq, triangle]
-    tiles, tail, sink, window, mass, ALL: tl.constexpr,
+    tiles, tail, sink, window, mass, heads_ptr, ALL: tl.constexpr,
 ):  # fmt: skip
     """1 for each tile that is read: forced, wanted by one query, or among the fewest that cover `mass` (ties: all).
 
@@ -93,6 +113,8 @@ def keep_tiles_kernel(
     if tile < tail:
         raw = tl.load(scores + at + e, mask=inside, other=0.0)
         mean = tl.abs(raw)
+        if heads_ptr is not None:
+            mass = tl.load(heads_ptr + 2 * pair)
         goal = mass * tl.sum(mean, 0)
         low = tl.zeros((1,), tl.int32)
         high = tl.full((1,), 0x40000000, tl.int32)
@@ -134,9 +156,9 @@ def dropped_mass_kernel(
     k_ptr,  # [B, Hkv, M, D]
     kept,  # uint8 [B*Hq, triangle]
     found,  # float32 [3, parts, B*Hq, R]
-    stride_b, stride_h, stride_m, count, tokens, tiles, part,
-    scaling, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK: tl.constexpr,
+    scoring,  # `Scoring`
+    stride_b, stride_h, stride_m, count, tokens, tiles, part, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The softmax of some queries over `part` key tiles: its maximum, its sum, and the share of tiles that are not read
     in that sum, both relative to the maximum. In units of log2."""
@@ -154,7 +176,6 @@ def dropped_mass_kernel(
     own = place // TILE
     at = kept + row_of(pair, own, tiles)
     base = k_ptr + row.to(tl.int64) * stride_b + (head // GROUP).to(tl.int64) * stride_h
-    scale = scaling * LOG2_E
     top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
     gone = tl.zeros((BLOCK_R,), tl.float32)
@@ -165,7 +186,7 @@ def dropped_mass_kernel(
             base + key.to(tl.int64)[None, :] * stride_m + d[:, None],
             mask=(key < tokens)[None, :] & (d < D)[:, None], other=0.0,
         )  # fmt: skip
-        s = tl.dot(q, k, input_precision="ieee") * scale
+        s = _scores(q, k, scoring)
         s = tl.where(key[None, :] <= place[:, None], s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         # a query before all of these keys

@@ -1,8 +1,10 @@
 """Launches of the kernels that choose key tiles. Imported only where one runs, as it needs Triton."""
 
+import math
+
 import torch
 
-from turbo_hf.layout import PROMPT_TILE, TileRule, power_of_two
+from turbo_hf.layout import PROMPT_TILE, Scoring, TileRule, power_of_two
 from turbo_hf.ops import gpu
 from turbo_hf.ops.prefill.kernel_arguments import Listed
 from turbo_hf.ops.prefill.kernel_tiles import (
@@ -26,7 +28,7 @@ def _shape(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
     return {"HEADS": heads, "GROUP": heads // k.shape[1], "D": dim, "DP": max(32, power_of_two(dim))}
 
 
-def launch_choose_tiles(q: torch.Tensor, k: torch.Tensor, rule: TileRule, scaling: float) -> torch.Tensor:
+def launch_choose_tiles(q: torch.Tensor, k: torch.Tensor, rule: TileRule, scoring: Scoring) -> torch.Tensor:
     """`ops.prefill.tiles.choose_tiles`: two launches for as many heads at a time as their scores have room."""
     batch, heads, tokens, _ = q.shape
     q, tiles = _last_contiguous(q), -(-tokens // PROMPT_TILE)
@@ -44,13 +46,14 @@ def launch_choose_tiles(q: torch.Tensor, k: torch.Tensor, rule: TileRule, scalin
                 some = q[row : row + 1, first : first + together]
                 of_kv = means[row : row + 1, first // group :]
                 count = some.shape[1]
+                own = None if rule.heads is None else rule.heads[first:]
                 if tail > 1:
                     score_tiles_kernel[(count * (tail - 1),)](
-                        some, of_kv, scores, *some.stride()[:3], tokens, tiles, means.shape[2], tail, scaling,
-                        rule.peak, **shape, BLOCK=block, num_warps=warps, num_stages=stages, **gpu.FMA,
+                        some, of_kv, scores, scoring, *some.stride()[:3], tokens, tiles, means.shape[2], tail,
+                        rule.peak, first, own, **shape, BLOCK=block, num_warps=warps, num_stages=stages, **gpu.FMA,
                     )  # fmt: skip
                 keep_tiles_kernel[(count * tiles,)](
-                    scores, kept[row, first:], tiles, tail, sink, window, rule.mass, ALL=_all(tiles),
+                    scores, kept[row, first:], tiles, tail, sink, window, rule.mass, own, ALL=_all(tiles),
                     num_warps=_warps(tiles), **gpu.FMA,
                 )  # fmt: skip
     return kept
@@ -89,7 +92,7 @@ def launch_list_tiles(kept: torch.Tensor, tokens: int) -> Listed:
 
 
 def launch_dropped_mass(
-    q: torch.Tensor, k: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, scaling: float
+    q: torch.Tensor, k: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """`ops.prefill.tiles.dropped_mass`: one launch, in which several programs share the keys of a query."""
     batch, heads, tokens, _ = q.shape
@@ -100,11 +103,16 @@ def launch_dropped_mass(
     rows = 16 if wide else 32
     with torch.cuda.device_of(q):
         dropped_mass_kernel[(batch * heads * -(-len(places) // rows), parts)](
-            some, places, k, kept, found, *k.stride()[:3], len(places), tokens, tiles, part, scaling, **_shape(q, k),
+            some, places, k, kept, found, scoring, *k.stride()[:3], len(places), tokens, tiles, part, **_shape(q, k),
             BLOCK_R=rows, BLOCK=32 if wide else PROMPT_TILE, num_warps=4, num_stages=2, **gpu.FMA,
         )  # fmt: skip
     top, total, gone = found
     # every query sees its own tile, so that some maximum is finite
-    weight = torch.exp2(top - top.amax(0))
-    share: torch.Tensor = (gone * weight).sum(0) / (total * weight).sum(0)
+    most = top.amax(0)
+    weight = torch.exp2(top - most)
+    whole = (total * weight).sum(0)
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.detach().float().repeat(batch)[:, None] * math.log2(math.e)
+        whole = whole + torch.exp2(sinks - most)
+    share: torch.Tensor = (gone * weight).sum(0) / whole
     return share.view(batch, heads, -1)

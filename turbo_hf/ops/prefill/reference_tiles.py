@@ -2,7 +2,7 @@
 
 import torch
 
-from turbo_hf.layout import PROMPT_TILE, TileRule
+from turbo_hf.layout import PROMPT_TILE, Scoring, TileRule
 
 
 def reference_choose_tiles(
@@ -22,23 +22,23 @@ def reference_choose_tiles(
     of exponentials. Its softmax runs over the tiles wholly before the row's own. Ties at the cut are all read.
     """
     heads, tokens, _ = q.shape
+    scoring = Scoring(scaling, softcap, sinks)
     tiles, wide = -(-tokens // PROMPT_TILE), torch.promote_types(q.dtype, torch.float32)
     kept = forced_tiles(tokens, rule, q.device).repeat(heads, 1, 1)
     means = tile_means(k, q.dtype).to(wide).mT
+    mass, peak = (rule.mass, rule.peak) if rule.heads is None else rule.heads[..., None].to(wide).unbind(1)
     for tile in range(1, tiles):
         rows = q[:, tile * PROMPT_TILE : (tile + 1) * PROMPT_TILE].to(wide)
-        score = _by_kv_head(rows, means[:, :, :tile]) * scaling
-        if softcap is not None:
-            score = softcap * torch.tanh(score / softcap)
+        score = _scores(rows, means[:, :, :tile], scoring)
         score = score + torch.tensor(PROMPT_TILE, device=q.device).log()
         total = score.logsumexp(-1, keepdim=True)
         if sinks is not None:
             total = torch.logaddexp(total, sinks.detach().to(score)[:, None, None])
         share = torch.exp(score - total)
-        wanted, mean = share.amax(1) >= rule.peak, share.mean(1)
+        wanted, mean = share.amax(1) >= peak, share.mean(1)
         ordered = mean.sort(-1, descending=True).values
         # tiles before the cut cover less than the mass of what all tiles hold
-        short = ordered.cumsum(-1) < rule.mass * ordered.sum(-1, keepdim=True)
+        short = ordered.cumsum(-1) < mass * ordered.sum(-1, keepdim=True)
         cut = ordered.gather(-1, short.sum(-1, keepdim=True).clamp(max=tile - 1))
         # what is not a number is read
         kept[:, tile, :tile] |= wanted | ~(mean < cut)
@@ -67,7 +67,7 @@ def tile_means(k: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def reference_dropped_mass(
-    q: torch.Tensor, k: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, scaling: float
+    q: torch.Tensor, k: torch.Tensor, kept: torch.Tensor, places: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """float32 [Hq, R]: share of the softmax of the queries at `places` that falls on tiles which are not read.
 
@@ -77,8 +77,11 @@ def reference_dropped_mass(
     wide = torch.promote_types(q.dtype, torch.float32)
     # 64 rows at a time bound the memory
     for here in places.split(64):
-        score = _by_kv_head(q[:, here].to(wide), k.to(wide).mT) * scaling
-        share = score.masked_fill(key > here[:, None], -torch.inf).softmax(-1)
+        score = _scores(q[:, here].to(wide), k.to(wide).mT, scoring).masked_fill(key > here[:, None], -torch.inf)
+        total = score.logsumexp(-1, keepdim=True)
+        if scoring.sinks is not None:
+            total = torch.logaddexp(total, scoring.sinks.detach().to(score)[:, None, None])
+        share = torch.exp(score - total)
         unread = ~kept[:, here // PROMPT_TILE].repeat_interleave(PROMPT_TILE, -1)[..., : k.shape[1]]
         parts.append((share * unread).sum(-1))
     return torch.cat(parts, -1).float()
@@ -90,6 +93,12 @@ def as_square(kept: torch.Tensor, tokens: int) -> torch.Tensor:
     square = torch.eye(tiles, dtype=torch.bool, device=kept.device).expand(*kept.shape[:2], -1, -1).clone()
     square[:, :, torch.ones_like(square[0, 0]).tril(-1)] = kept.bool()
     return square
+
+
+def _scores(q: torch.Tensor, keys: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """[Hq, R, M] of q [Hq, R, D] and keys [Hkv, D, M], scaled and capped."""
+    score = _by_kv_head(q, keys) * scoring.scaling
+    return score if scoring.softcap is None else scoring.softcap * torch.tanh(score / scoring.softcap)
 
 
 def _by_kv_head(x: torch.Tensor, of_kv: torch.Tensor) -> torch.Tensor:

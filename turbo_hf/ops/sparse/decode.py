@@ -26,7 +26,7 @@ def sparse_decode(
     A query at position p of its row attends to the key at position t <= p if t < sink_tokens, or t > p - window_tokens,
     or the key's bucket is visited, either by all query heads of its KV head together or by the head itself. With
     `ByMeans`, it attends to whole blocks: to those with an always-read token, those that a query head of the KV head
-    needs (each takes the fewest that leave no more than `left` of its estimated softmax, give or take 0.2 % of a
+    needs (each takes the fewest that leave no more than `left` of its estimated softmax, give or take 0.5 % of a
     block's mass), and to all open tokens. The M queries are independent: the result for one does not depend on the
     others. Scores and sums are computed as in `ops.decode.contract`.
 
@@ -66,7 +66,7 @@ def sparse_decode(
             f"{always.window_tokens}."
         )
     if isinstance(visits, ByMeans):
-        _check_means(visits, store, scoring)
+        _check_means(visits, store, scoring, (batch, kv_heads))
     elif visits is not None:
         _check_visits(visits, q, kv_heads, longest)
     run = reference_sparse_decode
@@ -77,7 +77,7 @@ def sparse_decode(
     return run(q, store, scoring, visits, always, starts, mode, read)
 
 
-def _check_means(rule: ByMeans, store: KVStore, scoring: Scoring) -> None:
+def _check_means(rule: ByMeans, store: KVStore, scoring: Scoring, heads: tuple[int, int]) -> None:
     if store.means is None or not 0 < rule.left < 1 or scoring.sas_threshold is not None:
         raise ValueError(
             "blocks are chosen by means in a store that keeps them, by a share left above 0 and below 1, and without "
@@ -87,6 +87,11 @@ def _check_means(rule: ByMeans, store: KVStore, scoring: Scoring) -> None:
     noted = rule.noted
     if noted is not None and (noted.shape != (2,) or noted.dtype != torch.int64):
         raise ValueError(f"noted must be torch.int64 [2]; got {noted.dtype} {list(noted.shape)}.")
+    lefts = rule.lefts
+    if lefts is not None and (lefts.shape != heads or lefts.dtype != torch.float32 or not lefts.is_contiguous()):
+        raise ValueError(
+            f"lefts must be contiguous torch.float32 {list(heads)}; got {lefts.dtype} {list(lefts.shape)}."
+        )
 
 
 def _check_visits(visits: Visits, q: torch.Tensor, kv_heads: int, longest: int) -> None:

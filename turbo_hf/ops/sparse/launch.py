@@ -42,8 +42,8 @@ SHARES = 4
 SCORED = 64
 """Blocks whose means a program scores."""
 
-LISTED = 8192
-"""Scores by which a program lists blocks at a time."""
+LISTED = 2048
+"""Blocks that a program lists at a time: more take registers, and attention, launched beside it, was slower."""
 
 EVERY = 1 << 30
 """More tokens than a row has."""
@@ -277,10 +277,10 @@ def launch_sparse_decode(
     # `tiles_of_share`: as many shares as CTAs; with many outputs SHARES per CTA, and at least one per output
     shares = SHARES * ctas + lists * row_parts
     # sealed blocks of the longest row, rounded up to a power of two: a growing cache needs a new workspace rarely
-    capacity = power_of_two(max(1, store.table.shape[1]))
+    capacity = power_of_two(max(16, store.table.shape[1]))
     floats = per_output * (padded + STATS.value)
-    # and two numbers of each head
-    scores = lists * group * (capacity + 2) if isinstance(visits, ByMeans) else 0
+    # and three numbers of each head
+    scores = lists * group * (capacity + 3) if isinstance(visits, ByMeans) else 0
     shape = (q.device, gpu.stream(q.device), get_ident(), lists, capacity, lists * row_parts, shares, floats, scores)
     if store.plans is None:
         workspace = _workspace(*shape)
@@ -333,7 +333,7 @@ def launch_sparse_decode(
 class Scratch(NamedTuple):
     """Memory of `_list_by_means`.
 
-    scores: room for float32 [lists, group, capacity], and [lists, group, 2] behind it.
+    scores: room for float32 [lists, group, capacity], and [lists, group, 3] behind it.
     arrived: int32 [lists], zeros.
     capacity: of a list.
     """
@@ -364,10 +364,10 @@ def _list_by_means(
         D=dim, DP=max(16, power_of_two(dim)), BLOCK=store.block, TILE=SCORED, FROZEN=(2 * log(store.block)) ** 0.5,
         **pdl, num_warps=4, **gpu.FMA,
     )  # fmt: skip
-    padded, looked = power_of_two(group), max(16, power_of_two(blocks))
+    room = scratch.capacity
     list_by_means_kernel[(asked, group)](
-        scratch.scores, rows, store.table, lists, scratch.scores[asked * group * scratch.capacity :], scratch.arrived,
-        read, rule.noted, rule.left, stride, scratch.capacity, always.window_tokens, queries, always.sink_tokens,
-        KV=kv_heads, BLOCK=store.block, GROUP=group, G=padded, BLOCKS=looked,
-        SCAN=min(looked, max(16, LISTED // padded)), **pdl, num_warps=min(16, max(4, looked // 512)), **gpu.FMA,
+        scratch.scores, rows, store.table, lists, scratch.scores[asked * group * room :], scratch.arrived, read,
+        rule.noted, rule.left, rule.lefts, stride, room, group * room, always.window_tokens, queries,
+        always.sink_tokens, KV=kv_heads, BLOCK=store.block, GROUP=group, BLOCKS=room, SCAN=min(room, LISTED), **pdl,
+        ASM=q.is_cuda, num_warps=min(16, max(8, room // 256)), **gpu.FMA,
     )  # fmt: skip

@@ -9,8 +9,8 @@ from turbo_hf.layout import NOTED_UNIT, AlwaysRead, ByMeans, KVStore, Scoring
 DEEPEST = 24.0
 """Blocks of less than 2^-24 of the largest block's mass count as nothing."""
 
-HALVINGS = 13
-"""Steps by which the cut is found: to 0.003 in log2. What is that little below the exact cut is read, too."""
+HALVINGS = 12
+"""Steps by which the cut is found: to 0.006 in log2. What is that little below the exact cut is read, too."""
 
 
 def reference_read_blocks(
@@ -44,14 +44,18 @@ def reference_read_blocks(
     x = x - x.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     p = torch.where(x > -DEEPEST, torch.exp2(x), 0.0)
     total = p.sum(-1, keepdim=True)
+    left = rule.left if rule.lefts is None else rule.lefts[:, :, None, None, None]
     low, high = torch.full_like(total, -DEEPEST), torch.ones_like(total)
     for _ in range(HALVINGS):
         middle = (low + high) * 0.5
         covered = torch.where(forced[:, :, None] | (p >= torch.exp2(middle)), p, 0.0).sum(-1, keepdim=True)
-        enough = covered >= total * (1 - rule.left)
+        enough = covered >= total * (1 - left)
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     # what is not a number is read
-    read = (forced | (~(p < torch.exp2(low)) & whole[:, :, None]).any(2)) & there
+    wanted = (~(p < torch.exp2(low)) & whole[:, :, None]).any(2)
+    if rule.lefts is not None:
+        wanted = wanted | (rule.lefts[:, :, None, None] <= 0)
+    read = (forced | wanted) & there
     if rule.noted is not None:
         share = 1 - torch.where(read[:, :, None], p, 0.0).sum(-1) / total[..., 0].clamp(min=1e-30)
         share = share.nan_to_num(0.0).clamp(min=0).masked_fill((total[..., 0] == 0) | (seen[:, :, None, :, 0] == 0), 0)
