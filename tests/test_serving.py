@@ -199,6 +199,7 @@ def test_a_persistent_manager_lives_on_and_is_removed_with_the_patch() -> None:
         (TurboConfig(bits=16), "16-bit pages"),
         (TurboConfig(dense_layers=(0,)), "layer 0 is not compressed"),
         (TurboConfig(int8_layers=(1,)), r"pages of several sizes.*layer 1: 8 bit"),
+        (TurboConfig(layer_bits=(4, 8)), r"pages of several sizes.*layer 1: \d x 8 bit"),
         (TurboConfig(sas=True), "SAS without a given sas_threshold"),
     ],
 )
