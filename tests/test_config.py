@@ -62,7 +62,7 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
             pytest.param(
                 {"layer_bits": given}, r"layer_bits must be numbers of 8, 4, 3, 2, or pairs .*; got ", id=str(given)
             )
-            for given in ((), 4, (16, 4), ((4, 5),), (True,), ((4, 2, 2),))
+            for given in ((), 4, (16, 4), ((4, 5),), (True,), (4.0,), ((4, 2, 2),))
         ),
         pytest.param({"layer_bits": (4,), "bits": 8}, r"layer_bits does not go with bits: .* bits out", id="depths-8"),
         pytest.param({"layer_bits": (4,), "value_bits": 2}, r"layer_bits does not go with value_bits", id="depths-v"),

@@ -227,6 +227,7 @@ class SparseConfig(Options):
 
 
 DEFAULT_BITS = 4
+"""Bits of the default preset."""
 
 MOST_RECENT = 1024
 """The most `recent_tokens`: one tile of a decode step reads all open tokens of a head."""
@@ -417,7 +418,9 @@ class TurboConfig(Options):
             return
         given = self.layer_bits
         widths = [tuple(x) if isinstance(x, list) else x for x in given] if isinstance(given, list | tuple) else []
-        if not widths or any(isinstance(x, bool) or x not in (*BITS, *product(BITS, BITS)) for x in widths):
+        numbers = [n for x in widths for n in (x if isinstance(x, tuple) else (x,))]
+        known = all(x in (*BITS, *product(BITS, BITS)) for x in widths) and all(type(n) is int for n in numbers)
+        if not widths or not known:
             raise ValueError(
                 f"TurboConfig.layer_bits must be numbers of {', '.join(map(str, BITS))}, or pairs of them for keys and "
                 f"values, first layers first; got {given!r}."
