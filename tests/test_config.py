@@ -1,6 +1,7 @@
 """`TurboConfig`: what it takes, what it refuses and in which words, and its presets."""
 
 import dataclasses
+import json
 import math
 from typing import Any
 
@@ -9,8 +10,8 @@ from all_pairs import in_one_test
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turbo_hf.config.turbo_config import PRESETS, SparseConfig, TurboConfig, at_8_bit, resolve_config
-from turbo_hf.layout import HeadGroups
+from turbo_hf.config.turbo_config import PRESETS, SparseConfig, TurboConfig, at_8_bit, of_layer, resolve_config
+from turbo_hf.layout import HeadGroups, Width, page_bytes
 
 
 @in_one_test(
@@ -22,6 +23,7 @@ from turbo_hf.layout import HeadGroups
         *(pytest.param({"block_size": b}, id=f"b{b}") for b in (32, 64, 128)),
         *(pytest.param({"buffer_scale": s}, id=s) for s in ("token", "universal")),
         pytest.param({"recent_tokens": 1024}, id="recent"),
+        pytest.param({"layer_bits": (2, (4, 2), 8)}, id="depths"),
         *(pytest.param({"attention": a}, id=a) for a in ("auto", "turbo", "int8", "half", "fp8", "fp16")),
         *(pytest.param({"cuda_graphs": g}, id=f"graphs-{g}") for g in ("auto", True, False)),
         pytest.param({"compile": True}, id="compile"),
@@ -56,6 +58,15 @@ def test_takes_what_it_documents(choices: dict[str, Any]) -> None:
         pytest.param(
             {"recent_tokens": 32}, r"recent_tokens must be a multiple of block_size \(64\).*; got 32", id="recent"
         ),
+        *(
+            pytest.param(
+                {"layer_bits": given}, r"layer_bits must be numbers of 8, 4, 3, 2, or pairs .*; got ", id=str(given)
+            )
+            for given in ((), 4, (16, 4), ((4, 5),), (True,), (4.0,), ((4, 2, 2),))
+        ),
+        pytest.param({"layer_bits": (4,), "bits": 8}, r"layer_bits does not go with bits: .* bits out", id="depths-8"),
+        pytest.param({"layer_bits": (4,), "value_bits": 2}, r"layer_bits does not go with value_bits", id="depths-v"),
+        pytest.param({"layer_bits": (4,), "low_heads": 0.5}, r"layer_bits does not go with low_heads", id="depths-low"),
         pytest.param({"recent_tokens": 1088}, r"recent_tokens must be .* from 0 to 1024; got 1088", id="most-recent"),
         pytest.param(
             {"recent_tokens": 64, "bits": 16}, r"recent_tokens does not go with bits=16.*Leave one", id="recent-16"
@@ -158,6 +169,33 @@ def test_values_have_bits_of_their_own() -> None:
     assert TurboConfig.from_dict(mixed.to_dict()) == mixed
 
 
+@pytest.mark.parametrize(
+    ("layers", "widths"),
+    [
+        pytest.param(3, [8, 2, (8, 4)], id="as-many"),
+        pytest.param(7, [8, 8, 2, 2, (8, 4), (8, 4), (8, 4)], id="more"),
+        pytest.param(2, [2, (8, 4)], id="fewer"),
+        pytest.param(1, [(8, 4)], id="one"),
+    ],
+)
+def test_layers_have_the_bits_of_their_depth(layers: int, widths: list[Width]) -> None:
+    config = TurboConfig.from_dict({"layer_bits": [8, 2, [8, 4]], "block_size": 32})
+    assert config == TurboConfig(layer_bits=(8, 2, (8, 4)), block_size=32)
+    assert TurboConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    each = [of_layer(config, index, layers) for index in range(layers)]
+    assert [own.head_groups(4) for own in each] == [((width, 4),) for width in widths]
+    assert {own.block_size for own in each} == {32}
+    assert at_8_bit(config).head_groups(4) == ((8, 4),)
+    assert of_layer(TurboConfig(), 0, layers) == TurboConfig()
+
+
+def test_the_preset_of_depths_takes_104_bytes() -> None:
+    for layers in (8, 32, 80):
+        groups = [of_layer(PRESETS["turbo-depth"], index, layers).head_groups(1) for index in range(layers)]
+        each = [page_bytes(128, width) / 64 for ((width, _),) in groups]
+        assert 103 < sum(each) / layers < 104
+
+
 def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
     assert set(PRESETS) == {
         "int8",
@@ -166,6 +204,7 @@ def test_every_preset_is_tested_and_the_default_is_turbo4() -> None:
         "turbo2",
         "turbo-k4v3",
         "turbo-k4v2",
+        "turbo-depth",
         "saap",
         "turbo4-long",
     }

@@ -141,7 +141,7 @@ def test_options_of_a_preset() -> None:
         ({"sparse": {"preset": "saap"}}, r"^SparseConfig has no option preset"),
         (
             {"preset": "turbo5"},
-            r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, saap",
+            r"^unknown preset 'turbo5'; presets are int8, turbo4, turbo-mixed, turbo2, turbo-k4v3, turbo-k4v2, turbo",
         ),
         ({"preset": {"bits": 4}}, r"^unknown preset {'bits': 4}; presets are "),
         ({"sparse": [1]}, r"^TurboConfig.sparse must be a SparseConfig or None; got \[1\]"),

@@ -109,6 +109,7 @@ def test_tokens_are_those_without_graphs(
         pytest.param(TurboConfig(low_heads=0.5, block_size=32), id="mixed"),
         pytest.param(TurboConfig(value_bits=2, block_size=32), id="k4v2"),
         pytest.param(TurboConfig(value_bits=2, block_size=32, recent_tokens=32), id="recent"),
+        pytest.param(TurboConfig(layer_bits=(2, (8, 4)), block_size=32, recent_tokens=32), id="depths"),
         pytest.param(TurboConfig(attention="fp16", block_size=32), id="fp16"),
         pytest.param(TurboConfig(buffer_scale="universal", block_size=32), id="universal"),
         pytest.param(TurboConfig(sas=True, sas_threshold=-7.0, block_size=32), id="sas"),

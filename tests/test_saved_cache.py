@@ -72,6 +72,7 @@ KINDS: list[Any] = [
     pytest.param(llama(**MIXED), id="mixed-universal"),
     pytest.param(llama(value_bits=2, recent_tokens=64), id="values-at-2-bit"),
     pytest.param(llama(bits=2), id="turbo2"),
+    pytest.param(llama(layer_bits=(2, (8, 4))), id="depths"),
     pytest.param(llama(bits=16, attention="fp16"), id="16-bit"),
     pytest.param(llama(backend="triton", low_bits=2, low_heads=0.5), id="kernels"),
     pytest.param(windows, id="windows"),

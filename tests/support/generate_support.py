@@ -15,6 +15,7 @@ EXACT = [
     pytest.param(TurboConfig(attention="fp16", bits=4, low_bits=2, low_heads=0.5), id="mixed"),
     pytest.param(TurboConfig(attention="fp16", bits=3, block_size=32), id="3bit-block32"),
     pytest.param(TurboConfig(attention="fp16", bits=4, value_bits=2), id="k4v2"),
+    pytest.param(TurboConfig(attention="fp16", layer_bits=(2, (8, 4)), recent_tokens=64), id="depths"),
     pytest.param(TurboConfig(attention="fp16", bits=2, buffer_scale="universal"), id="2bit-universal"),
 ]
 EXACT4 = TurboConfig(attention="fp16", bits=4)

@@ -23,7 +23,7 @@ from turbo_hf.cache.other_layers import require_recorded, stop_recording
 from turbo_hf.cache.passes import CachePasses, InPlace
 from turbo_hf.cache.row_selection import chosen_rows, repeated_rows
 from turbo_hf.cache.saved_cache import load, save
-from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, resolve_config
+from turbo_hf.config.turbo_config import DEFAULT_PRESET, ConfigLike, at_8_bit, of_layer, resolve_config
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.model_layers import COMPRESSED_TYPES, LATENT_TYPES, layer_types
 from turbo_hf.sparse.selectors import Selector
@@ -106,7 +106,8 @@ class TurboCache(CachePasses):
         self._others: dict[int, Callable[[], Any]] = {}
         for index, (kind, kwargs) in enumerate(types):
             if kind in COMPRESSED_TYPES and index not in dense:
-                chosen_config = at_8_bit(self.turbo_config) if index in int8 else self.turbo_config
+                own = self.turbo_config
+                chosen_config = at_8_bit(own) if index in int8 else of_layer(own, index, len(types))
                 window, own_order = kwargs.get("sliding_window"), orders.get(index)
                 layers.append(TurboLayer(chosen_config, window, index, own_order, chosen_by.get(index), latent))
             else:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from turbo_hf.cache.memory import LayerCost, cache_bytes, turbo_cost
-from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig
+from turbo_hf.config.turbo_config import DEFAULT_PRESET, PRESETS, SparseConfig, of_layer
 from turbo_hf.eval.bench.shapes import largest
 from turbo_hf.patches.layers import attention_layers
 from turbo_hf.patching.handle import Report
@@ -81,7 +81,7 @@ def plan(
         presets = {
             name: each
             for name, each in PRESETS.items()
-            if each.sparse is None and each.sparse_prompt is None and each.value_bits is None
+            if each.sparse is None and each.sparse_prompt is None and (each.value_bits, each.layer_bits) == (None, None)
         }
     reports = {name: patch_report(model, replace(preset, sparse=None)) for name, preset in presets.items()}
     room = gpu_bytes * (1 - KEPT_FREE) - weights * share_of_weights(model, ranks)
@@ -148,7 +148,7 @@ def layer_costs(
     Raises:
         ValueError: a layer that the patch compresses stores no keys.
     """
-    costs = []
+    costs, count = [], len(report.layers)
     for at, layer in zip(report.layers, unpatched, strict=True):
         if not at.groups:
             costs.append(layer.cost)
@@ -158,7 +158,9 @@ def layer_costs(
         indexed = sparse is not None and at.window is None and at.index not in sparse.dense_layers
         index_bytes = sparse.index_bytes if sparse is not None and indexed else 0
         # the cache splits the heads that it gets, whatever the config says
-        groups = ((8, layer.heads),) if at.kept_int8 else report.config.head_groups(layer.heads)
+        groups = (
+            ((8, layer.heads),) if at.kept_int8 else of_layer(report.config, at.index, count).head_groups(layer.heads)
+        )
         rotary_dim = layer.value_dim if at.latent else None
         cost = turbo_cost(report.config, groups, layer.head_dim, at.window, index_bytes, rotary_dim)
         costs.append(replace(cost, constant=cost.constant + layer.cost.constant))

@@ -63,4 +63,4 @@ class Options:
 def _plain(value: Any) -> Any:
     if isinstance(value, Options):
         return value.to_dict()
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(x) for x in value] if isinstance(value, tuple) else value

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import wraps
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from turbo_hf.config.file import SUFFIXES, names_a_file, read_mapping
 from turbo_hf.config.options import Options, at_least, freeze, freeze_layers, layer_indices, one_of
 from turbo_hf.config.prompt_sparsity import PromptSparsity
-from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width
+from turbo_hf.layout import BITS, BLOCK_SIZES, MODES, UNQUANTIZED, WIDTHS, HeadGroups, Width, widths_of
 
 HEAD_METRICS = ("priority", "entropy", "min_max", "variation")
 ATTENTION_MODES = tuple(MODES)
@@ -240,6 +241,9 @@ class SparseConfig(Options):
         )
 
 
+DEFAULT_BITS = 4
+"""Bits of the default preset."""
+
 MOST_RECENT = 1024
 """The most `recent_tokens`: one tile of a decode step reads all open tokens of a head."""
 
@@ -257,6 +261,9 @@ class TurboConfig(Options):
         value_bits: bits of the values alone: 8, 4, 3 or 2, while keys have `bits`; None: both have `bits`. Not with
             bits=16. Of the heads at `low_bits`, values have the smaller of both. A layer that is kept at 8 bit
             (`int8_layers`) keeps its values at 8 bit, too.
+        layer_bits: bits by depth, first to last, each for an equal share of the model's layers: a number, or a pair of
+            those of keys and of values, as in `bits`. `bits`, `value_bits` and `low_heads` stay at their defaults then.
+            None: all layers are alike. Not for latent attention, nor for continuous batching.
         low_bits: bits of the lowest-priority heads, if `low_heads` is not 0.
         low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
             sec. 3.2, n_h / Hkv).
@@ -305,8 +312,9 @@ class TurboConfig(Options):
             with sas.
     """
 
-    bits: int = 4
+    bits: int = DEFAULT_BITS
     value_bits: int | None = None
+    layer_bits: tuple[Width, ...] | None = None
     low_bits: int = 2
     low_heads: float = 0.0
     head_metric: Literal["priority", "entropy", "min_max", "variation"] = "priority"
@@ -334,6 +342,7 @@ class TurboConfig(Options):
         one_of("bits", self.bits, WIDTHS, "TurboConfig")
         if self.bits != UNQUANTIZED:
             one_of("value_bits", self.value_bits, (*BITS, None), "TurboConfig")
+        self._check_layer_bits()
         one_of("low_bits", self.low_bits, BITS, "TurboConfig")
         one_of("head_metric", self.head_metric, HEAD_METRICS, "TurboConfig")
         one_of("block_size", self.block_size, BLOCK_SIZES, "TurboConfig")
@@ -418,6 +427,29 @@ class TurboConfig(Options):
                 "softmax. Leave one of them out."
             )
 
+    def _check_layer_bits(self) -> None:
+        """ValueError unless layers may have bits of their own as asked for; lists become tuples."""
+        if self.layer_bits is None:
+            return
+        given = self.layer_bits
+        widths = [tuple(x) if isinstance(x, list) else x for x in given] if isinstance(given, list | tuple) else []
+        numbers = [n for x in widths for n in (x if isinstance(x, tuple) else (x,))]
+        known = all(x in (*BITS, *product(BITS, BITS)) for x in widths) and all(type(n) is int for n in numbers)
+        if not widths or not known:
+            raise ValueError(
+                f"TurboConfig.layer_bits must be numbers of {', '.join(map(str, BITS))}, or pairs of them for keys and "
+                f"values, first layers first; got {given!r}."
+            )
+        others = {
+            "bits": self.bits != DEFAULT_BITS,
+            "value_bits": self.value_bits is not None,
+            "low_heads": self.low_heads,
+        }
+        if any(others.values()):
+            name = next(name for name, set_ in others.items() if set_)
+            raise ValueError(f"TurboConfig.layer_bits does not go with {name}: it gives all bits. Leave {name} out.")
+        object.__setattr__(self, "layer_bits", tuple(widths))
+
     def _check_recent(self) -> None:
         """ValueError unless the newest tokens may stay open as asked for."""
         recent, block = self.recent_tokens, self.block_size
@@ -492,12 +524,13 @@ PRESETS: dict[str, TurboConfig] = {
     "turbo2": TurboConfig(bits=2),
     "turbo-k4v3": TurboConfig(bits=4, value_bits=3),
     "turbo-k4v2": TurboConfig(bits=4, value_bits=2),
+    "turbo-depth": TurboConfig(layer_bits=((4, 2), 2, 2, 2, 2, (4, 2), 4, (8, 4)), recent_tokens=64),
     "saap": TurboConfig(bits=4, sparse=SparseConfig()),
     "turbo4-long": TurboConfig(bits=4, sparse_prompt=PromptSparsity()),
 }
 """INT8; 4 bit (the default); 4 bit with half of the heads at 2 bit; 2 bit (experimental); keys of 4 bit with values of
-3 or 2; sparse decoding over 4 bit, which needs a calibration; 4 bit with sparse attention of prompts from 16k tokens up
-(experimental)."""
+3 or 2; bits by depth, most in the last layers; sparse decoding over 4 bit, which needs a calibration; 4 bit with sparse
+attention of prompts from 16k tokens up (experimental)."""
 
 
 ConfigLike = str | Path | Mapping[str, Any] | TurboConfig
@@ -539,4 +572,14 @@ def resolve_config(config: ConfigLike) -> TurboConfig:
 
 def at_8_bit(config: TurboConfig) -> TurboConfig:
     """The same options for a layer that is kept at 8 bit."""
-    return replace(config, bits=8, value_bits=None, low_heads=0.0)
+    return replace(config, bits=8, value_bits=None, layer_bits=None, low_heads=0.0)
+
+
+def of_layer(config: TurboConfig, index: int, layers: int) -> TurboConfig:
+    """The options of one layer of so many: with `layer_bits`, those with the bits of its depth."""
+    if config.layer_bits is None:
+        return config
+    # from the end: of fewer layers than shares, the last one has the last bits
+    at = (layers - 1 - index) * len(config.layer_bits) // layers
+    bits, value_bits = widths_of(config.layer_bits[-1 - at])
+    return replace(config, bits=bits, value_bits=value_bits, layer_bits=None)

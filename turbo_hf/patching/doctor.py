@@ -99,7 +99,7 @@ def diagnose(model: Any) -> Diagnosis:
         for preset, config in PRESETS.items():
             # a short text shows nothing of sparse presets, one of which needs a calibration; latents have no values
             sparse = config.sparse is not None or config.sparse_prompt is not None
-            if sparse or (latent and config.value_bits is not None):
+            if sparse or (latent and (config.value_bits is not None or config.layer_bits is not None)):
                 continue
             with patch(model, preset, check=preset == DEFAULT_PRESET) as handle:
                 report = handle.report() if preset == DEFAULT_PRESET else report

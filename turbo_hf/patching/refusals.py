@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from turbo_hf.attention.registration import text_key
 from turbo_hf.attention.turbo_attention import NAME
-from turbo_hf.config.turbo_config import TurboConfig
+from turbo_hf.config.turbo_config import TurboConfig, of_layer
 from turbo_hf.errors import Notices, Unsupported
 from turbo_hf.layout import UNQUANTIZED
 from turbo_hf.models.model_layers import kv_heads
@@ -106,7 +106,13 @@ def choose_layers(
     every = list(layers)
     disturbed = disturbed_layers(every, config)
     return [
-        _choose(at, config, biases.get(at.index, 0.0), ranks if at.index in split else 1, at.index in disturbed)
+        _choose(
+            at,
+            of_layer(config, at.index, len(every)),
+            biases.get(at.index, 0.0),
+            ranks if at.index in split else 1,
+            at.index in disturbed,
+        )
         for at in every
     ]
 
@@ -180,9 +186,10 @@ def refuse_latent_options(layers: list[LayerReport], config: TurboConfig, shared
             "tensor parallel is not for latent attention (MLA), whose latent each rank would hold as a whole. Load the "
             "model on one GPU, or run it without the patch."
         )
-    if config.value_bits is not None:
+    if config.value_bits is not None or config.layer_bits is not None:
+        name = "layer_bits" if config.value_bits is None else "value_bits"
         raise Unsupported(
-            "TurboConfig.value_bits is not for latent attention (MLA), which stores one latent for keys and values. "
+            f"TurboConfig.{name} is not for latent attention (MLA), which stores one latent for keys and values. "
             "Leave it out: the latent has `bits`."
         )
     wrong = {
