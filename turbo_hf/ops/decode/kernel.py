@@ -21,7 +21,7 @@ from turbo_hf.ops.decode.kernel_arguments import Output, Share, TileRun
 from turbo_hf.ops.decode.kernel_block import accumulate, block_softmax, scores
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import channels_of, prepare, query_rows
-from turbo_hf.ops.decode.kernel_tiles import channels, keys_of, packed_bytes, prefetch_pages, to_values, values_of
+from turbo_hf.ops.decode.kernel_tiles import channels, in_value_rows, keys_of, odd_of, value_channels, packed_bytes, prefetch_pages, to_values, values_of
 from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, slot_of_width, tanh
 from turbo_hf.ops.kernel_unpack import entry, handed
 
@@ -98,7 +98,7 @@ def _attend_width(
     ahead = entry(table + begin * NB + NB + nb, begin * NB + NB + nb < blocks, ASM)
     d = tl.arange(0, DP)
     column = tl.arange(0, BLOCK)[None, None, :]
-    c = channels(D, DP, 1 if BITS >= 8 else (8 if BITS == 3 else 8 // BITS))
+    c = channels(D, DP, 1 if BITS >= 8 else (2 if BITS == 4 else 4))
     queries, units = prepared
     q = channels_of(queries, c, c < D, PLAIN, D == DP)
     code_units, plain_units = units
@@ -114,6 +114,11 @@ def _attend_width(
         buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
         bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
+    k_odd, v_odd = 0, 0
+    if BITS == 3:
+        k_odd = odd_of(k_ptr, sealed, D, DP)[None, :, None]
+    if VALUE_BITS == 3:
+        v_odd = odd_of(v_ptr, sealed, BLOCK, BLOCK)[None, None, :]
     end = tl.cdiv(sealed, NB)
     if steps is not None:
         end = tl.minimum(begin + steps, end)
@@ -123,8 +128,8 @@ def _attend_width(
         at = page * SLOTS + slot
         if CHOSEN:
             at = (page >> 32) * SLOTS + slot
-        keys = keys_of(k_ptr + at * K_PAGE, live, D, DP, BLOCK, BITS, ASM)
-        values = values_of(v_ptr + at * V_PAGE, live, D, DP, BLOCK, VALUE_BITS, ASM)
+        keys = keys_of(k_ptr + at * K_PAGE, live, k_odd, D, DP, BLOCK, BITS, ASM)
+        values = values_of(v_ptr + at * V_PAGE, live, v_odd, D, DP, BLOCK, VALUE_BITS, ASM)
         if BITS == 16:
             k_scale = tl.full([NB], 1.0, tl.float32)
             v_scale = k_scale
@@ -137,8 +142,8 @@ def _attend_width(
             k_step = packed_bytes(meta + c[None, :], shown, c[None, :], D, DP)
             k_zero = packed_bytes(meta + D + c[None, :], shown, c[None, :], D, DP)
         if V_STAGE2:
-            v_step = packed_bytes(meta + V_LINE * D + d[None, :], shown, d[None, :], D, DP)
-            v_zero = packed_bytes(meta + (V_LINE + 1) * D + d[None, :], shown, d[None, :], D, DP)
+            v_step = in_value_rows(packed_bytes(meta + V_LINE * D + d[None, :], shown, d[None, :], D, DP))
+            v_zero = in_value_rows(packed_bytes(meta + (V_LINE + 1) * D + d[None, :], shown, d[None, :], D, DP))
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             kept = attended(t, live[:, None], bucket, chosen)
@@ -211,7 +216,8 @@ def attend_open(
         keys = packed_bytes(k_at + channel, live[:, None, :], channel, D, DP)
         stored = start + nb[:, None, None] * BLOCK + t[None, None, :]
         # whole groups of 16, of which `cap` is a multiple: tokens past the last one have a probability of 0
-        values = packed_bytes(v_ptr + (at * D + channel) * cap + stored, stored // 16 * 16 < count, channel, D, DP)
+        row = value_channels(DP)[None, :, None]
+        values = packed_bytes(v_ptr + (at * D + row) * cap + stored, stored // 16 * 16 < count, row, D, DP)
         if PLAIN:
             # 0 * NaN is NaN, so the values are masked too
             values = tl.where(stored < count, values, 0.0)

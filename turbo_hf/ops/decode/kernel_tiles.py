@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import slot_of_width, to_l2
-from turbo_hf.ops.kernel_unpack import lanes1, lanes2, lanes4
+from turbo_hf.ops.kernel_unpack import lanes2, lanes3, lanes4
 
 
 @triton.jit
@@ -29,7 +29,17 @@ def _merge_values(x, y):
 
 
 @triton.jit
-def keys_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def odd_of(pointer, positive, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """For `lanes3`, uint8 [PADDED // 4]: 1 where a low byte is the second of two whose high bits share a byte.
+
+    The `other` of a load of nothing: Triton 3.6 unpacks in the layout of a product only what comes from loads.
+    """
+    c = tl.arange(0, PADDED // 4)
+    return tl.load(pointer + c, mask=c + positive < 0, other=(c // (SIZE // 8)).to(tl.uint8))
+
+
+@triton.jit
+def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; channels in the order of `channels`.
 
     At 16 bit the numbers themselves.
@@ -44,24 +54,27 @@ def keys_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: 
         c = tl.arange(0, DP // 2)[None, :, None]
         x, y = lanes4(packed_bytes(at + c, live, c, D // 2, DP // 2), ASM)
         return _merge_keys(x, y)
-    elif BITS == 2:
-        c = tl.arange(0, DP // 4)[None, :, None]
-        x, y, z, w = lanes2(packed_bytes(at + c, live, c, D // 4, DP // 4), ASM)
-        return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
     else:
-        tl.static_assert(BITS == 3)
-        c = tl.arange(0, DP // 8)[None, :, None]
-        a, b, d, e = lanes2(packed_bytes(at + c, live, c, D // 8, DP // 8), ASM)
-        f, g, h, i = lanes2(packed_bytes(at + D // 8 + c, live, c, D // 8, DP // 8), ASM)
-        p, q, r, s, u, v, w, x = lanes1(packed_bytes(at + D // 4 + c, live, c, D // 8, DP // 8), ASM)
-        low = _merge_keys(_merge_keys(a + p, f + q), _merge_keys(b + r, g + s))
-        return _merge_keys(low, _merge_keys(_merge_keys(d + u, h + v), _merge_keys(e + w, i + x)))
+        c = tl.arange(0, DP // 4)[None, :, None]
+        low = packed_bytes(at + c, live, c, D // 4, DP // 4)
+        if BITS == 2:
+            x, y, z, w = lanes2(low, ASM)
+        else:
+            tl.static_assert(BITS == 3)
+            if D == DP:
+                h = tl.arange(0, DP // 8)[None, :, None]
+                high = tl.load(at + D // 4 + h, mask=live, other=0)
+                high = tl.broadcast_to(high[:, None], [high.shape[0], 2, DP // 8, T]).reshape(low.shape)
+            else:
+                high = packed_bytes(at + D // 4 + c % (D // 8), live, c, D // 4, DP // 4)
+            x, y, z, w = lanes3(low, high, odd, ASM)
+        return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
 
 
 @triton.jit
-def values_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; tokens in the order of `to_values`."""
-    c = tl.arange(0, DP)[None, :, None]
+    c = value_channels(DP)[None, :, None]
     at = base[:, None, None] + c * (T * min(BITS, 8) // 8)
     live = ok[:, None, None]
     if BITS >= 8:
@@ -69,17 +82,30 @@ def values_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS
     elif BITS == 4:
         x, y = lanes4(packed_bytes(at + tl.arange(0, T // 2)[None, None, :], live, c, D, DP), ASM)
         return _by_thread(_merge_values(x, y))
-    elif BITS == 2:
-        x, y, z, w = lanes2(packed_bytes(at + tl.arange(0, T // 4)[None, None, :], live, c, D, DP), ASM)
-        return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
     else:
-        t = tl.arange(0, T // 8)[None, None, :]
-        a, b, d, e = lanes2(packed_bytes(at + t, live, c, D, DP), ASM)
-        f, g, h, i = lanes2(packed_bytes(at + T // 8 + t, live, c, D, DP), ASM)
-        p, q, r, s, u, v, w, x = lanes1(packed_bytes(at + T // 4 + t, live, c, D, DP), ASM)
-        low = _merge_values(_merge_values(a + p, f + q), _merge_values(b + r, g + s))
-        high = _merge_values(_merge_values(d + u, h + v), _merge_values(e + w, i + x))
-        return _by_thread(_merge_values(low, high))
+        t = tl.arange(0, T // 4)[None, None, :]
+        low = packed_bytes(at + t, live, c, D, DP)
+        if BITS == 2:
+            x, y, z, w = lanes2(low, ASM)
+        else:
+            tl.static_assert(BITS == 3)
+            high = packed_bytes(at + T // 4 + tl.arange(0, T // 8)[None, None, :], live, c, D, DP)
+            high = tl.broadcast_to(high[:, :, None], [high.shape[0], DP, 2, T // 8]).reshape(low.shape)
+            x, y, z, w = lanes3(low, high, odd, ASM)
+        return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
+
+
+@triton.jit
+def value_channels(DP: tl.constexpr):
+    """The channel of each row of a product of values: a thread's rows of a tile, every eighth, are side by side."""
+    d = tl.arange(0, DP)
+    return d % 8 * (DP // 8) + d // 8
+
+
+@triton.jit
+def in_value_rows(x):
+    """x [NB, DP], by channel, in the order of `value_channels`."""
+    return x.reshape(x.shape[0], 8, x.shape[1] // 8).permute(0, 2, 1).reshape(x.shape)
 
 
 @triton.jit
