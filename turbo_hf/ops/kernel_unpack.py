@@ -50,7 +50,8 @@ def lanes3(low, high, odd, ASM: tl.constexpr):
     odd = tl.broadcast_to(odd, low.shape)
     if ASM:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 a, b, h; and.b32 h, $6, 1; shr.u32 h, $5, h;"
+            # by odd % 32, which is 1 also where odd is 1 in each byte
+            "{ .reg .b32 a, b, h; shf.r.wrap.b32 h, $5, $5, $6;"
             # the bits of 0x33333333 from the first, the others from the second
             "shr.u32 b, $4, 2; lop3.b32 b, b, h, 0x33333333, 0xE4;"
             "shl.b32 h, h, 2; lop3.b32 a, $4, h, 0x33333333, 0xE4;"

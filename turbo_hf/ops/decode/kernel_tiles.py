@@ -61,12 +61,7 @@ def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, B
             x, y, z, w = lanes2(low, ASM)
         else:
             tl.static_assert(BITS == 3)
-            if D == DP:
-                h = tl.arange(0, DP // 8)[None, :, None]
-                high = tl.load(at + D // 4 + h, mask=live, other=0)
-                high = tl.broadcast_to(high[:, None], [high.shape[0], 2, DP // 8, T]).reshape(low.shape)
-            else:
-                high = packed_bytes(at + D // 4 + c % (D // 8), live, c, D // 4, DP // 4)
+            high = packed_bytes(at + D // 4 + c % (D // 8), live, c, D // 4, DP // 4)
             x, y, z, w = lanes3(low, high, odd, ASM)
         return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
 
@@ -89,8 +84,7 @@ def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
             x, y, z, w = lanes2(low, ASM)
         else:
             tl.static_assert(BITS == 3)
-            high = packed_bytes(at + T // 4 + tl.arange(0, T // 8)[None, None, :], live, c, D, DP)
-            high = tl.broadcast_to(high[:, :, None], [high.shape[0], DP, 2, T // 8]).reshape(low.shape)
+            high = packed_bytes(at + T // 4 + t % (T // 8), live, c, D, DP)
             x, y, z, w = lanes3(low, high, odd, ASM)
         return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
 
