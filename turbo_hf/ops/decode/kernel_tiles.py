@@ -23,6 +23,21 @@ def _merge_keys(x, y):
 
 
 @triton.jit
+def _interleave_keys(x, y):
+    """Lanes x and y of channels [NB, 16, T], four of each in turn: a thread of the product has 8 in a row, and 4 of
+    each lane. One after the other, they would have to pass from thread to thread."""
+    NB: tl.constexpr = x.shape[0]
+    T: tl.constexpr = x.shape[2]
+    return tl.join(x, y).reshape(NB, 4, 4, T, 2).permute(0, 1, 4, 2, 3).reshape(NB, 32, T)
+
+
+@triton.jit
+def in_key_order(x):
+    """x [NB, DP], by channel, in the order of `_interleave_keys` of each two of four lanes."""
+    return x.reshape(x.shape[0], 2, 2, 4, 4).permute(0, 1, 3, 2, 4).reshape(x.shape)
+
+
+@triton.jit
 def _merge_values(x, y):
     """Lanes x and y of tokens [NB, D, T], one after the other."""
     return tl.join(x, y).permute(0, 1, 3, 2).reshape(x.shape[0], x.shape[1], 2 * x.shape[2])
@@ -63,7 +78,10 @@ def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, B
             tl.static_assert(BITS == 3)
             high = packed_bytes(at + D // 4 + c % (D // 8), live, c, D // 4, DP // 4)
             x, y, z, w = lanes3(low, high, odd, ASM)
-        return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
+        if DP == 64:
+            return _merge_keys(_interleave_keys(x, y), _interleave_keys(z, w))
+        else:
+            return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
 
 
 @triton.jit
@@ -106,6 +124,9 @@ def in_value_rows(x):
 def channels(D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
     """The channel at each position of an unpacked key; D or more where there is none."""
     c = tl.arange(0, DP)
+    if LANES * 16 == DP and LANES == 4:
+        # as `_interleave_keys` leaves them
+        c = c // 32 * 32 + c % 8 // 4 * 16 + c % 32 // 8 * 4 + c % 4
     if D == DP:
         return c
     else:
