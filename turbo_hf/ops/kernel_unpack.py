@@ -44,15 +44,14 @@ def lanes2(w, ASM: tl.constexpr):
 
 @triton.jit
 def lanes3(low, high, odd, ASM: tl.constexpr):
-    """The 4 codes of 3 bit whose low bits are in a byte of `low`, as int8. Their high bits: every other bit of `high`,
-    from bit `odd` (int8, 0 or 1) on. Low and high bits are joined two codes at a time.
+    """The 4 codes of 3 bit whose low bits are in a byte of `low`, as int8. Their high bits: bits 0, 2, 4 and 6 of a
+    byte of `high`, or the others where `odd` (uint8) is 255 and not 0. Low and high are joined two codes at a time.
     """
     odd = tl.broadcast_to(odd, low.shape)
     if ASM:
         return tl.inline_asm_elementwise(
-            # by odd % 32, which is 1 also where odd is 1 in each byte
-            "{ .reg .b32 a, b, h; shf.r.wrap.b32 h, $5, $5, $6;"
-            # the bits of 0x33333333 from the first, the others from the second
+            # 0xE4: the bits of the third operand from the first, the others from the second
+            "{ .reg .b32 a, b, h; shr.u32 h, $5, 1; lop3.b32 h, h, $5, $6, 0xE4;"
             "shr.u32 b, $4, 2; lop3.b32 b, b, h, 0x33333333, 0xE4;"
             "shl.b32 h, h, 2; lop3.b32 a, $4, h, 0x33333333, 0xE4;"
             "and.b32 $0, a, 0x07070707; shr.u32 a, a, 4; and.b32 $2, a, 0x07070707;"
@@ -64,7 +63,7 @@ def lanes3(low, high, odd, ASM: tl.constexpr):
             pack=4,
         )
     else:
-        high = high >> odd.to(tl.uint8)
+        high = high >> (odd & 1)
         return (
             (low & 3 | (high & 1) << 2).to(tl.int8),
             (low >> 2 & 3 | (high & 4)).to(tl.int8),

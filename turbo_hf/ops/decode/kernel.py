@@ -24,13 +24,11 @@ from turbo_hf.ops.decode.kernel_queries import channels_of, prepare, query_rows
 from turbo_hf.ops.decode.kernel_tiles import (
     channels,
     in_key_order,
-    in_value_rows,
     keys_of,
     odd_of,
     packed_bytes,
     prefetch_pages,
     to_values,
-    value_channels,
     values_of,
 )
 from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, slot_of_width, tanh
@@ -159,8 +157,8 @@ def _attend_width(
             if IN_TURN and D == DP:
                 k_step, k_zero = in_key_order(k_step), in_key_order(k_zero)
         if V_STAGE2:
-            v_step = in_value_rows(packed_bytes(meta + V_LINE * D + d[None, :], shown, d[None, :], D, DP))
-            v_zero = in_value_rows(packed_bytes(meta + (V_LINE + 1) * D + d[None, :], shown, d[None, :], D, DP))
+            v_step = packed_bytes(meta + V_LINE * D + d[None, :], shown, d[None, :], D, DP)
+            v_zero = packed_bytes(meta + (V_LINE + 1) * D + d[None, :], shown, d[None, :], D, DP)
         if CHOSEN:
             t = (page & 0xFFFFFFFF).to(tl.int32)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
             kept = attended(t, live[:, None], bucket, chosen)
@@ -233,8 +231,7 @@ def attend_open(
         keys = packed_bytes(k_at + channel, live[:, None, :], channel, D, DP)
         stored = start + nb[:, None, None] * BLOCK + t[None, None, :]
         # whole groups of 16, of which `cap` is a multiple: tokens past the last one have a probability of 0
-        row = value_channels(DP)[None, :, None]
-        values = packed_bytes(v_ptr + (at * D + row) * cap + stored, stored // 16 * 16 < count, row, D, DP)
+        values = packed_bytes(v_ptr + (at * D + channel) * cap + stored, stored // 16 * 16 < count, channel, D, DP)
         if PLAIN:
             # 0 * NaN is NaN, so the values are masked too
             values = tl.where(stored < count, values, 0.0)

@@ -33,7 +33,7 @@ def _added(x):
 
 
 @triton.jit
-def combine(acc, m, denom, SPREAD: tl.constexpr, BY_ROWS: tl.constexpr):
+def combine(acc, m, denom, SPREAD: tl.constexpr):
     """The warps' sums as one: O [N, DP], maximum [N], sum [N].
 
     The maximum is rounded up to a whole number. Parts are then scaled by powers of two when they are added, and their
@@ -41,10 +41,6 @@ def combine(acc, m, denom, SPREAD: tl.constexpr, BY_ROWS: tl.constexpr):
     """
     if SPREAD:
         m, denom = even(m), even(denom)
-    if BY_ROWS:
-        NB: tl.constexpr = acc.shape[0]
-        DP: tl.constexpr = acc.shape[1]
-        acc = acc.reshape(NB, DP // 8, 8, acc.shape[2]).permute(0, 2, 1, 3).reshape(acc.shape)
     top = tl.ceil(tl.max(m, 0))
     rest = tl.exp2(m - tl.where(top == -float("inf"), 0.0, top)[None, :])
     return tl.trans(_added(acc * rest[:, None, :])), top, tl.sum(denom * rest, 0)
@@ -131,7 +127,7 @@ def finish_or_merge(state, share, number, workspace, result, sinks_ptr, output, 
     The last CTA that arrives adds the parts, in their order. No CTA waits for another.
     """
     acc, m, denom = state
-    o, top, total = combine(acc, m, denom, FORM.spread, not FORM.all_16bit)
+    o, top, total = combine(acc, m, denom, FORM.spread)
     if share.alone:
         finish(o, top, total, result, sinks_ptr, output, FORM)
     else:

@@ -45,12 +45,12 @@ def _merge_values(x, y):
 
 @triton.jit
 def odd_of(pointer, positive, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """For `lanes3`, uint8 [PADDED // 4]: 1 where a low byte is the second of two whose high bits share a byte.
+    """For `lanes3`, uint8 [PADDED // 4]: 255 where a low byte is the second of two whose high bits share a byte.
 
     The `other` of a load of nothing: Triton 3.6 unpacks in the layout of a product only what comes from loads.
     """
     c = tl.arange(0, PADDED // 4)
-    return tl.load(pointer + c, mask=c + positive < 0, other=(c // (SIZE // 8)).to(tl.uint8))
+    return tl.load(pointer + c, mask=c + positive < 0, other=(c // (SIZE // 8) % 2 * 255).to(tl.uint8))
 
 
 @triton.jit
@@ -76,7 +76,11 @@ def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, B
             x, y, z, w = lanes2(low, ASM)
         else:
             tl.static_assert(BITS == 3)
-            high = packed_bytes(at + D // 4 + c % (D // 8), live, c, D // 4, DP // 4)
+            if D == DP:
+                high = tl.load(at + D // 4 + tl.arange(0, DP // 8)[None, :, None], mask=live, other=0)
+                high = tl.broadcast_to(high[:, None], [high.shape[0], 2, DP // 8, T]).reshape(low.shape)
+            else:
+                high = packed_bytes(at + D // 4 + c % (D // 8), live, c, D // 4, DP // 4)
             x, y, z, w = lanes3(low, high, odd, ASM)
         if DP == 64:
             return _merge_keys(_interleave_keys(x, y), _interleave_keys(z, w))
@@ -87,7 +91,7 @@ def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, B
 @triton.jit
 def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; tokens in the order of `to_values`."""
-    c = value_channels(DP)[None, :, None]
+    c = tl.arange(0, DP)[None, :, None]
     at = base[:, None, None] + c * (T * min(BITS, 8) // 8)
     live = ok[:, None, None]
     if BITS >= 8:
@@ -102,22 +106,10 @@ def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
             x, y, z, w = lanes2(low, ASM)
         else:
             tl.static_assert(BITS == 3)
-            high = packed_bytes(at + T // 4 + t % (T // 8), live, c, D, DP)
+            high = packed_bytes(at + T // 4 + tl.arange(0, T // 8)[None, None, :], live, c, D, DP)
+            high = tl.broadcast_to(high[:, :, None], [high.shape[0], DP, 2, T // 8]).reshape(low.shape)
             x, y, z, w = lanes3(low, high, odd, ASM)
         return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
-
-
-@triton.jit
-def value_channels(DP: tl.constexpr):
-    """The channel of each row of a product of values: a thread's rows of a tile, every eighth, are side by side."""
-    d = tl.arange(0, DP)
-    return d % 8 * (DP // 8) + d // 8
-
-
-@triton.jit
-def in_value_rows(x):
-    """x [NB, DP], by channel, in the order of `value_channels`."""
-    return x.reshape(x.shape[0], 8, x.shape[1] // 8).permute(0, 2, 1).reshape(x.shape)
 
 
 @triton.jit
