@@ -116,7 +116,7 @@ def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr,
 def channels(D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
     """The channel at each position of an unpacked key; D or more where there is none."""
     c = tl.arange(0, DP)
-    if LANES * 16 == DP and LANES == 4:
+    if LANES == 4 and DP == 64:
         # as `_interleave_keys` leaves them
         c = c // 32 * 32 + c % 8 // 4 * 16 + c % 32 // 8 * 4 + c % 4
     if D == DP:

@@ -88,13 +88,11 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
 
 
 def even_rounds(ctas: int, outputs: int, parts: int) -> int:
-    """`ctas`, rounded down to a number of CTAs per output, so that all shares are alike (by less than a quarter).
-
-    By less than a tenth to a power of two of them, or a multiple of `parts`.
-    """
+    """`ctas`, rounded down by less than a tenth: to as many CTAs for each output, so that all shares are alike, and
+    that number to a power of two, or a multiple of `parts`, if this is less than a tenth too."""
     each = min(parts, 1 << max(0, (ctas // outputs).bit_length() - 1)) * outputs
-    fewer, whole = ctas // each * each, ctas // outputs * outputs
-    return fewer if fewer > 0.9 * ctas else whole if whole > 0.75 * ctas else ctas
+    fewer, alike = ctas // each * each, ctas // outputs * outputs
+    return fewer if fewer > 0.9 * ctas else alike if alike > 0.9 * ctas else ctas
 
 
 def from_edges(tiles: Numbers, edges: Numbers) -> Plan:
