@@ -47,7 +47,8 @@ def _merge_values(x, y):
 def odd_of(pointer, positive, SIZE: tl.constexpr, PADDED: tl.constexpr):
     """For `lanes3`, uint8 [PADDED // 4]: 255 where a low byte is the second of two whose high bits share a byte.
 
-    The `other` of a load of nothing: Triton 3.6 unpacks in the layout of a product only what comes from loads.
+    The `other` of a load of nothing, as `positive` is not below 0: Triton 3.6 unpacks in the layout of a product only
+    what comes from loads.
     """
     c = tl.arange(0, PADDED // 4)
     return tl.load(pointer + c, mask=c + positive < 0, other=(c // (SIZE // 8) % 2 * 255).to(tl.uint8))
