@@ -40,7 +40,7 @@ def test_head_groups(heads: tuple[int, int], mode: str, device: torch.device, ba
 
 
 @all_pairs(
-    dim=[pytest.param(d, id=f"d{d}") for d in (16, 64, 80, 96, 128)],
+    dim=[pytest.param(d, id=f"d{d}") for d in (16, 48, 64, 80, 96, 128)],
     bits=[pytest.param(bits, id=f"{bits}bit") for bits in BITS],
     mode=TWO_MODES,
 )

@@ -59,6 +59,11 @@ def test_one_long_output_is_cut_evenly() -> None:
     assert {len(run) for run in shares(plan, [1000])} == {7, 8}
 
 
+def test_outputs_alike_are_cut_alike() -> None:
+    plan = stream_k(np.full(8, 33), np.full(8, 1.3), 128, 2.6)
+    assert [len(run) for run in shares(plan, [33] * 8)] == [*[2] * 15, 3] * 8
+
+
 def test_the_number_of_ctas_that_fit_makes_no_staircase() -> None:
     """136 outputs on 132 CTAs cost 136 / 132 of what 132 cost, where one CTA an output would cost twice as much."""
     cost = np.ones(136)
@@ -85,7 +90,10 @@ def test_refuses_what_no_plan_covers(tiles: list[int], ctas: int) -> None:
         (66, 4, 64),
         (264, 128, 256),
         (264, 136, 264),
-        (264, 10, 264),
+        (264, 10, 260),
+        (20, 8, 20),
+        (264, 100, 264),
+        (396, 128, 384),
         (3, 4, 3),
     ],
 )

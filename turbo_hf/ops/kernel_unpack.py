@@ -43,30 +43,32 @@ def lanes2(w, ASM: tl.constexpr):
 
 
 @triton.jit
-def lanes1(w, ASM: tl.constexpr):
-    """The 8 codes of 1 bit in each byte, as int8 of value 0 or 4: the high plane of 3-bit codes."""
+def lanes3(low, high, odd, ASM: tl.constexpr):
+    """The 4 codes of 3 bit whose low bits are in a byte of `low`, as int8. Their high bits: bits 0, 2, 4 and 6 of a
+    byte of `high`, or the others where `odd` (uint8) is 255 and not 0. Low and high are joined two codes at a time.
+    """
+    odd = tl.broadcast_to(odd, low.shape)
     if ASM:
         return tl.inline_asm_elementwise(
-            "shl.b32 $0, $8, 2; and.b32 $0, $0, 0x04040404; shl.b32 $1, $8, 1; and.b32 $1, $1, 0x04040404;"
-            "and.b32 $2, $8, 0x04040404; shr.u32 $3, $8, 1; and.b32 $3, $3, 0x04040404;"
-            "shr.u32 $4, $8, 2; and.b32 $4, $4, 0x04040404; shr.u32 $5, $8, 3; and.b32 $5, $5, 0x04040404;"
-            "shr.u32 $6, $8, 4; and.b32 $6, $6, 0x04040404; shr.u32 $7, $8, 5; and.b32 $7, $7, 0x04040404;",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-            [w],
-            dtype=(tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8),
+            # 0xE4: the bits of the third operand from the first, the others from the second
+            "{ .reg .b32 a, b, h; shr.u32 h, $5, 1; lop3.b32 h, h, $5, $6, 0xE4;"
+            "shr.u32 b, $4, 2; lop3.b32 b, b, h, 0x33333333, 0xE4;"
+            "shl.b32 h, h, 2; lop3.b32 a, $4, h, 0x33333333, 0xE4;"
+            "and.b32 $0, a, 0x07070707; shr.u32 a, a, 4; and.b32 $2, a, 0x07070707;"
+            "and.b32 $1, b, 0x07070707; shr.u32 b, b, 4; and.b32 $3, b, 0x07070707; }",
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [low, high, odd],
+            dtype=(tl.int8, tl.int8, tl.int8, tl.int8),
             is_pure=True,
             pack=4,
         )
     else:
+        high = high >> (odd & 1)
         return (
-            ((w & 1) << 2).to(tl.int8),
-            ((w >> 1 & 1) << 2).to(tl.int8),
-            (w & 4).to(tl.int8),
-            (w >> 1 & 4).to(tl.int8),
-            (w >> 2 & 4).to(tl.int8),
-            (w >> 3 & 4).to(tl.int8),
-            (w >> 4 & 4).to(tl.int8),
-            (w >> 5 & 4).to(tl.int8),
+            (low & 3 | (high & 1) << 2).to(tl.int8),
+            (low >> 2 & 3 | (high & 4)).to(tl.int8),
+            (low >> 4 & 3 | (high >> 2 & 4)).to(tl.int8),
+            (low >> 6 | (high >> 4 & 4)).to(tl.int8),
         )
 
 

@@ -21,7 +21,16 @@ from turbo_hf.ops.decode.kernel_arguments import Output, Share, TileRun
 from turbo_hf.ops.decode.kernel_block import accumulate, block_softmax, scores
 from turbo_hf.ops.decode.kernel_merge import finish_or_merge
 from turbo_hf.ops.decode.kernel_queries import channels_of, prepare, query_rows
-from turbo_hf.ops.decode.kernel_tiles import channels, keys_of, packed_bytes, prefetch_pages, to_values, values_of
+from turbo_hf.ops.decode.kernel_tiles import (
+    channels,
+    in_key_order,
+    keys_of,
+    odd_of,
+    packed_bytes,
+    prefetch_pages,
+    to_values,
+    values_of,
+)
 from turbo_hf.ops.kernel_common import LOG2_E, pdl_wait, slot_of_width, tanh
 from turbo_hf.ops.kernel_unpack import entry, handed
 
@@ -98,9 +107,11 @@ def _attend_width(
     ahead = entry(table + begin * NB + NB + nb, begin * NB + NB + nb < blocks, ASM)
     d = tl.arange(0, DP)
     column = tl.arange(0, BLOCK)[None, None, :]
-    c = channels(D, DP, 1 if BITS >= 8 else (8 if BITS == 3 else 8 // BITS))
+    c = channels(D, DP, 1 if BITS >= 8 else (2 if BITS == 4 else 4))
+    # whether their lanes are interleaved, as `keys_of` says
+    IN_TURN: tl.constexpr = BITS < 4 and DP == 64
     queries, units = prepared
-    q = channels_of(queries, c, c < D, PLAIN, D == DP)
+    q = channels_of(queries, c, c < D, PLAIN, D == DP and not IN_TURN)
     code_units, plain_units = units
     row_unit = plain_units if PLAIN else code_units
     if not CHOSEN:
@@ -114,6 +125,11 @@ def _attend_width(
         buckets = chosen.buckets
         counted = tl.zeros([NB, BLOCK], tl.int32)
         bucket = _buckets_of(buckets, page, nb < sealed - begin * NB, BLOCK)
+    k_odd, v_odd = 0, 0
+    if BITS == 3:
+        k_odd = odd_of(k_ptr, sealed, D, DP)[None, :, None]
+    if VALUE_BITS == 3:
+        v_odd = odd_of(v_ptr, sealed, BLOCK, BLOCK)[None, None, :]
     end = tl.cdiv(sealed, NB)
     if steps is not None:
         end = tl.minimum(begin + steps, end)
@@ -123,8 +139,8 @@ def _attend_width(
         at = page * SLOTS + slot
         if CHOSEN:
             at = (page >> 32) * SLOTS + slot
-        keys = keys_of(k_ptr + at * K_PAGE, live, D, DP, BLOCK, BITS, ASM)
-        values = values_of(v_ptr + at * V_PAGE, live, D, DP, BLOCK, VALUE_BITS, ASM)
+        keys = keys_of(k_ptr + at * K_PAGE, live, k_odd, D, DP, BLOCK, BITS, ASM)
+        values = values_of(v_ptr + at * V_PAGE, live, v_odd, D, DP, BLOCK, VALUE_BITS, ASM)
         if BITS == 16:
             k_scale = tl.full([NB], 1.0, tl.float32)
             v_scale = k_scale
@@ -134,8 +150,12 @@ def _attend_width(
         meta, shown = (meta_ptr + at * (LINES * D))[:, None], live[:, None]
         k_step, k_zero, v_step, v_zero = k_scale, k_scale, v_scale, v_scale
         if K_STAGE2:
-            k_step = packed_bytes(meta + c[None, :], shown, c[None, :], D, DP)
-            k_zero = packed_bytes(meta + D + c[None, :], shown, c[None, :], D, DP)
+            # side by side in memory, or the loads are not pipelined
+            at_c = d if D == DP else c
+            k_step = packed_bytes(meta + at_c[None, :], shown, at_c[None, :], D, DP)
+            k_zero = packed_bytes(meta + D + at_c[None, :], shown, at_c[None, :], D, DP)
+            if IN_TURN and D == DP:
+                k_step, k_zero = in_key_order(k_step), in_key_order(k_zero)
         if V_STAGE2:
             v_step = packed_bytes(meta + V_LINE * D + d[None, :], shown, d[None, :], D, DP)
             v_zero = packed_bytes(meta + (V_LINE + 1) * D + d[None, :], shown, d[None, :], D, DP)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from turbo_hf.ops.kernel_common import slot_of_width, to_l2
-from turbo_hf.ops.kernel_unpack import lanes1, lanes2, lanes4
+from turbo_hf.ops.kernel_unpack import lanes2, lanes3, lanes4
 
 
 @triton.jit
@@ -23,13 +23,39 @@ def _merge_keys(x, y):
 
 
 @triton.jit
+def _interleave_keys(x, y):
+    """Lanes x and y of channels [NB, 16, T], four of each in turn: a thread of the product has 8 in a row, and 4 of
+    each lane. One after the other, they would have to pass from thread to thread."""
+    NB: tl.constexpr = x.shape[0]
+    T: tl.constexpr = x.shape[2]
+    return tl.join(x, y).reshape(NB, 4, 4, T, 2).permute(0, 1, 4, 2, 3).reshape(NB, 32, T)
+
+
+@triton.jit
+def in_key_order(x):
+    """x [NB, DP], by channel, in the order of `_interleave_keys` of each two of four lanes."""
+    return x.reshape(x.shape[0], 2, 2, 4, 4).permute(0, 1, 3, 2, 4).reshape(x.shape)
+
+
+@triton.jit
 def _merge_values(x, y):
     """Lanes x and y of tokens [NB, D, T], one after the other."""
     return tl.join(x, y).permute(0, 1, 3, 2).reshape(x.shape[0], x.shape[1], 2 * x.shape[2])
 
 
 @triton.jit
-def keys_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def odd_of(pointer, positive, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """For `lanes3`, uint8 [PADDED // 4]: 255 where a low byte is the second of two whose high bits share a byte.
+
+    The `other` of a load of nothing, as `positive` is not below 0: Triton 3.6 unpacks in the layout of a product only
+    what comes from loads.
+    """
+    c = tl.arange(0, PADDED // 4)
+    return tl.load(pointer + c, mask=c + positive < 0, other=(c // (SIZE // 8) % 2 * 255).to(tl.uint8))
+
+
+@triton.jit
+def keys_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; channels in the order of `channels`.
 
     At 16 bit the numbers themselves.
@@ -44,22 +70,27 @@ def keys_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: 
         c = tl.arange(0, DP // 2)[None, :, None]
         x, y = lanes4(packed_bytes(at + c, live, c, D // 2, DP // 2), ASM)
         return _merge_keys(x, y)
-    elif BITS == 2:
-        c = tl.arange(0, DP // 4)[None, :, None]
-        x, y, z, w = lanes2(packed_bytes(at + c, live, c, D // 4, DP // 4), ASM)
-        return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
     else:
-        tl.static_assert(BITS == 3)
-        c = tl.arange(0, DP // 8)[None, :, None]
-        a, b, d, e = lanes2(packed_bytes(at + c, live, c, D // 8, DP // 8), ASM)
-        f, g, h, i = lanes2(packed_bytes(at + D // 8 + c, live, c, D // 8, DP // 8), ASM)
-        p, q, r, s, u, v, w, x = lanes1(packed_bytes(at + D // 4 + c, live, c, D // 8, DP // 8), ASM)
-        low = _merge_keys(_merge_keys(a + p, f + q), _merge_keys(b + r, g + s))
-        return _merge_keys(low, _merge_keys(_merge_keys(d + u, h + v), _merge_keys(e + w, i + x)))
+        c = tl.arange(0, DP // 4)[None, :, None]
+        low = packed_bytes(at + c, live, c, D // 4, DP // 4)
+        if BITS == 2:
+            x, y, z, w = lanes2(low, ASM)
+        else:
+            tl.static_assert(BITS == 3)
+            if D == DP:
+                high = tl.load(at + D // 4 + tl.arange(0, DP // 8)[None, :, None], mask=live, other=0)
+                high = tl.broadcast_to(high[:, None], [high.shape[0], 2, DP // 8, T]).reshape(low.shape)
+            else:
+                high = packed_bytes(at + D // 4 + c % (D // 8), live, c, D // 4, DP // 4)
+            x, y, z, w = lanes3(low, high, odd, ASM)
+        if DP == 64:
+            return _merge_keys(_interleave_keys(x, y), _interleave_keys(z, w))
+        else:
+            return _merge_keys(_merge_keys(x, y), _merge_keys(z, w))
 
 
 @triton.jit
-def values_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
+def values_of(base, ok, odd, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
     """Codes int8 [NB, DP, T] of the pages at `base` [NB], zeros where not `ok`; tokens in the order of `to_values`."""
     c = tl.arange(0, DP)[None, :, None]
     at = base[:, None, None] + c * (T * min(BITS, 8) // 8)
@@ -69,23 +100,26 @@ def values_of(base, ok, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, BITS
     elif BITS == 4:
         x, y = lanes4(packed_bytes(at + tl.arange(0, T // 2)[None, None, :], live, c, D, DP), ASM)
         return _by_thread(_merge_values(x, y))
-    elif BITS == 2:
-        x, y, z, w = lanes2(packed_bytes(at + tl.arange(0, T // 4)[None, None, :], live, c, D, DP), ASM)
-        return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
     else:
-        t = tl.arange(0, T // 8)[None, None, :]
-        a, b, d, e = lanes2(packed_bytes(at + t, live, c, D, DP), ASM)
-        f, g, h, i = lanes2(packed_bytes(at + T // 8 + t, live, c, D, DP), ASM)
-        p, q, r, s, u, v, w, x = lanes1(packed_bytes(at + T // 4 + t, live, c, D, DP), ASM)
-        low = _merge_values(_merge_values(a + p, f + q), _merge_values(b + r, g + s))
-        high = _merge_values(_merge_values(d + u, h + v), _merge_values(e + w, i + x))
-        return _by_thread(_merge_values(low, high))
+        t = tl.arange(0, T // 4)[None, None, :]
+        low = packed_bytes(at + t, live, c, D, DP)
+        if BITS == 2:
+            x, y, z, w = lanes2(low, ASM)
+        else:
+            tl.static_assert(BITS == 3)
+            high = packed_bytes(at + T // 4 + tl.arange(0, T // 8)[None, None, :], live, c, D, DP)
+            high = tl.broadcast_to(high[:, :, None], [high.shape[0], DP, 2, T // 8]).reshape(low.shape)
+            x, y, z, w = lanes3(low, high, odd, ASM)
+        return _by_thread(_merge_values(_merge_values(x, y), _merge_values(z, w)))
 
 
 @triton.jit
 def channels(D: tl.constexpr, DP: tl.constexpr, LANES: tl.constexpr):
     """The channel at each position of an unpacked key; D or more where there is none."""
     c = tl.arange(0, DP)
+    if LANES == 4 and DP == 64:
+        # as `_interleave_keys` leaves them
+        c = c // 32 * 32 + c % 8 // 4 * 16 + c % 32 // 8 * 4 + c % 4
     if D == DP:
         return c
     else:

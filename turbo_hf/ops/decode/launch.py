@@ -71,7 +71,10 @@ def _plan(tiles: tuple[int, ...], shape: PlanKey) -> Plan:
         # one warp merges a few parts at a time: more CTAs would cost more in the merge than they save
         ctas = min(ctas, 2 * OUTPUT_PARTS * len(each))
     # a part of a single tile is not worth its merge
-    ctas = even_rounds(max(1, min(ctas, steps // (LEAST if warps > 1 else 2 * LEAST))), len(each), OUTPUT_PARTS)
+    enough = steps // (LEAST if warps > 1 else 2 * LEAST)
+    if enough < ctas:
+        ctas = enough // len(each) * len(each) or max(1, enough)
+    ctas = even_rounds(ctas, len(each), OUTPUT_PARTS)
     return stream_k(each, np.tile(cost, len(tiles)), ctas, TILE_SETUP * 4 / blocks)
 
 

@@ -45,7 +45,7 @@ def tiles_of(sealed: Sequence[int], blocks: int) -> list[int]:
 
 
 def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float = 0.0) -> Plan:
-    """Equal contiguous shares of all tiles for `ctas` CTAs; whole outputs where that is just as even.
+    """Equal contiguous shares of all tiles for `ctas` CTAs, of one output each where that is just as even.
 
     Args:
         tiles: [outputs], tiles of each output, at least 1.
@@ -69,6 +69,11 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
     output = np.minimum(np.searchsorted(ends, at, side="right"), len(tiles) - 1)
     first = np.cumsum(tiles) - tiles
 
+    each, rest = divmod(ctas, len(tiles))
+    if not rest and (-(-tiles // each) * cost).max() <= ends[-1] / ctas + cost.max() + setup:
+        # of uneven parts the last is the largest: its last tile, of the open tokens, is mostly the least work
+        return from_edges(tiles, (first[:, None] + tiles[:, None] * np.arange(each) // each).ravel())
+
     below = np.where(output > 0, ends[output - 1], 0.0)
     nearest = np.where(at - below < ends[output] - at, output, output + 1)
     bounds = np.append(0.0, ends)[np.append(nearest, len(tiles))]
@@ -83,10 +88,11 @@ def stream_k(tiles: Numbers, cost: NDArray[np.float64], ctas: int, setup: float 
 
 
 def even_rounds(ctas: int, outputs: int, parts: int) -> int:
-    """`ctas`, rounded down (by less than a tenth) to a power of two, or a multiple of `parts`, of CTAs per output."""
+    """`ctas`, rounded down by less than a tenth: to as many CTAs for each output, so that all shares are alike, and
+    that number to a power of two, or a multiple of `parts`, if this is less than a tenth too."""
     each = min(parts, 1 << max(0, (ctas // outputs).bit_length() - 1)) * outputs
-    fewer = ctas // each * each
-    return fewer if fewer > 0.9 * ctas else ctas
+    fewer, alike = ctas // each * each, ctas // outputs * outputs
+    return fewer if fewer > 0.9 * ctas else alike if alike > 0.9 * ctas else ctas
 
 
 def from_edges(tiles: Numbers, edges: Numbers) -> Plan:
