@@ -11,6 +11,7 @@ from turbo_hf import TurboConfig
 from turbo_hf.attention import prompt, turbo_attention
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.layout import Rounding, Scoring
+from turbo_hf.models.versions import CACHE
 
 CHOSEN: dict[str, Any] = {"sas": True, "sas_threshold": -5.0, "v_scale": "channel", "smooth_k": True, "hadamard": True}
 THRESHOLD: dict[str, Any] = {"sas_threshold": -5.0}
@@ -54,7 +55,7 @@ def test_options_reach_the_ops(
         cache = handle.new_cache()
         for count in tokens:
             asked.clear()
-            model(prompts(1, count), past_key_values=cache)
+            model(prompts(1, count), **{CACHE: cache})
     assert [name for name, _ in asked] == [op]
     assert {name: asked[0][1][name] for name in said} == said
 
@@ -64,4 +65,4 @@ def test_by_default_a_plain_prompt_is_not_rounded() -> None:
     model, ids = tiny_llama(num_hidden_layers=2), prompts(2, PROMPT)
     plain = model(ids).logits
     with turbo_hf.patch(model) as handle:
-        torch.testing.assert_close(model(ids, past_key_values=handle.new_cache()).logits, plain)
+        torch.testing.assert_close(model(ids, **{CACHE: handle.new_cache()}).logits, plain)

@@ -29,6 +29,7 @@ from transformers import Cache
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.models.versions import CACHE
 
 ROUTES = routes()
 PASSES = [operation for operation in OPERATIONS if operation.adds > 0]
@@ -103,7 +104,7 @@ def test_a_pass_that_fails_after_its_last_layer_is_taken_back(name: str) -> None
         lambda: route.run(cache, HELD + 1, 4),
         lambda: cache.crop(-4),
         lambda: cache.reorder_cache(torch.tensor([0, 1])),
-        lambda: route.model.generate(route.ids[:, : HELD + 9], past_key_values=cache, max_new_tokens=2),
+        lambda: route.model.generate(route.ids[:, : HELD + 9], **{CACHE: cache}, max_new_tokens=2),
     ):
         with pytest.raises(ValueError, match=r"broke off when 2 of its 2 layers held its tokens .* roll_back\(\)"):
             use()
@@ -138,9 +139,9 @@ def test_what_fails_before_anything_is_stored_changes_nothing() -> None:
     ]
     for options in wrong:
         with pytest.raises((ValueError, RuntimeError)), torch.no_grad():
-            route.model(route.ids[:, HELD : HELD + 1], past_key_values=cache, **options)
+            route.model(route.ids[:, HELD : HELD + 1], **{CACHE: cache}, **options)
     with pytest.raises(ValueError, match="the cache holds 2 rows"), torch.no_grad():
-        route.model(prompts(3, 1), past_key_values=cache)
+        route.model(prompts(3, 1), **{CACHE: cache})
     assert torch.equal(route.run(cache, HELD, 1), route.run(plain, HELD, 1))
 
 
@@ -152,11 +153,11 @@ def test_the_first_pass_is_taken_back_with_its_mask() -> None:
     hook = model.model.layers[1].self_attn.register_forward_pre_hook(fails)
     with torch.no_grad():
         with pytest.raises(KeyboardInterrupt):
-            model(ids, attention_mask=mask, past_key_values=cache)
+            model(ids, attention_mask=mask, **{CACHE: cache})
         hook.remove()
         assert cache.roll_back() == 40
         assert cache.get_seq_length() == 0
-        want, got = (model(ids, attention_mask=mask, past_key_values=each).logits for each in (plain, cache))
+        want, got = (model(ids, attention_mask=mask, **{CACHE: each}).logits for each in (plain, cache))
     assert torch.equal(got, want)
 
 
@@ -176,16 +177,16 @@ def test_the_inner_model_is_a_pass_too() -> None:
     cache, inner = route.prepared(), route.model.model
     hook = inner.norm.register_forward_pre_hook(fails)
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        inner(route.ids[:, :1], past_key_values=cache)
+        inner(route.ids[:, :1], **{CACHE: cache})
     hook.remove()
     for call in (inner, route.model):
         with pytest.raises(ValueError, match="broke off"), torch.no_grad():
-            call(route.ids[:, :1], past_key_values=cache)
+            call(route.ids[:, :1], **{CACHE: cache})
     cache.roll_back()
     # a pass of the whole model that fails behind the inner one is not gone on with by the inner one
     broken_off(route, cache, route.model.lm_head)
     with pytest.raises(ValueError, match="broke off"), torch.no_grad():
-        inner(route.ids[:, :1], past_key_values=cache)
+        inner(route.ids[:, :1], **{CACHE: cache})
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -194,17 +195,17 @@ def test_a_layer_that_was_about_to_store_when_the_patch_was_taken_off(layer: int
     with turbo_hf.patch(model, SMALL) as handle:
         cache, kept = handle.new_cache(), handle.new_cache()
         with torch.no_grad():
-            model(ids, past_key_values=cache)
-            model(ids, past_key_values=kept)
+            model(ids, **{CACHE: cache})
+            model(ids, **{CACHE: kept})
         hook = model.model.layers[layer].self_attn.q_proj.register_forward_pre_hook(fails)
         with pytest.raises(KeyboardInterrupt), torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         hook.remove()
     with pytest.raises(ValueError, match=f"broke off when {layer} of its 2 layers"), torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
     cache.roll_back()
     with torch.no_grad():
-        assert torch.equal(*(model(ids, past_key_values=each).logits for each in (cache, kept)))
+        assert torch.equal(*(model(ids, **{CACHE: each}).logits for each in (cache, kept)))
 
 
 def test_a_layer_is_not_read_while_it_is_torn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +254,7 @@ def test_ctrl_c_during_generate() -> None:
             cache = route.new_cache()
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.004 * (attempt + 1))
-                route.model.generate(route.ids[:, :HELD], past_key_values=cache, **ways)
+                route.model.generate(route.ids[:, :HELD], **{CACHE: cache}, **ways)
             except KeyboardInterrupt:
                 pass
             finally:
@@ -268,7 +269,7 @@ def agrees_or_is_refused(route: Route, cache: TurboCache, whole: torch.Tensor) -
     """The cache goes on as one in which its tokens, as many as it says, were stored without a break."""
     held = cache.get_seq_length()
     try:
-        got = route.model(whole[:, held : held + 1], past_key_values=cache).logits
+        got = route.model(whole[:, held : held + 1], **{CACHE: cache}).logits
     except ValueError as error:
         assert "reset() it" in str(error)  # noqa: PT017  what is accepted must agree
         return
@@ -276,8 +277,8 @@ def agrees_or_is_refused(route: Route, cache: TurboCache, whole: torch.Tensor) -
     clean = route.new_cache()
     for first, end in ((0, HELD), *((n, n + 1) for n in range(HELD, held))):
         if first < held:
-            route.model(whole[:, first:end], past_key_values=clean)
-    assert torch.equal(got, route.model(whole[:, held : held + 1], past_key_values=clean).logits)
+            route.model(whole[:, first:end], **{CACHE: clean})
+    assert torch.equal(got, route.model(whole[:, held : held + 1], **{CACHE: clean}).logits)
 
 
 @pytest.mark.parametrize("name", ["compressed", "dense-first", "dense-last"])
@@ -316,7 +317,7 @@ def test_a_pass_that_failed_before_storing_can_be_repeated_in_another_thread() -
 
     def run() -> None:
         with pytest.raises(ValueError, match="attention_mask has 5 columns"), torch.no_grad():
-            route.model(route.ids[:, :1], past_key_values=cache, attention_mask=torch.ones(ROWS, 5))
+            route.model(route.ids[:, :1], **{CACHE: cache}, attention_mask=torch.ones(ROWS, 5))
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -17,6 +17,7 @@ from turbo_hf.attention.sparse_step import PART
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.calibration.query_model import classify
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.sparse.select import assign
 from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Hash, Reformer
 from turbo_hf.sparse.undo_rotary import turns_by_halves
@@ -134,10 +135,10 @@ def test_tokens_without_a_bucket_are_always_read() -> None:
     with turbo_hf.patch(llama, config) as handle:
         cache = handle.new_cache()
     # without the patch the cache answers with dense keys, and sees none that it could make buckets of
-    llama(ids, past_key_values=cache)
+    llama(ids, **{CACHE: cache})
     assert all(bool((layer.bucket_index.buckets[..., :90] == -1).all()) for layer in cache.turbo_layers())
     with turbo_hf.patch(llama, config) as handle:
-        llama(ids[:, :1], past_key_values=cache)
+        llama(ids[:, :1], **{CACHE: cache})
     layer = cache.turbo_layers()[0]
     assert layer.selector is not None
     seen = layer.selector.tally.selectivity(0)
@@ -160,10 +161,10 @@ def test_buckets_are_those_of_the_keys_before_rotary_embedding(
     hook = attention.k_proj.register_forward_hook(lambda module, args, out: truth.append(out.detach()))
     with turbo_hf.patch(model, sparse("saap", **TRAINED), calibration=indexed) as handle:
         cache = handle.new_cache()
-        model(**inputs, past_key_values=cache)
+        model(**inputs, **{CACHE: cache})
         one = torch.ones(2, 1, dtype=torch.long)
         mask = torch.cat((inputs["attention_mask"], one), 1)
-        model(inputs["input_ids"][:, -1:], attention_mask=mask, past_key_values=cache)
+        model(inputs["input_ids"][:, -1:], attention_mask=mask, **{CACHE: cache})
     hook.remove()
     layer: Any = cache.layers[2]
     keys = torch.cat(truth, 1).unflatten(-1, (layer.heads, -1)).transpose(1, 2)
@@ -207,16 +208,16 @@ def test_padding_in_the_middle_moves_the_rotation_along(indexed: Calibration) ->
     with turbo_hf.patch(model, config, calibration=indexed) as handle:
         cache: Any = handle.new_cache()
         place = (text["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-        model(**text, position_ids=place, past_key_values=cache)
+        model(**text, position_ids=place, **{CACHE: cache})
         # a second turn of 5 tokens, of which the second row has 3, padded at the right
         turn = torch.randint(3, 1000, (2, 5))
         mask = torch.cat((text["attention_mask"], torch.tensor([[1] * 5, [1, 1, 1, 0, 0]])), 1)
         place = (mask.cumsum(-1) - 1)[:, -5:]
-        both = model(turn, attention_mask=mask, position_ids=place, past_key_values=cache).logits
+        both = model(turn, attention_mask=mask, position_ids=place, **{CACHE: cache}).logits
         alone: Any = handle.new_cache()
         one = tokenizer(PROSE[:300], return_tensors="pt")
-        model(**one, past_key_values=alone)
-        want = model(turn[1:, :3], past_key_values=alone).logits
+        model(**one, **{CACHE: alone})
+        want = model(turn[1:, :3], **{CACHE: alone}).logits
     assert torch.equal(both[1:, :3].argmax(-1), want.argmax(-1))
     # the first sparse layer: what deeper ones see hangs on sums of another order
     found, own = (held.layers[1].bucket_index.buckets for held in (cache, alone))

@@ -12,6 +12,7 @@ import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
+from turbo_hf.models.versions import CACHE
 from turbo_hf.sparse.bucket_index import SPARE
 from turbo_hf.sparse.selectors import Reformer
 
@@ -164,7 +165,7 @@ def test_a_crop_changes_all_layers_or_none() -> None:
     sparse = SparseConfig(selector="random", buckets=8, probes=2, window_tokens=WINDOW)
     with turbo_hf.patch(model, TurboConfig(bits=8, sparse=sparse)) as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         with pytest.raises(ValueError, match=r"layer 1: crop\(-200\) leaves 200 tokens of row 0"):
             cache.crop(-200)
         assert [layer.seen for layer in cache.turbo_layers()] == [400] * 3
@@ -231,7 +232,7 @@ def test_tokens_are_the_same_with_a_cache_in_bucket_order(chunk: int | None) -> 
         config = TurboConfig(bits=16, block_size=BLOCK, attention="fp16", sparse=sparse)
         with turbo_hf.patch(model, config) as handle:
             cache = handle.new_cache()
-            out = model.generate(ids, past_key_values=cache, **options)
+            out = model.generate(ids, **{CACHE: cache}, **options)
         return out, cache
 
     every = SparseConfig(selector="random", buckets=8, probes=8, window_tokens=WINDOW, dense_layers=())
@@ -245,9 +246,9 @@ def test_a_mask_that_tells_columns_apart_is_refused() -> None:
     sparse = SparseConfig(selector="random", buckets=8, probes=8, window_tokens=WINDOW)
     with turbo_hf.patch(model, TurboConfig(bits=8, sparse=sparse), strict="fallback") as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         mask = torch.zeros(1, 1, 2, 302)
         mask[..., 5] = torch.finfo(torch.float32).min
         with pytest.raises(ValueError, match="stand in the order of their buckets, so that no 4D mask can tell them"):
-            model(ids[:, :2], past_key_values=cache, attention_mask=mask)
+            model(ids[:, :2], **{CACHE: cache}, attention_mask=mask)
         assert [layer.seen for layer in cache.turbo_layers()] == [300, 300]

@@ -22,6 +22,7 @@ from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.memory import cache_bytes, measure
 from turbo_hf.config.turbo_config import PRESETS
 from turbo_hf.layout import page_bytes
+from turbo_hf.models.versions import CACHE
 
 TEXT = "Q: I have a cat, a dog, and a snake. How many animals do I have?\nA: Let's think step by step.\n"
 
@@ -32,7 +33,7 @@ def forward(model: Any, ids: Tensor, cache: Cache, mask: Tensor | None = None) -
     if mask is not None:
         position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     with torch.no_grad():
-        logits: Tensor = model(ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits
+        logits: Tensor = model(ids, attention_mask=mask, position_ids=position, **{CACHE: cache}).logits
     return logits
 
 
@@ -107,7 +108,7 @@ def test_the_trained_model_reasons_on_it(preset: str) -> None:
     batch = tokenizer([TEXT, TEXT[:64]], return_tensors="pt", padding=True)
     want = model.generate(**batch, max_new_tokens=50)
     cache = TurboCache(model.config, preset, attention_mask=batch["attention_mask"])
-    assert torch.equal(model.generate(**batch, max_new_tokens=50, past_key_values=cache)[0], want[0])
+    assert torch.equal(model.generate(**batch, max_new_tokens=50, **{CACHE: cache})[0], want[0])
     assert cache.turbo_layers()[0].state.sealed[0] >= 1
 
 
@@ -115,14 +116,14 @@ def test_padding_is_not_stored_if_told(llama: Any) -> None:
     lengths = [70, 9, 128]
     batch = left_padded([prompts(1, n, seed=n)[0] for n in lengths])
     told = TurboCache(llama.config, attention_mask=batch["attention_mask"])
-    got = llama.generate(**batch, past_key_values=told, max_new_tokens=20)[:, 128:]
+    got = llama.generate(**batch, **{CACHE: told}, max_new_tokens=20)[:, 128:]
     assert [layer.lengths() for layer in told.turbo_layers()] == [[n + 19 for n in lengths]] * 2
     for row, n in enumerate(lengths):
         alone = TurboCache(llama.config)
         ids = prompts(1, n, seed=n)
-        assert torch.equal(llama.generate(ids, past_key_values=alone, max_new_tokens=20)[0, n:], got[row])
+        assert torch.equal(llama.generate(ids, **{CACHE: alone}, max_new_tokens=20)[0, n:], got[row])
     untold = TurboCache(llama.config)
-    llama.generate(**batch, past_key_values=untold, max_new_tokens=20)
+    llama.generate(**batch, **{CACHE: untold}, max_new_tokens=20)
     assert untold.turbo_layers()[0].lengths() == [128 + 19] * 3
 
 
@@ -131,9 +132,9 @@ def test_padding_that_only_the_cache_was_told_of_is_refused_by_a_patched_model(l
     with turbo_hf.patch(llama):
         cache = TurboCache(llama.config, attention_mask=batch["attention_mask"])
         with pytest.raises(ValueError, match="given an attention_mask with padding, this patched model none"):
-            llama(batch["input_ids"], past_key_values=cache)
+            llama(batch["input_ids"], **{CACHE: cache})
         assert [layer.seen for layer in cache.turbo_layers()] == [0, 0]
-        llama(**batch, past_key_values=cache)
+        llama(**batch, **{CACHE: cache})
         assert [layer.lengths() for layer in cache.turbo_layers()] == [[70, 9]] * 2
         without = TurboCache(llama.config, attention_mask=torch.ones(2, 70))
         forward(llama, batch["input_ids"], without)
@@ -272,7 +273,7 @@ def test_a_reset_cache_takes_another_batch(llama: Any) -> None:
 
 def test_a_cache_filled_with_gradients_on_can_be_copied(llama: Any) -> None:
     cache = TurboCache(llama.config)
-    logits = llama(prompts(2, 70), past_key_values=cache).logits
+    logits = llama(prompts(2, 70), **{CACHE: cache}).logits
     assert logits.requires_grad
     twin = copy.deepcopy(cache)
     assert torch.equal(go_on(llama, twin, [0, 1]), go_on(llama, cache, [0, 1]))
@@ -303,10 +304,10 @@ def test_a_mask_that_was_written_over_is_read_again(llama: Any) -> None:
     with turbo_hf.patch(llama) as handle, torch.no_grad():
         cache = handle.new_cache()
         mask = torch.ones(2, 30, dtype=torch.bool)
-        llama(prompts(2, 30), attention_mask=mask, past_key_values=cache)
+        llama(prompts(2, 30), attention_mask=mask, **{CACHE: cache})
         cache.crop(-30)
         mask[1, :8] = False
-        llama(prompts(2, 30), attention_mask=mask, past_key_values=cache)
+        llama(prompts(2, 30), attention_mask=mask, **{CACHE: cache})
         assert cache.turbo_layers()[0].lengths() == [30, 22]
 
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.cache.layer import TurboLayer
+from turbo_hf.models.versions import CACHE as NAMED
 
 K, V = torch.randn(2, 2, 2, 3, 16, generator=torch.Generator().manual_seed(0))
 SAME, REFUSED, OWN = "as a DynamicCache does", "refused", "something of its own"
@@ -177,9 +178,9 @@ def test_what_was_read_makes_a_dynamic_cache() -> None:
     model, ids = tiny_llama(), prompts(2, 60)
     cache = TurboCache(model.config, TurboConfig(bits=4, block_size=32))
     with torch.no_grad():
-        model(ids[:, :40], past_key_values=cache)
+        model(ids[:, :40], **{NAMED: cache})
         loose = DynamicCache(list(cache))
-        want, got = (model(ids[:, 40:], past_key_values=each).logits for each in (cache, loose))
+        want, got = (model(ids[:, 40:], **{NAMED: each}).logits for each in (cache, loose))
     torch.testing.assert_close(got, want)
 
 
@@ -188,7 +189,7 @@ def test_padding_reads_as_zeros() -> None:
     with turbo_hf.patch(model) as handle, torch.no_grad():
         cache: Any = handle.new_cache()
         assert (cache.layers[0].keys, cache.layers[0].values) == (None, None)
-        model(**batch, past_key_values=cache)
+        model(**batch, **{NAMED: cache})
     for layer in cache.layers:
         for shown in (layer.keys, layer.values):
             assert shown.shape == (2, 2, 40, 16)
@@ -262,7 +263,7 @@ def three_rows(dense: tuple[int, ...]) -> Any:
     batch = left_padded([prompts(1, n, seed=n)[0] for n in (50, 9, 33)])
     cache = handle.new_cache()
     with torch.no_grad():
-        model(**batch, past_key_values=cache)
+        model(**batch, **{NAMED: cache})
     return cache
 
 

@@ -16,6 +16,7 @@ from sparse_cache_support import sparse
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.models.versions import CACHE
 
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
 modes = pytest.mark.parametrize("mode", list(MODES))
@@ -86,7 +87,7 @@ def step(model: Any, cache: Any, tokens: int, seed: int, mode: str = "no_grad") 
     """Logits of a pass over new tokens of two rows."""
     ids = prompts(2, tokens, seed) % 63 + 1
     with MODES[mode]():
-        logits: torch.Tensor = model(ids, past_key_values=cache).logits
+        logits: torch.Tensor = model(ids, **{CACHE: cache}).logits
         return logits.clone()
 
 
@@ -151,7 +152,7 @@ def test_a_cache_that_was_told_of_padding_is_copied_with_it(mode: str) -> None:
     with MODES[mode]():
         twin = copy.deepcopy(told)
     for cache in (told, twin):
-        model.generate(**batch, past_key_values=cache, max_new_tokens=3)
+        model.generate(**batch, **{CACHE: cache}, max_new_tokens=3)
         assert [layer.lengths() for layer in cache.turbo_layers()] == [[42, 11]] * 2
 
 
@@ -177,12 +178,12 @@ def test_a_prompt_that_is_reused(mode: str) -> None:
         fresh, prefix = handle.new_cache(), handle.new_cache()
         step_of = {"max_new_tokens": 9, "do_sample": False}
         with torch.no_grad():
-            model(ids[:, :44], past_key_values=fresh)
-        want = model.generate(ids, past_key_values=fresh, **step_of)
+            model(ids[:, :44], **{CACHE: fresh})
+        want = model.generate(ids, **{CACHE: fresh}, **step_of)
         with MODES[mode]():
-            model(ids[:, :44], past_key_values=prefix)
-            inside = model.generate(ids, past_key_values=copy.deepcopy(prefix), **step_of)
-        outside = model.generate(ids, past_key_values=copy.deepcopy(prefix), **step_of)
+            model(ids[:, :44], **{CACHE: prefix})
+            inside = model.generate(ids, **{CACHE: copy.deepcopy(prefix)}, **step_of)
+        outside = model.generate(ids, **{CACHE: copy.deepcopy(prefix)}, **step_of)
     assert torch.equal(inside, want)
     assert torch.equal(outside, want)
 
@@ -198,7 +199,7 @@ def test_a_cache_that_was_initialized_early_goes_on_in_any_mode(mode: str) -> No
             assert cache.is_initialized
             assert cache.layers[0].keys.shape == (2, 2, 0, 16)
         for part in (ids, ids[:, :1], ids):
-            assert torch.equal(*(model(part, past_key_values=each).logits for each in (cache, want)))
+            assert torch.equal(*(model(part, **{CACHE: each}).logits for each in (cache, want)))
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
@@ -209,7 +210,7 @@ def test_a_reset_hybrid_takes_another_batch(family: str) -> None:
     cache.reset()
     ids = prompts(3, 20) % 63 + 1
     with torch.no_grad():
-        got, want = (made.patched(ids, past_key_values=each).logits for each in (cache, made.new_cache()))
+        got, want = (made.patched(ids, **{CACHE: each}).logits for each in (cache, made.new_cache()))
     assert torch.equal(got, want)
 
 
@@ -229,15 +230,15 @@ def test_a_convolution_is_cropped_by_what_it_has_recorded() -> None:
     made = subject("lfm2", "exact")
     cache, ids = made.new_cache(), prompts(1, 40) % 63 + 1
     with torch.no_grad():
-        made.patched(ids[:, :20], past_key_values=cache)
+        made.patched(ids[:, :20], **{CACHE: cache})
         cache.activate_past_recording()
         with pytest.raises(ValueError, match=r"layer 0: .* can be cropped only by what it has recorded"):
             cache.crop(-2)
-        made.patched(ids[:, 20:], past_key_values=cache)
+        made.patched(ids[:, 20:], **{CACHE: cache})
         cache.crop(-5)
         with pytest.raises(ValueError, match=r"layer 0: .* can be cropped only by what it has recorded"):
             cache.crop(-1)
-        got = made.patched(ids[:, 35:], past_key_values=cache).logits
+        got = made.patched(ids[:, 35:], **{CACHE: cache}).logits
         want = made.plain(ids, use_cache=False).logits[:, 35:]
     # keys and values in 16 bits
     assert float((got - want).abs().max()) < 0.01 * float(want.std())

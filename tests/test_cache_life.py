@@ -11,12 +11,13 @@ from models import prompts, tiny_llama, tiny_mistral
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.models.versions import CACHE
 
 
 @torch.no_grad()
 def feed(model: Any, tokens: int, cache: TurboCache) -> None:
     """A pass over new tokens."""
-    model(prompts(2, tokens), past_key_values=cache)
+    model(prompts(2, tokens), **{CACHE: cache})
 
 
 def lengths(cache: TurboCache) -> list[int]:
@@ -111,14 +112,14 @@ def test_recording_ends_in_linear_layers_too(tokens: int) -> None:
             feed(model, tokens, each)
         cache.stop_recording()
         for _ in range(3):
-            want, got = (model(prompts(2, 1), past_key_values=each).logits for each in (plain, cache))
+            want, got = (model(prompts(2, 1), **{CACHE: each}).logits for each in (plain, cache))
             assert torch.equal(got, want)
         first: list[Any] = [each.layers[0] for each in (plain, cache)]
         assert first[0].conv_states[0].shape == first[1].conv_states[0].shape
         cache.activate_past_recording()
         feed(model, 9, cache)
         cache.reset()
-        want, got = (model(prompts(2, tokens), past_key_values=each).logits for each in (handle.new_cache(), cache))
+        want, got = (model(prompts(2, tokens), **{CACHE: each}).logits for each in (handle.new_cache(), cache))
         assert torch.equal(got, want)
         assert [first[1].record_past, cache.turbo_layers()[0].record_past] == [False, False]
 

@@ -20,6 +20,7 @@ from turbo_hf.calibration.checkpoint import checkpoint_of
 from turbo_hf.config.turbo_config import HEAD_METRICS
 from turbo_hf.config.whole_files import facts_hash
 from turbo_hf.errors import Unsupported
+from turbo_hf.models.versions import CACHE
 
 # --- artifacts ---------------------------------------------------------------------------------------------------
 
@@ -209,7 +210,7 @@ def orders(handle: turbo_hf.Handle, model: Any) -> list[list[list[int]]]:
     """Order of heads by layer and row after a prompt of two rows."""
     cache = handle.new_cache()
     with torch.no_grad():
-        model(prompts(2, 130), past_key_values=cache)
+        model(prompts(2, 130), **{CACHE: cache})
     return [layer.order.tolist() for layer in cache.turbo_layers()]
 
 
@@ -234,14 +235,14 @@ def test_the_order_stays_through_reset_crop_and_copies() -> None:
         cache = handle.new_cache()
         with torch.no_grad():
             for tokens in (70, 100):
-                model(prompts(2, tokens), past_key_values=cache)
+                model(prompts(2, tokens), **{CACHE: cache})
                 cache.crop(-tokens + 1)
-                model(prompts(2, 64), past_key_values=cache)
+                model(prompts(2, 64), **{CACHE: cache})
                 assert [layer.order.tolist() for layer in cache.turbo_layers()] == want
                 cache.reset()
         twin = copy.deepcopy(model)
         out = twin.generate(prompts(1, 80), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
-        assert [layer.order.tolist() for layer in out.past_key_values.turbo_layers()] == [row[:1] for row in want]
+        assert [layer.order.tolist() for layer in out[CACHE].turbo_layers()] == [row[:1] for row in want]
 
 
 def test_auto_looks_beside_the_checkpoint(tmp_path: Path) -> None:
@@ -314,4 +315,4 @@ def test_a_cache_refuses_an_order_that_is_none() -> None:
         TurboCache(model.config, MIXED, head_orders={5: (0, 1)})
     cache = TurboCache(model.config, MIXED, head_orders={0: (1, 1)})
     with pytest.raises(ValueError, match=r"must name each of its 2 KV heads once; got \[1, 1\]"):
-        model(prompts(1, 4), past_key_values=cache)
+        model(prompts(1, 4), **{CACHE: cache})

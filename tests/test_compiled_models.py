@@ -109,10 +109,10 @@ def test_an_own_loop_over_a_compiled_model() -> None:
 
         def loop() -> list[Tensor]:
             out = model(ids[:, :60], use_cache=True)
-            assert isinstance(out.past_key_values, TurboCache)
+            assert isinstance(out[CACHE], TurboCache)
             found = [out.logits]
             for at in range(60, 66):
-                out = model(ids[:, at : at + 1], past_key_values=out.past_key_values)
+                out = model(ids[:, at : at + 1], **{CACHE: out[CACHE]})
                 found.append(out.logits)
             return found
 
@@ -134,7 +134,7 @@ def test_no_step_is_compiled_after_the_first(compile_it: Callable[[Any], None]) 
             for step in range(8):
                 at = mask.cumsum(-1) - 1 if step == 0 else mask.sum(-1, keepdim=True) - 1
                 ids = batch["input_ids"] if step == 0 else batch["input_ids"][:, -1:]
-                model(ids, attention_mask=mask, position_ids=at, past_key_values=cache, use_cache=True)
+                model(ids, attention_mask=mask, position_ids=at, **{CACHE: cache}, use_cache=True)
                 mask = torch.nn.functional.pad(mask, (0, 1), value=1)
                 counts.append(int(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
     # a prompt, a step; and nothing for another cache
@@ -165,10 +165,10 @@ def test_on_a_gpu_by_inductor(compile_it: str) -> None:
 
 def test_a_cache_of_an_unpatched_model_that_is_compiled() -> None:
     model = tiny_llama(num_hidden_layers=1, attn_implementation="sdpa")
-    want, before = answer(model, past_key_values=TurboCache(model.config, CONFIG)), compiled()
+    want, before = answer(model, **{CACHE: TurboCache(model.config, CONFIG)}), compiled()
     layers(model)
     cache = TurboCache(model.config, CONFIG)
-    assert torch.equal(answer(model, past_key_values=cache), want)
+    assert torch.equal(answer(model, **{CACHE: cache}), want)
     assert cache.get_seq_length() == 67
     assert compiled() > before
 

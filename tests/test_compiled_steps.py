@@ -23,6 +23,7 @@ from turbo_hf.attention.turbo_attention import compressed, turbo_attention
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import compiled_step
 from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
 
 PLAIN = TurboConfig(block_size=32)
@@ -311,9 +312,9 @@ def test_a_cache_that_was_read_dequantized_is_not_compiled_over() -> None:
     with turbo_hf.patch(model, COMPILED, strict="warn") as handle, torch.no_grad():
         cache = handle.new_cache()
         with pytest.warns(UserWarning, match="the attention mask"):
-            model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            model(ids, attention_mask=mask, **{CACHE: cache}, use_cache=True)
         assert cache.decompressed
-        model.generate(torch.cat((ids, ids[:, :1]), 1), past_key_values=cache, max_new_tokens=4, do_sample=False)
+        model.generate(torch.cat((ids, ids[:, :1]), 1), **{CACHE: cache}, max_new_tokens=4, do_sample=False)
     assert not compilations()
 
 
@@ -368,13 +369,13 @@ def test_a_step_that_breaks_off_leaves_its_mark(monkeypatch: pytest.MonkeyPatch)
         # in the second layer of the second step that is compiled
         monkeypatch.setattr(compiled_step, "compressed", fails)
         with pytest.raises(KeyboardInterrupt):
-            model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False)
+            model.generate(ids, **{CACHE: cache}, max_new_tokens=6, do_sample=False)
         monkeypatch.setattr(compiled_step, "compressed", attend)
         with pytest.raises(ValueError, match="broke off"):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **{CACHE: cache})
         assert cache.roll_back() == 1
         held = cache.get_seq_length()
-        more = model.generate(want[:, : held + 1], past_key_values=cache, max_new_tokens=2, do_sample=False)
+        more = model.generate(want[:, : held + 1], **{CACHE: cache}, max_new_tokens=2, do_sample=False)
         assert torch.equal(more, want[:, : held + 3])
 
 
@@ -398,8 +399,8 @@ def require_ties(
             plain = model(tokens[None, first:at]).logits[0, -1].float()
             with turbo_hf.patch(model, config) as handle:
                 cache = handle.new_cache()
-                model(tokens[None, first : at - 1], past_key_values=cache)
-                rounded = model(tokens[None, at - 1 : at], past_key_values=cache).logits[0, -1].float()
+                model(tokens[None, first : at - 1], **{CACHE: cache})
+                rounded = model(tokens[None, at - 1 : at], **{CACHE: cache}).logits[0, -1].float()
         gap = rounded[tokens[at]] - rounded[others[at]]
         assert abs(gap) <= 2 * (rounded - plain).abs().max(), f"row {row}, column {at}: no tie, {gap:.3g} apart"
 
@@ -439,7 +440,7 @@ def test_on_a_gpu_steps_are_compiled_once(runners: list[StepRunner], monkeypatch
         with torch._dynamo.config.patch(error_on_recompile=True):
             for tokens in (300, 40):
                 cache = handle.new_cache()
-                model.generate(ids, past_key_values=cache, max_new_tokens=tokens, do_sample=False)
+                model.generate(ids, **{CACHE: cache}, max_new_tokens=tokens, do_sample=False)
                 assert isinstance(cache, TurboCache)
                 assert cache.get_seq_length() == 40 + tokens - 1
     assert compilations() == 1

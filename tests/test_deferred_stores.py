@@ -16,6 +16,7 @@ from turbo_hf.cache import deferred_stores
 from turbo_hf.cache.deferred_stores import DeferredStores
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.graphs.step_runner import is_compiled
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods
 
 SMALL = TurboConfig(block_size=32)
@@ -27,7 +28,7 @@ def started(handle: Any, model: Any, ids: torch.Tensor, **kwargs: Any) -> TurboC
     cache: TurboCache = handle.new_cache()
     cache.deferred.wanted = True
     with torch.no_grad():
-        model(ids, past_key_values=cache, **kwargs)
+        model(ids, **{CACHE: cache}, **kwargs)
     assert cache.deferred
     assert all(not layer.is_initialized or layer.seen == 0 for layer in cache.all_layers)
     return cache
@@ -36,7 +37,7 @@ def started(handle: Any, model: Any, ids: torch.Tensor, **kwargs: Any) -> TurboC
 @torch.no_grad()
 def goes_on(model: Any, ids: torch.Tensor, cache: TurboCache) -> list[torch.Tensor]:
     """Logits of a step, a chunk and a step."""
-    return [model(part, past_key_values=cache).logits for part in (ids[:, :1], ids[:, :30], ids[:, :1])]
+    return [model(part, **{CACHE: cache}).logits for part in (ids[:, :1], ids[:, :30], ids[:, :1])]
 
 
 READERS: dict[str, Callable[[TurboCache], Any]] = {
@@ -59,7 +60,7 @@ def test_it_is_stored_before_anything_reads_it(window: int | None, reader: Calla
     with turbo_hf.patch(model, SMALL) as handle:
         plain = handle.new_cache()
         with torch.no_grad():
-            model(ids, past_key_values=plain)
+            model(ids, **{CACHE: plain})
         cache = started(handle, model, ids)
         reader(cache)
         want, got = (goes_on(model, ids, each) for each in (plain, cache))
@@ -101,12 +102,12 @@ def test_a_layer_that_is_read_in_the_midst_of_the_pass_holds_it() -> None:
 
         hook = model.model.layers[1].register_forward_pre_hook(look)
         with torch.no_grad():
-            first = model(**given, past_key_values=cache).logits
+            first = model(**given, **{CACHE: cache}).logits
         hook.remove()
         assert held == [(TOKENS, 0)]
         plain = handle.new_cache()
         with torch.no_grad():
-            assert torch.equal(first, model(**given, past_key_values=plain).logits)
+            assert torch.equal(first, model(**given, **{CACHE: plain}).logits)
         for (keys, values, _), (same_keys, same_values, _) in zip(cache, plain, strict=True):
             assert torch.equal(keys, same_keys)
             assert torch.equal(values, same_values)
@@ -123,11 +124,11 @@ def test_a_pass_that_breaks_off_leaves_the_cache_as_it_was() -> None:
         cache.deferred.wanted = True
         hook = model.lm_head.register_forward_pre_hook(fail)
         with pytest.raises(KeyError), torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         hook.remove()
         assert cache.get_seq_length() == 0
         with torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         assert cache.get_seq_length() == TOKENS
 
 
@@ -144,10 +145,10 @@ def test_storing_that_breaks_off_breaks_the_cache(monkeypatch: pytest.MonkeyPatc
             with pytest.raises(KeyboardInterrupt):
                 cache.get_seq_length()
         with pytest.raises(ValueError, match="store\\(\\) of this TurboCache broke off"), torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         cache.reset()
         with torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         assert cache.get_seq_length() == TOKENS
 
 
@@ -159,7 +160,7 @@ def test_nan_in_it_is_reported_at_once() -> None:
         with torch.no_grad():
             model.model.embed_tokens.weight[ids[0, 3]] = float("nan")
             with pytest.raises(ValueError, match="NaN or Inf"):
-                model(ids, past_key_values=cache)
+                model(ids, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("call", ["pass", "generate", "recording"])
@@ -169,8 +170,8 @@ def test_the_cache_is_refused_within_its_own_pass(call: str) -> None:
         cache = handle.new_cache()
         cache.deferred.wanted = True
         calls = {
-            "pass": lambda: model.model(ids[:, :3], past_key_values=cache),
-            "generate": lambda: model.generate(ids[:, :3], past_key_values=cache, max_new_tokens=2),
+            "pass": lambda: model.model(ids[:, :3], **{CACHE: cache}),
+            "generate": lambda: model.generate(ids[:, :3], **{CACHE: cache}, max_new_tokens=2),
             "recording": cache.activate_past_recording,
         }
 
@@ -180,7 +181,7 @@ def test_the_cache_is_refused_within_its_own_pass(call: str) -> None:
 
         hook = model.lm_head.register_forward_pre_hook(nested)
         with torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         hook.remove()
         assert cache.get_seq_length() == TOKENS
 
@@ -190,10 +191,10 @@ def test_one_prompt_alone_is_deferred() -> None:
     with turbo_hf.patch(model, SMALL) as handle:
         cache = started(handle, model, ids)
         with torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
             assert not cache.deferred
             cache.reset()
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         assert not cache.deferred
 
 
@@ -238,7 +239,7 @@ def test_a_layer_that_is_called_twice_in_a_pass_is_refused() -> None:
             lambda module, args, kwargs, out: module.forward(*args, **kwargs), with_kwargs=True
         )
         with pytest.raises(ValueError, match="broke off"), torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
 
 
 def test_much_is_stored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +248,7 @@ def test_much_is_stored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with turbo_hf.patch(model, SMALL) as handle, torch.no_grad():
         cache = handle.new_cache()
         cache.deferred.wanted = True
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         assert not cache.deferred
         assert cache.all_layers[1].seen == TOKENS
 
@@ -266,7 +267,7 @@ def test_another_thread_that_reads_stores_nothing() -> None:
 
         hook = model.model.layers[1].register_forward_pre_hook(look)
         with torch.no_grad():
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         hook.remove()
         assert held == [0]
         assert cache.get_seq_length() == TOKENS
@@ -291,7 +292,7 @@ def test_generate_defers_the_prompts_of_its_own_caches(device: torch.device, mon
         one = model.generate(ids, max_new_tokens=1, do_sample=False)
         assert taken == [True] * 4
         assert handle.memory().tokens == 2 * TOKENS
-        given = model.generate(ids, past_key_values=handle.new_cache(), max_new_tokens=20, do_sample=False)
+        given = model.generate(ids, **{CACHE: handle.new_cache()}, max_new_tokens=20, do_sample=False)
         assert taken[4:] == [False, False]
     assert torch.equal(many, given)
     assert torch.equal(many[:, : TOKENS + 1], one)

@@ -13,6 +13,7 @@ from transformers import DynamicCache, GenerationMixin, Phi3Config, Phi3ForCausa
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig, Unsupported
+from turbo_hf.models.versions import CACHE
 
 SWITCH = 70
 """Tokens up to which the models of this file use their short factors."""
@@ -90,9 +91,9 @@ def test_every_length_is_compressed_with_the_models_tokens(way: str) -> None:
     with turbo_hf.patch(model, FULL, strict="warn") as handle:
         got = answer(model, ids, attention_mask=mask, **options)
         assert torch.equal(got.sequences, want.sequences)
-        cache = got.past_key_values
+        cache = got[CACHE]
         assert isinstance(cache, TurboCache)
-        assert cache.get_seq_length() == want.past_key_values.get_seq_length()
+        assert cache.get_seq_length() == want[CACHE].get_seq_length()
         assert handle.memory() == cache.memory()
         assert handle.memory().tokens > 0
 
@@ -110,11 +111,11 @@ def test_four_bit_tokens_are_those_of_one_prompt() -> None:
     model, ids = long_phi(), prompts(2, SWITCH - 5)
     with turbo_hf.patch(model, EXACT4) as handle:
         first = answer(model, ids, max_new_tokens=6)
-        assert first.past_key_values.get_seq_length() == SWITCH
+        assert first[CACHE].get_seq_length() == SWITCH
         together = answer(model, ids, max_new_tokens=7)
         prompt = handle.new_cache()
-        model(first.sequences, past_key_values=prompt)
-        for got, want in zip(together.past_key_values.turbo_layers(), prompt.turbo_layers(), strict=True):
+        model(first.sequences, **{CACHE: prompt})
+        for got, want in zip(together[CACHE].turbo_layers(), prompt.turbo_layers(), strict=True):
             assert got.lengths() == want.lengths() == [SWITCH + 1] * 2
             assert all(map(torch.equal, got.dequantized(SWITCH + 1), want.dequantized(SWITCH + 1)))
 
@@ -132,13 +133,13 @@ def test_a_second_turn(padded: bool) -> None:
             out = answer(model, batch["input_ids"], attention_mask=batch["attention_mask"], max_new_tokens=10)
             ids = torch.cat((out.sequences, then), 1)
             mask = torch.nn.functional.pad(batch["attention_mask"], (0, 10 + then.shape[1]), value=1)
-            return out, answer(model, ids, attention_mask=mask, past_key_values=out.past_key_values)
+            return out, answer(model, ids, attention_mask=mask, **{CACHE: out[CACHE]})
 
         want = turns()[1].sequences
         with turbo_hf.patch(model, FULL):
             one, two = turns()
             assert torch.equal(two.sequences, want)
-            assert two.past_key_values is one.past_key_values
+            assert two[CACHE] is one[CACHE]
 
 
 @whole
@@ -147,8 +148,8 @@ def test_a_cache_of_ones_own_is_the_one_that_is_filled() -> None:
     want = answer(model, ids).sequences
     with turbo_hf.patch(model, "turbo4"):
         own = TurboCache(model.config, FULL)
-        out = answer(model, ids, past_key_values=own)
-    assert out.past_key_values is own
+        out = answer(model, ids, **{CACHE: own})
+    assert out[CACHE] is own
     assert torch.equal(out.sequences, want)
     assert own.get_seq_length() == SWITCH - 5 + 23
 
@@ -173,17 +174,17 @@ def test_only_new_tokens_are_refused_where_all_are_computed_again() -> None:
     with turbo_hf.patch(model, FULL):
         out = answer(model, prompts(1, 40), max_new_tokens=2)
         new, mask = prompts(1, SWITCH + 1, 1), torch.ones(1, 41 + SWITCH + 1, dtype=torch.long)
-        held = out.past_key_values
+        held = out[CACHE]
         with pytest.raises(Unsupported, match=r"passes only the newest 71 of 112 tokens.*Pass all of them"):
-            answer(model, new, attention_mask=mask, past_key_values=held)
+            answer(model, new, attention_mask=mask, **{CACHE: held})
         assert held.get_seq_length() == 41
 
 
 def newest_alone(model: Any, input_ids: Any, **kwargs: Any) -> Any:
     """Inputs of the newest token alone where all are to be computed again, as Phi-4-multimodal has them."""
-    cache, prepare = kwargs.get("past_key_values"), GenerationMixin.prepare_inputs_for_generation
+    cache, prepare = kwargs.get(CACHE), GenerationMixin.prepare_inputs_for_generation
     if cache is not None and SWITCH >= cache.get_seq_length() > 0 and input_ids.shape[1] > SWITCH:
-        kwargs["past_key_values"] = None
+        kwargs[CACHE] = None
     return prepare(model, input_ids, **kwargs)
 
 
@@ -202,7 +203,7 @@ def test_a_model_that_loses_the_prompt_is_told_of() -> None:
         warnings.simplefilter("always")
         out = answer(model, **batch)
     assert torch.equal(out.sequences, want)
-    assert isinstance(out.past_key_values, TurboCache)
+    assert isinstance(out[CACHE], TurboCache)
     (warning,) = [x for x in caught if "lacks the prompt" in str(x.message)]
     assert warning.filename == __file__
     with turbo_hf.patch(model, FULL), pytest.raises(Unsupported, match=r"lacks the prompt.*do not pad"):
@@ -215,17 +216,17 @@ def test_a_model_that_loses_the_prompt_is_told_of() -> None:
 class Fickle(Phi3ForCausalLM):
     """Its forward pass goes on with a cache of its own after ten tokens."""
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() == 12:
-            past_key_values = DynamicCache(config=self.config)
-        return super().forward(input_ids, past_key_values=past_key_values, **kwargs)
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        if kwargs.get(CACHE) is not None and kwargs[CACHE].get_seq_length() == 12:
+            kwargs[CACHE] = DynamicCache(config=self.config)
+        return super().forward(input_ids, **kwargs)
 
 
 def others_inputs(model: Any, input_ids: Any, **kwargs: Any) -> Any:
     """Inputs with a cache of the model's own after ten tokens."""
-    cache, prepare = kwargs.get("past_key_values"), GenerationMixin.prepare_inputs_for_generation
+    cache, prepare = kwargs.get(CACHE), GenerationMixin.prepare_inputs_for_generation
     if cache is not None and cache.get_seq_length() == 12:
-        kwargs["past_key_values"] = DynamicCache(config=model.config)
+        kwargs[CACHE] = DynamicCache(config=model.config)
     return prepare(model, input_ids, **kwargs)
 
 

@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import EarlyExitCandidateGenera
 
 import turbo_hf
 from turbo_hf import TurboConfig, Unsupported
+from turbo_hf.models.versions import CACHE
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MIXED: dict[str, Any] = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": 40, "query_pre_attn_scalar": 16}
@@ -51,14 +52,14 @@ def test_drafts_give_the_greedy_tokens(kind: str) -> None:
     for config in (EXACT, TurboConfig(bits=8, block_size=32, attention="fp16")):
         with turbo_hf.patch(model, config, strict="warn") as handle:
             own = handle.new_cache()
-            for options in ({}, {"past_key_values": own}):
+            for options in ({}, {CACHE: own}):
                 assert torch.equal(answer(model, ids, assistant_early_exit=2, **options), want)
                 assert torch.equal(answer(model, ids), want), "another call does not see the draft"
             assert own.get_seq_length() == 87
             assert len(handle.memory().layers) == 3
     with turbo_hf.patch(model, "turbo4", strict="warn") as handle:
         plain, own = answer(model, ids), handle.new_cache()
-        assert answer(model, ids, assistant_early_exit=2, past_key_values=own).shape == (1, 88)
+        assert answer(model, ids, assistant_early_exit=2, **{CACHE: own}).shape == (1, 88)
         assert [layer.lengths() for layer in own.turbo_layers()][-1] == [87]
         assert torch.equal(answer(model, ids), plain)
     assert model.config.num_hidden_layers == 3
@@ -78,10 +79,10 @@ def test_a_draft_that_breaks_off_leaves_all_layers(error: type, monkeypatch: pyt
         with monkeypatch.context() as planted:
             planted.setattr(EarlyExitCandidateGenerator, "_generate_candidates", fail)
             with pytest.raises(error, match="planted"):
-                answer(model, ids, assistant_early_exit=2, past_key_values=own)
+                answer(model, ids, assistant_early_exit=2, **{CACHE: own})
         assert model.config.num_hidden_layers == 3
         assert torch.equal(answer(model, ids), want)
-        assert torch.equal(answer(model, ids, past_key_values=own), want)
+        assert torch.equal(answer(model, ids, **{CACHE: own}), want)
         assert len(handle.new_cache().layers) == 3
 
 

@@ -17,6 +17,7 @@ from turbo_hf.eval.methods import BASELINE, EAGER, applied, method_named
 from turbo_hf.eval.model import Batch, TurboLM
 from turbo_hf.eval.tasks import carried_prose
 from turbo_hf.eval.without_cudnn_plans import without_plans
+from turbo_hf.models.versions import CACHE
 
 
 def questions(tokenizer: Any) -> list[tuple[Any, list[int], list[int]]]:
@@ -60,8 +61,8 @@ def test_scores_are_those_of_a_pass_by_pass_reading() -> None:
     assert lm.handle is not None
     cache = lm.handle.new_cache()
     with torch.inference_mode():
-        model(torch.tensor([context[:-1]]), past_key_values=cache)
-        logits = model(torch.tensor([[context[-1], *continuation[:-1]]]), past_key_values=cache).logits[0]
+        model(torch.tensor([context[:-1]]), **{CACHE: cache})
+        logits = model(torch.tensor([[context[-1], *continuation[:-1]]]), **{CACHE: cache}).logits[0]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(continuation)[:, None]).sum()
     torch.testing.assert_close(scores(lm, [request])[0], expected)
     lm.close()

@@ -13,6 +13,7 @@ from turbo_hf.eval.cache_size import cache_size
 from turbo_hf.eval.methods import ABLATIONS, expanded, is_simulated, method_named, same_settings
 from turbo_hf.eval.simulate import Scheme, balance, by_channel, by_token, gear_l, kivi, kvarn, low_rank, rounded
 from turbo_hf.eval.simulated_cache import CompressedLayer, SimulatedCache, compressed_cache, window_cache
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.store.rotate import rotate_keys, unrotate_keys
 
 HEADS, DIM = 2, 64
@@ -206,7 +207,7 @@ def test_rows_do_not_depend_on_their_batch(name: str) -> None:
 
     def run(inputs: dict[str, Any]) -> tuple[torch.Tensor, SimulatedCache]:
         cache = method.make(model, inputs["attention_mask"])  # type: ignore[misc]
-        out = model.generate(**inputs, past_key_values=cache, max_new_tokens=70, do_sample=False)
+        out = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=70, do_sample=False)
         return out[:, inputs["input_ids"].shape[1] :], cache
 
     together, cache = run(left_padded(rows))
@@ -222,8 +223,8 @@ def test_a_window_is_attention_on_what_it_holds_at_positions_inside_it() -> None
     ids = prompts(1, 60)
     cache = window_cache(model, 20, torch.ones(1, 50))
     with torch.inference_mode():
-        model(ids[:, :50], past_key_values=cache)
-        found = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(50, 60)]
+        model(ids[:, :50], **{CACHE: cache})
+        found = [model(ids[:, at : at + 1], **{CACHE: cache}).logits for at in range(50, 60)]
         for at, logits in zip(range(50, 60), found, strict=True):
             # with one layer keys are those of the tokens alone, so that a shorter text has the same ones
             kept = torch.cat([ids[:, :4], ids[:, at - 16 : at + 1]], -1)
@@ -243,7 +244,7 @@ def test_what_was_dropped_is_not_found() -> None:
         make = method_named(name).make
         assert make is not None
         cache = make(model, inputs.attention_mask)
-        out = model.generate(**inputs, past_key_values=cache, max_new_tokens=12, do_sample=False)
+        out = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=12, do_sample=False)
         replies[name] = tokenizer.decode(out[0, inputs.input_ids.shape[1] :])
     plain = tokenizer.decode(model.generate(**inputs, max_new_tokens=12)[0, inputs.input_ids.shape[1] :])
     assert replies["streaming-4096"] == plain
@@ -325,9 +326,9 @@ def test_quantized_caches_of_transformers(name: str) -> None:
     make = method_named(name).make
     assert make is not None
     made = model.generate(
-        **inputs, past_key_values=make(model, inputs.attention_mask), max_new_tokens=4, return_dict_in_generate=True
+        **inputs, **{CACHE: make(model, inputs.attention_mask)}, max_new_tokens=4, return_dict_in_generate=True
     )
-    stored, tokens = cache_size(made.past_key_values, 1, None)
+    stored, tokens = cache_size(made[CACHE], 1, None)
     assert tokens == inputs.input_ids.shape[1] + 3
     dense = tokens * 6 * 2 * 64 * 2 * 4
     # codes, their scales and zero points, and the newest tokens

@@ -36,6 +36,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import turbo_hf
 from turbo_hf import TurboCache
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.families import FAMILIES, family_of
 
 GENERIC = EVERYTHING[len(CASES) :]
@@ -155,7 +156,7 @@ def test_other_ways_to_generate(name: str, options: dict[str, Any]) -> None:
         given = {"max_new_tokens": NEW, "do_sample": False, **options, **more}
         return torch.as_tensor(model.generate(**batch, **given))  # type: ignore[operator]
 
-    oracle = run(past_key_values=TurboCache(model.config, config, attention_mask=mask))
+    oracle = run(**{CACHE: TurboCache(model.config, config, attention_mask=mask)})
     with turbo_hf.patch(model, config):
         assert torch.equal(run(), oracle)
 
@@ -168,10 +169,10 @@ def test_a_second_turn_and_the_way_back(name: str) -> None:
     before, plain = snapshot(model), logits(model, **renamed(batch))
 
     def turns(cache: Any) -> Tensor:
-        first = generate(model, batch, past_key_values=cache).sequences
+        first = generate(model, batch, **{CACHE: cache}).sequences
         ids = torch.cat((first, prompts(len(LENGTHS), 20, 7)), 1)
         mask = torch.nn.functional.pad(batch["attention_mask"], (0, ids.shape[1] - first.shape[1] + NEW), value=1)
-        again = generate(model, {"input_ids": ids, "attention_mask": mask}, past_key_values=cache).sequences
+        again = generate(model, {"input_ids": ids, "attention_mask": mask}, **{CACHE: cache}).sequences
         return torch.as_tensor(again)
 
     want = turns(DynamicCache(config=model.config))

@@ -39,7 +39,9 @@ def test_refused_types_exist() -> None:
             id="latent",
         ),
         pytest.param("bloom", {}, "no attention module that uses Transformers' AttentionInterface", id="interface"),
-        pytest.param("gptj", {"rotary_dim": 8}, "no attention module that uses Transformers' Att", id="interface-2"),
+        pytest.param(
+            "mpt", {"d_model": 64, "n_heads": 4}, "no attention module that uses Transformers' Att", id="interface-2"
+        ),
         pytest.param("llama", {"head_dim": 24}, "head dim 24 is no multiple of 16", id="head-dim"),
         pytest.param(
             "mimo_v2_flash", {"v_head_dim": 8, **EXPERTS}, "16 channels per head and its values 8", id="values"

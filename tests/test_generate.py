@@ -19,6 +19,7 @@ from transformers import DynamicCache
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.attention.masks import mask_4d
+from turbo_hf.models.versions import CACHE
 
 
 @pytest.fixture(params=MODES)
@@ -44,7 +45,7 @@ def test_the_oracle_notices_quantization_and_padding(llama: Any, config: TurboCo
     shown = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["attention_mask"])}
     assert not torch.equal(want, oracle(llama, config, **shown)), "padding changes no token"
     if config.bits < 8:
-        padded = answer(llama, past_key_values=TurboCache(llama.config, config), **batch)
+        padded = answer(llama, **dict[str, Any]({CACHE: TurboCache(llama.config, config)}), **batch)
         assert not torch.equal(want, padded), "where a block begins changes no token"
 
 
@@ -97,7 +98,7 @@ def test_half_precision_models_generate(dtype: torch.dtype, mode: Any) -> None:
         out = model.generate(**ragged(), max_new_tokens=8, return_dict_in_generate=True, output_logits=True)
     assert out.sequences.shape == (4, 125 + 8)
     assert all(logits.isfinite().all() for logits in out.logits)
-    assert all(layer.dtype == dtype for layer in out.past_key_values.turbo_layers())
+    assert all(layer.dtype == dtype for layer in out[CACHE].turbo_layers())
 
 
 # --- rows do not depend on each other ------------------------------------------------------------------------------
@@ -170,12 +171,12 @@ def test_passes_of_a_batch_are_those_of_its_rows_alone(llama: Any, data: st.Data
             valid[:, tokens - needed :] = True
             ids, mask = prompts(rows, tokens), torch.cat((mask, valid.long()), 1)
             position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
-            logits = model(ids, attention_mask=mask, position_ids=position, past_key_values=batch).logits
+            logits = model(ids, attention_mask=mask, position_ids=position, **{CACHE: batch}).logits
             for row, cache in enumerate(alone):
                 seen, count = cache.get_seq_length(), int(valid[row].sum())
                 if count:
                     place = torch.arange(seen, seen + count)[None]
-                    own = model(ids[row : row + 1, valid[row]], position_ids=place, past_key_values=cache).logits[0]
+                    own = model(ids[row : row + 1, valid[row]], position_ids=place, **{CACHE: cache}).logits[0]
                     # far less than one INT8 step anywhere would make
                     noise = torch.finfo(torch.float32).eps * own.abs().max()
                     assert bool(((logits[row, valid[row]] - own).abs() < noise).all())
@@ -194,7 +195,7 @@ def test_a_foreign_cache_works_with_a_warning(llama: Any) -> None:
     batch = ragged()
     want = answer(llama, **batch)
     with pytest.warns(UserWarning, match="a DynamicCache was passed, so this call is not compressed"):
-        got = patched(llama, "turbo2", past_key_values=DynamicCache(config=llama.config), **batch)
+        got = patched(llama, "turbo2", **dict[str, Any]({CACHE: DynamicCache(config=llama.config)}), **batch)
     assert torch.equal(got, want)
 
 
@@ -222,11 +223,11 @@ def test_a_pass_left_to_hugging_face_stores_no_padding(llama: Any) -> None:
         for shown in (mask, every):
             cache = handle.new_cache()
             position = (mask.cumsum(-1) - 1).clamp(min=0)
-            llama(**{**batch, "attention_mask": shown}, position_ids=position, past_key_values=cache)
+            llama(**{**batch, "attention_mask": shown}, position_ids=position, **{CACHE: cache})
             assert [layer.lengths() for layer in cache.turbo_layers()] == [[70, 9]] * 2
             place = after.sum(-1, keepdim=True) - 1
             token = prompts(2, 1)
-            steps.append(llama(token, attention_mask=after, position_ids=place, past_key_values=cache).logits)
+            steps.append(llama(token, attention_mask=after, position_ids=place, **{CACHE: cache}).logits)
     assert torch.equal(steps[0].argmax(-1), steps[1].argmax(-1))
 
 
@@ -243,7 +244,7 @@ def test_training_on_a_compressed_cache_is_refused(llama: Any) -> None:
     with turbo_hf.patch(model) as handle:
         model.train()
         with pytest.raises(ValueError, match=r"training mode.*Call model.eval\(\)"):
-            model(ids, past_key_values=handle.new_cache())
+            model(ids, **{CACHE: handle.new_cache()})
         # without a compressed cache training goes on as ever
         loss = model(ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -255,7 +256,7 @@ def test_training_on_a_compressed_cache_is_refused(llama: Any) -> None:
             assert other.grad is not None
             torch.testing.assert_close(mine.grad, other.grad)
         model.eval()
-        loss = model(ids, labels=ids, past_key_values=handle.new_cache()).loss
+        loss = model(ids, labels=ids, **{CACHE: handle.new_cache()}).loss
         with pytest.raises(RuntimeError, match="attention over a compressed cache has no gradient"):
             loss.backward()
 
@@ -282,7 +283,7 @@ def reachable(thing: Any, seen: set[int]) -> Iterator[Tensor]:
 def test_no_full_precision_copy_survives(llama: Any, config: TurboConfig, options: dict[str, int]) -> None:
     with turbo_hf.patch(llama, config):
         out = llama.generate(**ragged(), max_new_tokens=10, return_dict_in_generate=True, **options)
-    cache = out.past_key_values
+    cache = out[CACHE]
     scales = {
         id(x)
         for layer in cache.turbo_layers()

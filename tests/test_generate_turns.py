@@ -12,6 +12,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.models.versions import CACHE
 
 
 @pytest.fixture(params=MODES)
@@ -70,17 +71,17 @@ def test_drafts_leave_a_cache_that_can_go_on(llama: Any) -> None:
     repeated = torch.cat((ids, ids, ids[:, :50]), 1)
     with turbo_hf.patch(llama, EXACT4) as handle:
         cache = handle.new_cache()
-        first = llama.generate(repeated, past_key_values=cache, max_new_tokens=40, prompt_lookup_num_tokens=5)
+        first = llama.generate(repeated, **{CACHE: cache}, max_new_tokens=40, prompt_lookup_num_tokens=5)
         # everything but the newest token is cached, drafts that were refused are not
         assert [layer.lengths() for layer in cache.turbo_layers()] == [[first.shape[1] - 1]] * 2
         assert all(layer.state.sealed == [(first.shape[1] - 1) // 64] for layer in cache.turbo_layers())
         again = handle.new_cache()
-        llama(first[:, :-1], past_key_values=again)
+        llama(first[:, :-1], **{CACHE: again})
         for mine, other in zip(cache.turbo_layers()[:1], again.turbo_layers()[:1], strict=True):
             got, want = mine.kv_store(), other.kv_store()
             assert torch.equal(got.paged[0].k[got.table], want.paged[0].k[want.table])
         # a call without drafts seals its blocks itself
-        llama.generate(first, past_key_values=cache, max_new_tokens=64)
+        llama.generate(first, **{CACHE: cache}, max_new_tokens=64)
         assert all(layer.state.sealed == [(first.shape[1] + 63) // 64] for layer in cache.turbo_layers())
 
 
@@ -91,15 +92,15 @@ def turns(model: Any, batch: dict[str, Any], then: dict[str, Any], cache: TurboC
     """Generate, append the second prompt, generate on. Returns the second answer."""
     options: dict[str, Any] = {"max_new_tokens": 10, "return_dict_in_generate": True}
     if cache is not None:
-        options["past_key_values"] = cache
+        options[CACHE] = cache
     first = model.generate(**batch, **options)
     ids = torch.cat((first.sequences, then["input_ids"]), 1)
     generated = torch.ones(len(ids), 10, dtype=torch.int64)
     mask = torch.cat((batch["attention_mask"], generated, then["attention_mask"]), 1)
-    options["past_key_values"] = first.past_key_values
+    options[CACHE] = first[CACHE]
     second = model.generate(input_ids=ids, attention_mask=mask, **options)
-    assert second.past_key_values is first.past_key_values
-    assert second.past_key_values.get_seq_length() == ids.shape[1] + 9
+    assert second[CACHE] is first[CACHE]
+    assert second[CACHE].get_seq_length() == ids.shape[1] + 9
     new: Tensor = second.sequences[:, ids.shape[1] :]
     return new
 
@@ -132,17 +133,17 @@ def test_a_prefix_is_continued_twice(llama: Any, config: TurboConfig) -> None:
     tails = [prompts(1, 40, seed=1), prompts(1, 30, seed=2)]
     with turbo_hf.patch(llama, config) as handle:
         cache = handle.new_cache()
-        llama(prefix, past_key_values=cache)
+        llama(prefix, **{CACHE: cache})
         answers = []
         for tail in (*tails, tails[0]):
             ids = torch.cat((prefix, tail), 1)
-            answers.append(answer(llama, input_ids=ids, past_key_values=copy.deepcopy(cache)))
+            answers.append(answer(llama, input_ids=ids, **dict[str, Any]({CACHE: copy.deepcopy(cache)})))
         assert cache.get_seq_length() == 100
         fresh = []
         for tail in tails:
             own = handle.new_cache()
-            llama(prefix, past_key_values=own)
-            fresh.append(answer(llama, input_ids=torch.cat((prefix, tail), 1), past_key_values=own))
+            llama(prefix, **{CACHE: own})
+            fresh.append(answer(llama, input_ids=torch.cat((prefix, tail), 1), **dict[str, Any]({CACHE: own})))
     assert torch.equal(answers[0], answers[2])
     assert torch.equal(answers[0], fresh[0])
     assert torch.equal(answers[1], fresh[1])
@@ -154,11 +155,11 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it(llama: Any, config:
     with turbo_hf.patch(llama, config) as handle:
         caches = [handle.new_cache(), handle.new_cache()]
         with torch.inference_mode():
-            llama(ids[:, :100], past_key_values=caches[0])
+            llama(ids[:, :100], **{CACHE: caches[0]})
         with torch.no_grad():
-            llama(ids[:, :100], past_key_values=caches[1])
+            llama(ids[:, :100], **{CACHE: caches[1]})
         caches.append(copy.deepcopy(caches[0]))
-        got = [answer(llama, tokens=40, input_ids=ids, past_key_values=cache) for cache in caches]
+        got = [answer(llama, tokens=40, input_ids=ids, **dict[str, Any]({CACHE: cache})) for cache in caches]
         with torch.inference_mode():
             inside = answer(llama, input_ids=ids[:, :100])
         outside = answer(llama, input_ids=ids[:, :100])
@@ -171,22 +172,22 @@ def test_a_cache_refuses_another_batch_and_another_past(llama: Any) -> None:
     with turbo_hf.patch(llama) as handle:
         cache = handle.new_cache()
         batch = ragged([20, 9])
-        first = llama.generate(**batch, past_key_values=cache, max_new_tokens=3)
+        first = llama.generate(**batch, **{CACHE: cache}, max_new_tokens=3)
         with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
-            llama.generate(first, attention_mask=torch.ones_like(first), past_key_values=cache, max_new_tokens=3)
+            llama.generate(first, attention_mask=torch.ones_like(first), **{CACHE: cache}, max_new_tokens=3)
         with pytest.raises(ValueError, match="differs from the one under which the cached tokens were stored"):
-            llama(first[:, -1:], past_key_values=cache)
+            llama(first[:, -1:], **{CACHE: cache})
         with pytest.raises(ValueError, match="holds 2 rows of 2 heads; this pass brings 3"):
-            llama(prompts(3, 1), attention_mask=torch.ones(3, 23), past_key_values=cache)
+            llama(prompts(3, 1), attention_mask=torch.ones(3, 23), **{CACHE: cache})
         with pytest.raises(ValueError, match="attention_mask has 3 rows, this pass 2"):
-            llama(first[:, -1:], attention_mask=torch.ones(3, 23), past_key_values=cache)
+            llama(first[:, -1:], attention_mask=torch.ones(3, 23), **{CACHE: cache})
         # a row without padding needs no mask
         cache.batch_select_indices(torch.tensor([0]))
-        llama(first[:1, -1:], past_key_values=cache)
+        llama(first[:1, -1:], **{CACHE: cache})
         with pytest.raises(ValueError, match="holds 1 rows"):
-            llama(prompts(3, 1), past_key_values=cache)
+            llama(prompts(3, 1), **{CACHE: cache})
         with pytest.raises(ValueError, match="attention_mask has 5 columns; the cache holds 23"):
-            llama(prompts(1, 1), attention_mask=torch.ones(1, 5), past_key_values=cache)
+            llama(prompts(1, 1), attention_mask=torch.ones(1, 5), **{CACHE: cache})
 
 
 # --- a loop of one's own -------------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def test_a_loop_of_ones_own_gives_the_tokens_of_generate(llama: Any, config: Tur
         cache = handle.new_cache()
         for _ in range(8):
             position = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            logits = llama(ids, attention_mask=mask, position_ids=position, past_key_values=cache).logits
+            logits = llama(ids, attention_mask=mask, position_ids=position, **{CACHE: cache}).logits
             ids = logits[:, -1:].argmax(-1)
             tokens.append(ids)
             mask = torch.cat((mask, torch.ones_like(ids)), 1)
@@ -215,15 +216,15 @@ def test_a_right_padded_prompt_is_read_like_its_rows_alone(llama: Any, config: T
     mask = torch.arange(width) < torch.tensor(lengths)[:, None]
     with turbo_hf.patch(llama, config) as handle, torch.no_grad():
         cache = handle.new_cache()
-        logits = llama(ids, attention_mask=mask.long(), past_key_values=cache).logits
+        logits = llama(ids, attention_mask=mask.long(), **{CACHE: cache}).logits
         token = prompts(3, 1, seed=9)
         after = torch.cat((mask, torch.ones(3, 1, dtype=torch.bool)), 1).long()
         place = torch.tensor(lengths)[:, None]
-        step = llama(token, attention_mask=after, position_ids=place, past_key_values=cache).logits
+        step = llama(token, attention_mask=after, position_ids=place, **{CACHE: cache}).logits
         for row, length in enumerate(lengths):
             own = handle.new_cache()
-            alone = llama(rows[row], past_key_values=own).logits
-            alone_step = llama(token[row : row + 1], past_key_values=own).logits
+            alone = llama(rows[row], **{CACHE: own}).logits
+            alone_step = llama(token[row : row + 1], **{CACHE: own}).logits
             assert torch.equal(logits[row, :length].argmax(-1), alone[0].argmax(-1))
             assert torch.equal(step[row].argmax(-1), alone_step[0].argmax(-1))
             assert cache.turbo_layers()[0].lengths()[row] == length + 1

@@ -22,6 +22,7 @@ from turbo_hf.errors import Unsupported
 from turbo_hf.graphs import replayable_steps as steps
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.graphs.step_runner import StepRunner, describe
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
 from turbo_hf.sparse.selectors import Reformer
 
@@ -177,7 +178,7 @@ def test_passes_between_the_steps_of_sparse_layers(runners: list[StepRunner], de
             cache, said = handle.new_cache(), prompts(1, 40).to(model.device)
             for turn in range(3):
                 said = torch.cat((said, prompts(1, 5, seed=turn).to(model.device)), 1)
-                said = model.generate(said, past_key_values=cache, max_new_tokens=40, do_sample=False)
+                said = model.generate(said, **{CACHE: cache}, max_new_tokens=40, do_sample=False)
                 cache.crop(-3)
                 said = said[:, :-3]
             layers = cache.turbo_layers()
@@ -209,7 +210,7 @@ def test_an_answer_that_ends_early_leaves_nothing_reserved_and_nothing_full(
             # the first ends where a row fills a block
             for end in (161, 169):
                 options: dict[str, Any] = {"max_new_tokens": 400, "do_sample": False, "stopping_criteria": [at(end)]}
-                ids = torch.as_tensor(model.generate(**said, past_key_values=cache, **options))
+                ids = torch.as_tensor(model.generate(**said, **{CACHE: cache}, **options))
                 new = ids.shape[1] - said["attention_mask"].shape[1]
                 mask = torch.nn.functional.pad(said["attention_mask"], (0, new), value=1)
                 said = {"input_ids": ids, "attention_mask": mask}
@@ -234,7 +235,7 @@ def test_turns_on_one_cache(runners: list[StepRunner], device: torch.device) -> 
             for turn in range(3):
                 more = prompts(1, 5, seed=turn).to(model.device)
                 said = torch.cat((said, more), 1)
-                said = model.generate(said, past_key_values=cache, max_new_tokens=40, do_sample=False)
+                said = model.generate(said, **{CACHE: cache}, max_new_tokens=40, do_sample=False)
             tokens: list[int] = said[0].tolist()
             return tokens
 
@@ -371,9 +372,9 @@ def test_a_step_that_turns_out_to_be_in_full_precision_is_refused_and_stores_not
     with turbo_hf.patch(model, SMALL, strict="warn") as handle:
         cache = handle.new_cache()
         with pytest.raises(Unsupported, match=r"this decode step cannot run .*cuda_graphs=False"):
-            model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+            model.generate(ids, **{CACHE: cache}, max_new_tokens=20, do_sample=False)
         assert cache.get_seq_length() == 40
-        again = model.generate(want[:, :41], past_key_values=cache, max_new_tokens=19, do_sample=False)
+        again = model.generate(want[:, :41], **{CACHE: cache}, max_new_tokens=19, do_sample=False)
     assert torch.equal(again, want)
     assert not runners[-1].captures
 
@@ -445,7 +446,7 @@ def test_a_runner_leaves_a_sparse_cache_to_the_model(runners: list[StepRunner]) 
     with turbo_hf.patch(model, SMALL):
         chosen = SparseConfig(selector="lsh-reformer", window_tokens=16, buckets=16, probes=3)
         cache = TurboCache(model.config, TurboConfig(sparse=chosen), selectors={1: Reformer(chosen, 1)})
-        model.generate(prompts(1, 40), past_key_values=cache, max_new_tokens=6)
+        model.generate(prompts(1, 40), **{CACHE: cache}, max_new_tokens=6)
     assert [runner.captures for runner in runners] == [0]
 
 

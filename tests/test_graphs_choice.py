@@ -15,6 +15,7 @@ from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.errors import Unsupported
 from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.decode import launch as launch_decode
 from turbo_hf.ops.sparse import launch as launch_sparse
 from turbo_hf.ops.store import launch as launch_store
@@ -44,7 +45,7 @@ class Bench:
         mask = torch.ones(len(ids), self.cache.get_seq_length() + ids.shape[1], dtype=torch.long)
         mask[1, : self.padding] = 0
         known = {"input_ids": ids, "position_ids": at, "attention_mask": mask, "use_cache": True}
-        return (call or self.model)(**{**known, "past_key_values": self.cache, "return_dict": True, **options})
+        return (call or self.model)(**{**known, CACHE: self.cache, "return_dict": True, **options})
 
     def step(self, dtype: torch.dtype = torch.int64, **options: Any) -> Any:
         """One new token a row, through the runner."""
@@ -68,7 +69,7 @@ def test_one_step_warms_the_next_is_captured_all_others_are_replayed(bench: Benc
     outputs = [bench.step() for _ in range(6)]
     assert bench.counts == (1, 1, 5)
     assert all(type(out) is type(outputs[0]) for out in outputs)
-    assert outputs[0].past_key_values is bench.cache
+    assert outputs[0][CACHE] is bench.cache
     assert [layer.seen for layer in bench.cache.turbo_layers()] == [46, 46]
 
 
@@ -98,7 +99,7 @@ def test_passes_of_several_tokens_go_to_the_model(bench: Bench) -> None:
 
 def test_gradients_go_to_the_model(bench: Bench) -> None:
     known = {"input_ids": torch.ones(2, 1, dtype=torch.long), "position_ids": torch.full((2, 1), 40)}
-    out = bench.runner(**known, past_key_values=bench.cache)
+    out = bench.runner(**known, **{CACHE: bench.cache})
     with pytest.raises(RuntimeError, match="has no gradient"):
         out.logits.sum().backward()
     assert bench.counts == (0, 0, 0)
@@ -309,7 +310,7 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
             cache, ids = handle.new_cache(), ragged([66, 62])
             at = (ids["attention_mask"].cumsum(-1) - 1).clamp(min=0)
             mask = ids["attention_mask"]
-            out = model(**ids, position_ids=at, past_key_values=cache, use_cache=True)
+            out = model(**ids, position_ids=at, **{CACHE: cache}, use_cache=True)
             runner = StepRunner(model, None, Noting())
             found = []
             notes.clear()
@@ -317,7 +318,7 @@ def test_launches_of_a_graph_are_those_of_the_steps_it_stands_for(
                 new = out.logits[:, -1:].argmax(-1)
                 found.append(new)
                 mask, at = torch.nn.functional.pad(mask, (0, 1), value=1), at[:, -1:] + 1
-                known = {"input_ids": new, "attention_mask": mask, "position_ids": at, "past_key_values": cache}
+                known = {"input_ids": new, "attention_mask": mask, "position_ids": at, CACHE: cache}
                 out = (runner if graph else model)(**known, use_cache=True, return_dict=True)
             tokens.append(torch.cat(found, 1))
     assert torch.equal(*tokens)

@@ -14,6 +14,7 @@ import turbo_hf
 from turbo_hf import SparseConfig
 from turbo_hf.graphs.devices import CudaDevice
 from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.models.versions import CACHE
 
 
 @pytest.fixture
@@ -42,13 +43,13 @@ def test_a_replayed_step_waits_for_nothing_but_the_mask(sparse: Any, runners: li
     with turbo_hf.patch(model, config, calibration=an_index(model)) as handle, torch.no_grad():
         cache = handle.new_cache()
         ids = prompts(3, 40).cuda()
-        model(ids, past_key_values=cache, use_cache=True)
+        model(ids, **{CACHE: cache}, use_cache=True)
         runner = StepRunner(model, None, CudaDevice(model.device))
         new = ids[:, :1].contiguous()
         at = torch.full((3, 1), 40, device="cuda")
 
         def step() -> None:
-            runner(input_ids=new, position_ids=at, past_key_values=cache, use_cache=True, return_dict=True)
+            runner(input_ids=new, position_ids=at, **{CACHE: cache}, use_cache=True, return_dict=True)
 
         for _ in range(4):
             step()

@@ -29,6 +29,7 @@ from turbo_hf.cache.new_columns import NewColumns, columns_of
 from turbo_hf.cache.storage import DECODE_TOKENS
 from turbo_hf.eval.without_cudnn_plans import without_plans
 from turbo_hf.layout import Rounding, Scoring, TileRule
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.host_device import require_finite, send, shared
 from turbo_hf.ops.latent.contract import latent_decode
 from turbo_hf.ops.prefill.contract import prefill
@@ -206,7 +207,7 @@ def test_a_pass_of_a_model_reads_once_and_its_mask_once(
             seen: list[int] = []
             module.register_forward_pre_hook(lambda *_: seen.append(work.reads))
             model.register_forward_hook(lambda *_: seen.append(work.reads))
-            model(**batch, past_key_values=cache)
+            model(**batch, **{CACHE: cache})
     assert seen[1] - seen[0] == reads
     assert len(held) == 1
 
@@ -236,13 +237,13 @@ def test_a_pass_names_the_layer_before_its_tokens_are_chosen(bad: float, backend
         weight[0, 0] = bad
         cache = handle.new_cache()
         with pytest.raises(ValueError, match=MESSAGE.format(1)):
-            model(prompts(1, 66), past_key_values=cache)
+            model(prompts(1, 66), **{CACHE: cache})
         with pytest.raises(ValueError, match=MESSAGE.format(1)):
             model.generate(prompts(1, 66), max_new_tokens=3, logits_processor=LogitsProcessorList([choose]))
         assert not chosen
         weight[0, 0] = kept
         cache.reset()
-        model(prompts(1, 66), past_key_values=cache)
+        model(prompts(1, 66), **{CACHE: cache})
         assert not any(layer.unchecked for layer in cache.turbo_layers())
 
 
@@ -255,7 +256,7 @@ def test_a_cache_that_stored_nan_is_refused_at_each_later_pass() -> None:
         cache = handle.new_cache()
         for _ in range(2):
             with pytest.raises(ValueError, match=MESSAGE.format(1)):
-                model(prompts(1, 40), past_key_values=cache)
+                model(prompts(1, 40), **{CACHE: cache})
             weight[0, 0] = kept
 
 
@@ -266,7 +267,7 @@ def test_without_a_patch_nan_is_told_at_once(backend: Any) -> None:
         model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
     cache = TurboCache(model.config, TurboConfig(backend=backend))
     with pytest.raises(ValueError, match=MESSAGE.format(1)), torch.no_grad():
-        model(prompts(1, 66), past_key_values=cache)
+        model(prompts(1, 66), **{CACHE: cache})
     spoilt, unseen = cache.turbo_layers()[1:]
     # whether or not the tokens were stored, what is counted agrees
     assert not spoilt.is_initialized or spoilt.lengths() == [spoilt.seen]
@@ -283,7 +284,7 @@ def test_a_layer_that_was_chosen_to_be_dense_ends_the_pass_too() -> None:
         pytest.raises(ValueError, match=MESSAGE.format(0)),
         torch.no_grad(),
     ):
-        model(prompts(1, 66), past_key_values=handle.new_cache())
+        model(prompts(1, 66), **{CACHE: handle.new_cache()})
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import turbo_hf
 from turbo_hf import PromptSparsity, TurboCache, TurboConfig, Unsupported
 from turbo_hf.layout import page_bytes
 from turbo_hf.models.model_layers import LATENT_TYPES
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patches.generic import why_not_compressible
 from turbo_hf.patches.latent import up_weight
 from turbo_hf.patches.layers import attention_layers
@@ -80,8 +81,8 @@ def test_tokens_are_those_of_the_unpatched_model(mode: str) -> None:
 def steps(model: Any, ids: torch.Tensor, cache: Any, first: int) -> torch.Tensor:
     """Logits of a prompt, and of the tokens behind it one by one."""
     with torch.no_grad():
-        out = [model(ids[:, :first], past_key_values=cache).logits[:, -1:]]
-        out += [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(first, ids.shape[1])]
+        out = [model(ids[:, :first], **{CACHE: cache}).logits[:, -1:]]
+        out += [model(ids[:, n : n + 1], **{CACHE: cache}).logits for n in range(first, ids.shape[1])]
     return torch.cat(out, 1)
 
 
@@ -100,9 +101,9 @@ def test_absorbed_steps_equal_expanded_ones_over_the_same_cache(config: Any) -> 
     with turbo_hf.patch(model, config) as handle:
         cache = handle.new_cache()
         with torch.no_grad():
-            model(ids[:, :130], past_key_values=cache)
+            model(ids[:, :130], **{CACHE: cache})
         other = copy.deepcopy(cache)
-        got = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(130, 140)]
+        got = [model(ids[:, n : n + 1], **{CACHE: cache}).logits for n in range(130, 140)]
     with torch.no_grad():
         want = [other_step(model, ids, n, other) for n in range(130, 140)]
     torch.testing.assert_close(torch.cat(got, 1), torch.cat(want, 1), rtol=2e-3, atol=2e-3)
@@ -110,7 +111,7 @@ def test_absorbed_steps_equal_expanded_ones_over_the_same_cache(config: Any) -> 
 
 
 def other_step(model: Any, ids: torch.Tensor, n: int, cache: Any) -> torch.Tensor:
-    logits: torch.Tensor = model(ids[:, n : n + 1], past_key_values=cache).logits
+    logits: torch.Tensor = model(ids[:, n : n + 1], **{CACHE: cache}).logits
     return logits
 
 
@@ -118,15 +119,15 @@ def test_crop_and_copies_go_back_to_what_was() -> None:
     model, ids = model_of(), prompts(2, 140) % 97 + 1
     with turbo_hf.patch(model, EXACT) as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(ids[:, :100], past_key_values=cache)
+        model(ids[:, :100], **{CACHE: cache})
         kept = copy.deepcopy(cache)
-        want = model(ids[:, 100:101], past_key_values=cache).logits
-        model(ids[:, 101:140], past_key_values=cache)
+        want = model(ids[:, 100:101], **{CACHE: cache}).logits
+        model(ids[:, 101:140], **{CACHE: cache})
         # into a sealed block
         cache.crop(-40)
         for again in (cache, kept):
             assert again.get_seq_length() == 100
-            torch.testing.assert_close(model(ids[:, 100:101], past_key_values=again).logits, want)
+            torch.testing.assert_close(model(ids[:, 100:101], **{CACHE: again}).logits, want)
 
 
 def test_a_second_turn_continues_the_cache() -> None:
@@ -141,7 +142,7 @@ def test_a_second_turn_continues_the_cache() -> None:
         return generated(
             model,
             {"input_ids": again, "attention_mask": mask[:, : again.shape[1]]},
-            past_key_values=first.past_key_values,
+            **{CACHE: first[CACHE]},
         )
 
     want = two_turns()
@@ -156,7 +157,7 @@ def test_bytes_are_those_of_latents() -> None:
     model, ids = model_of(), prompts(1, 128) % 97 + 1
     with turbo_hf.patch(model, "turbo4") as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(ids, past_key_values=cache)
+        model(ids, **{CACHE: cache})
         layer = cache.memory().layers[0]
     # two pages, and what the host needs of a row
     assert 2 * page_bytes(16, 4, 64, 16) <= layer["codes"] + layer["scales"] <= 2 * page_bytes(16, 4, 64, 16) + 120
@@ -172,7 +173,7 @@ def test_remove_restores_the_model() -> None:
         # a call without a cache, and one with Transformers' own, are the unpatched model's
         assert torch.equal(generated(model, given, use_cache=False), want)
         with pytest.warns(UserWarning, match="not compressed"):
-            own = generated(model, given, past_key_values=transformers.DynamicCache(config=model.config))
+            own = generated(model, given, **{CACHE: transformers.DynamicCache(config=model.config)})
         assert torch.equal(own, want)
     assert not any("expand_kv" in vars(module) for module in modules)
     assert torch.equal(generated(model, given), want)
@@ -289,10 +290,10 @@ def test_nan_is_reported() -> None:
     model = copy.deepcopy(model_of())
     with turbo_hf.patch(model) as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(torch.ones(1, 5, dtype=torch.long), past_key_values=cache)
+        model(torch.ones(1, 5, dtype=torch.long), **{CACHE: cache})
         model.model.layers[0].self_attn.kv_a_layernorm.weight.fill_(torch.nan)
         with pytest.raises(ValueError, match=r"layer 0.*NaN"):
-            model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+            model(torch.ones(1, 1, dtype=torch.long), **{CACHE: cache})
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "mistral4"])

@@ -18,6 +18,7 @@ from turbo_hf.attention import turbo_attention as attention
 from turbo_hf.attention.masks import mask_4d
 from turbo_hf.errors import Unsupported
 from turbo_hf.models.sources import hands_on_mask, question
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.decode.contract import decode
 from turbo_hf.patches import layers
 from turbo_hf.patches.families import family_of
@@ -68,6 +69,7 @@ class Cutting(WrittenOut):
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -83,7 +85,14 @@ class Older(nn.Module):
 
     config: Any
 
-    def forward(self, query: Tensor, attention_mask: Tensor | None, past_key_values: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        query: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         attend: Any = modeling_llama.eager_attention_forward
         if self.config._attn_implementation != "eager":
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
@@ -112,16 +121,16 @@ def test_a_keyword_that_nobody_reads_is_refused_on_every_route(strict: Any, rout
     config = turbo_hf.TurboConfig(block_size=32, dense_layers=(0,)) if route == "dense" else EXACT
     with turbo_hf.patch(model, config, strict=strict) as handle:
         cache = handle.new_cache()
-        options = {"past_key_values": cache} if route in ("compressed", "dense") else {"use_cache": route != "no cache"}
+        options = {CACHE: cache} if route in ("compressed", "dense") else {"use_cache": route != "no cache"}
         with pytest.raises(Unsupported, match=r"passe?s? block_indices to its attention"):
             logits(model, ids, block_indices=torch.ones(1), **options)
         if route == "compressed":
             same = handle.new_cache()
-            assert torch.equal(logits(model, ids, past_key_values=cache), logits(model, ids, past_key_values=same))
+            assert torch.equal(logits(model, ids, **{CACHE: cache}), logits(model, ids, **{CACHE: same}))
         if route == "dense":
             # the model has stored it before attention could tell
             with pytest.raises(ValueError, match=r"an earlier pass .* reset\(\) it, or take a new one"):
-                logits(model, ids, past_key_values=cache)
+                logits(model, ids, **{CACHE: cache})
 
 
 def test_a_keyword_of_hugging_faces_own_function_is_passed_to_it() -> None:
@@ -132,7 +141,7 @@ def test_a_keyword_of_hugging_faces_own_function_is_passed_to_it() -> None:
     with turbo_hf.patch(model, EXACT) as handle:
         torch.testing.assert_close(logits(model, ids, position_bias=bias, use_cache=False), stock)
         with pytest.raises(Unsupported, match="passes position_bias to its attention, which the compressed cache"):
-            logits(model, ids, position_bias=bias, past_key_values=handle.new_cache())
+            logits(model, ids, position_bias=bias, **{CACHE: handle.new_cache()})
 
 
 def test_what_an_eager_function_does_not_read_is_not_given_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import turbo_hf
 from turbo_hf.attention import masks
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.errors import Unsupported
+from turbo_hf.models.versions import CACHE
 
 IMAGE = 90
 """The token that stands for a part of an image."""
@@ -103,7 +104,7 @@ def test_image_blocks_are_refused(gemma3: PreTrainedModel) -> None:
     image, mask = with_image(gemma3)
     call: Any = gemma3
     with turbo_hf.patch(gemma3, exact(8)) as handle, pytest.raises(Unsupported, match="prefix or image blocks"):
-        call(**image, attention_mask=mask, past_key_values=handle.new_cache())
+        call(**image, attention_mask=mask, **{CACHE: handle.new_cache()})
 
 
 def test_image_blocks_fall_back_to_dense_attention(gemma3: PreTrainedModel) -> None:
@@ -116,9 +117,9 @@ def test_image_blocks_fall_back_to_dense_attention(gemma3: PreTrainedModel) -> N
         cache = handle.new_cache()
         without = call(**image, attention_mask=mask, use_cache=False).logits
         torch.testing.assert_close(without[real], stock[real])
-        torch.testing.assert_close(call(**image, attention_mask=mask, past_key_values=cache).logits[real], stock[real])
+        torch.testing.assert_close(call(**image, attention_mask=mask, **{CACHE: cache}).logits[real], stock[real])
         # the padding is known from the dense mask, so that decoding goes on compressed
         assert handle.memory().tokens == int(mask.sum())
         same = copy.deepcopy(cache)
-        ours = call(token, attention_mask=longer, past_key_values=cache).logits
-    torch.testing.assert_close(ours, call(token, attention_mask=longer, past_key_values=same).logits)
+        ours = call(token, attention_mask=longer, **{CACHE: cache}).logits
+    torch.testing.assert_close(ours, call(token, attention_mask=longer, **{CACHE: same}).logits)

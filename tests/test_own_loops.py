@@ -16,6 +16,7 @@ import turbo_hf
 from turbo_hf import TurboCache
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.memory import Memory
+from turbo_hf.models.versions import CACHE
 
 
 @contextmanager
@@ -35,15 +36,15 @@ def loop(model: Any, ids: torch.Tensor, **first: Any) -> tuple[list[int], Any]:
     out, tokens = model(ids, **first), []
     for _ in range(10):
         tokens.append(int(out.logits[0, -1].argmax()))
-        out = model(torch.tensor([[tokens[-1]]]), past_key_values=out.past_key_values)
-    return tokens, out.past_key_values
+        out = model(torch.tensor([[tokens[-1]]]), **{CACHE: out[CACHE]})
+    return tokens, out[CACHE]
 
 
 def test_use_cache_gives_a_compressed_cache() -> None:
     model, ids = tiny_llama(), prompts(1, 70)
     with turbo_hf.patch(model, SMALL) as handle, said() as texts:
         want = model.generate(ids, max_new_tokens=10, do_sample=False)[0, 70:].tolist()
-        for call in ({"use_cache": True}, {"use_cache": True, "past_key_values": None}):
+        for call in ({"use_cache": True}, {"use_cache": True, CACHE: None}):
             tokens, cache = loop(model, ids, **call)
             assert isinstance(cache, TurboCache)
             assert tokens == want
@@ -62,7 +63,7 @@ def test_arguments_by_position() -> None:
         assert cache.get_seq_length() == 40
         for call in ((ids, mask, None, None, None, None, True), (ids, mask, None, None)):
             out = model(*call, **({} if len(call) > 4 else {"use_cache": True}))
-            assert isinstance(out.past_key_values, TurboCache)
+            assert isinstance(out[CACHE], TurboCache)
             assert torch.equal(out.logits, want)
         assert isinstance(model(ids, use_cache=True, return_dict=False)[1], TurboCache)
 
@@ -76,7 +77,7 @@ def test_a_plain_call_is_the_models_own() -> None:
         for call in ({}, {"use_cache": None}, {"use_cache": False}):
             out = model(ids, **call)
             assert torch.equal(out.logits, stock)
-            assert not isinstance(out.past_key_values, TurboCache)
+            assert not isinstance(getattr(out, CACHE), TurboCache)
         assert handle.memory() == Memory((), 0, 0)
     assert not texts
 
@@ -89,13 +90,13 @@ def test_a_loop_over_the_cache_of_a_plain_call_is_told_once(tuples: bool) -> Non
         cache = first[1]
         assert isinstance(cache, Cache)
         for _ in range(3):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **{CACHE: cache})
         given = DynamicCache(config=model.config)
         for _ in range(2):
-            model(ids, past_key_values=given, use_cache=True)
+            model(ids, **{CACHE: given}, use_cache=True)
     assert len(texts) == 1
     assert "made by a plain call of the model, and is not compressed" in texts[0]
-    assert "model(..., use_cache=True) or past_key_values=handle.new_cache()" in texts[0]
+    assert f"model(..., use_cache=True) or {CACHE}=handle.new_cache()" in texts[0]
 
 
 def test_a_loop_over_the_model_inside_is_told_once() -> None:
@@ -103,11 +104,11 @@ def test_a_loop_over_the_model_inside_is_told_once() -> None:
     with turbo_hf.patch(model, SMALL) as handle, torch.no_grad(), said() as texts:
         for outer in (model.model, model):
             out = model.model(ids, use_cache=True)
-            assert isinstance(out.past_key_values, DynamicCache)
+            assert isinstance(out[CACHE], DynamicCache)
             for _ in range(3):
-                out = outer(ids[:, :1], past_key_values=out.past_key_values)
-        compressed = model.model(ids, past_key_values=handle.new_cache())
-        model.model(ids[:, :1], past_key_values=compressed.past_key_values)
+                out = outer(ids[:, :1], **{CACHE: out[CACHE]})
+        compressed = model.model(ids, **{CACHE: handle.new_cache()})
+        model.model(ids[:, :1], **{CACHE: compressed[CACHE]})
     assert len(texts) == 2
     assert all("made by a plain call of the model, and is not compressed" in text for text in texts)
 
@@ -115,8 +116,8 @@ def test_a_loop_over_the_model_inside_is_told_once() -> None:
 def test_generate_tells_of_such_a_cache_once() -> None:
     model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
     with turbo_hf.patch(model, SMALL), torch.no_grad(), said() as texts:
-        cache = model(ids[:, :60]).past_key_values
-        model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+        cache = model(ids[:, :60])[CACHE]
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
     assert [text.partition(":")[2] for text in texts] == [" a DynamicCache was passed, so this call is not compressed."]
 
 
@@ -124,7 +125,7 @@ def test_training_keeps_the_models_own_cache() -> None:
     model, ids = tiny_llama(attn_implementation="sdpa").train(), prompts(2, 40)
     with turbo_hf.patch(model, SMALL):
         out = model(ids, labels=ids, use_cache=True)
-        assert isinstance(out.past_key_values, DynamicCache)
+        assert isinstance(out[CACHE], DynamicCache)
         out.loss.backward()
         model.eval()
         loss = model(ids, labels=ids, use_cache=True).loss
@@ -136,7 +137,7 @@ def test_use_cache_where_another_attention_has_been_chosen() -> None:
     model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 40)
     with turbo_hf.patch(model, SMALL), torch.no_grad():
         model.set_attn_implementation("sdpa")
-        assert isinstance(model(ids, use_cache=True).past_key_values, DynamicCache)
+        assert isinstance(model(ids, use_cache=True)[CACHE], DynamicCache)
         model.set_attn_implementation(NAME)
 
 
@@ -150,7 +151,7 @@ def test_copies_and_models_without_a_head() -> None:
     with pytest.warns(UserWarning, match="has no generate"):
         handle = turbo_hf.patch(body, EXACT)
     with handle, torch.no_grad():
-        assert isinstance(body(ids, use_cache=True).past_key_values, TurboCache)
+        assert isinstance(body(ids, use_cache=True)[CACHE], TurboCache)
 
 
 # --- attn_implementation="turbo_hf" without a patch -------------------------------------------------------------------

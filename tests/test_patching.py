@@ -27,6 +27,7 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.attention.turbo_attention import NAME, sas_threshold
 from turbo_hf.cache.memory import Memory
+from turbo_hf.models.versions import CACHE
 
 SHARED = {
     "num_hidden_layers": 6,
@@ -199,14 +200,14 @@ def test_memory_of_a_cache_that_lives_and_of_one_that_is_gone() -> None:
         cache = handle.new_cache()
         assert handle.memory().tokens == 0
         assert handle.memory().compression == 1.0
-        logits(model, **renamed(batch), past_key_values=cache)
+        logits(model, **renamed(batch), **dict[str, Any]({CACHE: cache}))
         living = handle.memory()
         assert living.tokens == sum(LENGTHS)
         # keys and values of 2 layers, 2 heads of 16 float32 channels
         assert living.full_precision == sum(LENGTHS) * 2 * 2 * 2 * 16 * 4
         assert living.total == sum(living.by_kind.values()) > 0
         longer = torch.nn.functional.pad(batch["attention_mask"], (0, 1), value=1)
-        logits(model, prompts(3, 1), attention_mask=longer, past_key_values=cache)
+        logits(model, prompts(3, 1), attention_mask=longer, **{CACHE: cache})
         assert handle.memory().tokens == living.tokens + 3
         last = handle.memory()
         del cache
@@ -234,7 +235,7 @@ def test_new_cache_is_that_of_generate() -> None:
         assert len(cache.turbo_layers()) == 1
         given = ids
         for _ in range(NEW):
-            best = logits(model, given, past_key_values=cache)[:, -1:].argmax(-1)
+            best = logits(model, given, **{CACHE: cache})[:, -1:].argmax(-1)
             ids, given = torch.cat((ids, best), 1), best
         assert torch.equal(ids, tokens)
 

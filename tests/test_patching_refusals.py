@@ -17,6 +17,7 @@ from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.memory import Memory
 from turbo_hf.errors import Unsupported
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.store.rotate import rotate_keys
 from turbo_hf.patches.generic import PROBES
 from turbo_hf.patching import selfcheck
@@ -156,13 +157,13 @@ def test_masks_and_caches_of_another_batch_or_model_are_refused() -> None:
     mask = torch.ones(1, ids.shape[1])
     with turbo_hf.patch(model, SMALL) as handle:
         with pytest.raises(ValueError, match="attention_mask has 1 rows, this pass 3"):
-            logits(model, ids, attention_mask=mask, past_key_values=handle.new_cache())
+            logits(model, ids, attention_mask=mask, **{CACHE: handle.new_cache()})
         for other, message in (
             (tiny_mistral(None), f"layer 0 of this TurboCache has the window None, the model's {WINDOW}"),
             (tiny_mistral(WINDOW, num_hidden_layers=3), "this TurboCache has 3 layers, the model 2"),
         ):
             with pytest.raises(Unsupported, match=message + r".*use handle.new_cache\(\)"):
-                logits(model, ids, past_key_values=TurboCache(other.config, SMALL))
+                logits(model, ids, **{CACHE: TurboCache(other.config, SMALL)})
 
 
 def test_a_cache_survives_a_call_that_failed() -> None:
@@ -173,16 +174,16 @@ def test_a_cache_survives_a_call_that_failed() -> None:
         raise KeyError
 
     with turbo_hf.patch(model, EXACT) as handle:
-        want = logits(model, ids, past_key_values=handle.new_cache())
+        want = logits(model, ids, **{CACHE: handle.new_cache()})
         cache = handle.new_cache()
         for name in ("q_proj", "o_proj"):
             hook = getattr(last, name).register_forward_pre_hook(fail)
             with pytest.raises(KeyError):
-                logits(model, ids, past_key_values=cache)
+                logits(model, ids, **{CACHE: cache})
             hook.remove()
             assert cache.integrity.last.claimed is None
             cache.reset()
-        assert torch.equal(logits(model, ids, past_key_values=cache), want)
+        assert torch.equal(logits(model, ids, **{CACHE: cache}), want)
 
 
 def test_rows_without_a_prompt_are_refused() -> None:
@@ -197,14 +198,14 @@ def test_caches_that_are_not_compressed_are_told() -> None:
     stock = generate(model)
     with turbo_hf.patch(model, "turbo2") as handle:
         with pytest.warns(UserWarning, match="a DynamicCache was passed, so this call is not compressed"):
-            assert torch.equal(generate(model, past_key_values=DynamicCache(config=model.config)), stock)
+            assert torch.equal(generate(model, **{CACHE: DynamicCache(config=model.config)}), stock)
         with pytest.warns(UserWarning, match=r"cache_implementation='static' asks for .*generation_config\."):
             assert torch.equal(generate(model, cache_implementation="static"), stock)
         assert handle.memory() == Memory((), 0, 0)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ours = generate(model)
-            assert torch.equal(generate(model, past_key_values=handle.new_cache()), ours)
+            assert torch.equal(generate(model, **{CACHE: handle.new_cache()}), ours)
     assert not torch.equal(ours, stock)
 
 

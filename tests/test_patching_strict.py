@@ -31,6 +31,7 @@ from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.attention.masks import mask_4d, turbo_mask
 from turbo_hf.errors import Unsupported
 from turbo_hf.models import versions
+from turbo_hf.models.versions import CACHE
 
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 stricts = pytest.mark.parametrize("strict", ["raise", "warn", "fallback"])
@@ -63,14 +64,14 @@ def test_other_caches_give_the_models_own_logits(model_type: str, options: dict[
             "static": lambda: StaticCache(config=model.config, max_cache_len=128),
         }
         cache = caches[kind]()
-        passes = [logits(model, ids, attention_mask=mask, past_key_values=cache)[real]]
+        passes = [logits(model, ids, attention_mask=mask, **{CACHE: cache})[real]]
         if cache is not None:
-            passes.append(logits(model, step, attention_mask=longer, past_key_values=cache))
+            passes.append(logits(model, step, attention_mask=longer, **{CACHE: cache}))
         cache = caches[kind]()
-        passes.append(logits(model, ids, past_key_values=cache))
+        passes.append(logits(model, ids, **{CACHE: cache}))
         if cache is not None:
-            passes.append(logits(model, ids[:, :3], past_key_values=cache))
-            passes.append(logits(model, step, past_key_values=cache))
+            passes.append(logits(model, ids[:, :3], **{CACHE: cache}))
+            passes.append(logits(model, step, **{CACHE: cache}))
         return passes
 
     stock = run()
@@ -93,7 +94,7 @@ def test_dense_layers_stay_dense_and_right(model_type: str, options: dict[str, A
     model = tiny(model_type, **options)
     config = TurboConfig(block_size=32, attention="fp16", bits=8, dense_layers=(0,))
     cache = TurboCache(model.config, config, attention_mask=padded()["attention_mask"])
-    oracle = generate(model, past_key_values=cache)
+    oracle = generate(model, **{CACHE: cache})
     with turbo_hf.patch(model, config) as handle:
         assert torch.equal(generate(model), oracle)
         assert [layer.storage for layer in handle.report().layers] == ["dense", "2 x 8 bit"]
@@ -203,7 +204,7 @@ def test_a_layer_that_cannot_be_compressed(
     ours = generate(model)
     handle.remove()
     cache = TurboCache(model.config, EXACT, attention_mask=padded()["attention_mask"], dense_layers=(1,))
-    assert torch.equal(ours, generate(model, past_key_values=cache))
+    assert torch.equal(ours, generate(model, **{CACHE: cache}))
 
 
 def spoken(strict: str, message: str, caplog: pytest.LogCaptureFixture, call: Any) -> Any:
@@ -240,23 +241,21 @@ def test_a_call_that_cannot_be_compressed(
             cache = handle.new_cache()
             if strict == "raise":
                 with pytest.raises(Unsupported, match=message):
-                    logits(model, ids, past_key_values=cache, **options)
+                    logits(model, ids, **{CACHE: cache}, **options)
                 continue
-            ours = spoken(
-                strict, message, caplog, lambda c=cache, o=options: logits(model, ids, past_key_values=c, **o)
-            )
+            ours = spoken(strict, message, caplog, lambda c=cache, o=options: logits(model, ids, **{CACHE: c}, **o))
             torch.testing.assert_close(ours, stock)
             same = copy.deepcopy(cache)
-            ours = logits(model, step, past_key_values=cache)
-        torch.testing.assert_close(ours, logits(model, step, past_key_values=same))
+            ours = logits(model, step, **{CACHE: cache})
+        torch.testing.assert_close(ours, logits(model, step, **{CACHE: same}))
 
 
 def test_keywords_that_change_nothing_pass() -> None:
     model, ids = tiny_llama(), prompts(2, 70)
     with turbo_hf.patch(model, EXACT) as handle:
-        plain = logits(model, ids, past_key_values=handle.new_cache())
+        plain = logits(model, ids, **{CACHE: handle.new_cache()})
         same = logits(
-            model, ids, past_key_values=handle.new_cache(), position_bias=None, output_hidden_states=True, labels=ids
+            model, ids, **{CACHE: handle.new_cache()}, position_bias=None, output_hidden_states=True, labels=ids
         )
     assert torch.equal(plain, same)
 
@@ -266,11 +265,11 @@ def test_packed_sequences() -> None:
     model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
     packed = torch.cat((torch.arange(30), torch.arange(40)))[None]
     stock = logits(model, ids, position_ids=packed, use_cache=False)
-    cached = logits(model, ids, position_ids=packed, past_key_values=DynamicCache(config=model.config))
+    cached = logits(model, ids, position_ids=packed, **{CACHE: DynamicCache(config=model.config)})
     assert not torch.allclose(stock, cached)
     with turbo_hf.patch(model, EXACT) as handle:
         torch.testing.assert_close(logits(model, ids, position_ids=packed, use_cache=False), stock)
-        ours = logits(model, ids, position_ids=packed, past_key_values=handle.new_cache())
+        ours = logits(model, ids, position_ids=packed, **{CACHE: handle.new_cache()})
         torch.testing.assert_close(ours, cached)
 
 
@@ -284,7 +283,7 @@ def test_attention_that_changes_keys_after_the_cache(strict: Literal["raise", "w
     ):
         generate(model)
     oracle = TurboCache(model.config, EXACT, attention_mask=padded()["attention_mask"], dense_layers=(1,))
-    tokens = generate(model, past_key_values=oracle)
+    tokens = generate(model, **{CACHE: oracle})
     with turbo_hf.patch(model, TurboConfig(block_size=32, attention="fp16", dense_layers=(1,)), strict=strict):
         assert torch.equal(generate(model), tokens)
 

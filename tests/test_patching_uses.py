@@ -20,6 +20,7 @@ from turbo_hf import TurboConfig
 from turbo_hf.attention.turbo_attention import NAME
 from turbo_hf.cache.memory import Memory
 from turbo_hf.errors import Unsupported
+from turbo_hf.models.versions import CACHE
 
 SEALED = 0.05
 """Several times what sealing a block at 8 bit does to a logit of a tiny model."""
@@ -158,12 +159,12 @@ def test_gradients_through_a_compressed_cache_are_refused() -> None:
     model: Any = tiny_llama()
     ids = prompts(2, 50)
     with turbo_hf.patch(model, SMALL) as handle:
-        loss = model(ids, labels=ids, past_key_values=handle.new_cache()).loss
+        loss = model(ids, labels=ids, **{CACHE: handle.new_cache()}).loss
         with pytest.raises(RuntimeError, match=r"has no gradient.*use_cache=False"):
             loss.backward()
         model.train()
         with pytest.raises(Unsupported, match=r"training mode.*Call model.eval"):
-            model(ids, past_key_values=handle.new_cache())
+            model(ids, **{CACHE: handle.new_cache()})
         model(ids, labels=ids, use_cache=False).loss.backward()
 
 
@@ -183,7 +184,7 @@ def test_a_cache_with_use_cache_false_is_refused() -> None:
     with turbo_hf.patch(model) as handle:
         cache = handle.new_cache()
         with pytest.raises(ValueError, match=r"use_cache=False with a TurboCache.*or set use_cache=True"):
-            generate(model, use_cache=False, past_key_values=cache)
+            generate(model, use_cache=False, **{CACHE: cache})
         assert cache.get_seq_length() == 0
 
 
@@ -216,7 +217,7 @@ def test_a_model_without_a_head() -> None:
     with pytest.warns(UserWarning, match=r"LlamaModel has no generate: pass handle.new_cache\(\)"):
         handle = turbo_hf.patch(model, EXACT)
     with handle:
-        torch.testing.assert_close(model(ids, past_key_values=handle.new_cache()).last_hidden_state, stock)
+        torch.testing.assert_close(model(ids, **{CACHE: handle.new_cache()}).last_hidden_state, stock)
     assert not changes(before, snapshot(model))
 
 
@@ -238,7 +239,7 @@ def test_another_implementation_set_meanwhile() -> None:
     model.set_attn_implementation("sdpa")
     assert torch.equal(generate(model), stock)
     ids = prompts(2, 70)
-    torch.testing.assert_close(logits(model, ids, past_key_values=cache), logits(model, ids))
+    torch.testing.assert_close(logits(model, ids, **{CACHE: cache}), logits(model, ids))
     model.set_attn_implementation(NAME)
     assert torch.equal(generate(model), ours)
     handle.remove()

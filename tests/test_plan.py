@@ -20,6 +20,7 @@ from turbo_hf.cache.memory import LayerCost, cache_bytes
 from turbo_hf.cli.main import app
 from turbo_hf.cli.plan import MemoryPlan, layer_costs, longest_context, parse_bytes, plan
 from turbo_hf.layout import open_token_bytes
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.meta_model import meta_model, uncompressed_layers
 
 TOKENS = 128
@@ -60,14 +61,14 @@ def test_figures_are_those_of_a_real_cache(case: Case) -> None:
     model: Any = build(case.model_type, **case.options)
     own, ids = DynamicCache(config=model.config), prompts(2, TOKENS)
     with torch.no_grad():
-        model(ids, past_key_values=own)
+        model(ids, **{CACHE: own})
     assert measured(own) == planned(costs(model.config, None, torch.float32))
     # what a preset costs does not hang on the family: all of them once
     presets = ("int8", "turbo4", "turbo-mixed", "turbo-k4v3", "turbo-k4v2") if case is MEASURED[0] else ("turbo-mixed",)
     for preset in presets:
         with turbo_hf.patch(model, preset) as handle, torch.no_grad():
             cache = handle.new_cache()
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
         assert measured(cache) == planned(costs(model.config, PRESETS[preset], torch.float32)), preset
 
 
@@ -83,7 +84,7 @@ def test_figures_of_other_configs(config: TurboConfig) -> None:
     model: Any = build("llama").bfloat16()
     with turbo_hf.patch(model, config) as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(prompts(2, TOKENS), past_key_values=cache)
+        model(prompts(2, TOKENS), **{CACHE: cache})
     assert measured(cache) == planned(costs(model.config, config))
 
 
@@ -93,7 +94,7 @@ def test_recent_tokens_are_counted_as_open(window: int | None) -> None:
     model: Any = build("mistral", sliding_window=window).bfloat16()
     with turbo_hf.patch(model, config) as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(prompts(2, TOKENS), past_key_values=cache)
+        model(prompts(2, TOKENS), **{CACHE: cache})
     # the room of an open block is not planned
     opened = [2 * 64 * layer.heads * open_token_bytes(layer.dim) for layer in cache.turbo_layers()]
     assert [sum(x) for x in zip(measured(cache), opened, strict=True)] == planned(costs(model.config, config))

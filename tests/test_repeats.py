@@ -12,6 +12,7 @@ import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
 from turbo_hf.cache.storage import LayerStorage
 from turbo_hf.layout import Scoring
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.decode.reference_repeat import RepeatedDecode
 from turbo_hf.ops.kernel_launch import addressed
 from turbo_hf.ops.repeat import Repeat
@@ -97,13 +98,13 @@ def test_repeated_steps_are_those_made_anew(
             if not kept:
                 monkeypatch.setattr(LayerStorage, "to_repeat", lambda self, key: (self.kv_store(), None))
             cache = handle.new_cache()
-            logits = [model(ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits]
+            logits = [model(ids, attention_mask=mask, **{CACHE: cache}, use_cache=True).logits]
             copied: TurboCache | None = None
             for step in range(6):
                 grown = torch.cat((mask, mask.new_ones(len(ids), step + 1)), 1)
                 for each in (cache, copied):
                     if each is not None:
-                        out = model(ids[:, step : step + 1], attention_mask=grown, past_key_values=each, use_cache=True)
+                        out = model(ids[:, step : step + 1], attention_mask=grown, **{CACHE: each}, use_cache=True)
                         logits.append(out.logits)
                 if step == 2:
                     copied = copy.deepcopy(cache)
@@ -158,12 +159,12 @@ def test_repeated_steps_without_kernels(
             if not kept:
                 monkeypatch.setattr(LayerStorage, "to_repeat", lambda self, key: (self.kv_store(), None))
             cache = handle.new_cache()
-            logits = [model(ids[:, :20], attention_mask=mask[:, :20], past_key_values=cache).logits]
+            logits = [model(ids[:, :20], attention_mask=mask[:, :20], **{CACHE: cache}).logits]
             for step in range(20, 90):
                 here = mask[:, : step + 1]
                 # what is kept in one mode is used in the other
                 with torch.inference_mode(step % 3 == 0):
-                    logits.append(model(ids[:, step : step + 1], attention_mask=here, past_key_values=cache).logits)
+                    logits.append(model(ids[:, step : step + 1], attention_mask=here, **{CACHE: cache}).logits)
             seen.append(logits)
             made.append(len(calls))
             memory = cache.memory()
@@ -182,7 +183,7 @@ def test_a_step_with_nan_is_refused_before_it_is_stored() -> None:
         caches = [handle.new_cache() for _ in range(2)]
         for step in range(4):
             part = ids[:, :16] if step == 0 else ids[:, 15 + step : 16 + step]
-            logits = [model(part, past_key_values=cache).logits for cache in caches]
+            logits = [model(part, **{CACHE: cache}).logits for cache in caches]
             assert torch.equal(*logits)
             layer = caches[1].layers[0]
             bad = torch.full((1, layer.heads, 1, layer.dim), torch.nan)

@@ -23,6 +23,7 @@ from turbo_hf import TurboCache, TurboConfig, Unsupported
 from turbo_hf.cache.saved_cache import MAKER
 from turbo_hf.cache.saved_files import FACTS
 from turbo_hf.config.whole_files import facts_hash
+from turbo_hf.models.versions import CACHE
 
 Made = tuple[Any, TurboCache]
 
@@ -86,7 +87,7 @@ KINDS: list[Any] = [
 
 def run(model: Any, cache: Any, ids: torch.Tensor, **given: Any) -> torch.Tensor:
     with torch.no_grad():
-        logits: torch.Tensor = model(ids % 63 + 1, past_key_values=cache, **given).logits
+        logits: torch.Tensor = model(ids % 63 + 1, **{CACHE: cache}, **given).logits
     return logits
 
 
@@ -131,13 +132,13 @@ def test_generate_goes_on_from_a_saved_prompt(tmp_path: Path) -> None:
     prompt, question = prompts(1, 90), prompts(1, 8, 1)
     run_of = {"max_new_tokens": 6, "do_sample": False}
     with torch.no_grad():
-        model(prompt, past_key_values=cache)
+        model(prompt, **{CACHE: cache})
     cache.save_pretrained(tmp_path)
     whole = torch.cat((prompt, question), 1)
     saved = TurboCache.from_pretrained(tmp_path, model)
-    want = model.generate(whole, past_key_values=copy.deepcopy(cache), **run_of)
+    want = model.generate(whole, **{CACHE: copy.deepcopy(cache)}, **run_of)
     # a copy for each question
-    got = model.generate(whole, past_key_values=(first := copy.deepcopy(saved)), **run_of)
+    got = model.generate(whole, **{CACHE: (first := copy.deepcopy(saved))}, **run_of)
     assert torch.equal(got, want)
     # `generate` has shown it its tokens
     first.save_pretrained(tmp_path)
@@ -145,15 +146,15 @@ def test_generate_goes_on_from_a_saved_prompt(tmp_path: Path) -> None:
     assert torch.equal(again.known_ids(), want[:, :-1])  # type: ignore[arg-type]
     beams = copy.deepcopy(saved)
     with pytest.raises(ValueError, match=r"holds 1 rows, and input_ids has 2. .*batch_repeat_interleave"):
-        model.generate(whole, past_key_values=beams, num_beams=2, **run_of)
+        model.generate(whole, **{CACHE: beams}, num_beams=2, **run_of)
     beams.batch_repeat_interleave(2)
-    model.generate(whole, past_key_values=beams, num_beams=2, **run_of)
+    model.generate(whole, **{CACHE: beams}, num_beams=2, **run_of)
     other = whole.clone()
     other[0, 5] = other[0, 5] % 99 + 1
     with pytest.raises(ValueError, match=r"does not begin with the prompt of this saved cache: row 0 .* in column 5"):
-        model.generate(other, past_key_values=copy.deepcopy(saved), **run_of)
+        model.generate(other, **{CACHE: copy.deepcopy(saved)}, **run_of)
     with pytest.raises(ValueError, match=r"holds 90 columns, and input_ids has 90: pass .* one token more"):
-        model.generate(prompt, past_key_values=copy.deepcopy(saved), **run_of)
+        model.generate(prompt, **{CACHE: copy.deepcopy(saved)}, **run_of)
 
 
 def test_what_is_not_saved(tmp_path: Path) -> None:
@@ -300,14 +301,14 @@ def test_on_a_gpu_under_captured_steps(options: dict[str, Any], tmp_path: Path) 
     ids = prompts(2, 300).cuda()
     with turbo_hf.patch(model, TurboConfig(bits=4) if not options else TurboConfig(**options)) as handle:
         cache = handle.new_cache()
-        reply = model.generate(ids, past_key_values=cache, **run_of)
+        reply = model.generate(ids, **{CACHE: cache}, **run_of)
         # pages are reserved, and blocks wait for the next step
         cache.save_pretrained(tmp_path)
         loaded = TurboCache.from_pretrained(tmp_path, model)
         assert all(layer.pool.paged[0].k.is_cuda for layer in loaded.turbo_layers())
         # the reply may hold the pad token
         run_of["attention_mask"] = torch.ones_like(reply)
-        want, got = (model.generate(reply, past_key_values=each, **run_of) for each in (cache, loaded))
+        want, got = (model.generate(reply, **{CACHE: each}, **run_of) for each in (cache, loaded))
         assert torch.equal(got, want)
 
 
@@ -331,20 +332,20 @@ def test_saving_between_replayed_steps_changes_nothing(tmp_path: Path, monkeypat
     model, cache = llama()()
     ids, run_of = prompts(1, 60), {"do_sample": False}
     want = model.generate(ids, max_new_tokens=60, **run_of)
-    got = model.generate(ids, max_new_tokens=60, past_key_values=cache, streamer=_Saves(cache, tmp_path), **run_of)
+    got = model.generate(ids, max_new_tokens=60, **{CACHE: cache}, streamer=_Saves(cache, tmp_path), **run_of)
     assert runners[-1].captures
     assert torch.equal(got, want)
     loaded = TurboCache.from_pretrained(tmp_path, model)
     held = loaded.get_seq_length()
     assert 60 < held < 100
     begun = {"input_ids": want[:, : held + 1], "attention_mask": torch.ones_like(want[:, : held + 1])}
-    assert torch.equal(model.generate(**begun, max_new_tokens=119 - held, past_key_values=loaded, **run_of), want)
+    assert torch.equal(model.generate(**begun, max_new_tokens=119 - held, **{CACHE: loaded}, **run_of), want)
 
 
 def test_tokens_that_were_not_compared_are_not_known(tmp_path: Path) -> None:
     model, cache = llama()()
     one, other = prompts(1, 40), prompts(1, 60, 1)
-    run_of: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "past_key_values": cache}
+    run_of: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, CACHE: cache}
     model.generate(one, **run_of)
     held = cache.known_ids()
     assert held is not None
@@ -365,7 +366,7 @@ def test_a_loaded_cache_that_went_on_is_compared_as_far_as_it_is_known(tmp_path:
     model, cache = llama()()
     ids = prompts(1, 50)
     with torch.no_grad():
-        model(ids[:, :40], past_key_values=cache)
+        model(ids[:, :40], **{CACHE: cache})
     kept = tmp_path / "turbo_cache.mine.safetensors"
     kept.write_bytes(b"")
     cache.save_pretrained(tmp_path)
@@ -374,9 +375,9 @@ def test_a_loaded_cache_that_went_on_is_compared_as_far_as_it_is_known(tmp_path:
     loaded.save_pretrained(tmp_path)
     assert kept.exists()
     with torch.no_grad():
-        model(ids[:, 40:47], past_key_values=loaded)
+        model(ids[:, 40:47], **{CACHE: loaded})
     wrong = ids.clone()
     wrong[0, 3] += 1
     with pytest.raises(ValueError, match="in column 3, the saved prompt"):
-        model.generate(wrong, past_key_values=copy.deepcopy(loaded), max_new_tokens=2)
-    model.generate(ids, past_key_values=loaded, max_new_tokens=2)
+        model.generate(wrong, **{CACHE: copy.deepcopy(loaded)}, max_new_tokens=2)
+    model.generate(ids, **{CACHE: loaded}, max_new_tokens=2)

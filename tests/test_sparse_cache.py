@@ -16,6 +16,7 @@ import turbo_hf
 from turbo_hf import Calibration, SparseConfig, TurboCache, TurboConfig
 from turbo_hf.calibration.artifacts import NO_INDEX
 from turbo_hf.config.turbo_config import SELECTORS
+from turbo_hf.models.versions import CACHE
 from turbo_hf.sparse.selectors import UNTRAINED, Reformer
 
 
@@ -68,7 +69,7 @@ def test_rows_whose_keys_are_all_always_read_are_counted_as_they_are(llama: Any)
 def test_the_index_is_part_of_the_memory(llama: Any) -> None:
     with turbo_hf.patch(llama, sparse("lsh-reformer", **{**ANY, "dense_layers": (0,)})) as handle:
         cache = handle.new_cache()
-        llama(prompts(3, 224), past_key_values=cache)
+        llama(prompts(3, 224), **{CACHE: cache})
         memory = handle.memory()
     assert "index" not in memory.layers[0]
     # 2 bytes a token, and 4 a block of those in order, which end before the 20 newest tokens and 64 more

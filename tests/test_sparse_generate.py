@@ -19,6 +19,7 @@ from turbo_hf.attention.sparse_step import _visited
 from turbo_hf.cache.layer import TurboLayer
 from turbo_hf.cache.new_columns import NewColumns
 from turbo_hf.calibration.query_model import classify
+from turbo_hf.models.versions import CACHE
 from turbo_hf.sparse.bucket_index import BucketIndex
 from turbo_hf.sparse.selectors import UNTRAINED, Centroids, Classifier, Reformer, Selector
 
@@ -126,7 +127,7 @@ def test_a_chunked_prompt_has_the_same_index(llama: Any, size: int) -> None:
         for chunk in (90, size):
             cache = handle.new_cache()
             for part in ids.split(chunk, 1):
-                llama(part, past_key_values=cache)
+                llama(part, **{CACHE: cache})
             found.append(cache.turbo_layers()[0].bucket_index.buckets[..., :90])
     # the first layer's keys do not hang on what attention made of the past
     assert torch.equal(*found)

@@ -35,6 +35,7 @@ from turbo_hf.layout import (
     empty_means,
     page_bytes,
 )
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.sparse.decode import sparse_decode
 from turbo_hf.ops.sparse.reference_means import reference_read_blocks
 from turbo_hf.ops.store.append import append_step, seal_open
@@ -135,12 +136,12 @@ def test_means_stay_with_their_pages(options: dict[str, Any]) -> None:
     config = replace(sparse("means", mass=0.5, window_tokens=20, dense_layers=(1,)), **options)
     with turbo_hf.patch(model, config) as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(prompts(3, 150), past_key_values=cache)
+        model(prompts(3, 150), **{CACHE: cache})
         layer = cache.turbo_layers()[0]
         assert cache.turbo_layers()[1].pool.means is None
 
         def step(count: int = 1) -> Tensor:
-            return torch.as_tensor(model(prompts(layer.rows, count, count), past_key_values=cache).logits)
+            return torch.as_tensor(model(prompts(layer.rows, count, count), **{CACHE: cache}).logits)
 
         for act in (
             lambda: [step() for _ in range(5)],
@@ -156,9 +157,9 @@ def test_means_stay_with_their_pages(options: dict[str, Any]) -> None:
         require_means(copied.turbo_layers()[0])
         # 2 KV heads of 16 channels
         assert layer.nbytes()["index"] == layer.pool.pages * 2 * (16 + 4)
-        assert torch.equal(model(prompts(2, 1, 1), past_key_values=copied).logits, step())
+        assert torch.equal(model(prompts(2, 1, 1), **{CACHE: copied}).logits, step())
         cache.reset()
-        model(prompts(1, 64, 1), past_key_values=cache)
+        model(prompts(1, 64, 1), **{CACHE: cache})
         require_means(layer)
 
 
@@ -188,7 +189,7 @@ def test_a_head_that_looks_for_one_key_reads_everything(
     config = replace(sparse("means", mass=0.4, window_tokens=64, dense_layers=()), **options)
     with turbo_hf.patch(model, config) as handle, torch.no_grad():
         cache = handle.new_cache()
-        model(**ragged(rows), past_key_values=cache)
+        model(**ragged(rows), **{CACHE: cache})
         before = handle.report().selectivity[0]
         # keys of one size; in the first row, the second KV head looks for one of them
         g = torch.Generator().manual_seed(0)

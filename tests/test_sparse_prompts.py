@@ -17,6 +17,7 @@ import turbo_hf
 from turbo_hf import PromptSparsity, TurboConfig
 from turbo_hf.layout import PROMPT_TILE as TILE
 from turbo_hf.layout import Scoring
+from turbo_hf.models.versions import CACHE
 from turbo_hf.ops.prefill.tiles import density
 from turbo_hf.sparse.prompts import PromptTally
 
@@ -126,15 +127,15 @@ def test_windows_are_short_already() -> None:
 def test_a_second_turn_reads_every_key_of_the_first() -> None:
     llama, ids = tiny_llama(), prompts(1, 700)
     with turbo_hf.patch(llama, TurboConfig(sparse_prompt=SHORT)) as handle, torch.no_grad():
-        short = llama(ids[:, :300], past_key_values=handle.new_cache())
+        short = llama(ids[:, :300], **{CACHE: handle.new_cache()})
         assert all(layer.prompts == 0 and not layer.dense for layer in handle.report().sparse_prompts)
-        cache = short.past_key_values
-        llama(ids[:, 300:], past_key_values=cache)
+        cache = short[CACHE]
+        llama(ids[:, 300:], **{CACHE: cache})
         assert [layer.dense for layer in handle.report().sparse_prompts] == [{"they continue a cache": 1}] * 2
         # the same tally after reset, in copies and in other caches; none of its own after pickling
         cache.reset()
-        llama(ids, past_key_values=cache)
-        llama(ids, past_key_values=copy.deepcopy(handle.new_cache()))
+        llama(ids, **{CACHE: cache})
+        llama(ids, **{CACHE: copy.deepcopy(handle.new_cache())})
         assert [layer.prompts for layer in handle.report().sparse_prompts] == [2, 2]
         assert pickle.loads(pickle.dumps(cache)).turbo_layers()[0].prompt_tally.prompts == 0
 

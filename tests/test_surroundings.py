@@ -15,6 +15,7 @@ from turbo_hf.cache import passes
 from turbo_hf.cache.new_columns import columns_from_mask
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.config.turbo_config import PRESETS
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching.doctor import diagnose
 from turbo_hf.sparse.selectors import Centroids, _directions
 
@@ -33,7 +34,7 @@ def logits(model: Any, ids: torch.Tensor, held: Any) -> torch.Tensor:
     """Of a prompt and of eight tokens after it."""
     with torch.no_grad():
         parts = [ids[:, :-8], *ids[:, -8:].split(1, 1)]
-        return torch.cat([model(part, past_key_values=held).logits for part in parts], 1).float()
+        return torch.cat([model(part, **{CACHE: held}).logits for part in parts], 1).float()
 
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
@@ -116,7 +117,7 @@ def test_attentions_that_are_not_there_are_told() -> None:
         turbo_hf.patch(model, PLAIN) as handle,
         pytest.warns(UserWarning, match="output_attentions=True: attention over"),
     ):
-        model(prompts(1, 20), past_key_values=handle.new_cache(), output_attentions=True)
+        model(prompts(1, 20), **{CACHE: handle.new_cache()}, output_attentions=True)
 
 
 def test_the_doctors_report_is_of_the_default() -> None:
@@ -143,19 +144,19 @@ def test_a_pass_that_broke_off_is_not_gone_on_with() -> None:
     model, ids = tiny_llama(), prompts(1, 40)
     with turbo_hf.patch(model, PLAIN) as handle, torch.no_grad():
         held = handle.new_cache()
-        model(ids, past_key_values=held)
+        model(ids, **{CACHE: held})
 
         def fails(*_: Any) -> None:
             raise RuntimeError("broken off")
 
         hook = model.model.layers[1].register_forward_pre_hook(fails)
         with pytest.raises(RuntimeError, match="broken off"):
-            model(ids[:, :1], past_key_values=held)
+            model(ids[:, :1], **{CACHE: held})
         hook.remove()
         with pytest.raises(ValueError, match=r"an earlier pass .* broke off when 1 of its 2 layers"):
-            model(ids[:, :1], past_key_values=held)
+            model(ids[:, :1], **{CACHE: held})
         held.reset()
-        model(ids, past_key_values=held)
+        model(ids, **{CACHE: held})
         assert held.get_seq_length() == 40
 
 

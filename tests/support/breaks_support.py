@@ -16,6 +16,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import SparseConfig, TurboCache, TurboConfig
+from turbo_hf.models.versions import CACHE
 from turbo_hf.sparse.selectors import Centroids
 
 ROWS, BLOCK = 2, 32
@@ -155,7 +156,7 @@ class Route:
     @torch.no_grad()
     def run(self, cache: TurboCache, first: int, tokens: int) -> Tensor:
         """Logits of the last token of a pass over tokens `first` to `first + tokens`."""
-        out: Tensor = self.model(self.ids[:, first : first + tokens], past_key_values=cache).logits[:, -1]
+        out: Tensor = self.model(self.ids[:, first : first + tokens], **{CACHE: cache}).logits[:, -1]
         return out
 
     def prepared(self) -> TurboCache:
@@ -310,7 +311,7 @@ class Judge:
         held = cache.get_seq_length()
         # position and number of rows follow from the cache
         with torch.no_grad():
-            out: Tensor = self.route.model(self.route.ids[:, -1:], past_key_values=cache).logits[:, -1]
+            out: Tensor = self.route.model(self.route.ids[:, -1:], **{CACHE: cache}).logits[:, -1]
         assert cache.get_seq_length() == held + 1
         return out
 

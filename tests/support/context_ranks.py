@@ -29,6 +29,7 @@ import turbo_hf
 from turbo_hf import SparseConfig, TurboConfig
 from turbo_hf.cache.integrity import Pass
 from turbo_hf.graphs import replayable_steps
+from turbo_hf.models.versions import CACHE
 
 NEW = 16
 KEYS = [f"{one}-{other}" for one in ("wild", "calm", "icy") for other in ("fox", "lake", "moss")]
@@ -106,7 +107,7 @@ class Asked:
             def go_on(cache: Any, tokens: int) -> None:
                 seen = cache.get_seq_length()
                 part = ids[:, seen : seen + tokens]
-                out = self.lab(part, attention_mask=mask[:, : seen + tokens], past_key_values=cache)
+                out = self.lab(part, attention_mask=mask[:, : seen + tokens], **{CACHE: cache})
                 found.append(out.logits[:, -1].double().tolist())
 
             # a prompt that leaves a row in padding, a chunk over a past, a few tokens, a step
@@ -212,7 +213,7 @@ class Ranks(Asked):
         dist.barrier()
         with turbo_hf.patch(model, SMALL, context_group=groups[2]) as handle:
             if not one:
-                found["alone"] = error_of(lambda: model(prompts(1, 40), past_key_values=handle.new_cache()))
+                found["alone"] = error_of(lambda: model(prompts(1, 40), **{CACHE: handle.new_cache()}))
             dist.barrier()
         return found
 
@@ -233,34 +234,34 @@ class Ranks(Asked):
             found["sampled"] = error_of(lambda: model.generate(ids, **generated))
             torch.manual_seed(5)
             found["alike"] = model.generate(ids, **generated).tolist()
-            found["tokens"] = error_of(lambda: model(ids + one, past_key_values=handle.new_cache()))
-            found["shape"] = error_of(lambda: model(ids[:, one:], past_key_values=handle.new_cache()))
+            found["tokens"] = error_of(lambda: model(ids + one, **{CACHE: handle.new_cache()}))
+            found["shape"] = error_of(lambda: model(ids[:, one:], **{CACHE: handle.new_cache()}))
             cache = handle.new_cache()
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
             found["crop"] = error_of(lambda: cache.crop(-1 - one))
             if one:
                 cache.reorder_cache(torch.tensor([1, 0]))
-            found["rows"] = error_of(lambda: model(ids, past_key_values=cache))
+            found["rows"] = error_of(lambda: model(ids, **{CACHE: cache}))
             cache.reset()
-            model(ids, past_key_values=cache)
-            found["whole"] = error_of(lambda: model(ids, past_key_values=turbo_hf.TurboCache(model.config, SMALL)))
+            model(ids, **{CACHE: cache})
+            found["whole"] = error_of(lambda: model(ids, **{CACHE: turbo_hf.TurboCache(model.config, SMALL)}))
             if one:
                 # as if a pass had broken off here
                 cache.integrity.last = Pass(operation="crop")
-            found["broken"] = error_of(lambda: model(ids, past_key_values=cache))
+            found["broken"] = error_of(lambda: model(ids, **{CACHE: cache}))
             cache.reset()
-            model(ids, past_key_values=cache)
+            model(ids, **{CACHE: cache})
             found["keys"] = error_of(lambda: cache.layers[0].keys)
             found["save"] = error_of(lambda: cache.save_pretrained("nowhere"))
             found["pickle"] = error_of(lambda: pickle.dumps(cache))
             found["serving"] = error_of(lambda: model.generate_batch(ids.tolist()))
             mask = torch.zeros(2, 1, 1, 41)
-            found["mask"] = error_of(lambda: model(ids[:, :1], past_key_values=cache, attention_mask=mask))
+            found["mask"] = error_of(lambda: model(ids[:, :1], **{CACHE: cache}, attention_mask=mask))
             kept = handle.new_cache()
-            model(ids, past_key_values=kept)
+            model(ids, **{CACHE: kept})
         with turbo_hf.patch(model, SMALL):
-            found["other patch"] = error_of(lambda: model(ids, past_key_values=kept))
-        found["no patch"] = error_of(lambda: model(ids, past_key_values=kept))
+            found["other patch"] = error_of(lambda: model(ids, **{CACHE: kept}))
+        found["no patch"] = error_of(lambda: model(ids, **{CACHE: kept}))
         return found
 
     def broken_off(self) -> Any:
@@ -271,13 +272,13 @@ class Ranks(Asked):
         with self.patch(model) as handle, torch.no_grad():
             cache, other = handle.new_cache(), handle.new_cache()
             for each in (cache, other):
-                model(ids[:, :64], past_key_values=each)
+                model(ids[:, :64], **{CACHE: each})
             before = weight.clone()
             weight[0] = torch.nan
-            found.append(error_of(lambda: model(ids[:, 64:], past_key_values=cache)))
+            found.append(error_of(lambda: model(ids[:, 64:], **{CACHE: cache})))
             weight.copy_(before)
             found.append(cache.roll_back())
-            found.append([model(ids[:, 64:], past_key_values=x).logits[0, -1].tolist() for x in (cache, other)])
+            found.append([model(ids[:, 64:], **{CACHE: x}).logits[0, -1].tolist() for x in (cache, other)])
             if self.rank == 1:
                 cache.integrity.last = Pass(operation="crop")
             found.append(error_of(cache.roll_back))

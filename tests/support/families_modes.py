@@ -16,6 +16,8 @@ from models import left_padded
 from torch import Tensor
 from transformers import Cache
 
+from turbo_hf.models.versions import CACHE
+
 LENGTHS = (70, 52, 37)
 EVEN = (70, 70, 70)
 NEW = 12
@@ -72,7 +74,7 @@ def generate(model: Any, inputs: Inputs, **options: Any) -> Answer:
         tokens=out.sequences[:, inputs["input_ids"].shape[1] :],
         logits=None if beams else torch.stack(out.logits),
         scores=out.sequences_scores if beams else None,
-        cache=getattr(out, "past_key_values", None),
+        cache=getattr(out, CACHE, None),
     )
 
 
@@ -95,7 +97,7 @@ def second_turn(model: Any, inputs: Inputs) -> Answer:
     added = torch.randint(3, vocabulary(model), (len(ids), TURN), generator=torch.Generator().manual_seed(1))
     longer = torch.nn.functional.pad(mask, (0, NEW + TURN), value=1)
     whole = {"input_ids": torch.cat((ids, first.tokens, added), 1), "attention_mask": longer}
-    return generate(model, whole, past_key_values=first.cache)
+    return generate(model, whole, **{CACHE: first.cache})
 
 
 MODES: dict[str, Callable[[Any, Inputs], Answer]] = {

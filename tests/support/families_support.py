@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.models.versions import CACHE
 
 LENGTHS = (94, 65, 61)
 NEW = 6
@@ -176,7 +177,7 @@ def generate(model: Any, batch: dict[str, Tensor], **options: Any) -> GenerateDe
 def logits(model: Any, ids: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
     """Logits of a pass over `ids`, the newest columns of `mask`."""
     place = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    options = {"attention_mask": mask, "position_ids": place, "past_key_values": cache, "use_cache": cache is not None}
+    options = {"attention_mask": mask, "position_ids": place, CACHE: cache, "use_cache": cache is not None}
     return torch.as_tensor(model(ids, **options).logits)
 
 
@@ -192,7 +193,7 @@ def settle(model: PreTrainedModel, config: TurboConfig, dense: list[int]) -> tup
     for seed in range(300):
         batch = padded(seed)
         cache = TurboCache(model.config, config, attention_mask=batch["attention_mask"], dense_layers=dense)
-        oracle = generate(model, batch, past_key_values=cache)
+        oracle = generate(model, batch, **{CACHE: cache})
         assert oracle.logits is not None
         best = torch.stack(oracle.logits).topk(2, -1).values
         if float((best[..., 0] - best[..., 1]).min()) > TIE:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.models.versions import CACHE
 
 EXACT = [
     pytest.param(TurboConfig(attention="fp16", bits=8), id="8bit"),
@@ -47,7 +48,7 @@ def oracle(model: Any, config: TurboConfig, tokens: int = 24, expand: int = 1, *
     assert model.config._attn_implementation != "turbo_hf"
     mask = options.get("attention_mask")
     cache = TurboCache(model.config, config, attention_mask=None if mask is None else mask.repeat_interleave(expand, 0))
-    return answer(model, tokens, past_key_values=cache, **options)
+    return answer(model, tokens, **{CACHE: cache}, **options)
 
 
 def patched(model: Any, config: str | TurboConfig, tokens: int = 24, **options: Any) -> Tensor:

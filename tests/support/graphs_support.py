@@ -17,6 +17,7 @@ from turbo_hf.calibration.artifacts import LayerCalibration, fingerprint
 from turbo_hf.calibration.checkpoint import Checkpoint
 from turbo_hf.graphs import step_runner as graphs
 from turbo_hf.graphs.step_runner import StepRunner
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import generate_methods as generation
 from turbo_hf.patching.handle import Report
 
@@ -141,7 +142,7 @@ def replayed(
             held = cache.get_seq_length()
             new = route.ids[:, held : held + 1].contiguous()
             at = torch.full_like(new, held)
-            step(input_ids=new, position_ids=at, past_key_values=cache, use_cache=True, return_dict=True)
+            step(input_ids=new, position_ids=at, **{CACHE: cache}, use_cache=True, return_dict=True)
         # a capture that an injected error broke off is not tried again
         assert runner.captures or runner._off
 

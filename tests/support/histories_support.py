@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import turbo_hf
 from turbo_hf import TurboCache, TurboConfig
+from turbo_hf.models.versions import CACHE
 
 Row = list[int | None]
 """The columns of one row that a cache has seen: a token, or None for padding."""
@@ -138,7 +139,7 @@ def _tolerance(family: str) -> float:
             want = double(ids, use_cache=False).logits
             worst = max(worst, largest(single(ids, use_cache=False).logits - want))
             cache = DynamicCache(config=double.config)
-            parts = [double(part, past_key_values=cache).logits for part in ids.split(17, 1)]
+            parts = [double(part, **{CACHE: cache}).logits for part in ids.split(17, 1)]
             worst = max(worst, largest(torch.cat(parts, 1) - want))
     return MARGIN * worst
 
@@ -182,7 +183,7 @@ def error_of_padding(made: Subject, row: tuple[int, ...]) -> float:
 def _error(made: Subject, rows: list[tuple[int, ...]], lengths: Sequence[int]) -> float:
     ids, cache = torch.tensor(rows), made.new_cache()
     with torch.no_grad():
-        passes = [made.patched(part, past_key_values=cache).logits for part in ids.split(lengths, 1) if part.numel()]
+        passes = [made.patched(part, **{CACHE: cache}).logits for part in ids.split(lengths, 1) if part.numel()]
     return largest(torch.cat(passes, 1) - torch.stack(list(oracle(made, rows).values())))
 
 
@@ -197,7 +198,7 @@ def oracle(made: Subject, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], 
     width = max(len(row) for row in rows)
     ids = torch.tensor([(*row, *[0] * (width - len(row))) for row in rows])
     with torch.no_grad():
-        logits = made.plain(ids, past_key_values=Plain(config=made.plain.config)).logits
+        logits = made.plain(ids, **{CACHE: Plain(config=made.plain.config)}).logits
     return {row: logits[n, : len(row)] for n, row in enumerate(rows)}
 
 
@@ -208,7 +209,7 @@ def forward(model: Any, new: list[Row], past: list[Row], cache: Any, dense_mask:
     ids = torch.tensor([[column or 0 for column in row] for row in new])
     place = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     shown = None if bool(mask.all()) and not dense_mask else mask.long()
-    logits: Tensor = model(ids, attention_mask=shown, position_ids=place, past_key_values=cache).logits
+    logits: Tensor = model(ids, attention_mask=shown, position_ids=place, **{CACHE: cache}).logits
     return logits
 
 

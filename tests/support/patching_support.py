@@ -80,14 +80,17 @@ class WrittenOut(modeling_llama.LlamaAttention):
         position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
+        # what it is called depends on the version
+        cache = past_key_values if cache is None else cache
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
         query, key = modeling_llama.apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         key, kwargs = self.changed(key), kwargs | self.blocks(key.shape[2])
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, modeling_llama.eager_attention_forward

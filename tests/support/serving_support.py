@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching import input_outputs
 from transformers.generation.continuous_batching.requests import RequestState
 
 from turbo_hf import TurboConfig
+from turbo_hf.models.versions import CACHE
 from turbo_hf.patching import continuous_batching
 from turbo_hf.serving import manager as manager_of
 from turbo_hf.serving import runner
@@ -134,7 +135,7 @@ def in_static_batches(model: Any, handle: Any, prompt: list[int], edges: list[tu
                 cache = handle.new_cache()
             ids = torch.tensor([tokens[past : past + new]])
             place = torch.arange(past, past + new)[None]
-            logits = model(ids, past_key_values=cache, position_ids=place).logits[0, -1]
+            logits = model(ids, **{CACHE: cache}, position_ids=place).logits[0, -1]
             if past + new == len(tokens):
                 tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]
@@ -153,7 +154,7 @@ def check_near(model: Any, handle: Any, inputs: list[list[int]], outputs: dict[s
             ids = torch.tensor([tokens[past : past + new]], device=model.device)
             place = torch.arange(past, past + new, device=model.device)[None]
             with torch.no_grad():
-                logits = model(ids, past_key_values=cache, position_ids=place).logits[0, -1].float()
+                logits = model(ids, **{CACHE: cache}, position_ids=place).logits[0, -1].float()
             if known <= past + new < len(tokens):
                 known = past + new + 1
                 near = (logits.max() - logits[tokens[past + new]]) / logits.std()

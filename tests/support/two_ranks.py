@@ -30,6 +30,7 @@ from turbo_hf.calibration.checkpoint import Checkpoint
 from turbo_hf.calibration.run import calibrate
 from turbo_hf.cli.main import app
 from turbo_hf.config.turbo_config import HEAD_METRICS
+from turbo_hf.models.versions import CACHE
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 128}
 CONFIGS = {
@@ -169,9 +170,9 @@ class Rank:
         with turbo_hf.patch(self.llama, CONFIGS["turbo4"]) as handle, torch.no_grad():
             caches = [handle.new_cache(), turbo_hf.TurboCache(self.llama.config, CONFIGS["turbo4"])]
             for cache in caches:
-                self.llama(ids, past_key_values=cache)
+                self.llama(ids, **{CACHE: cache})
             caches.append(copy.deepcopy(caches[0]))
-            return [self.llama(ids[:, :9], past_key_values=x).logits.argmax(-1).tolist() for x in caches]
+            return [self.llama(ids[:, :9], **{CACHE: x}).logits.argmax(-1).tolist() for x in caches]
 
     def calibrated(self) -> Any:
         """By both ranks, of which the first writes; then again, where one is."""
