@@ -83,6 +83,7 @@ def prefill(mode: str, dim: int, dtype: torch.dtype, past: Any = None, **options
 def sparse_prompt(dim: int, dtype: torch.dtype) -> None:
     """A prompt of two rows that reads some of its key tiles: their choice, the audit, and the general kernel."""
     q, k = (torch.zeros(2, 300, heads, dim, dtype=dtype).transpose(1, 2) for heads in (4, 2))
+    launch_tiles.launch_choose_tiles(q, k, TileRule(tail_tokens=0, heads=torch.ones(4, 2)), Scoring(0.1))
     kept = launch_tiles.launch_choose_tiles(q, k, TileRule(tail_tokens=0), Scoring(0.1))
     launch_tiles.launch_dropped_mass(q, k, kept, torch.arange(128), Scoring(0.1))
     for mode in ("turbo", "fp16"):
@@ -137,7 +138,7 @@ def by_means(groups: HeadGroups, dim: int, blocks: int = 3, heads: int = 8) -> N
     if (16, 2) not in groups:
         k, flags = torch.zeros(2, 2, 1, dim, dtype=torch.bfloat16), [torch.zeros(n, dtype=torch.int32) for n in (1, 2)]
         launch_store.launch_append_step(k, k, store, None, None, flags[0], flags[1], rotate=True, queries=q)
-    rule = ByMeans(0.05, noted[1:])
+    rule = ByMeans(0.05, noted[1:], torch.zeros(2, 2))
     launch_sparse.launch_sparse_decode(q, store, Scoring(0.1), rule, AlwaysRead(1, 2047), read=noted[:1])
 
 
