@@ -77,7 +77,6 @@ def test_demo_prints_a_table_and_the_same_numbers_as_json() -> None:
         "meta",
         "no-method",
         "eval-method",
-        "eval-padded",
         "eval-suite",
         "eval-data",
         "eval-model",

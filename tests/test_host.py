@@ -36,6 +36,7 @@ from turbo_hf.ops.prefill.contract import prefill
 from turbo_hf.ops.prefill.tiles import choose_tiles, dropped_mass
 from turbo_hf.ops.sparse.select import classify, visit
 from turbo_hf.ops.store.append import append_step
+from turbo_hf.ops.store.exchange import exchange_open
 from turbo_hf.ops.store.quantize import quantize_tokens, seal_blocks
 from turbo_hf.ops.store.select_rows import select_rows
 from turbo_hf.sparse.bucket_index import BucketIndex
@@ -360,6 +361,9 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         patched.setattr(torch.cuda, "device_of", guard)
         # those that were launched before take a shorter way
         patched.setattr("turbo_hf.ops.kernel_launch._known", {})
+        # programs share a past however short it is
+        patched.setattr("turbo_hf.ops.gpu.sms", lambda device: 132)
+        patched.setattr("turbo_hf.ops.prefill.launch.LEAST_SHARE", 16)
         for kind in (InterpretedFunction, JITFunction):
             patched.setattr(kind, "run", noted(kind.run))
         for config in configs:
@@ -386,6 +390,10 @@ def test_every_kernel_starts_on_the_device_of_its_tensors(
         for held, new, v in ((plain, k, k.clone()), (layer, latent, latent[..., :16].clone())):
             held.buffer.reserve(64, held.state.open)
             append_step(new[:, :, :1], v[:, :, :1], held.kv_store(), nonfinite=flag[0], arrived=flag[1], **KERNELS)
+        opened = tuple(x.contiguous() for x in (k[:, :, :2], k[:, :, :2].mT, k[:, :, :2, 0], k[:, :, :2, 1]))
+        exchange_open(
+            opened, tuple(x.clone() for x in opened), *torch.zeros(4, 1, dtype=torch.int64, device=device), **KERNELS
+        )
         prompt, places = torch.zeros(1, 2, 300, 16, device=device), torch.arange(2, device=device)
         kept = choose_tiles(prompt, prompt, TileRule(tail_tokens=0), Scoring(1.0), **KERNELS)
         dropped_mass(prompt, prompt, kept, places, Scoring(1.0), **KERNELS)
