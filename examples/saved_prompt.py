@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import turbo_hf
+from turbo_hf.models.versions import CACHE
 
 NAME = "examples/lab-llama-4m"
 
@@ -19,13 +20,14 @@ def main() -> None:
     text = filler * 10 + "The pass key is 25025. Remember it. 25025 is the pass key.\n" + filler * 10
     with turbo_hf.patch(model) as handle, tempfile.TemporaryDirectory() as folder:
         cache = handle.new_cache()
-        model(**tokenizer(text, return_tensors="pt"), past_key_values=cache, logits_to_keep=1)
+        # CACHE: the argument's name, "cache" from transformers 5.24 on, "past_key_values" before
+        model(**tokenizer(text, return_tensors="pt"), **{CACHE: cache}, logits_to_keep=1)
         cache.save_pretrained(folder)
         saved = turbo_hf.TurboCache.from_pretrained(folder, model)
         for question in ("What is the pass key? The pass key is", "Remember the pass key:"):
             inputs = tokenizer(text + question, return_tensors="pt")
             # all of the tokens, of which the saved ones are compared; a copy, as the answer joins the cache
-            reply = model.generate(**inputs, past_key_values=copy.deepcopy(saved), max_new_tokens=8, do_sample=False)
+            reply = model.generate(**inputs, **{CACHE: copy.deepcopy(saved)}, max_new_tokens=8, do_sample=False)
             print(question, tokenizer.decode(reply[0, inputs.input_ids.shape[1] :]))
 
 

@@ -27,7 +27,7 @@ def said(here: bool = False) -> Iterator[list[str]]:
         warnings.simplefilter("always")
         yield texts
         texts += [str(warning.message) for warning in caught]
-    assert not here or {warning.filename for warning in caught} == {__file__}
+    assert not here or {warning.filename for warning in caught} <= {__file__}
 
 
 @torch.no_grad()
@@ -115,7 +115,7 @@ def test_a_loop_over_the_model_inside_is_told_once() -> None:
 
 def test_generate_tells_of_such_a_cache_once() -> None:
     model, ids = tiny_llama(attn_implementation="sdpa"), prompts(1, 70)
-    with turbo_hf.patch(model, SMALL), torch.no_grad(), said() as texts:
+    with turbo_hf.patch(model, SMALL), torch.no_grad(), said(here=True) as texts:
         cache = model(ids[:, :60])[CACHE]
         model.generate(ids, **{CACHE: cache}, max_new_tokens=4, do_sample=False)
     assert [text.partition(":")[2] for text in texts] == [" a DynamicCache was passed, so this call is not compressed."]
@@ -161,7 +161,7 @@ UNPATCHED = 'attn_implementation="turbo_hf" has been set on a model without a pa
 
 def unpatched(model: Any) -> list[str]:
     """What two calls of `generate` say."""
-    with said() as texts:
+    with said(here=True) as texts:
         for _ in range(2):
             model.generate(prompts(2, 40), max_new_tokens=3, do_sample=False)
     return [text for text in texts if UNPATCHED in text]

@@ -15,6 +15,7 @@ from turbo_hf import TurboConfig, Unsupported
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
 from serving_support import (  # noqa: E402
+    BY_DEPTH,
     MODELS,
     ONE_WIDER,
     PRESETS,
@@ -29,7 +30,7 @@ from turbo_hf.serving import runner  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    ("preset", "kind"), [*((preset, "llama") for preset in (*PRESETS, ONE_WIDER)), ("turbo-mixed", "sliding")]
+    ("preset", "kind"), [*((preset, "llama") for preset in (*PRESETS, ONE_WIDER, BY_DEPTH)), ("turbo-mixed", "sliding")]
 )
 def test_tokens_are_those_of_static_batches(preset: Any, kind: str, passes: Any) -> None:
     model, inputs = MODELS[kind](), requests()

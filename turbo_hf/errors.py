@@ -41,10 +41,14 @@ def complain(strict: Strict, message: str) -> None:
         logger.info(message)
 
 
-def warn(message: str, *more: str) -> None:
-    """Issue a warning at the line that called this package, or a module of torch, or of `more`, that then called it."""
-    frame, level, through = sys._getframe(), 1, ("turbo_hf.", "torch.", *more)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(through):
+CALLERS = ("turbo_hf.", "torch.", "transformers.", "accelerate.")
+"""Packages between a user's line and what is wrong with it."""
+
+
+def warn(message: str) -> None:
+    """Issue a warning at the user's line: the one that called this package, or a package of `CALLERS` that then did."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(CALLERS):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

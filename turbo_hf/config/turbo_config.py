@@ -263,7 +263,7 @@ class TurboConfig(Options):
             (`int8_layers`) keeps its values at 8 bit, too.
         layer_bits: bits by depth, first to last, each for an equal share of the model's layers: a number, or a pair of
             those of keys and of values, as in `bits`. `bits`, `value_bits` and `low_heads` stay at their defaults then.
-            None: all layers are alike. Not for latent attention, nor for continuous batching.
+            None: all layers are alike. Not for latent attention.
         low_bits: bits of the lowest-priority heads, if `low_heads` is not 0.
         low_heads: share of each layer's KV heads that are stored at `low_bits`, 0 to 1, rounded down (TurboAttention
             sec. 3.2, n_h / Hkv).

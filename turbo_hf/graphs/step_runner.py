@@ -10,7 +10,6 @@ import functools
 import operator
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from turbo_hf.cache.context_group import ContextRanks
 from turbo_hf.cache.integrity import STEP
 from turbo_hf.cache.turbo_cache import TurboCache
 from turbo_hf.config.turbo_config import TurboConfig
-from turbo_hf.errors import Unsupported
+from turbo_hf.errors import Unsupported, warn
 from turbo_hf.graphs.compiled_step import CompiledStep
 from turbo_hf.graphs.devices import Device, only_moves
 from turbo_hf.graphs.replayable_steps import ReplayableSteps, why_never_replayed, why_no_replay, why_no_replay_under
@@ -289,9 +288,7 @@ class StepRunner:
                 if self._demanded:
                     raise Unsupported(f'{message}. Choose TurboConfig(cuda_graphs="auto") or False.') from error
                 if steps.integrity.ranks.speaks:
-                    warnings.warn(
-                        f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.", stacklevel=4
-                    )
+                    warn(f"{message}; it runs without. TurboConfig(cuda_graphs=False) is silent.")
                 return None
             self.captures += 1
         return capture.replay()

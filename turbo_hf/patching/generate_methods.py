@@ -87,11 +87,6 @@ def replace_methods(
     return replaced
 
 
-def _warn(message: str) -> None:
-    """Issue a warning at the line that called `generate`."""
-    warn(message, "transformers.")
-
-
 def _prepare_cache(
     maker: CacheMaker,
     bring: Callable[..., StepRunner | None] | None,
@@ -109,7 +104,7 @@ def _prepare_cache(
     if not uses_turbo(model):
         if maker.active:
             chosen = model.config.get_text_config(decoder=True)._attn_implementation
-            _warn(
+            warn(
                 f"turbo_hf: set_attn_implementation has chosen {chosen!r} since the patch, so this call is not "
                 f'compressed. Call remove() on the handle, or model.set_attn_implementation("{NAME}").'
             )
@@ -137,9 +132,9 @@ def _prepare_cache(
         _bring_runner(bring, model, model_kwargs, generation_config)
     if given is not None and not isinstance(given, TurboCache):
         maker.uncompressed.discard(given)
-        _warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.")
+        warn(f"turbo_hf: a {type(given).__name__} was passed, so this call is not compressed.")
     elif given is None and named is not None:
-        _warn(
+        warn(
             f"turbo_hf: cache_implementation={named!r} asks for Hugging Face's own cache, so this call is not "
             "compressed. Set model.generation_config.cache_implementation = None to compress it."
         )
@@ -179,7 +174,7 @@ def _prepare_inputs(
                 raise Unsupported(f"{said} Until then, do not pad.")
             # such a pass leaves one token behind; then the warning was issued already
             if tokens > 1:
-                _warn(said)
+                warn(said)
             inputs["attention_mask"] = None
         else:
             _require_all_tokens(model, inputs)
@@ -277,7 +272,7 @@ def _check_rows(mask: Any) -> None:
         )
     padded = [row for row, token in enumerate(ends) if not token]
     if padded:
-        _warn(
+        warn(
             f"turbo_hf: rows {padded} of attention_mask end in padding, and generate would continue from there. Pad on "
             'the left (tokenizer.padding_side = "left").'
         )

@@ -336,7 +336,8 @@ class Handle:
         return self._maker.memory()
 
     def new_cache(self) -> TurboCache:
-        """An empty cache like those that `generate` gets, for your own loop: `model(ids, past_key_values=cache)`.
+        """An empty cache like those that `generate` gets, for your own loop: `model(ids, cache=cache)`
+        (`past_key_values=cache` before transformers 5.24).
 
         Raises:
             ValueError: the patch has been removed.

@@ -204,14 +204,13 @@ def _plan(
     selectors, sparse = choose_selectors(config, windowed, loaded, len(layers), notices)
     rules = prompt_rules(config, loaded.found)
     uncompressed = tuple(at.index for at in layers if not at.groups)
-    apart = why_no_replay_over(devices, is_dispatched(model))
     steps, no_graphs = describe(
         config,
         uncompressed,
         family is not None,
         model.device,
         latent=bool(latents),
-        apart=apart,
+        apart=why_no_replay_over(devices, is_dispatched(model)),
         weights=next((why for at in model.modules() if (why := why_not_captured(model, at)) is not None), None),
     )
     # the last possible refusal before anything is changed
