@@ -44,6 +44,7 @@ MODELS = {
 }
 ONE_WIDER = TurboConfig(bits=4, low_bits=2, low_heads=0.5, int8_layers=(1,))
 """Layers whose pages differ in size: of one all heads are in 8 bit."""
+BY_DEPTH = TurboConfig(layer_bits=((4, 2), 8))
 NEAR = 0.02
 """On a GPU: how far, in standard deviations of its logits, a token may be from the likeliest one of static batches."""
 
