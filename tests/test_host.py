@@ -15,6 +15,7 @@ from gpu_support import tensors_in
 from models import left_padded, prompts, tiny_llama
 from oracle import attend
 from stores import tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList
@@ -407,6 +408,16 @@ def all_kernels() -> list[str]:
     """The names of what the package launches."""
     files = Path(turbo_hf.__file__).parent.glob("ops/**/kernel*.py")
     return [name for file in files for name in re.findall(r"^def (\w+_kernel)\(", file.read_text("utf-8"), re.M)]
+
+
+def test_the_kernel_that_does_not_pad_gets_whole_channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *args: args)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda params: True)
+    with FakeTensorMode():
+        for dim, served in ((96, True), (100, False)):
+            q, k = (torch.empty(1, heads, 16, dim, dtype=torch.float16, device="cuda") for heads in (4, 2))
+            assert attention._flash_serves(q, k, k, True) == served, dim
+    attention._flash.clear()
 
 
 def test_short_prompts_do_without_a_plan_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.
     cache = TurboCache.from_pretrained(tmp_path, model)
     run(model, cache, prompts(1, 1))
     cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
-    # the former tensors are gone, and what was mapped of them is whole
+    # the former tensors are gone
     assert len(list(tmp_path.iterdir())) == 2
     assert TurboCache.from_pretrained(tmp_path, model).get_seq_length() == 71
     monkeypatch.setattr("turbo_hf.cache.saved_cache.__version__", "9.9")
@@ -233,6 +233,21 @@ def test_another_version_and_another_prompt(tmp_path: Path, monkeypatch: pytest.
         TurboCache.from_pretrained(tmp_path, model)
     with pytest.raises(OSError, match="there is no saved cache"):
         TurboCache.from_pretrained(tmp_path / "none", model)
+
+
+def test_tensors_that_are_replaced_before_they_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, before = saved_in(tmp_path), Path.open
+    cache = TurboCache.from_pretrained(tmp_path, model)
+    run(model, cache, prompts(1, 1))
+
+    def late(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name != FACTS:
+            monkeypatch.setattr(Path, "open", before)
+            cache.save_pretrained(tmp_path, input_ids=prompts(1, 71))
+        return before(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", late)
+    assert TurboCache.from_pretrained(tmp_path, model).get_seq_length() == 71
 
 
 def test_a_write_that_breaks_off_leaves_the_former_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,13 +280,20 @@ def test_nan_ends_the_manager_and_says_why() -> None:
         assert "layer 1: keys or values hold NaN or Inf" in output.error
 
 
-@pytest.mark.parametrize(("preset", "kind"), [("turbo-k4v3", "llama"), ("int8", "sliding")])
+@pytest.mark.parametrize(
+    ("preset", "kind", "found"),
+    [
+        ("turbo-k4v3", "llama", "4/3 bit"),
+        ("int8", "sliding", "8 bit with windows"),
+        (TurboConfig(layer_bits=(4, (8, 4))), "llama", "8/4 bit"),
+    ],
+)
 def test_what_has_not_been_checked_on_a_gpu_is_refused_there(
-    preset: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    preset: Any, kind: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MODELS[kind]()
     with turbo_hf.patch(model, preset):
         # moved since the patch
         monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
-        with pytest.raises(Unsupported, match="have not been checked on a GPU at"):
+        with pytest.raises(Unsupported, match=f"have not been checked on a GPU at {found}. Choose"):
             model.generate_batch(requests())

@@ -169,7 +169,9 @@ _flash: dict[Any, bool] = {}
 
 
 def _flash_serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grouped: bool) -> bool:
-    if not (q.is_cuda and q.numel() and torch.backends.cuda.flash_sdp_enabled()):
+    # called by itself, the kernel does not pad channels
+    whole = all(x.shape[3] % 8 == 0 for x in (q, k, v))
+    if not (q.is_cuda and q.numel() and whole and torch.backends.cuda.flash_sdp_enabled()):
         return False
     key = (q.dtype, q.device, *((x.shape[1], x.shape[3], x.stride(3)) for x in (q, k, v)))
     if key not in _flash:

@@ -278,7 +278,7 @@ def read(folder: Path) -> Read:
             raise OSError(f"there is no saved cache in {str(folder)!r}: the folder has no {FACTS}.") from error
         try:
             return _read(folder, content)
-        except ValueError:
+        except (ValueError, FileNotFoundError):
             # unless it has been replaced in between
             if content == (folder / FACTS).read_bytes():
                 raise

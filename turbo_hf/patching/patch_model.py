@@ -240,11 +240,10 @@ def _plan(
         weights=describe_weights(model),
         ranks=_words(ranks),
     )
-    int8 = tuple(at.index for at in layers if at.kept_int8)
     maker = CacheMaker(
         len(layers),
         config,
-        int8,
+        tuple(at.index for at in layers if at.kept_int8),
         uncompressed,
         loaded.orders,
         selectors,
