@@ -178,10 +178,10 @@ def _attention(
             qkv, scoring = _of_one_type(NewQKV(query, key, value)), Scoring(scale, softcap, s_aux)
             plain = call.cache.plain_columns(attention_mask, call.layer, query.shape[2])
             with _without_autocast(query.device):
-                out = _repeated(call.layer, qkv, scoring) if plain else None
-                if out is None:
-                    out = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
-            return out.transpose(1, 2).contiguous(), None
+                done = _repeated(call.layer, qkv, scoring) if plain else None
+                if done is None:
+                    done = compressed(call.cache, call.layer, Source(module, call.rotary), qkv, attention_mask, scoring)
+            return done.transpose(1, 2).contiguous(), None
         key, value = decompressed(call.cache, call.layer, query, key, value, attention_mask)
     if keeps_latent(module):
         key, value = expanded(module, key, value)
